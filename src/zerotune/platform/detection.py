@@ -1,0 +1,113 @@
+"""Detecting the platform this process runs on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zerotune.decisions import announce
+from zerotune.platform.cgroups import cpu_quota, memory_constraint
+from zerotune.platform.facts import HostMemory, Platform
+from zerotune.platform.hardware import choose_hardware
+from zerotune.platform.probe import Cores, MachineProbe, PlatformProbe, TorchFacts
+from zerotune.platform.support import Situation, deepspeed_support
+
+_DISTRIBUTIONS: Final = ("torch", "deepspeed", "accelerate", "diffusers")
+_CAP_IPC_LOCK: Final = 14
+
+
+def detect_platform(
+    *,
+    probe: PlatformProbe | None = None,
+    allow_rocm: bool = False,
+    allow_mps: bool = False,
+    log: bool = True,
+) -> Platform:
+    """Detect what this machine is, and whether DeepSpeed can run on it.
+
+    DeepSpeed is disabled on macOS, ROCm and Windows, and where it or torch is missing; why, and
+    what to do, is in ``Platform.deepspeed`` and among ``Platform.decisions``.
+
+    Args:
+        probe: Where the facts come from; this machine by default.
+        allow_rocm: Let DeepSpeed run on ROCm, which is reported to work on some hardware.
+        allow_mps: Let DeepSpeed run on Apple GPUs; needs DeepSpeed 0.19.6 or later.
+        log: Log each decision, once per process and on rank 0 only.
+    """
+    probe = probe or MachineProbe()
+    torch = probe.torch()
+    environ = probe.environ()
+    hardware = choose_hardware(torch, environ)
+    support, decisions = deepspeed_support(
+        Situation(
+            system=probe.system(),
+            accelerator=hardware.accelerator,
+            torch=torch,
+            deepspeed_version=probe.version("deepspeed"),
+            environ=environ,
+            allow_rocm=allow_rocm,
+            allow_mps=allow_mps,
+        )
+    )
+    cores = probe.cores()
+    platform = Platform(
+        system=probe.system(),
+        machine=probe.machine(),
+        processor=probe.processor(),
+        accelerator=hardware.accelerator,
+        devices=hardware.devices,
+        host_memory=_host_memory(probe),
+        memlock_limit=_memlock_limit(probe),
+        physical_cores=cores.physical,
+        logical_cores=cores.logical,
+        usable_cores=_usable_cores(cores, probe),
+        versions=_versions(probe),
+        torch_build=_torch_build(torch),
+        bf16=hardware.bf16,
+        fp16=hardware.fp16,
+        deepspeed=support,
+        decisions=(*hardware.decisions, *decisions),
+    )
+    if log:
+        announce(platform.decisions)
+    return platform
+
+
+def _host_memory(probe: PlatformProbe) -> HostMemory:
+    total, available = probe.memory()
+    cgroup = memory_constraint(probe.read_text)
+    if cgroup.available is not None:
+        available = min(available, cgroup.available)
+    return HostMemory(total=total, available=available, cgroup_limit=cgroup.limit)
+
+
+def _memlock_limit(probe: PlatformProbe) -> int | None:
+    # The kernel does not apply the limit to a process with this capability, root's as a rule.
+    for line in (probe.read_text("/proc/self/status") or "").splitlines():
+        key, _, value = line.partition(":")
+        if key == "CapEff" and int(value.strip() or "0", 16) >> _CAP_IPC_LOCK & 1:
+            return None
+    return probe.memlock()
+
+
+def _usable_cores(cores: Cores, probe: PlatformProbe) -> int:
+    quota = cpu_quota(probe.read_text)
+    # Rounded down: threads beyond the quota are throttled and slow the others.
+    return max(1, cores.affinity if quota is None else min(cores.affinity, int(quota)))
+
+
+def _versions(probe: PlatformProbe) -> dict[str, str]:
+    installed = {name: probe.version(name) for name in _DISTRIBUTIONS}
+    known = {name: version for name, version in installed.items() if version is not None}
+    return {"python": probe.python_version(), **known}
+
+
+def _torch_build(torch: TorchFacts | None) -> str | None:
+    if torch is None or torch.import_error is not None:
+        return None
+    if torch.hip is not None:
+        return f"rocm {torch.hip}"
+    if torch.cuda is not None:
+        return f"cuda {torch.cuda}"
+    if torch.xpu_devices:
+        return "xpu"
+    return "mps" if torch.mps_device is not None else "cpu"

@@ -1,0 +1,183 @@
+"""The compilers and libraries DeepSpeed's kernels are built with on first use."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import attrs
+
+_USES_LIBAIO: Final = 'extern "C" int io_submit(); int main() { return io_submit(); }\n'
+
+
+@attrs.frozen(kw_only=True)
+class Tool:
+    """A program that was found."""
+
+    path: str
+    version: str | None
+    """``None`` when it does not tell or does not run."""
+
+
+@attrs.frozen(kw_only=True)
+class LibAio:
+    """Whether a program can be compiled and linked against libaio; ``None`` is unknown."""
+
+    header: bool | None
+    library: bool | None
+
+    @property
+    def usable(self) -> bool:
+        """Whether both parts were found."""
+        return bool(self.header and self.library)
+
+
+@attrs.frozen(kw_only=True)
+class Toolchain:
+    """Everything DeepSpeed needs to build a kernel."""
+
+    cxx: Tool | None
+    """The C++ compiler torch would call: ``$CXX``, else ``c++``."""
+    nvcc: Tool | None
+    """CUDA's compiler; needed for kernels that run on an NVIDIA GPU, not for CPU ones."""
+    cuda_home: str | None
+    ninja: Tool | None
+    hidden_ninja: str | None = None
+    """A ninja of this Python environment that is not on ``PATH``, where torch looks for it."""
+    python_headers: bool
+    """Whether ``Python.h`` of this Python is installed."""
+    libaio: LibAio
+
+
+class Machine(Protocol):
+    """What the detection asks of the machine; a test passes its own."""
+
+    def environ(self) -> Mapping[str, str]:
+        """Environment variables."""
+
+    def which(self, program: str) -> str | None:
+        """Path of a program, or ``None``."""
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or directory exists."""
+
+    def run(self, command: Sequence[str], source: str = "") -> tuple[int, str]:
+        """Exit status and output of a command fed with ``source``."""
+
+
+class LocalMachine:
+    """The machine this process runs on."""
+
+    def environ(self) -> Mapping[str, str]:
+        """Environment variables."""
+        return os.environ
+
+    def which(self, program: str) -> str | None:
+        """Path of a program, or ``None``."""
+        return shutil.which(program)
+
+    def exists(self, path: str) -> bool:
+        """Whether a file or directory exists."""
+        return Path(path).exists()
+
+    def run(self, command: Sequence[str], source: str = "") -> tuple[int, str]:
+        """Exit status and output of a command fed with ``source``."""
+        try:
+            done = subprocess.run(
+                list(command),
+                input=source,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=30,
+                check=False,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return 127, str(error)
+        return done.returncode, done.stdout
+
+
+def detect_toolchain(machine: Machine | None = None) -> Toolchain:
+    """Find the compilers and libraries DeepSpeed's kernels are built with.
+
+    Args:
+        machine: What to ask; this machine by default.
+    """
+    machine = machine or LocalMachine()
+    compiler = shlex.split(machine.environ().get("CXX", "c++")) or ["c++"]
+    cxx = _tool(machine, compiler)
+    ninja = _tool(machine, ["ninja"])
+    home = _cuda_home(machine)
+    return Toolchain(
+        cxx=cxx,
+        nvcc=None if home is None else _tool(machine, [f"{home}/bin/nvcc"]),
+        cuda_home=home,
+        ninja=ninja,
+        hidden_ninja=None if ninja is not None else _hidden_ninja(machine),
+        python_headers=machine.exists(f"{sysconfig.get_path('include')}/Python.h"),
+        libaio=LibAio(header=None, library=None) if cxx is None else _libaio(machine, compiler),
+    )
+
+
+def _tool(machine: Machine, command: Sequence[str]) -> Tool | None:
+    path = machine.which(command[0])
+    if path is None:
+        return None
+    status, output = machine.run([*command, "--version"])
+    return Tool(path=path, version=parse_version(output) if status == 0 else None)
+
+
+def parse_version(output: str) -> str | None:
+    """The version in what a compiler prints for ``--version``; ``None`` when there is none."""
+    release = re.search(r"\brelease (\d+(?:\.\d+)+)", output)
+    if release:
+        return release.group(1)
+    first = output.strip().splitlines()[0] if output.strip() else ""
+    named = re.search(r"\bversion (\d+(?:\.\d+)*)", first)
+    # GCC puts its packager's version in brackets before its own.
+    numbers = re.findall(r"\d+(?:\.\d+)+", re.sub(r"\([^)]*\)", " ", first))
+    return named.group(1) if named else (numbers[0] if numbers else None)
+
+
+def _cuda_home(machine: Machine) -> str | None:
+    """The CUDA toolkit torch would use: the environment, else ``nvcc``, else the default place."""
+    environ = machine.environ()
+    stated = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
+    if stated:
+        return stated
+    nvcc = machine.which("nvcc")
+    if nvcc is not None:
+        return str(Path(nvcc).parent.parent)
+    default = "/usr/local/cuda"
+    return default if machine.exists(default) else None
+
+
+def _hidden_ninja(machine: Machine) -> str | None:
+    candidate = str(Path(sys.executable).parent / "ninja")
+    return candidate if machine.exists(candidate) else None
+
+
+def _libaio(machine: Machine, compiler: Sequence[str]) -> LibAio:
+    environ = machine.environ()
+    # DeepSpeed's own check honours these two as well.
+    compile_flags = shlex.split(environ.get("CFLAGS", ""))
+    link_flags = shlex.split(environ.get("LDFLAGS", ""))
+    with tempfile.TemporaryDirectory() as folder:
+        # Never /dev/null: a linker run by root may replace it by a file.
+        target = ["-o", f"{folder}/probe"]
+        header, _ = machine.run(
+            [*compiler, *compile_flags, "-x", "c++", "-E", *target, "-"], "#include <libaio.h>\n"
+        )
+        library, _ = machine.run(
+            [*compiler, "-x", "c++", "-", *link_flags, *target, "-laio"], _USES_LIBAIO
+        )
+    return LibAio(header=header == 0, library=library == 0)
