@@ -1,0 +1,374 @@
+"""DeepSpeed's compiled ops: which are built, which can be, and the root cause when one cannot.
+
+DeepSpeed compiles its kernels on first use and keeps them in torch's extension folder
+(``TORCH_EXTENSIONS_DIR``, by default below ``~/.cache``). When that fails, its own message is
+often ``… due to hardware/software issue. None``; the functions here look for the cause instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import attrs
+
+from zerotune.backend.build_errors import Diagnosis, diagnose_build, missing_module
+from zerotune.backend.extension_cache import (
+    build_folder,
+    built_library,
+    is_abandoned,
+    lock_on,
+    why_stale,
+)
+from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
+from zerotune.platform.toolchain import Toolchain, detect_toolchain
+
+OpState = Literal["installed", "built", "buildable", "stale", "locked", "blocked", "absent"]
+
+
+@attrs.frozen(kw_only=True)
+class OpStatus:
+    """Whether one op can be used here."""
+
+    name: str
+    purpose: str
+    """What zerotune uses it for."""
+    state: OpState
+    """``"installed"``: compiled into the deepspeed package. ``"built"``: compiled before and up
+    to date. ``"stale"``: compiled before, will be compiled again. ``"buildable"``: will be
+    compiled on first use. ``"locked"``: being compiled by another process, or left so by one that
+    died. ``"blocked"``: something is missing on this machine. ``"absent"``: DeepSpeed has no
+    implementation for this accelerator."""
+    cause: str | None = None
+    """Why it is stale, locked, blocked or absent."""
+    fix: str | None = None
+    """What to do about it."""
+    path: str | None = None
+    """The compiled library, when there is one."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the op can be loaded, now or after compiling it."""
+        return self.state in {"installed", "built", "buildable", "stale"}
+
+
+@attrs.frozen(kw_only=True)
+class _Op:
+    name: str
+    builder: str
+    purpose: str
+    instead: str | None = None
+    """What to do where DeepSpeed has no implementation."""
+    companion: str | None = None
+    """Builder of another op that DeepSpeed loads first."""
+
+
+_OPS: Final = (
+    _Op(
+        name="cpu_adam",
+        builder="CPUAdamBuilder",
+        purpose="Adam and AdamW with the optimizer offloaded to CPU or NVMe",
+    ),
+    _Op(
+        name="cpu_adagrad",
+        builder="CPUAdagradBuilder",
+        purpose="Adagrad with the optimizer offloaded to CPU",
+    ),
+    _Op(
+        name="cpu_lion",
+        builder="CPULionBuilder",
+        purpose="Lion with the optimizer offloaded to CPU",
+    ),
+    _Op(
+        name="async_io",
+        builder="AsyncIOBuilder",
+        purpose="offload of parameters and optimizer to NVMe",
+        instead="offload to CPU",
+        companion="PinMemoryBuilder",
+    ),
+    _Op(
+        name="fused_adam",
+        builder="FusedAdamBuilder",
+        purpose="Adam and AdamW without offload",
+    ),
+    _Op(
+        name="fused_lion",
+        builder="FusedLionBuilder",
+        purpose="Lion without offload",
+        instead="offload the optimizer to CPU (cpu_lion) or use AdamW",
+    ),
+    _Op(
+        name="fused_lamb",
+        builder="FusedLambBuilder",
+        purpose="Lamb",
+        instead="use AdamW",
+    ),
+)
+
+OP_NAMES: Final = tuple(op.name for op in _OPS)
+
+
+def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
+    """Say for every op zerotune uses whether it is built, can be built, or why not.
+
+    Nothing is compiled but a probe for libaio. Imports deepspeed, which settles the process's
+    DeepSpeed accelerator.
+
+    Args:
+        toolchain: Compilers and libraries; those of this machine by default.
+
+    Raises:
+        MissingDependencyError: deepspeed is not installed.
+        PlatformError: deepspeed cannot be imported.
+    """
+    accelerator = _accelerator()
+    found = toolchain or detect_toolchain()
+    return tuple(_status(op, accelerator, found) for op in _OPS)
+
+
+def build_op(name: str) -> OpStatus:
+    """Load one op, compiling it when needed, and return its status afterwards.
+
+    Args:
+        name: One of ``OP_NAMES``.
+
+    Raises:
+        InvalidValueError: There is no such op.
+        MissingDependencyError: deepspeed is not installed.
+        PlatformError: The op cannot be used here, or compiling or loading it failed; the reason
+            is the root cause, not the compiler's whole output.
+    """
+    op = _find(name)
+    accelerator = _accelerator()
+    toolchain = detect_toolchain()
+    before = _status(op, accelerator, toolchain)
+    # A young lock is a build in progress, whose end torch waits for.
+    is_waiting = before.state == "locked" and not any(map(is_abandoned, _folders(op, accelerator)))
+    if not before.usable and not is_waiting:
+        raise PlatformError(
+            before.cause or "it cannot be used here", key=f"op {name}", fix=before.fix
+        )
+    try:
+        accelerator.create_op_builder(op.builder).load(verbose=False)
+    except Exception as error:
+        # Whatever a compiler, a linker or the loader does ends here, under many types.
+        diagnosis = diagnose_build(str(error)) or Diagnosis(cause=_summary(error), fix=None)
+        raise PlatformError(diagnosis.cause, key=f"op {name}", fix=diagnosis.fix) from error
+    return _status(op, accelerator, toolchain)
+
+
+def _find(name: str) -> _Op:
+    for op in _OPS:
+        if op.name == name:
+            return op
+    close = difflib.get_close_matches(name, OP_NAMES, n=1)
+    raise InvalidValueError(
+        "no such op",
+        key="op",
+        value=name,
+        fix=f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
+    )
+
+
+def _accelerator() -> Any:
+    """DeepSpeed's accelerator, with the log line of its import kept back."""
+    try:
+        with _quiet_deepspeed():
+            return importlib.import_module("deepspeed.accelerator").get_accelerator()
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise PlatformError(f"deepspeed cannot be imported: {error}") from error
+        raise MissingDependencyError(
+            "deepspeed is not installed", fix="pip install deepspeed"
+        ) from error
+    except Exception as error:
+        # deepspeed inspects the machine while it is imported, so anything can go wrong here.
+        raise PlatformError(f"deepspeed cannot be imported: {_summary(error)}") from error
+
+
+@contextmanager
+def _quiet_deepspeed() -> Iterator[None]:
+    """Keep back what DeepSpeed logs while imported: zerotune reports the accelerator itself.
+
+    DeepSpeed sets its logger's level during the import, so only a filter outlasts it.
+    """
+    logger = logging.getLogger("DeepSpeed")
+
+    def drop(_record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+
+
+def _status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
+    builder = _builder(op.builder, accelerator)
+    if builder is None:
+        return OpStatus(
+            name=op.name,
+            purpose=op.purpose,
+            state="absent",
+            cause=f"DeepSpeed has no implementation for its {accelerator._name} accelerator",
+            fix=op.instead,
+        )
+    if _is_installed(op.name, accelerator):
+        return OpStatus(name=op.name, purpose=op.purpose, state="installed")
+    blocked = _missing_for_loading(op, builder, toolchain)
+    if blocked is not None:
+        return OpStatus(
+            name=op.name,
+            purpose=op.purpose,
+            state="blocked",
+            cause=blocked.cause,
+            fix=blocked.fix,
+        )
+    return _jit_status(op, builder, _folders(op, accelerator), toolchain)
+
+
+def _builder(name: str, accelerator: Any) -> Any | None:
+    """DeepSpeed's builder of that class, or ``None`` where it has no implementation."""
+    builder = accelerator.create_op_builder(name)
+    # Some accelerators answer None, others hand out a builder whose load() raises.
+    return None if type(builder).__name__ in {"NoneType", "NotImplementedBuilder"} else builder
+
+
+def _folders(op: _Op, accelerator: Any) -> list[Path]:
+    """Build folders of everything that loading the op loads, its own first."""
+    companion = None if op.companion is None else _builder(op.companion, accelerator)
+    names = [op.name] if companion is None else [op.name, companion.name]
+    return [build_folder(name) for name in names]
+
+
+def _jit_status(op: _Op, builder: Any, folders: list[Path], toolchain: Toolchain) -> OpStatus:
+    """Status of an op that torch compiles on first use."""
+    is_complete = all(built_library(folder) for folder in folders)
+    stale = next(filter(None, map(why_stale, folders)), None) if is_complete else None
+    state: OpState = "stale" if is_complete else "buildable"
+    found = None if stale is None else Diagnosis(cause=stale)
+    if locked := next(filter(None, map(lock_on, folders)), None):
+        state, found = "locked", locked
+    elif is_complete and stale is None:
+        state = "built"
+    elif blocked := _missing_for_building(builder, toolchain):
+        state, found = "blocked", blocked
+    library = built_library(folders[0])
+    return OpStatus(
+        name=op.name,
+        purpose=op.purpose,
+        state=state,
+        cause=found.cause if found else None,
+        fix=found.fix if found else None,
+        path=None if library is None else str(library),
+    )
+
+
+def _is_installed(name: str, accelerator: Any) -> bool:
+    info = importlib.import_module("deepspeed.git_version_info")
+    return bool(info.installed_ops.get(name)) and info.accelerator_name == accelerator._name
+
+
+def _missing_for_loading(op: _Op, builder: Any, toolchain: Toolchain) -> Diagnosis | None:
+    """What keeps torch from loading the op even when it is compiled."""
+    if toolchain.ninja is None:
+        if toolchain.hidden_ninja is not None:
+            folder = Path(toolchain.hidden_ninja).parent
+            return Diagnosis(
+                cause=f"ninja is installed in {folder}, which is not on PATH",
+                fix="activate the environment, or add that folder to PATH",
+            )
+        return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
+    # DeepSpeed probes libaio with the compiler each time it loads this op.
+    if op.name == "async_io":
+        return _missing_compiler(toolchain) or _missing_libaio(toolchain) or _refused(builder)
+    return _refused(builder)
+
+
+def _missing_libaio(toolchain: Toolchain) -> Diagnosis | None:
+    if toolchain.libaio.usable:
+        return None
+    missing = "library" if toolchain.libaio.header else "header libaio.h"
+    return Diagnosis(
+        cause=f"the {missing} of libaio is missing",
+        fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
+        "libaio (Arch, conda); if it is elsewhere, name it in CPATH and LIBRARY_PATH",
+    )
+
+
+def _refused(builder: Any) -> Diagnosis | None:
+    """What DeepSpeed's own probe has against the op."""
+    try:
+        compatible = builder.is_compatible(verbose=False)
+    except ModuleNotFoundError as error:
+        return missing_module(error.name or str(error))
+    except Exception as error:  # noqa: BLE001 - each op probes in its own way
+        return Diagnosis(cause=_summary(error), fix=None)
+    if compatible:
+        return None
+    detail = builder.error_log or "it gives no reason"
+    return Diagnosis(cause=f"DeepSpeed's own check refuses it: {detail}", fix=None)
+
+
+def _missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
+    if toolchain.cxx is None:
+        return Diagnosis(
+            cause="there is no C++ compiler",
+            fix="install g++ (build-essential on Debian, gcc-c++ on Fedora), or name one in CXX",
+        )
+    if toolchain.cxx.version is None:
+        return Diagnosis(
+            cause=f"the C++ compiler {toolchain.cxx.path} does not run",
+            fix="install g++, or name a working compiler in CXX",
+        )
+    return None
+
+
+def _missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
+    if compiler := _missing_compiler(toolchain):
+        return compiler
+    if not toolchain.python_headers:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return Diagnosis(
+            cause=f"the headers of Python {version} (Python.h) are missing",
+            fix=f"install python{version}-dev (Debian, Ubuntu) or python3-devel (Fedora)",
+        )
+    return _missing_cuda_toolkit(toolchain) if _builds_for_cuda(builder) else None
+
+
+def _builds_for_cuda(builder: Any) -> bool:
+    import torch
+
+    base = importlib.import_module("deepspeed.ops.op_builder.builder").CUDAOpBuilder
+    return isinstance(builder, base) and torch.version.hip is None and torch.cuda.is_available()
+
+
+def _missing_cuda_toolkit(toolchain: Toolchain) -> Diagnosis | None:
+    import torch
+
+    wanted = str(torch.version.cuda)
+    if toolchain.nvcc is None:
+        where = "" if toolchain.cuda_home is None else f" in {toolchain.cuda_home}"
+        return Diagnosis(
+            cause=f"CUDA's compiler nvcc is missing{where}",
+            fix=f"install the CUDA {wanted} toolkit and name its folder in CUDA_HOME",
+        )
+    found = toolchain.nvcc.version
+    if found is not None and found.partition(".")[0] != wanted.partition(".")[0]:
+        return Diagnosis(
+            cause=f"nvcc is of CUDA {found}, torch was built for CUDA {wanted}",
+            fix=f"install the CUDA {wanted} toolkit and name its folder in CUDA_HOME",
+        )
+    return None
+
+
+def _summary(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

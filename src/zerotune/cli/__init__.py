@@ -1,0 +1,88 @@
+"""The ``zerotune`` command.
+
+Exit status: 0 when all is well, 1 when a command worked and has bad news, 2 for an error or
+wrong usage, 130 when interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, Protocol, cast
+
+from zerotune.errors import ZeroTuneError
+
+_COMMANDS: Final = ("zerotune.cli.doctor",)
+
+
+class Command(Protocol):
+    """What a module of this package offers to be a subcommand.
+
+    Importing one must stay light: all of them are imported to print the help.
+    """
+
+    NAME: str
+    SUMMARY: str
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the command's arguments."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do the work and return the exit status."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status.
+
+    Args:
+        argv: Arguments without the program's name; those of the process by default.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except ZeroTuneError as error:
+        sys.stderr.write(f"zerotune: error: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("zerotune: interrupted\n")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has left (`| head`); Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zerotune",
+        description="ZeRO-offloaded diffusion training around DeepSpeed.",
+    )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in _COMMANDS:
+        command = cast(Command, importlib.import_module(module))
+        subparser = commands.add_parser(
+            command.NAME, help=command.SUMMARY, description=command.SUMMARY
+        )
+        command.configure(subparser)
+        subparser.set_defaults(run=command.run)
+    return parser
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up only when asked, because importing the look-up is slow."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_args: Any, **_kwargs: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            text = version("zerotune")
+        except PackageNotFoundError:
+            text = "(not installed)"
+        sys.stdout.write(f"zerotune {text}\n")
+        parser.exit()

@@ -1,0 +1,202 @@
+"""``zerotune doctor``: what this machine is, and whether DeepSpeed and its ops work on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Final
+
+from zerotune.errors import PlatformError
+from zerotune.platform import GIB, Device, Platform, detect_platform
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zerotune.backend.ops import OpStatus
+    from zerotune.cli.checkup import Checkup
+    from zerotune.platform.toolchain import Tool, Toolchain
+
+NAME: Final = "doctor"
+SUMMARY: Final = "Show what this machine can train with, and why not where it cannot."
+
+_STYLES: Final = {
+    "installed": "green",
+    "built": "green",
+    "buildable": "cyan",
+    "stale": "yellow",
+    "locked": "red",
+    "blocked": "red",
+    "absent": "dim",
+}
+_LABEL: Final = 16
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--build",
+        action="append",
+        default=[],
+        metavar="OP",
+        help="compile and load this DeepSpeed op first; may be repeated",
+    )
+    parser.add_argument(
+        "--allow-rocm", action="store_true", help="let DeepSpeed run on ROCm, untested"
+    )
+    parser.add_argument(
+        "--allow-mps", action="store_true", help="let a new DeepSpeed run on Apple GPUs"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine the machine; 0 when DeepSpeed runs and can offload the optimizer, else 1."""
+    # DeepSpeed and its builders print; what we print on stdout may be read by a program.
+    with redirect_stdout(sys.stderr):
+        platform = detect_platform(
+            allow_rocm=arguments.allow_rocm, allow_mps=arguments.allow_mps, log=False
+        )
+        _build(arguments.build, platform)
+        from zerotune.cli.checkup import Checkup
+
+        checkup = Checkup.of(platform)
+    if arguments.json:
+        sys.stdout.write(json.dumps(checkup.to_dict(), indent=2) + "\n")
+    else:
+        _print(checkup)
+    return 0 if checkup.healthy else 1
+
+
+def _build(names: Iterable[str], platform: Platform) -> None:
+    from zerotune.backend.ops import build_op
+
+    for name in names:
+        support = platform.deepspeed
+        if not support.available:
+            raise PlatformError(support.reason, key=f"op {name}", fix=support.fix)
+        sys.stderr.write(f"loading {name}, compiling it first if need be ...\n")
+        started = time.perf_counter()
+        build_op(name)
+        sys.stderr.write(f"loaded {name} in {time.perf_counter() - started:.1f} s\n")
+
+
+def _print(checkup: Checkup) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    _section(console, "Platform", _platform_rows(checkup.platform))
+    _section(console, "Memory", _memory_rows(checkup.platform))
+    _section(console, "Versions", _version_rows(checkup.platform))
+    _section(console, "Toolchain", _toolchain_rows(checkup.toolchain))
+    if checkup.ops:
+        _print_ops(console, checkup.ops)
+    if checkup.platform.decisions:
+        _section(
+            console,
+            "Decisions",
+            [(decision.severity, str(decision)) for decision in checkup.platform.decisions],
+        )
+    console.print()
+    console.print(
+        f"Verdict: {checkup.verdict}",
+        style="bold green" if checkup.healthy else "bold red",
+        soft_wrap=True,
+    )
+
+
+def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    console.print(f"\n{title}" if title != "Platform" else title, style="bold")
+    for label, value in rows:
+        _line(console, label, value)
+
+
+def _line(console: Console, label: str, value: str, style: str = "") -> None:
+    from rich.text import Text
+
+    text = Text(f"  {label:<{_LABEL}}")
+    text.append(value, style=style)
+    # Lines stay whole when the output goes to a file, where they will be searched.
+    console.print(text, soft_wrap=True)
+
+
+def _print_ops(console: Console, ops: Iterable[OpStatus]) -> None:
+    console.print("\nDeepSpeed ops", style="bold")
+    for op in ops:
+        _line(console, op.name, f"{op.state:<10} {op.purpose}", _STYLES[op.state])
+        for detail in (op.cause, None if op.fix is None else f"fix: {op.fix}"):
+            if detail is not None:
+                _line(console, "", f"{'':<10} {detail}")
+
+
+def _platform_rows(platform: Platform) -> list[tuple[str, str]]:
+    cores = (
+        f"{platform.physical_cores} physical, {platform.logical_cores} logical, "
+        f"{platform.usable_cores} usable"
+    )
+    processor = f", {platform.processor}" if platform.processor else ""
+    return [
+        ("system", f"{platform.system} {platform.machine}{processor}"),
+        ("cores", cores),
+        ("accelerator", platform.accelerator),
+        *[(f"device {index}", _device(item)) for index, item in enumerate(platform.devices)],
+        ("precision", f"bf16 {_yes(platform.bf16)}, fp16 {_yes(platform.fp16)}"),
+        ("DeepSpeed", platform.deepspeed.reason),
+    ]
+
+
+def _device(device: Device) -> str:
+    capability = (
+        "" if device.capability is None else ", capability {}.{}".format(*device.capability)
+    )
+    return f"{device.name}, {_gib(device.total_memory)}{capability}"
+
+
+def _memory_rows(platform: Platform) -> list[tuple[str, str]]:
+    memory = platform.host_memory
+    container, lockable = memory.cgroup_limit, platform.memlock_limit
+    return [
+        ("RAM", f"{_gib(memory.total)}, {_gib(memory.available)} available"),
+        ("container limit", "none" if container is None else _gib(container)),
+        ("lockable", "no limit" if lockable is None else _gib(lockable)),
+    ]
+
+
+def _version_rows(platform: Platform) -> list[tuple[str, str]]:
+    names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
+    rows = [(name, platform.versions.get(name, "not installed")) for name in names]
+    return [*rows, ("torch built for", platform.torch_build or "unknown")]
+
+
+def _toolchain_rows(toolchain: Toolchain) -> list[tuple[str, str]]:
+    libaio = toolchain.libaio
+    return [
+        ("c++", _tool(toolchain.cxx)),
+        ("ninja", _tool(toolchain.ninja)),
+        ("nvcc", _tool(toolchain.nvcc)),
+        ("Python.h", _found(toolchain.python_headers)),
+        ("libaio", f"header {_found(libaio.header)}, library {_found(libaio.library)}"),
+    ]
+
+
+def _tool(tool: Tool | None) -> str:
+    if tool is None:
+        return "absent"
+    return f"{tool.version or 'does not run'} ({tool.path})"
+
+
+def _found(answer: bool | None) -> str:
+    if answer is None:
+        return "unknown without a compiler"
+    return "found" if answer else "absent"
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / 1024**2:.1f} MiB"
