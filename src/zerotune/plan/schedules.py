@@ -12,6 +12,9 @@ the truth and are kept:
 - ``OneCycle`` starts with the *smallest* momentum, then jumps to the largest; while it cycles
   momentum it also replaces the second beta by 0.99.
 
+DeepSpeed 0.18.9, the oldest supported, differs in two places only: ``OneCycle`` ignores its stair
+counts, and ``WarmupCosineLR`` rises again after ``total_num_steps``.
+
 An update that fp16 overflow skips does not advance the schedule, so ``step`` counts applied
 updates only.
 """
@@ -117,7 +120,7 @@ def _warmup_gamma(params: _Params, iteration: int, steps: int) -> float:
 
 
 def _warmup_steps(params: _Params) -> int:
-    return max(2, params["warmup_num_steps"])
+    return max(2, int(params["warmup_num_steps"]))
 
 
 def _warmup(params: _Params, step: int, base_lr: float, after: Callable[[int], float]) -> float:
@@ -171,7 +174,7 @@ def _lr_range_test(params: _Params, step: int, base_lr: float) -> float:  # noqa
     interval = float(step) / params["lr_range_test_step_size"]
     if params["lr_range_test_staircase"]:
         interval = math.floor(interval)
-    return low * (1 + params["lr_range_test_step_rate"] * interval)
+    return float(low * (1 + params["lr_range_test_step_rate"] * interval))
 
 
 def _cycle_halves(params: _Params) -> tuple[float, float]:
@@ -211,7 +214,7 @@ def _one_cycle(params: _Params, step: int, base_lr: float) -> float:  # noqa: AR
         return low + (high - low) * _cycle_scale(params, step)
     if params["decay_step_size"] == 0 or params["decay_lr_rate"] == 0:
         return low
-    return low / (1 + params["decay_lr_rate"] * _decay_interval(params, step, total))
+    return float(low / (1 + params["decay_lr_rate"] * _decay_interval(params, step, total)))
 
 
 def _decay_interval(params: _Params, step: int, total: float) -> float:
@@ -229,7 +232,7 @@ def _one_cycle_momentum(params: _Params, step: int) -> float:
         return high - (high - low) * _cycle_scale(params, step)
     if params["decay_step_size"] == 0 or params["decay_mom_rate"] == 0:
         return high
-    return high * (1 + params["decay_mom_rate"] * _decay_interval(params, step, total))
+    return float(high * (1 + params["decay_mom_rate"] * _decay_interval(params, step, total)))
 
 
 _CURVES: Final[Mapping[str, Callable[[_Params, int, float], float]]] = {

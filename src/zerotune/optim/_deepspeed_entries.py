@@ -1,0 +1,235 @@
+"""The twelve optimizer names of DeepSpeed's configuration (0.19.8; the 1-bit ones 0.18)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zerotune.optim.entries import (
+    CPU_ADAM,
+    DEEPSPEED_ADAM,
+    TORCH_ADAM,
+    OptimizerEntry,
+    betas,
+    eps,
+    flag,
+    lr,
+    number,
+    torch_switches,
+    weight_decay,
+)
+from zerotune.optim.parameters import Parameter
+
+ADAM_LR: Final = 1e-4
+"""Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it."""
+
+_ADAM_SWITCHES: Final = (
+    flag("bias_correction", default=True, only=DEEPSPEED_ADAM),
+    # `adam_w_mode` and `torch_adam` are keys of DeepSpeed's configuration, not of a constructor.
+    flag("adam_w_mode", default=True),
+    flag("torch_adam"),
+    flag("fp32_optimizer_states", default=True, only=CPU_ADAM),
+    flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedAdam"})),
+    flag("amsgrad", only=TORCH_ADAM),
+    *torch_switches("foreach", "fused", "maximize", "capturable", only=TORCH_ADAM),
+)
+
+_MUP = "the package mup, and base shapes set on the model before the engine starts"
+_ONE_BIT = "a DeepSpeed release before 0.19, ZeRO stage 0"
+
+_ONE_BIT_COMMON: Final = (
+    lr(ADAM_LR),
+    betas(),
+    eps(),
+    weight_decay(),
+    flag("bias_correction", default=True),
+    flag("eps_inside_sqrt"),
+    flag("cuda_aware"),
+    Parameter(name="comm_backend_name", type="str", default="nccl"),
+)
+
+_LAMB_COEFFICIENTS: Final = (number("max_coeff", 10.0), number("min_coeff", 0.01))
+
+
+def _integer(name: str, default: int) -> Parameter:
+    return Parameter(name=name, type="int", default=default, low=1)
+
+
+_ADAM_FAMILY: Final = (
+    OptimizerEntry(
+        name="AdamW",
+        family="deepspeed",
+        summary="Adam with decoupled weight decay",
+        # torch decays by 0.01 when nothing is written, DeepSpeed's classes by nothing.
+        parameters=(
+            lr(ADAM_LR),
+            betas(),
+            eps(),
+            weight_decay(0.01, native=0.0),
+            *_ADAM_SWITCHES,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        conditional_states={"amsgrad": "max_exp_avg_sq"},
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="Adam",
+        family="deepspeed",
+        summary="Adam; DeepSpeed runs AdamW's decay unless adam_w_mode is false",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), *_ADAM_SWITCHES),
+        states=("exp_avg", "exp_avg_sq"),
+        conditional_states={"amsgrad": "max_exp_avg_sq"},
+        adam_like=True,
+    ),
+)
+
+_OTHERS: Final = (
+    OptimizerEntry(
+        name="Adagrad",
+        family="deepspeed",
+        summary="Gradient divided by the root of all squared gradients so far",
+        parameters=(
+            lr(1e-2),
+            eps(1e-10),
+            weight_decay(),
+            number("lr_decay", 0.0, only=frozenset({"Adagrad"})),
+            number("initial_accumulator_value", 0.0, only=frozenset({"Adagrad"})),
+            flag("fp32_optimizer_states", default=True, only=frozenset({"DeepSpeedCPUAdagrad"})),
+            *torch_switches("foreach", "fused", "maximize", only=frozenset({"Adagrad"})),
+        ),
+        # As torch calls it; DeepSpeedCPUAdagrad keeps the same tensor as exp_avg_sq.
+        states=("sum",),
+    ),
+    OptimizerEntry(
+        name="Lion",
+        family="deepspeed",
+        summary="Sign of an interpolated momentum; one state instead of Adam's two",
+        parameters=(
+            lr(3e-5),
+            betas((0.9, 0.99), native=(0.9, 0.999)),
+            weight_decay(),
+            flag("fp32_optimizer_states", default=True, only=frozenset({"DeepSpeedCPULion"})),
+            flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedLion"})),
+        ),
+        states=("exp_avg",),
+        requires=("CPU offload of the optimizer, or CUDA",),
+        lr_scale="3 to 10 times smaller",
+    ),
+    OptimizerEntry(
+        name="Lamb",
+        family="deepspeed",
+        summary="Adam with a trust ratio per layer, for very large batches",
+        parameters=(
+            lr(1e-3),
+            betas(),
+            eps(),
+            weight_decay(),
+            flag("bias_correction", default=True),
+            flag("eps_inside_sqrt"),
+            *_LAMB_COEFFICIENTS,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        requires=("CUDA", "fp16 with dynamic loss scaling"),
+        lr_scale="larger",
+    ),
+    OptimizerEntry(
+        name="Muon",
+        family="deepspeed",
+        summary="Orthogonalised momentum for matrices, Adam for the rest",
+        parameters=(
+            lr(2e-2),
+            Parameter(name="muon_lr", low=0, low_open=True, optional=True),
+            Parameter(name="adam_lr", low=0, low_open=True, optional=True),
+            number("momentum", 0.95, high=1, high_open=True),
+            betas(),
+            eps(),
+            weight_decay(),
+            Parameter(name="ns_method", type="str", optional=True),
+            *_ADAM_SWITCHES,
+        ),
+        states=("momentum_buffer",),
+        requires=("use_muon set on every parameter", "ZeRO stage 2 or lower"),
+        renamed={"adam_lr": "lr"},
+        lr_scale="about a hundred times larger",
+    ),
+)
+
+_MUP_FAMILY: Final = (
+    *(
+        OptimizerEntry(
+            name=name,
+            family="deepspeed",
+            summary=f"{base} with maximal-update parametrisation",
+            parameters=(lr(ADAM_LR), betas(), eps(), weight_decay()),
+            states=("exp_avg", "exp_avg_sq"),
+            adam_like=True,
+            requires=(_MUP,),
+        )
+        for name, base in (("MuAdam", "Adam"), ("MuAdamW", "AdamW"))
+    ),
+    OptimizerEntry(
+        name="MuSGD",
+        family="deepspeed",
+        summary="SGD with maximal-update parametrisation",
+        parameters=(
+            lr(1e-3),
+            number("momentum", 0.0),
+            number("dampening", 0.0),
+            weight_decay(),
+            flag("nesterov"),
+        ),
+        conditional_states={"momentum": "momentum_buffer"},
+        requires=(_MUP,),
+        lr_scale="larger",
+    ),
+)
+
+_ONE_BIT_FAMILY: Final = (
+    OptimizerEntry(
+        name="OneBitAdam",
+        family="deepspeed",
+        summary="Adam with momentum compressed to one bit after a warm-up",
+        parameters=(*_ONE_BIT_COMMON, _integer("freeze_step", 100_000)),
+        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
+        adam_like=True,
+        requires=(_ONE_BIT,),
+    ),
+    OptimizerEntry(
+        name="OneBitLamb",
+        family="deepspeed",
+        summary="Lamb with momentum compressed to one bit after a warm-up",
+        parameters=(
+            *_ONE_BIT_COMMON,
+            _integer("freeze_step", 100_000),
+            *_LAMB_COEFFICIENTS,
+            number("coeff_beta", 0.9, high=1, high_open=True),
+            number("factor_max", 4.0),
+            number("factor_min", 0.5),
+            number("factor_threshold", 0.1),
+        ),
+        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
+        requires=(_ONE_BIT,),
+        lr_scale="larger",
+    ),
+    OptimizerEntry(
+        name="ZeroOneAdam",
+        family="deepspeed",
+        summary="0/1 Adam: one-bit compression and fewer synchronisations",
+        parameters=(
+            *_ONE_BIT_COMMON,
+            _integer("var_freeze_step", 100_000),
+            _integer("var_update_scaler", 16),
+            _integer("local_step_scaler", 32_678),
+            _integer("local_step_clipper", 16),
+        ),
+        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
+        adam_like=True,
+        requires=(_ONE_BIT,),
+    ),
+)
+
+DEEPSPEED_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    *_ADAM_FAMILY,
+    *_OTHERS,
+    *_MUP_FAMILY,
+    *_ONE_BIT_FAMILY,
+)

@@ -1,0 +1,94 @@
+"""Which class does the update, how it decays weights, and which arguments it takes.
+
+Mirrors ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.situation import Situation
+from zerotune.plan.choices import OptimizerSource, WeightDecay
+
+CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
+"""Keys of DeepSpeed's configuration that no constructor of torch has."""
+
+
+@attrs.frozen(kw_only=True)
+class Implementation:
+    """The class that does the update."""
+
+    name: str
+    """``type(optimizer).__name__`` of the basic optimizer."""
+    source: OptimizerSource
+    """Who builds it."""
+    weight_decay_mode: WeightDecay | None
+    """How it decays weights; ``None`` when it is not Adam-like."""
+
+    def takes(self, entry: OptimizerEntry, key: str) -> bool:
+        """Whether ``key`` of ``entry`` may be handed to it."""
+        if key in CONFIGURATION_ONLY:
+            return self.source == "deepspeed"
+        parameter = entry.parameter(key)
+        return parameter is not None and parameter.accepts(self.name)
+
+
+def implementation_of(
+    entry: OptimizerEntry, params: Mapping[str, Any], situation: Situation
+) -> Implementation:
+    """The class that ``entry`` with ``params`` becomes in ``situation``.
+
+    Args:
+        entry: An optimizer that can run there.
+        params: Its arguments; of these ``adam_w_mode``, ``torch_adam`` and
+            ``decoupled_weight_decay`` matter.
+        situation: Where it runs.
+    """
+    decay = decay_mode(entry, params)
+    if entry.family == "torch" or not situation.uses_deepspeed:
+        return Implementation(
+            name=_torch_class(entry, decay), source="torch", weight_decay_mode=decay
+        )
+    return Implementation(
+        name=_deepspeed_class(entry, params, situation, decay),
+        source="deepspeed",
+        weight_decay_mode=decay,
+    )
+
+
+def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
+    """How ``entry`` with ``params`` decays weights; ``None`` when it is not Adam-like."""
+    if not entry.adam_like:
+        return None
+    if entry.name == "AdamW":
+        return "decoupled"
+    if entry.name == "Adam":
+        return "decoupled" if params.get("adam_w_mode", True) else "l2"
+    return "decoupled" if params.get("decoupled_weight_decay", False) else "l2"
+
+
+def _torch_class(entry: OptimizerEntry, decay: WeightDecay | None) -> str:
+    if entry.name in {"Adam", "AdamW"}:
+        return "AdamW" if decay == "decoupled" else "Adam"
+    return entry.name
+
+
+def _deepspeed_class(
+    entry: OptimizerEntry,
+    params: Mapping[str, Any],
+    situation: Situation,
+    decay: WeightDecay | None,
+) -> str:
+    if entry.name in {"Adam", "AdamW"}:
+        if params.get("torch_adam"):
+            return _torch_class(entry, decay)
+        if situation.offloaded:
+            return "ZenFlowCPUAdam" if situation.zenflow else "DeepSpeedCPUAdam"
+        return "FusedAdam"
+    offloaded = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedCPULion"}
+    resident = {"Adagrad": "Adagrad", "Lion": "FusedLion"}
+    return (offloaded if situation.offloaded else resident)[entry.name]

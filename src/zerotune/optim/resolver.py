@@ -1,0 +1,227 @@
+"""``OptimizerResolver``: what will really run, settled before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from zerotune.decisions import Decision, announce
+from zerotune.errors import UNSET, InvalidValueError
+from zerotune.optim.arguments import Suggestion
+from zerotune.optim.capability import Capability, capability_of
+from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
+from zerotune.optim.naming import normalise_optimizer_name, parse_optimizer_name
+from zerotune.optim.overrides import Overrides
+from zerotune.optim.parameters import is_auto
+from zerotune.optim.requests import Request
+from zerotune.optim.schedulers import DEFAULT_SCHEDULER, normalise_scheduler_name
+from zerotune.optim.scheduling import ScheduleRequest, settle_schedule
+from zerotune.optim.settling import Policy, Settled, settle
+from zerotune.optim.situation import Situation
+from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
+
+if TYPE_CHECKING:
+    from zerotune.plan.facts import RunFacts
+    from zerotune.plan.resolved import ResolvedPlan
+
+_POLICIES: tuple[Policy, ...] = ("fallback", "error")
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerResolution:
+    """What ``OptimizerResolver`` settled on, and why."""
+
+    optimizer: OptimizerChoice
+    """The optimizer that will run, every argument explicit."""
+    scheduler: SchedulerChoice | None
+    """Its schedule; ``None`` for a constant learning rate."""
+    states: tuple[str, ...]
+    """Names of the fp32 tensors the optimizer keeps per parameter."""
+    situation: Situation
+    """Where it runs."""
+    decisions: tuple[Decision, ...]
+    """Every automatic choice."""
+
+    def explain(self) -> str:
+        """What will run and why, as text."""
+        from zerotune.optim.explaining import explain_resolution
+
+        return explain_resolution(self)
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerResolver:
+    """Settles the ``optimizer`` and ``scheduler`` sections of a resolved plan.
+
+    Nothing is replaced in silence: every automatic choice is a ``Decision``. A name nobody knows
+    is an error, never AdamW.
+    """
+
+    on_unsupported: Policy = attrs.field(default="fallback")
+    """What happens to a known optimizer that cannot run here, or to an argument the optimizer
+    does not have: ``"fallback"`` (AdamW, the arguments translated, with a warning) or
+    ``"error"``."""
+    overrides: Mapping[str, Any] | None = None
+    """Values that beat the configuration and the run: ``{"lr": 3e-5}``,
+    ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
+    ``{"scheduler.type": None}`` for a constant learning rate."""
+    platform: Any = None
+    """``Platform`` that ``capability`` asks about when no plan is at hand."""
+    deepspeed_version: str | None = None
+    """DeepSpeed release that ``capability`` asks about, instead of the platform's."""
+
+    @on_unsupported.validator
+    def _check_policy(self, _attribute: Any, value: str) -> None:
+        if value not in _POLICIES:
+            raise InvalidValueError(
+                "there are two policies",
+                key="on_unsupported",
+                value=value,
+                fix='write "fallback" or "error"',
+            )
+
+    def resolve(self, resolved: ResolvedPlan) -> OptimizerResolution:
+        """Settle the optimizer and the schedule.
+
+        Args:
+            resolved: The plan; its ``optimizer`` and ``scheduler`` sections, run facts, platform,
+                stage, offload and precision are read.
+
+        Raises:
+            OptimizerError: An unknown name, or one that cannot run here under ``"error"``.
+            UnknownKeyError: An argument nobody knows.
+            InvalidValueError: An argument of the wrong type or out of range.
+        """
+        overrides = Overrides.read(self.overrides)
+        situation = Situation.of(resolved)
+        schedule = self._schedule_request(resolved, overrides)
+        settled = settle(
+            self._request(resolved, overrides),
+            situation,
+            overrides=overrides.optimizer_params,
+            suggestions=_suggestions(resolved.run, schedule),
+            policy=self.on_unsupported,
+        )
+        scheduler, why = self._settle_schedule(schedule, settled, resolved)
+        return OptimizerResolution(
+            optimizer=settled.choice,
+            scheduler=scheduler,
+            states=settled.entry.states_for(settled.choice.params),
+            situation=situation,
+            decisions=(*settled.decisions, *why),
+        )
+
+    def apply(self, resolved: ResolvedPlan) -> ResolvedPlan:
+        """``resolved`` with the choices filled in, and the decisions announced.
+
+        Raises:
+            OptimizerError: As ``resolve``.
+        """
+        resolution = self.resolve(resolved)
+        announce(resolution.decisions)
+        return resolved.with_choices(
+            resolution.optimizer, resolution.scheduler, resolution.decisions
+        )
+
+    def explain(self, resolved: ResolvedPlan) -> str:
+        """What would run for ``resolved`` and why, as text."""
+        return self.resolve(resolved).explain()
+
+    def capability(
+        self,
+        name: str,
+        *,
+        stage: int = 0,
+        offload: str = "none",
+        precision: str = "fp32",
+        uses_deepspeed: bool = True,
+    ) -> Capability:
+        """Whether an optimizer can run, without a plan.
+
+        Args:
+            name: Any spelling ``normalise_optimizer_name`` takes.
+            stage: ZeRO stage.
+            offload: Where the optimizer states live: ``"none"``, ``"cpu"``, ``"nvme"``.
+            precision: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+            uses_deepspeed: ``False`` asks about the plain engine.
+
+        Raises:
+            OptimizerError: Nobody knows the name.
+        """
+        versions = dict(self.platform.versions) if self.platform is not None else {}
+        if self.deepspeed_version is not None:
+            versions["deepspeed"] = self.deepspeed_version
+        accelerator = "cpu"
+        if self.platform is not None:
+            accelerator = self.platform.deepspeed.accelerator or self.platform.accelerator
+        situation = Situation(
+            uses_deepspeed=uses_deepspeed,
+            stage=stage,
+            offload=offload,
+            precision=precision,
+            accelerator=accelerator,
+            versions=versions,
+        )
+        return capability_of(OPTIMIZERS[normalise_optimizer_name(name)], situation)
+
+    def _request(self, resolved: ResolvedPlan, overrides: Overrides) -> Request:
+        section = resolved.plan.optimizer
+        written = None if section is None else section.type
+        if overrides.optimizer_type is not UNSET:
+            written = overrides.optimizer_type
+        params = {} if section is None else dict(section.params or {})
+        if written is None or is_auto(written):
+            name = parse_optimizer_name(DEFAULT_OPTIMIZER)
+            return Request(name=name, params=params, configured=False)
+        return Request(name=parse_optimizer_name(written), params=params)
+
+    def _schedule_request(
+        self, resolved: ResolvedPlan, overrides: Overrides
+    ) -> ScheduleRequest | None:
+        section = resolved.plan.scheduler
+        written = None if section is None else section.type
+        if overrides.scheduler_type is None:
+            return None
+        if overrides.scheduler_type is not UNSET:
+            written = overrides.scheduler_type
+        if written is not None and is_auto(written):
+            written = None
+        return ScheduleRequest(
+            name=DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written),
+            params={} if section is None else dict(section.params or {}),
+            written=written,
+            overrides=overrides.scheduler_params,
+            lr_overridden="lr" in overrides.optimizer_params,
+        )
+
+    def _settle_schedule(
+        self, request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
+    ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
+        if request is not None:
+            return settle_schedule(request, settled.choice, resolved.run)
+        section = resolved.plan.scheduler
+        decision = Decision(
+            key="scheduler.type",
+            before=None if section is None else section.type,
+            after=None,
+            reason="overrides ask for no schedule: the learning rate stays constant",
+            severity="note" if section is None else "warning",
+        )
+        return None, (decision,)
+
+
+def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, Suggestion]:
+    """What the run, or failing that the schedule, says about the optimizer's arguments."""
+    found = {
+        name: Suggestion(value=getattr(run, name), source=f"the run ({name})")
+        for name in ("lr", "betas", "eps", "weight_decay")
+        if getattr(run, name) is not None
+    }
+    peak = None if schedule is None or schedule.entry.peak is None else schedule.entry.peak
+    if "lr" not in found and schedule is not None and peak is not None:
+        value = schedule.params.get(peak)
+        if value is not None and not is_auto(value) and not isinstance(value, (list, tuple)):
+            found["lr"] = Suggestion(value=value, source=f"scheduler.params.{peak}", yields=True)
+    return found

@@ -1,0 +1,189 @@
+"""DeepSpeed's five learning-rate schedules: names, arguments, and where the values come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+
+from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.optim.entries import flag, number
+from zerotune.optim.naming import did_you_mean, squash
+from zerotune.optim.parameters import Parameter
+
+DEFAULT_SCHEDULER: Final = "WarmupLR"
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerEntry:
+    """One schedule and its arguments."""
+
+    name: str
+    """Name of DeepSpeed's class."""
+    summary: str
+    """One line for a table."""
+    parameters: tuple[Parameter, ...]
+    """All arguments a configuration may write."""
+    peak: str | None = None
+    """Argument that holds the peak learning rate; ``None`` when the schedule scales the
+    optimizer's own."""
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of all arguments."""
+        return tuple(item.name for item in self.parameters)
+
+
+def _steps(name: str, *, native: int | None = None, low: int = 0) -> Parameter:
+    if native is None:
+        return Parameter(name=name, type="int", low=low)
+    return Parameter(name=name, type="int", low=low, default=native)
+
+
+_WARMUP_STEPS: Final = _steps("warmup_num_steps", native=1000)
+_TOTAL_STEPS: Final = _steps("total_num_steps", low=1)
+_WARMUP_TYPE: Final = Parameter(
+    name="warmup_type", type="str", default="log", choices=("log", "linear")
+)
+_WARMUP: Final = (
+    number("warmup_min_lr", 0.0),
+    # No default: it is the optimizer's learning rate.
+    Parameter(name="warmup_max_lr", low=0, low_open=True),
+    _WARMUP_STEPS,
+    _WARMUP_TYPE,
+)
+
+_ENTRIES: Final = (
+    SchedulerEntry(
+        name="WarmupLR",
+        summary="Rise to the peak, then stay there",
+        parameters=_WARMUP,
+        peak="warmup_max_lr",
+    ),
+    SchedulerEntry(
+        name="WarmupDecayLR",
+        summary="Rise to the peak, then fall in a straight line",
+        parameters=(_TOTAL_STEPS, *_WARMUP),
+        peak="warmup_max_lr",
+    ),
+    SchedulerEntry(
+        name="WarmupCosineLR",
+        summary="Rise to the optimizer's learning rate, then fall along a cosine",
+        parameters=(
+            _TOTAL_STEPS,
+            number("warmup_min_ratio", 0.0, high=1),
+            _WARMUP_STEPS,
+            number("cos_min_ratio", 1e-4, high=1),
+            _WARMUP_TYPE,
+        ),
+    ),
+    SchedulerEntry(
+        name="OneCycle",
+        summary="One rise and fall, momentum the other way round, then a decay",
+        parameters=(
+            Parameter(name="cycle_min_lr", low=0, low_open=True),
+            Parameter(name="cycle_max_lr", low=0, low_open=True),
+            number("decay_lr_rate", 0.0),
+            number("cycle_first_step_size", 2000.0, low_open=True),
+            Parameter(name="cycle_second_step_size", default=None, low=0, nullable=True),
+            Parameter(name="cycle_first_stair_count", type="int", default=0, low=0),
+            Parameter(
+                name="cycle_second_stair_count", type="int", default=None, low=0, nullable=True
+            ),
+            number("decay_step_size", 0.0),
+            flag("cycle_momentum", default=True),
+            number("cycle_min_mom", 0.8, high=1, high_open=True),
+            number("cycle_max_mom", 0.9, high=1, high_open=True),
+            number("decay_mom_rate", 0.0),
+        ),
+        peak="cycle_max_lr",
+    ),
+    SchedulerEntry(
+        name="LRRangeTest",
+        summary="Rise without end, to find the largest stable learning rate",
+        parameters=(
+            number("lr_range_test_min_lr", 1e-3, low_open=True),
+            _steps("lr_range_test_step_size", native=2000, low=1),
+            number("lr_range_test_step_rate", 1.0),
+            flag("lr_range_test_staircase"),
+        ),
+    ),
+)
+
+SCHEDULERS: Final[Mapping[str, SchedulerEntry]] = MappingProxyType(
+    {entry.name: entry for entry in _ENTRIES}
+)
+"""DeepSpeed's schedules by name."""
+
+_BY_KEY: Final = {squash(name): name for name in SCHEDULERS}
+
+_CONSTANT: Final = "WarmupLR with warmup_num_steps 0, which holds the learning rate"
+_COSINE: Final = "WarmupCosineLR"
+
+_FOREIGN: Final[Mapping[str, str]] = {
+    "constant": _CONSTANT,
+    "constantlr": _CONSTANT,
+    "none": _CONSTANT,
+    "constantwithwarmup": 'WarmupLR with warmup_type "linear"',
+    "linear": 'WarmupDecayLR with warmup_type "linear"',
+    "linearlr": 'WarmupLR with warmup_type "linear"',
+    "linearwithwarmup": 'WarmupDecayLR with warmup_type "linear"',
+    "polynomial": 'WarmupDecayLR with warmup_type "linear" (power 1)',
+    "polynomiallr": "WarmupDecayLR (power 1)",
+    "cosine": _COSINE,
+    "cosinewithwarmup": _COSINE,
+    "cosineannealing": _COSINE,
+    "cosineannealinglr": _COSINE,
+    "cosinewithrestarts": f"{_COSINE} (one cycle, no restart)",
+    "cosineannealingwarmrestarts": f"{_COSINE} (one cycle, no restart)",
+    "onecyclelr": "OneCycle",
+    "cycliclr": "OneCycle",
+    "steplr": "WarmupDecayLR",
+    "multisteplr": "WarmupDecayLR",
+    "exponentiallr": "WarmupDecayLR",
+    "piecewiseconstant": "WarmupDecayLR",
+    "reducelronplateau": "WarmupDecayLR (no schedule here looks at the loss)",
+    "lambdalr": "one of DeepSpeed's schedules",
+    "sequentiallr": "one of DeepSpeed's schedules",
+}
+"""torch's and diffusers' names, and the DeepSpeed schedule that comes closest."""
+
+
+def normalise_scheduler_name(name: Any, *, key: str = "scheduler.type") -> str:
+    """Name of DeepSpeed's schedule, whatever the case and punctuation of ``name``.
+
+    Args:
+        name: As written (``"warmup_lr"``, ``"WarmupLR"``).
+        key: Where it was written, for the message.
+
+    Raises:
+        OptimizerError: torch's or diffusers' name, or one that nobody knows; the message
+            suggests the closest of DeepSpeed's.
+        InvalidValueError: ``name`` is not text.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidValueError(
+            "a schedule is named by text", key=key, value=name, fix='write for example "WarmupLR"'
+        )
+    word = squash(name.rpartition(".")[2])
+    if word in _BY_KEY:
+        return _BY_KEY[word]
+    if word in _FOREIGN:
+        raise OptimizerError(
+            "it is a schedule of torch or diffusers, and DeepSpeed's engine steps its own",
+            key=key,
+            value=name,
+            fix=f"write {_FOREIGN[word]}",
+        )
+    close = did_you_mean(name, SCHEDULERS)
+    known = ", ".join(SCHEDULERS)
+    raise OptimizerError(
+        "DeepSpeed has no schedule of this name",
+        key=key,
+        value=name,
+        fix=f"did you mean {' or '.join(close)}? DeepSpeed has {known}"
+        if close
+        else f"use one of {known}",
+    )

@@ -1,0 +1,347 @@
+"""From an ``optimizer`` section to one ``OptimizerChoice``, step by step.
+
+A request (what is asked for) becomes a runnable request (what can be had here), then complete
+arguments, then the choice. Every step that changes something records why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.optim.adam import keep_decay_meaning, match_bf16_states, respell_decay
+from zerotune.optim.arguments import (
+    Filled,
+    Sources,
+    Suggestion,
+    fill,
+    record_defaults,
+    reject_unknown,
+)
+from zerotune.optim.capability import Capability, capability_of
+from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
+from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.implementation import CONFIGURATION_ONLY, Implementation, implementation_of
+from zerotune.optim.naming import OptimizerName
+from zerotune.optim.parameters import Parameter
+from zerotune.optim.requests import SECTION, Request
+from zerotune.optim.situation import Situation
+from zerotune.plan.choices import OptimizerChoice
+
+Policy = Literal["fallback", "error"]
+
+TYPE_KEY: Final = "optimizer.type"
+
+_TRANSLATABLE: Final = ("lr", "betas", "eps", "weight_decay")
+_EVERY_ARGUMENT: Final = frozenset(
+    name for entry in OPTIMIZERS.values() for name in entry.parameter_names
+)
+
+
+@attrs.frozen(kw_only=True)
+class Settled:
+    """The choice and everything that led to it."""
+
+    choice: OptimizerChoice
+    entry: OptimizerEntry
+    capability: Capability
+    decisions: tuple[Decision, ...]
+
+
+def settle(
+    request: Request,
+    situation: Situation,
+    *,
+    overrides: Mapping[str, Any],
+    suggestions: Mapping[str, Suggestion],
+    policy: Policy,
+) -> Settled:
+    """Settle on an optimizer.
+
+    Args:
+        request: What is asked for.
+        situation: Where it is to run.
+        overrides: Arguments that beat the request's.
+        suggestions: What the run knows.
+        policy: What happens when it cannot run, or gets an argument it does not have.
+
+    Raises:
+        OptimizerError: It cannot run here and ``policy`` is ``"error"``.
+        UnknownKeyError: An argument that no optimizer has.
+        InvalidValueError: An argument of the wrong type or out of range.
+    """
+    log = Filled()
+    request = respell_decay(request, log)
+    _check_names(request.params, request.entry, policy)
+    asked = request
+    _check_overrides(overrides, request.entry)
+    request, capability = _runnable(request, situation, policy, log)
+    request = _without_foreign(request, log)
+    filled = _complete(request, _still_meant(overrides, request.entry, log), suggestions)
+    keep_decay_meaning(request, filled)
+    match_bf16_states(situation, filled)
+    implementation = implementation_of(request.entry, filled.values, situation)
+    params = _constructor_arguments(request, implementation, filled, policy)
+    _record_name(asked, request, implementation, log)
+    _record_capability(request, situation, capability, log)
+    return Settled(
+        choice=OptimizerChoice(
+            name=request.name.canonical,
+            params=params,
+            implementation=implementation.name,
+            source=implementation.source,
+            weight_decay_mode=implementation.weight_decay_mode,
+        ),
+        entry=request.entry,
+        capability=capability,
+        decisions=(*log.decisions, *filled.decisions),
+    )
+
+
+def _check_names(params: Mapping[str, Any], entry: OptimizerEntry, policy: Policy) -> None:
+    """Refuse arguments of no optimizer at all; under ``"error"`` those of others too."""
+    _refuse_clipping(params)
+    known = entry.parameter_names
+    for key, value in params.items():
+        if key not in _EVERY_ARGUMENT or policy == "error":
+            reject_unknown({key: value}, known, section=SECTION, owner=entry.name)
+
+
+def _without_foreign(request: Request, log: Filled) -> Request:
+    """Leave out arguments that belong to other optimizers."""
+    known = request.entry.parameter_names
+    for key, value in request.params.items():
+        if key not in known:
+            log.record(
+                f"{SECTION}.{key}",
+                value,
+                None,
+                f"{request.entry.name} has no such argument; left out",
+                "warning",
+            )
+    own = {key: value for key, value in request.params.items() if key in known}
+    return attrs.evolve(request, params=own)
+
+
+def _refuse_clipping(params: Mapping[str, Any]) -> None:
+    if "max_grad_norm" in params:
+        raise InvalidValueError(
+            "clipping is not an argument of the optimizer in DeepSpeed",
+            key=f"{SECTION}.max_grad_norm",
+            value=params["max_grad_norm"],
+            fix="write gradient_clipping at the top level instead",
+        )
+
+
+def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry) -> None:
+    _refuse_clipping(overrides)
+    reject_unknown(overrides, entry.parameter_names, section=SECTION, owner=entry.name)
+
+
+def _still_meant(
+    overrides: Mapping[str, Any], entry: OptimizerEntry, log: Filled
+) -> Mapping[str, Any]:
+    """The overrides that still have a meaning after a fallback to ``entry``."""
+    for key in overrides.keys() - set(entry.parameter_names):
+        log.record(
+            f"{SECTION}.{key}",
+            overrides[key],
+            None,
+            f"an override that {entry.name} has no argument for",
+            "warning",
+        )
+    return {key: value for key, value in overrides.items() if entry.parameter(key)}
+
+
+def _runnable(
+    request: Request, situation: Situation, policy: Policy, log: Filled
+) -> tuple[Request, Capability]:
+    capability = capability_of(request.entry, situation)
+    if capability.runs:
+        return request, capability
+    name = request.name
+    if policy == "error":
+        raise OptimizerError(
+            f"{name.canonical} cannot run on {situation}: {capability.reason}",
+            key=TYPE_KEY,
+            value=name.written,
+            fix=f"use {capability.alternative}",
+        )
+    log.record(
+        TYPE_KEY, name.written, DEFAULT_OPTIMIZER, _why(request, situation, capability), "warning"
+    )
+    fallback = attrs.evolve(
+        request,
+        name=OptimizerName(canonical=DEFAULT_OPTIMIZER, written=name.written),
+        params=_translate(request, log),
+    )
+    return fallback, capability_of(fallback.entry, situation)
+
+
+def _why(request: Request, situation: Situation, capability: Capability) -> str:
+    name = request.name.canonical
+    text = f"{name} cannot run on {situation}: {capability.reason}"
+    if capability.alternative not in (None, DEFAULT_OPTIMIZER):
+        text += f"; nearer than {DEFAULT_OPTIMIZER} would be {capability.alternative}"
+    if request.entry.lr_scale and "lr" in request.params:
+        text += (
+            f"; the learning rate is kept, although {name}'s is usually "
+            f"{request.entry.lr_scale} than {DEFAULT_OPTIMIZER}'s: check it"
+        )
+    return text
+
+
+def _translate(request: Request, log: Filled) -> dict[str, Any]:
+    """The arguments that mean the same to AdamW; the others are dropped, each with a note."""
+    renamed = request.entry.renamed
+    params: dict[str, Any] = {}
+    for key, value in request.params.items():
+        if key in _TRANSLATABLE:
+            params.setdefault(key, value)
+        elif key in renamed:
+            params[renamed[key]] = value
+            log.record(
+                f"{SECTION}.{key}",
+                value,
+                None,
+                f"{DEFAULT_OPTIMIZER} takes it as {renamed[key]}",
+            )
+        else:
+            log.record(
+                f"{SECTION}.{key}",
+                value,
+                None,
+                f"an argument of {request.name.canonical} that {DEFAULT_OPTIMIZER} does not have",
+            )
+    return params
+
+
+def _complete(
+    request: Request, overrides: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
+) -> Filled:
+    entry = request.entry
+    sources = Sources(
+        section=SECTION,
+        written=request.params,
+        overrides=overrides,
+        suggestions={key: value for key, value in suggestions.items() if entry.parameter(key)},
+        plain_defaults=not request.params or request.name.origin == "torch",
+    )
+    filled = fill(entry.parameters, sources, entry.name)
+    if "lr" in filled.defaulted:
+        filled.defaulted.discard("lr")
+        filled.record(
+            f"{SECTION}.lr",
+            None,
+            filled.values["lr"],
+            f"neither the configuration nor the run says it; zerotune's default for {entry.name}",
+            "warning" if request.configured else "note",
+        )
+    _check_together(entry, filled.values)
+    return filled
+
+
+def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
+    if values.get("nesterov") and (values["momentum"] <= 0 or values["dampening"] != 0):
+        raise InvalidValueError(
+            f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
+            key=f"{SECTION}.nesterov",
+            value=True,
+            fix='write for example "momentum": 0.9, "dampening": 0',
+        )
+    if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
+        raise InvalidValueError(
+            "the first factor must shrink a step and the second must grow it",
+            key=f"{SECTION}.etas",
+            value=values["etas"],
+            fix="write for example [0.5, 1.2]",
+        )
+
+
+def _constructor_arguments(
+    request: Request, implementation: Implementation, filled: Filled, policy: Policy
+) -> dict[str, Any]:
+    """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
+    entry = request.entry
+    kept: dict[str, Any] = {}
+    for key, value in filled.values.items():
+        if implementation.takes(entry, key):
+            kept[key] = value
+        elif key not in filled.defaulted and key not in CONFIGURATION_ONLY:
+            _drop(entry.parameter(key), implementation, value, filled, policy)
+    record_defaults(filled, SECTION, entry.name, [key for key in kept if key in filled.defaulted])
+    return kept
+
+
+def _drop(
+    parameter: Parameter | None,
+    implementation: Implementation,
+    value: Any,
+    filled: Filled,
+    policy: Policy,
+) -> None:
+    if parameter is None or value == parameter.default:
+        return
+    key = f"{SECTION}.{parameter.name}"
+    reason = (
+        f"{implementation.name}, which does the update here, has no such argument "
+        f"({', '.join(sorted(parameter.only))} would)"
+    )
+    if policy == "error":
+        raise OptimizerError(reason, key=key, value=value, fix=_fix_for_dropped(parameter.name))
+    filled.record(key, value, None, reason, "warning")
+
+
+def _fix_for_dropped(key: str) -> str:
+    return 'set "torch_adam": true' if key == "amsgrad" else "leave it out"
+
+
+def _record_name(
+    asked: Request, request: Request, implementation: Implementation, log: Filled
+) -> None:
+    name, canonical = asked.name, asked.name.canonical
+    if not asked.configured:
+        log.record(
+            TYPE_KEY, None, canonical, f"no optimizer is configured; {canonical} is the default"
+        )
+    if request.name.canonical != canonical:
+        return
+    if name.implementation:
+        log.record(
+            TYPE_KEY,
+            name.written,
+            canonical,
+            f"it names a class, and the engine picks the class itself: {canonical} runs as "
+            f"{implementation.name} here",
+            "warning",
+        )
+    elif asked.configured and name.written != canonical:
+        log.record(
+            TYPE_KEY,
+            name.written,
+            canonical,
+            f"another spelling; it runs as {implementation.name} here",
+        )
+
+
+def _record_capability(
+    request: Request, situation: Situation, capability: Capability, log: Filled
+) -> None:
+    written = {
+        "zero_allow_untested_optimizer": situation.allow_untested,
+        "zero_force_ds_cpu_optimizer": situation.force_cpu,
+    }
+    for key, value in capability.config.items():
+        if written.get(key) == value:
+            continue
+        log.record(
+            key,
+            written.get(key),
+            value,
+            f"{request.name.canonical} needs it: {capability.reason}",
+            "warning",
+        )
