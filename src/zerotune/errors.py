@@ -1,0 +1,197 @@
+"""Every error zerotune raises, in one tree.
+
+::
+
+    ZeroTuneError
+    ├── PlanError (ValueError)
+    │   ├── PlanFileError            a plan file is missing or cannot be read
+    │   ├── PlanSyntaxError          a plan file is not valid JSON or YAML
+    │   ├── UnknownKeyError          a key nobody knows, with a did-you-mean
+    │   ├── InvalidValueError        a value of the wrong type or out of range
+    │   ├── PlanConflictError        values that cannot hold together
+    │   └── UnresolvedPlanError      something is still "auto" where it must not be
+    ├── OptimizerError (ValueError)  an optimizer or scheduler that cannot be had
+    ├── PlatformError (RuntimeError)
+    ├── EngineError (RuntimeError)
+    │   ├── VerificationError        what runs is not what was asked for
+    │   ├── UnsupportedEngineError   this DeepSpeed lacks something zerotune relies on
+    │   └── CollectiveError          a rank is missing or disagrees
+    ├── OffloadError (RuntimeError)
+    ├── EMAError (RuntimeError)
+    ├── DataError (ValueError)
+    ├── CheckpointError (RuntimeError)
+    │   ├── CheckpointCorruptError   a file is missing, truncated or altered
+    │   └── CheckpointMismatchError  it belongs to another model, plan or world size
+    └── MissingDependencyError (ImportError)
+
+Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+
+class _Unset:
+    """Marks a value that was not given, where ``None`` is a value."""
+
+    def __repr__(self) -> str:
+        return "<unset>"
+
+
+UNSET: Final = _Unset()
+
+_LONGEST_VALUE = 120
+
+
+def shorten(value: object) -> str:
+    """The ``repr`` of ``value``, cut so that a message stays readable."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+
+
+class ZeroTuneError(Exception):
+    """Base of every error raised by zerotune.
+
+    Attributes:
+        key: Path of the offending setting (``"zero_optimization.stage"``), or ``None``.
+        value: The offending value; ``UNSET`` when there is none.
+        reason: Why it cannot be accepted.
+        fix: What to write or do instead, or ``None``.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        key: str | None = None,
+        value: Any = UNSET,
+        fix: str | None = None,
+    ) -> None:
+        self.key = key
+        self.value = value
+        self.reason = reason
+        self.fix = fix
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        subject = self.key or ""
+        if not isinstance(self.value, _Unset):
+            subject = f"{subject} = {shorten(self.value)}" if subject else shorten(self.value)
+        sentence = self.reason.rstrip(".") + "."
+        text = f"{subject}: {sentence}" if subject else sentence
+        return f"{text} Fix: {self.fix.rstrip('.')}." if self.fix else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross process boundaries in launchers; the default protocol would call
+        # __init__ with the finished message and lose the parts.
+        return _rebuild, (type(self), self.__dict__.copy())
+
+
+def _rebuild(cls: type[ZeroTuneError], state: dict[str, Any]) -> ZeroTuneError:
+    error = cls.__new__(cls)
+    error.__dict__.update(state)
+    error.args = (error._message(),)
+    return error
+
+
+class PlanError(ZeroTuneError, ValueError):
+    """A plan that cannot be read, understood or run."""
+
+
+class PlanFileError(PlanError):
+    """A plan file is missing or cannot be read."""
+
+
+class PlanSyntaxError(PlanError):
+    """A plan file is not valid JSON or YAML.
+
+    Attributes:
+        source: Name of the file or ``"<string>"``.
+        line: 1-based line of the error.
+        column: 1-based column of the error.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        source: str,
+        line: int,
+        column: int,
+        fix: str | None = None,
+    ) -> None:
+        self.source = source
+        self.line = line
+        self.column = column
+        super().__init__(
+            f"{reason.rstrip('.')} (line {line}, column {column})", key=source, fix=fix
+        )
+
+
+class UnknownKeyError(PlanError):
+    """A key that neither zerotune nor DeepSpeed knows."""
+
+
+class InvalidValueError(PlanError):
+    """A value of the wrong type or outside its range."""
+
+
+class PlanConflictError(PlanError):
+    """Values that are valid alone but cannot hold together."""
+
+
+class UnresolvedPlanError(PlanError):
+    """A value is still ``"auto"`` where a final one is needed."""
+
+
+class OptimizerError(ZeroTuneError, ValueError):
+    """An optimizer or scheduler that is unknown or cannot run here."""
+
+
+class PlatformError(ZeroTuneError, RuntimeError):
+    """This machine cannot do what was asked."""
+
+
+class EngineError(ZeroTuneError, RuntimeError):
+    """The training engine could not be started or used."""
+
+
+class VerificationError(EngineError):
+    """After initialization, what runs is not what the resolved plan says."""
+
+
+class UnsupportedEngineError(EngineError):
+    """The installed DeepSpeed lacks an attribute zerotune relies on."""
+
+
+class CollectiveError(EngineError):
+    """A rank is missing from a collective operation or disagrees with the others."""
+
+
+class OffloadError(ZeroTuneError, RuntimeError):
+    """A swap directory cannot be leased, used or cleaned."""
+
+
+class EMAError(ZeroTuneError, RuntimeError):
+    """An EMA shadow that is empty, detached or of another model."""
+
+
+class DataError(ZeroTuneError, ValueError):
+    """Training data that cannot be read or does not fit the model."""
+
+
+class CheckpointError(ZeroTuneError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A file of a checkpoint is missing, truncated or altered."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint belongs to another model, plan or world size."""
+
+
+class MissingDependencyError(ZeroTuneError, ImportError):
+    """An optional package is needed and not installed."""
