@@ -1,0 +1,346 @@
+"""Training under ZeRO, on DeepSpeed directly.
+
+Why not through accelerate: its DeepSpeed plugin fills ``"auto"`` in two directions, replaces an
+optimizer it does not recognise by DeepSpeedCPUAdam when offload is on, sizes buckets from a
+``hidden_size`` that diffusion models lack, and divides schedules by the number of processes. A
+plan that is already resolved needs none of that. See docs/engines.md for the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerotune.backend.corrections import undo_dummy_step
+from zerotune.backend.distributed import Launch, ProcessGroup, environment
+from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.layouts import full_shape, layout_of_deepspeed, trainable_parameters
+from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers import build_torch_optimizer
+from zerotune.backend.require import quiet_deepspeed, require_deepspeed
+from zerotune.backend.verification import Checks
+from zerotune.decisions import Decision, announce
+from zerotune.errors import EngineError
+from zerotune.plan.resolved import ResolvedPlan
+
+_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class DeepSpeedEngine:
+    """An ``Engine`` whose weights, gradients and states DeepSpeed partitions and offloads.
+
+    Args:
+        model: The model, in fp32, on any device.
+        plan: A resolved plan with optimizer and scheduler chosen and nothing ``"auto"``.
+        timeout_s: Seconds after which a collective gives up.
+
+    Raises:
+        EngineError: The plan does not use DeepSpeed, has no optimizer choice, was resolved for
+            another world size, or DeepSpeed refused it.
+        MissingDependencyError: DeepSpeed is not installed.
+        VerificationError: What DeepSpeed built is not what the plan says.
+    """
+
+    def __init__(
+        self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
+    ) -> None:
+        _check_plan(plan)
+        accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
+        deepspeed = require_deepspeed(accelerator=accelerator)
+        quiet_deepspeed()
+        launch = Launch.from_environment()
+        self._plan = plan
+        self._group = ProcessGroup(
+            backend=_COMMUNICATION.get(accelerator, "gloo"), launch=launch, timeout_s=timeout_s
+        )
+        _check_world(plan, self._group)
+        named = trainable_parameters(model)
+        if not named:
+            raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
+        rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
+        self._engine = _initialize(deepspeed, model, [p for _, p in named], plan, launch)
+        self._module = model
+        self._decisions = (*_rounding(plan, rounded), *undo_dummy_step(self._engine))
+        self._master_weights = MasterWeights(
+            layout=layout_of_deepspeed(self._engine, rank=self._group.rank),
+            group=self._group,
+            device=self.device,
+        )
+        self._checks().raise_if_failed(engine="DeepSpeed")
+        announce(self.decisions, rank=self._group.rank)
+
+    @property
+    def plan(self) -> ResolvedPlan:
+        """The plan this engine was verified against."""
+        return self._plan
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's model; at stage 3 its parameters are partitioned outside a forward."""
+        return self._module
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The processes that train together."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must lie."""
+        return torch.device(self._engine.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the weights in the forward pass."""
+        dtype: torch.dtype = self._engine.get_data_types()[0]
+        return dtype
+
+    @property
+    def deepspeed_engine(self) -> Any:
+        """The ``deepspeed.DeepSpeedEngine``, for what this class does not offer."""
+        return self._engine
+
+    @property
+    def master_weights(self) -> MasterWeights:
+        """The fp32 weights the optimizer updates, and its states."""
+        return self._master_weights
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group for the next optimizer step."""
+        return float(self._engine.optimizer.param_groups[0]["lr"])
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Automatic choices of the plan and of this engine."""
+        return (*self._plan.decisions, *self._decisions)
+
+    @property
+    def state(self) -> EngineState:
+        """Counters, scheduler and loss scale, to be saved."""
+        scheduler = self._engine.lr_scheduler
+        return EngineState(
+            global_step=self._engine.global_steps,
+            micro_step=self._engine.micro_steps,
+            skipped_steps=self._engine.skipped_steps,
+            scheduler={} if scheduler is None else dict(scheduler.state_dict()),
+            loss_scaler=_read_scaler(self._engine.optimizer),
+        )
+
+    def load_state(self, state: EngineState) -> None:
+        """Restore counters, scheduler (with the learning rate it implies) and loss scale."""
+        engine = self._engine
+        engine.global_steps = state.global_step
+        engine.micro_steps = state.micro_step
+        engine.skipped_steps = state.skipped_steps
+        engine.global_samples = state.global_step * engine.train_batch_size()
+        position = state.scheduler.get("last_batch_iteration", -1)
+        if engine.lr_scheduler is not None and position >= 0:
+            # Loading only the position would leave the learning rate at its first value.
+            engine.lr_scheduler.step(position)
+        _write_scaler(engine.optimizer, state.loss_scaler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward pass; at stage 3, weights are gathered layer by layer."""
+        return self._engine(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a scalar loss; DeepSpeed divides by the accumulation steps."""
+        self._engine.backward(loss)
+
+    def step(self) -> StepOutcome:
+        """Close a micro batch; update the weights when it is the last of its group."""
+        boundary = bool(self._engine.is_gradient_accumulation_boundary())
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm() if boundary else None
+        return StepOutcome(
+            applied=boundary and bool(self._engine.was_step_applied()),
+            boundary=boundary,
+            grad_norm=None if norm is None else float(norm),
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the earlier mode comes back after."""
+        training = self._module.training
+        self._engine.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._engine.train(training)
+
+    def explain(self) -> str:
+        """What runs, verified, with every automatic choice."""
+        extra = "\n".join(f"  [{d.severity}] {d}" for d in self._decisions)
+        return "\n".join(
+            part for part in (self._checks().render(), self._plan.explain(), extra) if part
+        )
+
+    def close(self) -> None:
+        """Free DeepSpeed's buffers and, if this engine started it, the process group."""
+        self._engine.destroy()
+        self._group.close()
+
+    def _checks(self) -> Checks:
+        engine, plan, checks = self._engine, self._plan, Checks()
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        checks.equal("zero_optimization.stage", plan.stage, engine.zero_optimization_stage())
+        if plan.optimizer is not None:
+            checks.equal("optimizer.type", plan.optimizer.implementation, type(inner).__name__)
+            checks.optimizer_arguments(
+                plan.optimizer,
+                inner,
+                scheduler=plan.scheduler,
+                steps_taken=engine.global_steps - engine.skipped_steps,
+            )
+        checks.equal(
+            "scheduler.type",
+            None if plan.scheduler is None else plan.scheduler.name,
+            None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
+        )
+        checks.equal("precision", plan.precision, _precision(engine))
+        checks.equal(
+            "gradient_accumulation_steps",
+            plan.gradient_accumulation_steps,
+            engine.gradient_accumulation_steps(),
+        )
+        checks.equal(
+            "gradient_clipping", float(plan.gradient_clipping), float(engine.gradient_clipping())
+        )
+        checks.equal(
+            "train_micro_batch_size_per_gpu",
+            plan.micro_batch_size,
+            engine.train_micro_batch_size_per_gpu(),
+        )
+        checks.equal("train_batch_size", plan.train_batch_size, engine.train_batch_size())
+        optimizer_device, parameter_device = _offload_devices(engine)
+        checks.equal("offload_optimizer.device", plan.offload_optimizer, optimizer_device)
+        checks.equal("offload_param.device", plan.offload_param, parameter_device)
+        if plan.stage == 3:
+            checks.equal("stage 3 partitions", True, _partitions(self._module))
+        return checks
+
+
+def _check_plan(plan: ResolvedPlan) -> None:
+    if not plan.uses_deepspeed:
+        raise EngineError(
+            "this plan was resolved without DeepSpeed",
+            key="plan",
+            value=plan.platform.deepspeed.reason,
+            fix="use PlainEngine, or build_engine, which picks the right one",
+        )
+    if plan.optimizer is None:
+        raise EngineError(
+            "the plan has no optimizer choice",
+            key="plan.optimizer",
+            fix="plan = OptimizerResolver().apply(plan)",
+        )
+
+
+def _check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
+    if plan.world_size != group.world_size:
+        raise EngineError(
+            f"the plan was resolved for {plan.world_size} process(es), {group.world_size} run",
+            key="world_size",
+            value=plan.world_size,
+            fix=f"plan.resolve(world_size={group.world_size})",
+        )
+    group.agree(plan.digest(), "resolved plan")
+
+
+def _initialize(
+    deepspeed: Any,
+    model: torch.nn.Module,
+    parameters: list[torch.nn.Parameter],
+    plan: ResolvedPlan,
+    launch: Launch,
+) -> Any:
+    choice = plan.optimizer
+    optimizer = None
+    if choice is not None and choice.source == "torch":
+        optimizer = build_torch_optimizer(choice, parameters)
+    try:
+        # DeepSpeed reads LOCAL_RANK from the environment even when the group exists already.
+        with environment(LOCAL_RANK=str(launch.local_rank)):
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=parameters,
+                optimizer=optimizer,
+                config=plan.to_deepspeed(),
+                dist_init_required=False,
+            )
+    except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"DeepSpeed {deepspeed.__version__} refused the plan "
+            f"({type(error).__name__}: {str(error).strip() or 'no message'})",
+            key="deepspeed.initialize",
+            fix="run `zerotune doctor` when an op could not be built, else change what it names",
+        ) from error
+    return engine
+
+
+def _rounding(plan: ResolvedPlan, rounded: bool) -> tuple[Decision, ...]:
+    if not rounded:
+        return ()
+    return (
+        Decision(
+            key="model.dtype",
+            before="fp32",
+            after=plan.precision,
+            reason=f"DeepSpeed rounds the weights to {plan.precision} before it makes the fp32 "
+            "master copy, so training starts from the rounded weights",
+        ),
+    )
+
+
+def _precision(engine: Any) -> str:
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+def _offload_devices(engine: Any) -> tuple[str, str]:
+    """What the running optimizer really does, not what its configuration says."""
+    wrapper = engine.optimizer
+    optimizer = parameter = "none"
+    if getattr(wrapper, "swap_optimizer", False):
+        optimizer = "nvme"
+    elif getattr(wrapper, "offload_optimizer", False) or getattr(wrapper, "cpu_offload", False):
+        optimizer = "cpu"
+    if getattr(wrapper, "params_in_nvme_and_cpu", False):
+        parameter = "nvme"
+    elif getattr(wrapper, "offload_param", False):
+        parameter = "cpu"
+    return optimizer, parameter
+
+
+def _partitions(module: torch.nn.Module) -> bool:
+    """Whether stage 3 really partitions: a high persistence threshold keeps all whole."""
+    parameters = [p for _, p in trainable_parameters(module)]
+    whole = sum(p.numel() for p in parameters)
+    return whole < sum(torch.Size(full_shape(p)).numel() for p in parameters)
+
+
+def _scaler(wrapper: Any) -> Any:
+    for name in ("loss_scaler", "loss_scale_config"):
+        if hasattr(wrapper, name):
+            return getattr(wrapper, name)
+    return None
+
+
+def _read_scaler(wrapper: Any) -> dict[str, Any]:
+    scaler = _scaler(wrapper)
+    fields = {name: getattr(scaler, name, None) for name in _SCALER_FIELDS}
+    return {name: value for name, value in fields.items() if isinstance(value, (int, float))}
+
+
+def _write_scaler(wrapper: Any, fields: dict[str, Any]) -> None:
+    scaler = _scaler(wrapper)
+    for name, value in fields.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)

@@ -1,0 +1,217 @@
+"""The processes that train together, however they were launched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from zerotune.errors import CollectiveError, EngineError, InvalidValueError
+
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DEFAULT_TIMEOUT_S = 600.0
+
+
+@attrs.frozen(kw_only=True)
+class Launch:
+    """Who this process is, read from what ``torchrun``, ``accelerate`` or ``deepspeed`` set."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    launched: bool = False
+    """Whether a launcher set the environment; ``False`` under a bare ``python``."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
+        """Read the launcher's variables.
+
+        Raises:
+            EngineError: Some of the variables are set and others are missing.
+            InvalidValueError: A variable is not a whole number, or contradicts another.
+        """
+        variables = os.environ if environment is None else environment
+        given = [name for name in _TORCHRUN if name in variables]
+        # `accelerate launch` with one process, and many notebooks, set some without meaning a
+        # group; only RANK and WORLD_SIZE together ask for one.
+        if "RANK" not in given and "WORLD_SIZE" not in given:
+            return cls()
+        missing = [name for name in _TORCHRUN if name not in given]
+        if missing:
+            raise EngineError(
+                f"the launcher set {', '.join(given)} but not {', '.join(missing)}",
+                fix="start with torchrun, accelerate launch or deepspeed, or set all of them, "
+                "or unset them for a single process",
+            )
+        launch = cls(
+            rank=_whole(variables, "RANK"),
+            local_rank=_whole(variables, "LOCAL_RANK"),
+            world_size=_whole(variables, "WORLD_SIZE"),
+            launched=True,
+        )
+        if not 0 <= launch.rank < launch.world_size:
+            raise InvalidValueError(
+                f"a rank lies between 0 and WORLD_SIZE - 1 = {launch.world_size - 1}",
+                key="RANK",
+                value=launch.rank,
+                fix="let the launcher set both",
+            )
+        return launch
+
+
+def _whole(variables: Mapping[str, str], name: str) -> int:
+    try:
+        return int(variables[name])
+    except ValueError:
+        raise InvalidValueError(
+            "must be a whole number", key=name, value=variables[name], fix="let the launcher set it"
+        ) from None
+
+
+class ProcessGroup:
+    """The default process group of torch, with errors that name the missing rank.
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"``, … used when no group exists yet.
+        launch: Who this process is; read from the environment when not given.
+        timeout_s: Seconds after which a collective gives up.
+
+    An existing group (the user's, or accelerate's) is joined and left alone on ``close``.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str,
+        launch: Launch | None = None,
+        timeout_s: float = _DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._owned = not dist.is_initialized()
+        launch = launch or Launch.from_environment()
+        if self._owned:
+            _start(backend, launch, self._timeout)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.local_rank = launch.local_rank if launch.launched else 0
+        self._control: Any = None
+        if self.world_size > 1:
+            # NCCL can neither name a missing rank nor move objects without a GPU.
+            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def barrier(self, purpose: str, *, timeout_s: float | None = None) -> None:
+        """Wait for all ranks.
+
+        Args:
+            purpose: What the ranks are about to do, for the message.
+            timeout_s: Seconds to wait; the group's timeout when not given.
+
+        Raises:
+            CollectiveError: A rank did not come; the message names it.
+        """
+        if self._control is None:
+            return
+        timeout = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
+        try:
+            dist.monitored_barrier(group=self._control, timeout=timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"not every rank came to {purpose!r} within {timeout.total_seconds():g} s "
+                f"({_first_line(error)})",
+                key=f"rank {self.rank}",
+                fix="call it on every rank, not inside `if rank == 0`, and look in the log of "
+                "the rank named for why it stopped",
+            ) from error
+
+    def broadcast(self, value: Any, *, source: int = 0) -> Any:
+        """The picklable ``value`` of rank ``source``, on every rank."""
+        if self._control is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=source, group=self._control)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The picklable ``value`` of every rank, in rank order, on every rank."""
+        if self._control is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def agree(self, value: Any, what: str) -> None:
+        """Check that every rank holds the same ``value``.
+
+        Raises:
+            CollectiveError: They differ; the message gives every rank's value.
+        """
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            each = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
+            raise CollectiveError(
+                f"the ranks disagree ({each})", key=what, fix="give every rank the same arguments"
+            )
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add ``tensor`` over all ranks, in place; returns it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def mean(self, value: float, *, device: torch.device) -> float:
+        """The mean of a number over all ranks."""
+        if self.world_size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64 if device.type != "mps" else torch.float32)
+        return float(self.sum_(total.to(device))) / self.world_size
+
+    def close(self) -> None:
+        """Leave the group, if this object started it."""
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owned = False
+
+
+def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
+    if launch.launched:
+        dist.init_process_group(backend=backend, timeout=timeout)
+        return
+    # A store in this process's memory: no port, no environment, no MPI.
+    dist.init_process_group(
+        backend=backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "rank" in line.lower()]
+    return lines[0] if lines else str(error).splitlines()[0]
+
+
+@contextmanager
+def environment(**variables: str | None) -> Iterator[None]:
+    """Set (or, with ``None``, unset) environment variables inside the block only."""
+    before = {name: os.environ.get(name) for name in variables}
+    _apply(variables)
+    try:
+        yield
+    finally:
+        _apply(before)
+
+
+def _apply(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

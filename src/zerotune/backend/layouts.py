@@ -1,0 +1,360 @@
+"""Where each kind of engine keeps its master weights.
+
+This file and ``require.RELIED_ON`` are all that zerotune knows of DeepSpeed's insides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerotune.backend.master_weights import FragmentAddress, MasterLayout, Slab
+from zerotune.errors import EngineError, UnsupportedEngineError
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+def trainable_parameters(module: torch.nn.Module) -> Named:
+    """Names and parameters that require a gradient; a tied parameter counts once."""
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """Shape before ZeRO-3 partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+class OptimizerStates:
+    """States and counters of a torch-style optimizer for one key tensor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._tensor_steps = type(optimizer).__module__.startswith("torch.optim")
+
+    def tensors(self, key: torch.Tensor, *, numel: int) -> dict[str, torch.Tensor]:
+        """States with one element per weight."""
+        state = self._optimizer.state.get(key, {})
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name != "step" and value.numel() == numel
+        }
+
+    def step(self, key: torch.Tensor) -> int | None:
+        """Updates counted for ``key``.
+
+        FusedAdam keeps one counter per group, on the last tensor of the group, while all
+        tensors of the group are updated together; the largest is the true one.
+        """
+        peers: list[torch.Tensor] = [key]
+        for group in self._optimizer.param_groups:
+            if any(key is other for other in group["params"]):
+                peers = group["params"]
+        states = (self._optimizer.state.get(peer, {}) for peer in peers)
+        steps = [int(state["step"]) for state in states if "step" in state]
+        return max(steps, default=None)
+
+    def create(self, key: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Zero-filled states, as the optimizer itself would make at its first step."""
+        state = self._optimizer.state[key]
+        for name in names:
+            state.setdefault(name, torch.zeros_like(key.data, requires_grad=False))
+        state.setdefault("step", self._counter(0))
+        return self.tensors(key, numel=key.numel())
+
+    def set_step(self, key: torch.Tensor, step: int) -> None:
+        """Set the counter of ``key``."""
+        state = self._optimizer.state[key]
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = self._counter(step)
+
+    def _counter(self, step: int) -> Any:
+        return torch.tensor(float(step)) if self._tensor_steps else step
+
+
+class ResidentLayout(MasterLayout):
+    """Slabs that always lie in memory: all engines but ZeRO-3 with NVMe."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: torch.optim.Optimizer,
+        slabs: list[torch.Tensor],
+        addresses: tuple[FragmentAddress, ...],
+        order: tuple[tuple[str, tuple[int, ...]], ...],
+    ) -> None:
+        self._states = OptimizerStates(optimizer)
+        self._slabs = slabs
+        self._addresses = addresses
+        self._order = order
+        for address in addresses:
+            _check_master(slabs[address.slab], address.name)
+
+    @property
+    def addresses(self) -> tuple[FragmentAddress, ...]:
+        return self._addresses
+
+    @property
+    def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return self._order
+
+    @contextmanager
+    def reading(self, slab: int) -> Iterator[Slab]:
+        key = self._slabs[slab]
+        yield Slab(
+            value=key.data,
+            states=self._states.tensors(key, numel=key.numel()),
+            step=self._states.step(key),
+        )
+
+    writing = reading
+
+    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        return self._states.create(self._slabs[slab], names)
+
+    def set_step(self, slab: int, step: int) -> None:
+        self._states.set_step(self._slabs[slab], step)
+
+    def refresh(self) -> None:
+        """The parameters are the master weights."""
+
+
+class ParameterLayout(ResidentLayout):
+    """The parameters are the master weights: the plain engine, and stage 0 in fp32."""
+
+    replicated = True
+
+    def __init__(self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        named = trainable_parameters(module)
+        super().__init__(
+            optimizer=optimizer,
+            slabs=[parameter for _, parameter in named],
+            addresses=tuple(
+                _whole(name, parameter, slab=index, offset=0)
+                for index, (name, parameter) in enumerate(named)
+            ),
+            order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
+        )
+
+
+class HalfPrecisionLayout(ResidentLayout):
+    """Stage 0 in bf16 or fp16: a flat fp32 copy per group, or one copy per parameter."""
+
+    replicated = True
+
+    def __init__(self, *, module: torch.nn.Module, wrapper: Any) -> None:
+        names = _names(module)
+        slabs, addresses, self._pairs = [], [], []
+        flat = hasattr(wrapper, "fp32_groups_flat")
+        for index, group in enumerate(wrapper.fp16_groups):
+            offset = 0
+            if flat:
+                slabs.append(wrapper.fp32_groups_flat[index])
+            for position, parameter in enumerate(group):
+                if not flat:
+                    slabs.append(wrapper.fp32_groups[index][position])
+                    offset = 0
+                addresses.append(
+                    _whole(names[id(parameter)], parameter, slab=len(slabs) - 1, offset=offset)
+                )
+                self._pairs.append((parameter, addresses[-1]))
+                offset += parameter.numel()
+        super().__init__(
+            optimizer=wrapper.optimizer,
+            slabs=slabs,
+            addresses=tuple(addresses),
+            order=tuple((address.name, address.shape) for address in addresses),
+        )
+
+    def refresh(self) -> None:
+        for parameter, address in self._pairs:
+            flat = self._slabs[address.slab].detach().view(-1)
+            master = flat.narrow(0, address.offset, address.numel)
+            parameter.data.copy_(master.view_as(parameter))
+
+
+class PartitionedLayout(ResidentLayout):
+    """Stages 1 and 2: each rank owns a contiguous part of every flat group."""
+
+    def __init__(self, *, module: torch.nn.Module, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        named = trainable_parameters(module)
+        addresses = []
+        for name, parameter in named:
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                continue
+            addresses.append(
+                FragmentAddress(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    start=mapping.lp_fragment_address.start,
+                    numel=mapping.lp_fragment_address.numel,
+                    slab=mapping.param_group_index,
+                    offset=mapping.hp_fragment_address.start,
+                )
+            )
+        # Several groups interleave in named_parameters(); the shared order must not.
+        group_of = {
+            id(parameter): index
+            for index, group in enumerate(wrapper.bit16_groups)
+            for parameter in group
+        }
+        named.sort(key=lambda pair: group_of[id(pair[1])])
+        addresses.sort(key=lambda address: address.slab)
+        super().__init__(
+            optimizer=wrapper.optimizer,
+            slabs=list(wrapper.single_partition_of_fp32_groups),
+            addresses=tuple(addresses),
+            order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
+        )
+
+    def refresh(self) -> None:
+        self._wrapper.update_lp_params()
+
+
+class ShardedLayout(MasterLayout):
+    """Stage 3: every parameter is split over all ranks; sub-groups may lie on NVMe."""
+
+    def __init__(self, *, module: torch.nn.Module, wrapper: Any, rank: int) -> None:
+        self._wrapper = wrapper
+        self._states = OptimizerStates(wrapper.optimizer)
+        addresses, order = [], []
+        names = _names(module)
+        for sub_group, parameters in enumerate(wrapper.fp16_groups):
+            for parameter in parameters:
+                name, shape = names[id(parameter)], full_shape(parameter)
+                order.append((name, shape))
+                _, offset, count = wrapper.grad_position[wrapper.get_param_id(parameter)]
+                start = min(count * rank, math.prod(shape))
+                # The last rank's part is padded up to equal size.
+                numel = min(count, math.prod(shape) - start)
+                if numel > 0:
+                    addresses.append(
+                        FragmentAddress(
+                            name=name,
+                            shape=shape,
+                            start=start,
+                            numel=numel,
+                            slab=sub_group,
+                            offset=offset,
+                        )
+                    )
+        self._addresses, self._order = tuple(addresses), tuple(order)
+
+    @property
+    def addresses(self) -> tuple[FragmentAddress, ...]:
+        return self._addresses
+
+    @property
+    def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return self._order
+
+    @contextmanager
+    def reading(self, slab: int) -> Iterator[Slab]:
+        with self._resident(slab, leave=self._wrapper._release_swap_buffers) as resident:
+            yield resident
+
+    @contextmanager
+    def writing(self, slab: int) -> Iterator[Slab]:
+        leave = self._wrapper._optimizer_states_and_gradient_swap_out
+        with self._resident(slab, leave=leave) as resident:
+            yield resident
+            # While the sub-group is in memory, its low-precision part can follow without
+            # bringing it in a second time.
+            self._wrapper._reassign_or_swap_out_partitioned_parameters(slab)
+
+    @contextmanager
+    def _resident(self, slab: int, *, leave: Any) -> Iterator[Slab]:
+        wrapper = self._wrapper
+        key = wrapper.fp32_partitioned_groups_flat[slab]
+        swapped = wrapper._swappable_optimizer_subgroup(slab)
+        if swapped:
+            wrapper._optimizer_states_and_gradient_swap_in(slab)
+        try:
+            _check_master(key, f"sub-group {slab}")
+            yield Slab(
+                value=key.data,
+                states=self._states.tensors(key, numel=key.numel()),
+                step=self._states.step(key),
+            )
+        finally:
+            if swapped:
+                leave(slab)
+
+    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        return self._states.create(self._wrapper.fp32_partitioned_groups_flat[slab], names)
+
+    def set_step(self, slab: int, step: int) -> None:
+        self._states.set_step(self._wrapper.fp32_partitioned_groups_flat[slab], step)
+
+    def refresh(self) -> None:
+        persistent = self._wrapper.persistent_parameters
+        if persistent:
+            # Small parameters stay whole on every rank; the copies must follow the shards.
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
+
+
+def layout_of_deepspeed(engine: Any, *, rank: int) -> MasterLayout:
+    """The layout of a ``deepspeed.DeepSpeedEngine``.
+
+    Raises:
+        UnsupportedEngineError: Its optimizer wrapper is one zerotune does not know.
+    """
+    wrapper = engine.optimizer
+    kind = type(wrapper).__name__
+    if kind == "DeepSpeedZeroOptimizer":
+        return PartitionedLayout(module=engine.module, wrapper=wrapper)
+    if kind == "DeepSpeedZeroOptimizer_Stage3":
+        return ShardedLayout(module=engine.module, wrapper=wrapper, rank=rank)
+    if kind in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
+        return HalfPrecisionLayout(module=engine.module, wrapper=wrapper)
+    if isinstance(wrapper, torch.optim.Optimizer):
+        return ParameterLayout(module=engine.module, optimizer=wrapper)
+    raise UnsupportedEngineError(
+        f"master weights inside DeepSpeed's {kind} cannot be reached",
+        key="engine.optimizer",
+        value=kind,
+        fix="with bf16 at stage 1, leave data_types.grad_accum_dtype unset",
+    )
+
+
+def _names(module: torch.nn.Module) -> Mapping[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _whole(
+    name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int
+) -> FragmentAddress:
+    return FragmentAddress(
+        name=name,
+        shape=tuple(parameter.shape),
+        start=0,
+        numel=parameter.numel(),
+        slab=slab,
+        offset=offset,
+    )
+
+
+def _check_master(tensor: torch.Tensor, name: str) -> None:
+    if tensor.dtype != torch.float32:
+        raise EngineError(
+            "master weights are fp32",
+            key=name,
+            value=str(tensor.dtype),
+            fix="load the model in float32; the plan's precision decides what the forward uses",
+        )
+    if not tensor.is_contiguous():
+        raise EngineError(
+            "a parameter with a strided layout cannot be viewed flat",
+            key=name,
+            value=tuple(tensor.stride()),
+            fix="call model.to(memory_format=torch.contiguous_format) before building the engine",
+        )

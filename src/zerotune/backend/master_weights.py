@@ -1,0 +1,273 @@
+"""The fp32 weights the optimizer updates: one view, whatever engine holds them.
+
+Under ZeRO no rank holds all master weights, and under NVMe offload not even its own share is in
+memory. Everything that must read or write them (EMA, checkpoints, export, verification) is
+written on ``MasterWeights`` and never looks inside DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+import attrs
+import torch
+
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.errors import EngineError
+
+
+@attrs.frozen(kw_only=True)
+class FragmentAddress:
+    """Where one rank's part of one parameter lies."""
+
+    name: str
+    """Dotted name as ``named_parameters()`` gives it."""
+    shape: tuple[int, ...]
+    """Full, unpartitioned shape of the parameter."""
+    start: int
+    """First element of this part in the flattened parameter."""
+    numel: int
+    """Elements of this part, padding left out."""
+    slab: int
+    """Index of the flat tensor that holds it."""
+    offset: int
+    """First element of this part in that flat tensor."""
+
+    @property
+    def stop(self) -> int:
+        """One past the last element in the flattened parameter."""
+        return self.start + self.numel
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Fragment:
+    """One rank's part of one parameter, in memory now.
+
+    The tensors are views: valid only until the iteration moves on.
+    """
+
+    address: FragmentAddress
+    value: torch.Tensor
+    """fp32, 1-D, ``address.numel`` elements."""
+    states: Mapping[str, torch.Tensor]
+    """Optimizer states by name (``exp_avg``, ``exp_avg_sq``, …), 1-D, as long as ``value``;
+    empty before the first step."""
+    step: int | None
+    """Updates this fragment has seen; ``None`` where the optimizer does not count."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Slab:
+    """A flat fp32 tensor with its optimizer states, as the optimizer sees it."""
+
+    value: torch.Tensor
+    """fp32; any shape, contiguous."""
+    states: dict[str, torch.Tensor]
+    """Tensors with as many elements as ``value``."""
+    step: int | None
+
+
+class MasterLayout(ABC):
+    """How one kind of engine lays out its master weights."""
+
+    replicated: bool = False
+    """Every rank holds everything (no partitioning)."""
+
+    @property
+    @abstractmethod
+    def addresses(self) -> tuple[FragmentAddress, ...]:
+        """This rank's fragments, ordered by slab."""
+
+    @property
+    @abstractmethod
+    def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and full shape of every trainable parameter, in an order all ranks share and
+        that never leaves a slab and comes back."""
+
+    @abstractmethod
+    def reading(self, slab: int) -> AbstractContextManager[Slab]:
+        """Bring a slab into memory to read it."""
+
+    @abstractmethod
+    def writing(self, slab: int) -> AbstractContextManager[Slab]:
+        """Bring a slab into memory; what is written to it stays."""
+
+    @abstractmethod
+    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        """Make zero-filled states for a resident slab that has none yet; returns its states."""
+
+    @abstractmethod
+    def set_step(self, slab: int, step: int) -> None:
+        """Set the update counter of a resident slab."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Recompute the low-precision weights of the model from the master weights.
+
+        Collective: every rank must call it.
+        """
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class EditableFragment(Fragment):
+    """A fragment that may be written in place, and whose states may be created."""
+
+    _layout: MasterLayout = attrs.field(alias="layout")
+
+    def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
+        """The states, created as zeros when the optimizer has not stepped yet.
+
+        States are made for the whole slab at once; the views returned are this fragment's.
+        """
+        if all(name in self.states for name in names):
+            return self.states
+        states = self._layout.create_states(self.address.slab, names)
+        return {name: _narrow(state, self.address) for name, state in states.items()}
+
+    def set_step(self, step: int) -> None:
+        """Set the update counter of the slab this fragment lies in."""
+        self._layout.set_step(self.address.slab, step)
+
+
+class MasterWeights:
+    """Read, write and gather the fp32 master weights of an engine.
+
+    Works the same for plain training, ZeRO 0-3, with optimizer states on the GPU, in host RAM
+    or on NVMe (one sub-group in memory at a time). Only trainable parameters have master
+    weights.
+    """
+
+    def __init__(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
+        self._layout = layout
+        self._group = group
+        self._device = device
+
+    @property
+    def addresses(self) -> tuple[FragmentAddress, ...]:
+        """This rank's fragments, in the order ``read`` yields them. Cheap; reads no weights."""
+        return self._layout.addresses
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Full shape of every trainable parameter by name, in an order all ranks share."""
+        return dict(self._layout.order)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all fragments (no partitioning)."""
+        return self._layout.replicated
+
+    @property
+    def numel(self) -> int:
+        """Elements this rank owns."""
+        return sum(address.numel for address in self.addresses)
+
+    def read(self) -> Iterator[Fragment]:
+        """This rank's fragments, one slab in memory at a time. Not to be written."""
+        for index, addresses in self._by_slab():
+            with torch.no_grad(), self._layout.reading(index) as slab:
+                for address in addresses:
+                    yield Fragment(
+                        address=address,
+                        value=_narrow(slab.value, address),
+                        states=_narrow_states(slab, address),
+                        step=slab.step,
+                    )
+
+    @contextmanager
+    def editing(self) -> Iterator[Iterator[EditableFragment]]:
+        """Write fragments in place; leaving refreshes the model's low-precision weights.
+
+        Collective: every rank must enter and leave, because at stages 1-3 the refreshed weights
+        are exchanged. They are refreshed also when the block raises, so that the model never
+        disagrees with its master weights::
+
+            with master.editing() as fragments:
+                for fragment in fragments:
+                    fragment.value.copy_(new[fragment.address.name])
+        """
+        fragments = self._editable()
+        try:
+            yield fragments
+        finally:
+            fragments.close()
+            with torch.no_grad():
+                self._layout.refresh()
+
+    def _editable(self) -> Generator[EditableFragment, None, None]:
+        for index, addresses in self._by_slab():
+            with torch.no_grad(), self._layout.writing(index) as slab:
+                for address in addresses:
+                    yield EditableFragment(
+                        address=address,
+                        value=_narrow(slab.value, address),
+                        states=_narrow_states(slab, address),
+                        step=slab.step,
+                        layout=self._layout,
+                    )
+
+    def gather(
+        self, source: Callable[[Fragment], torch.Tensor] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full tensors on every rank, one parameter in memory at a time.
+
+        Collective: every rank must exhaust it.
+
+        Args:
+            source: What to gather of a fragment: ``fragment.value`` when not given; a state, or
+                the matching part of an EMA shadow. 1-D, ``fragment.address.numel`` elements.
+
+        Yields:
+            Name and full fp32 tensor in the parameter's shape, on the CPU.
+        """
+        pick = source or _value_of
+        fragments = self.read()
+        pending = next(fragments, None)
+        for name, shape in self._layout.order:
+            device = torch.device("cpu") if self._replicable else self._device
+            full = torch.zeros(math.prod(shape), dtype=torch.float32, device=device)
+            while pending is not None and pending.address.name == name:
+                address = pending.address
+                full[address.start : address.stop].copy_(pick(pending))
+                pending = next(fragments, None)
+            if not self._replicable:
+                self._group.sum_(full)
+            yield name, full.view(shape).cpu()
+        if pending is not None:
+            raise EngineError(
+                f"parameter {pending.address.name!r} is out of the shared order",
+                fix="report this with the model's class and the plan",
+            )
+
+    @property
+    def _replicable(self) -> bool:
+        return self.replicated or self._group.world_size == 1
+
+    def _by_slab(self) -> Iterator[tuple[int, list[FragmentAddress]]]:
+        current: list[FragmentAddress] = []
+        for address in self._layout.addresses:
+            if current and address.slab != current[0].slab:
+                yield current[0].slab, current
+                current = []
+            current.append(address)
+        if current:
+            yield current[0].slab, current
+
+
+def _value_of(fragment: Fragment) -> torch.Tensor:
+    return fragment.value
+
+
+def _narrow(flat: torch.Tensor, address: FragmentAddress) -> torch.Tensor:
+    return flat.detach().view(-1).narrow(0, address.offset, address.numel)
+
+
+def _narrow_states(slab: Slab, address: FragmentAddress) -> dict[str, torch.Tensor]:
+    return {name: _narrow(state, address) for name, state in slab.states.items()}

@@ -1,0 +1,260 @@
+"""Training without DeepSpeed, on accelerate alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from zerotune.backend.distributed import Launch, ProcessGroup, environment
+from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.layouts import ParameterLayout, trainable_parameters
+from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers import CurveScheduler, build_torch_optimizer
+from zerotune.backend.require import require_accelerate
+from zerotune.backend.verification import Checks
+from zerotune.decisions import Decision, announce
+from zerotune.errors import EngineError
+from zerotune.plan.resolved import ResolvedPlan
+
+# `accelerate launch` passes its own configuration through these; the resolved plan has already
+# taken what it wants from it, and a second reader would decide behind its back.
+_ACCELERATE_CONFIGURATION = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_MIXED_PRECISION",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_DYNAMO_BACKEND",
+)
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class PlainEngine:
+    """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
+
+    bf16 and fp16 run as autocast over fp32 weights. Several processes run as
+    ``DistributedDataParallel``.
+
+    Args:
+        model: The model, in fp32; moved to the device in place.
+        plan: A resolved plan whose optimizer has been chosen.
+        timeout_s: Seconds after which a collective gives up.
+
+    Raises:
+        EngineError: The plan has no optimizer choice, or nothing is trainable.
+        VerificationError: What accelerate built is not what the plan says.
+    """
+
+    def __init__(
+        self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
+    ) -> None:
+        if plan.optimizer is None:
+            raise EngineError(
+                "the plan has no optimizer choice",
+                key="plan.optimizer",
+                fix="plan = OptimizerResolver().apply(plan)",
+            )
+        self._plan = plan
+        self._model = model
+        self._accelerator = _accelerator(plan, timeout_s)
+        backend = "nccl" if self._accelerator.device.type == "cuda" else "gloo"
+        self._group = ProcessGroup(backend=backend, timeout_s=timeout_s)
+        model.to(self._accelerator.device)
+        named = trainable_parameters(model)
+        if not named:
+            raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
+        self._parameters = [parameter for _, parameter in named]
+        self._wrapped = self._accelerator.prepare_model(model)
+        self._torch_optimizer = build_torch_optimizer(plan.optimizer, self._parameters)
+        self._optimizer = self._accelerator.prepare_optimizer(self._torch_optimizer)
+        self._scheduler = (
+            CurveScheduler(optimizer=self._torch_optimizer, choice=plan.scheduler)
+            if plan.scheduler
+            else None
+        )
+        layout = ParameterLayout(module=model, optimizer=self._torch_optimizer)
+        self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+        self._global_step = self._micro_step = self._skipped_steps = 0
+        self._micro_batch: AbstractContextManager[Any] | None = None
+        self._verify()
+        announce(self.decisions, rank=self._group.rank)
+
+    @property
+    def plan(self) -> ResolvedPlan:
+        """The plan this engine was verified against."""
+        return self._plan
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's model."""
+        return self._model
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The processes that train together."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must lie."""
+        return torch.device(self._accelerator.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights: fp32; autocast does the rest."""
+        return torch.float32
+
+    @property
+    def autocast_dtype(self) -> torch.dtype:
+        """Precision of matrix products in the forward pass."""
+        return _PRECISIONS[self._plan.precision]
+
+    @property
+    def master_weights(self) -> MasterWeights:
+        """The parameters themselves, with their optimizer states."""
+        return self._master_weights
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group for the next optimizer step."""
+        return float(self._torch_optimizer.param_groups[0]["lr"])
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Automatic choices of the plan."""
+        return self._plan.decisions
+
+    @property
+    def state(self) -> EngineState:
+        """Counters, scheduler and loss scale, to be saved."""
+        scaler = self._accelerator.scaler
+        return EngineState(
+            global_step=self._global_step,
+            micro_step=self._micro_step,
+            skipped_steps=self._skipped_steps,
+            scheduler={} if self._scheduler is None else self._scheduler.state_dict(),
+            loss_scaler={} if scaler is None else dict(scaler.state_dict()),
+        )
+
+    def load_state(self, state: EngineState) -> None:
+        """Restore counters, scheduler and loss scale."""
+        self._global_step = state.global_step
+        self._micro_step = state.micro_step
+        self._skipped_steps = state.skipped_steps
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state.scheduler)
+        if self._accelerator.scaler is not None and state.loss_scaler:
+            self._accelerator.scaler.load_state_dict(state.loss_scaler)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward pass under autocast."""
+        if torch.is_grad_enabled():
+            self._open_micro_batch()
+            return self._wrapped(*args, **kwargs)
+        with self._accelerator.autocast():
+            return self._model(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a scalar loss, divided by the accumulation steps."""
+        self._open_micro_batch()
+        self._accelerator.backward(loss)
+
+    def step(self) -> StepOutcome:
+        """Close a micro batch; update the weights when it is the last of its group."""
+        self._open_micro_batch()
+        boundary = bool(self._accelerator.sync_gradients)
+        grad_norm = self._clip() if boundary else None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._close_micro_batch()
+        self._micro_step += 1
+        applied = boundary and not self._accelerator.optimizer_step_was_skipped
+        if boundary:
+            self._global_step += 1
+            self._skipped_steps += not applied
+            if applied and self._scheduler is not None:
+                self._scheduler.step()
+        return StepOutcome(applied=applied, boundary=boundary, grad_norm=grad_norm)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the earlier mode comes back after."""
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._model.train(training)
+
+    def explain(self) -> str:
+        """What runs, with every automatic choice."""
+        return f"{self._checks().render()}\n{self._plan.explain()}"
+
+    def close(self) -> None:
+        """Free accelerate's references and, if this engine started it, the process group."""
+        self._close_micro_batch()
+        self._accelerator.free_memory()
+        self._group.close()
+
+    def _open_micro_batch(self) -> None:
+        if self._micro_batch is None:
+            self._micro_batch = self._accelerator.accumulate(self._wrapped)
+            self._micro_batch.__enter__()
+
+    def _close_micro_batch(self) -> None:
+        if self._micro_batch is not None:
+            self._micro_batch.__exit__(None, None, None)
+            self._micro_batch = None
+
+    def _clip(self) -> float | None:
+        limit = self._plan.gradient_clipping
+        if limit <= 0:
+            return None
+        return float(self._accelerator.clip_grad_norm_(self._parameters, limit))
+
+    def _checks(self) -> Checks:
+        choice = self._plan.optimizer
+        checks = Checks()
+        if choice is None:
+            return checks
+        checks.equal("optimizer.type", choice.implementation, type(self._torch_optimizer).__name__)
+        checks.optimizer_arguments(choice, self._torch_optimizer, scheduler=self._plan.scheduler)
+        precision = {"no": "fp32"}.get(
+            self._accelerator.mixed_precision, self._accelerator.mixed_precision
+        )
+        checks.equal("precision", self._plan.precision, precision)
+        checks.equal(
+            "gradient_accumulation_steps",
+            self._plan.gradient_accumulation_steps,
+            self._accelerator.gradient_accumulation_steps,
+        )
+        checks.equal("world_size", self._plan.world_size, self._group.world_size)
+        return checks
+
+    def _verify(self) -> None:
+        self._checks().raise_if_failed(engine="accelerate")
+
+
+def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
+    accelerate = require_accelerate()
+    launch = Launch.from_environment()
+    hidden = dict.fromkeys(_ACCELERATE_CONFIGURATION)
+    from datetime import timedelta
+
+    handlers = (
+        [accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))]
+        if launch.launched
+        else []
+    )
+    with environment(**hidden) if hidden else nullcontext():
+        return accelerate.Accelerator(
+            mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
+            cpu=plan.platform.accelerator == "cpu",
+            step_scheduler_with_optimizer=False,
+            kwargs_handlers=handlers,
+        )

@@ -1,0 +1,120 @@
+"""After initialization: is what runs what was asked for?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from zerotune.errors import VerificationError
+from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.schedules import betas_at, lr_at
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """One comparison of the plan with the running engine."""
+
+    key: str
+    expected: Any
+    actual: Any
+
+    @property
+    def passed(self) -> bool:
+        """Equal; floats to the last few bits, since they pass through C++ and JSON."""
+        return _equal(self.expected, self.actual)
+
+
+class Checks:
+    """Collects comparisons, so that one error can name every difference."""
+
+    def __init__(self) -> None:
+        self._checks: list[Check] = []
+
+    def equal(self, key: str, expected: Any, actual: Any) -> None:
+        """Add a comparison."""
+        self._checks.append(Check(key=key, expected=expected, actual=actual))
+
+    def optimizer_arguments(
+        self,
+        choice: OptimizerChoice,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: SchedulerChoice | None,
+        steps_taken: int = 0,
+    ) -> None:
+        """Compare lr, betas, eps, weight decay and the decay mode of every group."""
+        for index, group in enumerate(optimizer.param_groups):
+            prefix = "optimizer" if index == 0 else f"optimizer.param_groups[{index}]"
+            expected = dict(choice.params)
+            if scheduler is not None:
+                expected["lr"] = lr_at(scheduler, steps_taken, choice.lr)
+                if expected.get("betas") is not None:
+                    expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
+            for name in ("lr", "betas", "eps", "weight_decay", "momentum"):
+                if name in expected and name in group:
+                    self.equal(f"{prefix}.{name}", expected[name], group[name])
+        if choice.weight_decay_mode is not None:
+            self.equal(
+                "optimizer.weight_decay_mode",
+                choice.weight_decay_mode,
+                weight_decay_mode(optimizer) or "unknown",
+            )
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The comparisons that did not hold."""
+        return tuple(check for check in self._checks if not check.passed)
+
+    def render(self) -> str:
+        """One line per comparison."""
+        lines = ["Verified after initialization:" if not self.failed else "Verification FAILED:"]
+        for check in self._checks:
+            mark = "ok" if check.passed else f"NOT {check.expected!r}"
+            lines.append(f"  {check.key} = {check.actual!r} [{mark}]")
+        return "\n".join(lines)
+
+    def raise_if_failed(self, *, engine: str) -> None:
+        """Refuse to train when anything differs.
+
+        Raises:
+            VerificationError: Names every key with what was asked and what runs.
+        """
+        if not self.failed:
+            return
+        first = self.failed[0]
+        differences = "; ".join(
+            f"{check.key} should be {check.expected!r} but {check.actual!r} runs"
+            for check in self.failed
+        )
+        raise VerificationError(
+            f"what {engine} built is not what the plan says ({differences})",
+            key=first.key,
+            value=first.actual,
+            fix="ask for what this engine builds, or report it: training was not started",
+        )
+
+
+def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
+    """``"decoupled"``, ``"l2"``, or ``None`` when the optimizer does not tell."""
+    for attribute in ("adam_w_mode", "adamw_mode"):
+        if hasattr(optimizer, attribute):
+            return "decoupled" if getattr(optimizer, attribute) else "l2"
+    known = {"AdamW": "decoupled", "NAdam": None, "Adam": "l2", "SGD": "l2", "Adagrad": "l2"}
+    if type(optimizer).__module__.startswith("torch.optim"):
+        group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
+        if group.get("decoupled_weight_decay") is True:
+            return "decoupled"
+        return known.get(type(optimizer).__name__)
+    return None
+
+
+def _equal(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        return len(expected) == len(actual) and all(map(_equal, expected, actual))
+    if isinstance(expected, float) or isinstance(actual, float):
+        return math.isclose(float(expected), float(actual), rel_tol=1e-9, abs_tol=0.0)
+    return bool(expected == actual)
