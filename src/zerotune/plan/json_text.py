@@ -1,0 +1,264 @@
+"""A JSON reader that knows where things are.
+
+``json`` reports neither duplicated keys with their position nor what people usually mean by a
+mistake. Comments and trailing commas, which DeepSpeed itself accepts in files, are read and
+reported; everything else that is not JSON is an error with line, column and a hint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from zerotune.errors import PlanSyntaxError
+
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_WORD = re.compile(r"[A-Za-z_][\w.]*")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_LITERALS = {"true": True, "false": False, "null": None}
+_PYTHON = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "TRUE": "true",
+    "FALSE": "false",
+    "NULL": "null",
+}
+_ESCAPES = {
+    '"': '"',
+    "\\": "\\",
+    "/": "/",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+}
+_DEEPEST = 100
+_LONGEST_NUMBER = 400
+
+
+def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
+    """Parse JSON text.
+
+    Args:
+        text: The text; a leading byte-order mark is skipped.
+        source: Name used in errors.
+
+    Returns:
+        The value, and one sentence for each liberty that was tolerated.
+
+    Raises:
+        PlanSyntaxError: Not JSON, comments and trailing commas excepted.
+    """
+    return _Parser(text.removeprefix("\ufeff"), source).parse()
+
+
+class _Parser:
+    def __init__(self, text: str, source: str) -> None:
+        self._text = text
+        self._source = source
+        self._at = 0
+        self._depth = 0
+        self._tolerated: list[str] = []
+
+    def parse(self) -> tuple[Any, list[str]]:
+        self._skip()
+        if self._at == len(self._text):
+            raise self._error("is empty", "write at least {}")
+        value = self._value()
+        self._skip()
+        if self._at < len(self._text):
+            raise self._error(
+                "has something after its end", "keep one object; check the closing braces"
+            )
+        return value, self._tolerated
+
+    def _value(self) -> Any:
+        self._skip()
+        char = self._peek()
+        if char == "{":
+            return self._nested(self._object)
+        if char == "[":
+            return self._nested(self._array)
+        if char == '"':
+            return self._string()
+        if char == "-" or char.isdigit():
+            return self._number()
+        return self._literal()
+
+    def _nested(self, read: Any) -> Any:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise self._error("is nested too deeply", f"nest at most {_DEEPEST} levels")
+        value = read()
+        self._depth -= 1
+        return value
+
+    def _object(self) -> dict[str, Any]:
+        opened = self._at
+        self._at += 1
+        result: dict[str, Any] = {}
+        while True:
+            self._skip()
+            if self._peek() == "}":
+                self._at += 1
+                return result
+            key_at = self._at
+            key = self._key(opened)
+            if key in result:
+                self._at = key_at
+                raise self._error(f"has the key {key!r} twice in one object", "keep one of the two")
+            self._skip()
+            if self._peek() != ":":
+                raise self._error("wants a colon after a key", 'write "key": value')
+            self._at += 1
+            result[key] = self._value()
+            self._separator("}", opened)
+
+    def _key(self, opened: int) -> str:
+        char = self._peek()
+        if char == '"':
+            return self._string()
+        if char == "":
+            self._at = opened
+            raise self._error("has an object that is never closed", "add the missing }")
+        if char == "'":
+            raise self._error("has a key in single quotes", "use double quotes")
+        if _WORD.match(self._text, self._at):
+            raise self._error("has a key without quotes", "put the key in double quotes")
+        raise self._error("wants a key in double quotes here", 'write "key": value')
+
+    def _array(self) -> list[Any]:
+        opened = self._at
+        self._at += 1
+        result: list[Any] = []
+        while True:
+            self._skip()
+            if self._peek() == "]":
+                self._at += 1
+                return result
+            result.append(self._value())
+            self._separator("]", opened)
+
+    def _separator(self, close: str, opened: int) -> None:
+        """Pass the comma between members; leave the closing bracket to the caller."""
+        self._skip()
+        char = self._peek()
+        if char == close:
+            return
+        if char == "":
+            self._at = opened
+            raise self._error("has a bracket that is never closed", f"add the missing {close}")
+        if char != ",":
+            raise self._error("wants a comma between two entries", "add the missing comma")
+        comma_at = self._at
+        self._at += 1
+        self._skip()
+        if self._peek() == close:
+            self._tolerate("a trailing comma", comma_at)
+
+    def _string(self) -> str:
+        start = self._at
+        self._at += 1
+        parts: list[str] = []
+        while True:
+            char = self._peek()
+            if char == '"':
+                self._at += 1
+                return "".join(parts)
+            if char in ("", "\n"):
+                self._at = start
+                raise self._error("has text that is never closed", 'add the missing "')
+            self._at += 1
+            parts.append(self._escape() if char == "\\" else char)
+
+    def _escape(self) -> str:
+        char = self._peek()
+        if char in _ESCAPES and char:
+            self._at += 1
+            return _ESCAPES[char]
+        if char == "u":
+            code = self._unicode()
+            if 0xD800 <= code < 0xDC00 and self._text.startswith("\\u", self._at):
+                self._at += 1
+                low = self._unicode()
+                if 0xDC00 <= low < 0xE000:
+                    return chr(0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00))
+                raise self._error("has half of a surrogate pair", "write the character itself")
+            if 0xD800 <= code < 0xE000:
+                raise self._error("has half of a surrogate pair", "write the character itself")
+            return chr(code)
+        raise self._error("has an unknown escape", "double the backslash: \\\\")
+
+    def _unicode(self) -> int:
+        digits = self._text[self._at + 1 : self._at + 5]
+        if not re.fullmatch(r"[0-9a-fA-F]{4}", digits):
+            raise self._error("has an unknown escape", "write \\u and four hexadecimal digits")
+        self._at += 5
+        return int(digits, 16)
+
+    def _number(self) -> int | float:
+        match = _NUMBER.match(self._text, self._at)
+        following = "" if match is None else self._text[match.end() : match.end() + 1]
+        if match is None or following.isalnum() or following in ("_", "."):
+            raise self._error("has a malformed number", "write digits, such as 500000000 or 5e8")
+        literal = match.group()
+        if len(literal) > _LONGEST_NUMBER:
+            raise self._error("has a number that is too long", "write fewer digits")
+        value = float(literal) if set(literal) & set(".eE") else int(literal)
+        if isinstance(value, float) and math.isinf(value):
+            raise self._error("has a number that is too large", "write a smaller one")
+        self._at = match.end()
+        return value
+
+    def _literal(self) -> Any:
+        match = _WORD.match(self._text, self._at)
+        word = match.group() if match else ""
+        if word in _LITERALS:
+            self._at += len(word)
+            return _LITERALS[word]
+        if word in _PYTHON:
+            raise self._error(f"has the Python word {word}", f"write {_PYTHON[word]}")
+        if word in ("NaN", "Infinity", "inf", "nan"):
+            raise self._error(f"has {word}, which JSON does not know", "write a finite number")
+        if word:
+            raise self._error(f"has the word {word} without quotes", f'write "{word}"')
+        char = self._peek()
+        if char == "'":
+            raise self._error("has text in single quotes", "use double quotes")
+        if char == "":
+            raise self._error("ends where a value is missing", "add the value and close the braces")
+        raise self._error(f"has an unexpected {char!r}", "write a value")
+
+    def _skip(self) -> None:
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            self._at = space.end() if space else self._at
+            if self._text.startswith("//", self._at) or self._peek() == "#":
+                self._tolerate("a comment", self._at)
+                end = self._text.find("\n", self._at)
+                self._at = len(self._text) if end < 0 else end
+            elif self._text.startswith("/*", self._at):
+                self._tolerate("a comment", self._at)
+                end = self._text.find("*/", self._at + 2)
+                if end < 0:
+                    raise self._error("has a comment that is never closed", "add the missing */")
+                self._at = end + 2
+            else:
+                return
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _tolerate(self, what: str, at: int) -> None:
+        line, column = self._position(at)
+        self._tolerated.append(f"{what} at line {line}, column {column}")
+
+    def _position(self, at: int) -> tuple[int, int]:
+        return self._text.count("\n", 0, at) + 1, at - self._text.rfind("\n", 0, at)
+
+    def _error(self, reason: str, fix: str) -> PlanSyntaxError:
+        line, column = self._position(self._at)
+        return PlanSyntaxError(reason, source=self._source, line=line, column=column, fix=fix)

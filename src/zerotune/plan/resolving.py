@@ -1,0 +1,241 @@
+"""From a plan to a resolved plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import UNSET, InvalidValueError
+from zerotune.plan.batching import ACCUMULATION, MICRO, TRAIN, solve_batch
+from zerotune.plan.facts import ModelFacts, RunFacts
+from zerotune.plan.filling import Filler, fill_aio, fill_zero
+from zerotune.plan.kinds import AUTO, is_integer, is_number
+from zerotune.plan.precision import decide_precision, fill_precision
+from zerotune.plan.resolved import ResolvedPlan
+from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.plan.section import evolved
+from zerotune.plan.sections import OffloadSection, ZeroSection
+
+if TYPE_CHECKING:
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.platform import Platform
+
+DEFAULT_CLIPPING = 1.0
+
+
+def resolve(
+    requested: DeepSpeedPlan,
+    *,
+    platform: Platform | None,
+    model: ModelFacts | None,
+    world_size: int,
+    run: RunFacts | None,
+    deepspeed: bool,
+) -> ResolvedPlan:
+    """See ``DeepSpeedPlan.resolve``."""
+    _check_world_size(world_size)
+    if platform is None:
+        from zerotune.platform import detect_platform
+
+        platform = detect_platform()
+    run = run or RunFacts()
+    uses_deepspeed = deepspeed and platform.deepspeed.available
+    decisions = list(requested.decisions)
+    plan = requested
+    if not uses_deepspeed:
+        plan = _without_deepspeed(plan, platform, asked=not deepspeed, decisions=decisions)
+    plan = _without_inactive_offload(_with_stage(plan, decisions))
+    context = RuleContext(
+        world_size=world_size,
+        platform=platform,
+        model=model,
+        run=run,
+        uses_deepspeed=uses_deepspeed,
+    )
+    plan = _apply_rules(plan, context, decisions)
+    precision, why = decide_precision(plan, run=run, platform=platform)
+    decisions.extend(why)
+    filler = Filler(
+        stage=int(plan.stage),
+        platform=platform,
+        model=model,
+        world_size=world_size,
+        precision=precision,
+        launch_gather=_flag(plan.launch.zero3_save_16bit_model if plan.launch else None),
+    )
+    plan = _filled(plan, filler, run=run, uses_deepspeed=uses_deepspeed)
+    return ResolvedPlan(
+        requested=requested,
+        plan=plan,
+        platform=platform,
+        world_size=world_size,
+        model=model,
+        run=run,
+        uses_deepspeed=uses_deepspeed,
+        precision=precision,
+        decisions=(*decisions, *filler.decisions),
+    )
+
+
+def _check_world_size(world_size: Any) -> None:
+    if not is_integer(world_size) or world_size < 1:
+        raise InvalidValueError(
+            "must be a whole number of at least 1",
+            key="world_size",
+            value=world_size,
+            fix="pass the number of processes that train together",
+        )
+
+
+def _without_deepspeed(
+    plan: DeepSpeedPlan, platform: Platform, *, asked: bool, decisions: list[Decision]
+) -> DeepSpeedPlan:
+    support = platform.deepspeed
+    why = "DeepSpeed was switched off" if asked else support.reason
+    if not asked and support.fix:
+        why = f"{why}; {support.fix}"
+    zero = plan.zero_optimization
+    dropped: dict[str, Any] = {}
+    if zero is not None:
+        for name in ("offload_optimizer", "offload_param"):
+            section: OffloadSection | None = getattr(zero, name)
+            if section is not None and section.device not in (None, "none"):
+                dropped[f"zero_optimization.{name}"] = section.to_dict()
+        dropped["zero_optimization"] = zero.to_dict()
+    if plan.aio is not None:
+        dropped["aio"] = plan.aio.to_dict()
+    if not dropped and not asked:
+        dropped["engine"] = "deepspeed"
+    decisions.extend(
+        Decision(
+            key=key,
+            before=value,
+            after="plain" if key == "engine" else None,
+            reason=why,
+            severity="warning",
+        )
+        for key, value in dropped.items()
+    )
+    return attrs.evolve(
+        plan,
+        zero_optimization=None,
+        aio=None,
+        zero_allow_untested_optimizer=None,
+        zero_force_ds_cpu_optimizer=None,
+    )
+
+
+def _with_stage(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+    zero = plan.zero_optimization
+    if zero is None or zero.stage != AUTO:
+        return plan
+    needs_three = plan.offload_param_device in ("cpu", "nvme") or (
+        plan.offload_optimizer_device == "nvme"
+    )
+    stage = 3 if needs_three else 2
+    why = "what is offloaded needs stage 3" if needs_three else "partitions all but the weights"
+    decisions.append(
+        Decision(
+            key="zero_optimization.stage",
+            before=AUTO,
+            after=stage,
+            reason=f"{why}; DeepSpeed itself would silently use stage 0",
+            severity="warning",
+        )
+    )
+    return attrs.evolve(plan, zero_optimization=attrs.evolve(zero, stage=stage))
+
+
+def _without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    zero = plan.zero_optimization
+    if zero is None:
+        return plan
+    for name in ("offload_optimizer", "offload_param"):
+        section: OffloadSection | None = getattr(zero, name)
+        if section is not None and section.device in (None, "none", AUTO):
+            zero = evolved(zero, **{name: None})
+    return attrs.evolve(plan, zero_optimization=zero)
+
+
+def _apply_rules(
+    plan: DeepSpeedPlan, context: RuleContext, decisions: list[Decision]
+) -> DeepSpeedPlan:
+    zero = plan.zero_optimization
+    for finding in check_plan(plan, context):
+        if finding.severity == "error":
+            raise finding.as_error()
+        if finding.severity == "note":
+            continue
+        decisions.append(finding.as_decision())
+        section, _, name = finding.key.partition(".")
+        if finding.after is not UNSET and section == "zero_optimization" and zero is not None:
+            zero = evolved(zero, **{name: finding.after})
+    return attrs.evolve(plan, zero_optimization=zero)
+
+
+def _filled(
+    plan: DeepSpeedPlan, filler: Filler, *, run: RunFacts, uses_deepspeed: bool
+) -> DeepSpeedPlan:
+    batch, why = solve_batch(plan, run=run, world_size=filler.world_size)
+    filler.decisions.extend(why)
+    clipping = _clipping(plan, filler, run)
+    bf16, fp16 = fill_precision(plan, filler.precision, filler)
+    zero, aio = None, None
+    if uses_deepspeed:
+        zero = fill_zero(plan.zero_optimization or ZeroSection(), filler, plan.aio)
+        swaps = any(
+            section is not None and section.device == "nvme"
+            for section in (zero.offload_param, zero.offload_optimizer)
+        )
+        aio = fill_aio(plan.aio, filler) if swaps or plan.aio else None
+    plan = evolved(
+        plan,
+        **{TRAIN: batch.train, MICRO: batch.micro, ACCUMULATION: batch.accumulation},
+        gradient_clipping=clipping,
+        bf16=bf16,
+        fp16=fp16,
+        zero_optimization=zero,
+        aio=aio,
+    )
+    plan = filler.fill(plan, "", "wall_clock_breakdown", False)
+    if plan.steps_per_print == AUTO:
+        plan = filler.drop(plan, "", "steps_per_print", "zerotune reports progress itself")
+    for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
+        if getattr(plan, name) == AUTO:
+            plan = filler.drop(plan, "", name, "follows from the optimizer")
+    return plan
+
+
+def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
+    key = "gradient_clipping"
+    written = plan.gradient_clipping
+    asked = run.gradient_clipping
+    if written is not None and not isinstance(written, str):
+        if asked is not None and asked != written:
+            filler.note(
+                key,
+                asked,
+                written,
+                "the configuration's own number stands before that of the run",
+                severity="warning",
+            )
+        return float(written)
+    launched = plan.launch.gradient_clipping if plan.launch else None
+    params = (plan.optimizer.params if plan.optimizer else None) or {}
+    sources = (
+        (asked, "the run says so"),
+        (launched, "the launcher's file says so"),
+        (params.get("max_grad_norm"), "optimizer.params.max_grad_norm says so"),
+    )
+    for value, reason in sources:
+        if isinstance(value, int | float) and is_number(value):
+            filler.note(key, written, float(value), reason)
+            return float(value)
+    filler.note(key, written, DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
+    return DEFAULT_CLIPPING
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
