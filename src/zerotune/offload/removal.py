@@ -1,0 +1,83 @@
+"""Measure and remove a folder without ever leaving it.
+
+Every step is relative to an open descriptor and refuses to follow a symbolic link or to cross
+a mount, so a link planted inside a swap folder is removed itself and its target is untouched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+from zerotune.offload.filesystem import mount_identity
+
+
+def open_folder(path: str | Path, *, within: int | None = None) -> int:
+    """Open a folder itself, never the target of a symbolic link.
+
+    Args:
+        path: Its path, or its name when ``within`` is given.
+        within: Descriptor of the folder that holds it.
+
+    Raises:
+        OSError: ``ENOTDIR`` or ``ELOOP`` for a file or a link, ``ENOENT`` when it is missing.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, dir_fd=within)
+
+
+def folder_bytes(folder: int) -> int:
+    """Bytes allocated on disk below an open folder; what vanishes meanwhile counts as 0."""
+    total = 0
+    for _, _, names, descriptor in os.fwalk(".", dir_fd=folder, onerror=None):
+        for name in names:
+            try:
+                facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            total += facts.st_blocks * 512
+    return total
+
+
+def remove_contents(folder: int, *, keep: Collection[str] = ()) -> int:
+    """Remove everything below an open folder.
+
+    Args:
+        folder: Descriptor of the folder, which stays.
+        keep: Names directly inside it that stay too.
+
+    Returns:
+        Bytes that were allocated on disk for what is gone.
+
+    Raises:
+        OSError: Something could not be removed; ``EXDEV`` when it is a mount.
+    """
+    home = mount_identity(folder)
+    return sum(_remove(folder, name, home) for name in os.listdir(folder) if name not in keep)
+
+
+def _remove(folder: int, name: str, home: tuple[int, str | None]) -> int:
+    try:
+        facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISDIR(facts.st_mode):
+            return _remove_folder(folder, name, home)
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        # Another remover was faster; the aim is reached.
+        return 0
+    return facts.st_blocks * 512 if facts.st_nlink == 1 else 0
+
+
+def _remove_folder(folder: int, name: str, home: tuple[int, str | None]) -> int:
+    child = open_folder(name, within=folder)
+    try:
+        if mount_identity(child) != home:
+            raise OSError(errno.EXDEV, "another file system is mounted here", name)
+        freed = remove_contents(child)
+    finally:
+        os.close(child)
+    os.rmdir(name, dir_fd=folder)
+    return freed

@@ -1,0 +1,132 @@
+"""Leases of real processes, some of which are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.offload.plans import swapping_plan
+
+from zerotune.offload import OffloadManager, find_leases
+from zerotune.offload.record import run_id_of
+
+
+def states(root):
+    return {found.path: found.state for found in find_leases(root)}
+
+
+def test_two_runs_on_one_root_have_folders_of_their_own(tmp_path, hold):
+    holders = [hold(tmp_path) for _ in range(2)]
+    paths = [Path(holder.read()) for holder in holders]
+    assert len(set(paths)) == 2
+    assert states(tmp_path) == dict.fromkeys(paths, "live")
+    holders[0].leave()
+    assert not paths[0].exists()
+    assert (paths[1] / "rank0.swp").stat().st_size == 65536
+    holders[1].leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_is_stale_and_a_living_one_is_not(tmp_path, hold):
+    killed, living = hold(tmp_path), hold(tmp_path)
+    dead, alive = Path(killed.read()), Path(living.read())
+    killed.kill()
+    assert states(tmp_path) == {dead: "stale", alive: "live"}
+    (found,) = [one for one in find_leases(tmp_path) if one.state == "stale"]
+    assert 65536 <= found.size < 200_000
+    assert found.records[0].owner.pid == killed.process.pid
+
+
+def test_a_killed_run_is_stale_before_anybody_waits_for_it(tmp_path, hold):
+    holder = hold(tmp_path)
+    dead = Path(holder.read())
+    os.kill(holder.process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    stat = Path(f"/proc/{holder.process.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert states(tmp_path) == {dead: "stale"}
+
+
+def test_a_new_lease_reports_what_was_left_and_keeps_it(tmp_path, hold, caplog):
+    killed, living = hold(tmp_path), hold(tmp_path)
+    dead = Path(killed.read())
+    living.read()
+    killed.kill()
+    with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
+        (report,) = [one for one in lease.decisions if one.key == "offload.stale_swap"]
+        assert report.severity == "warning"
+        assert report.before == str(dead)
+        assert "MiB" in report.reason
+    assert str(dead) in caplog.text
+    assert (dead / "rank0.swp").exists()
+
+
+def test_a_lease_lives_as_long_as_any_of_its_ranks(tmp_path, hold):
+    first = hold(tmp_path, 0, 2, "")
+    path = Path(first.read() and first.read())
+    second = hold(tmp_path, 1, 2, run_id_of(path.name))
+    assert Path(second.read()) == path
+    first.kill()
+    assert states(tmp_path) == {path: "live"}
+    second.kill()
+    assert states(tmp_path) == {path: "stale"}
+
+
+def test_the_surviving_rank_removes_the_folder(tmp_path, hold):
+    first = hold(tmp_path, 0, 2, "")
+    path = Path(first.read() and first.read())
+    second = hold(tmp_path, 1, 2, run_id_of(path.name))
+    second.read()
+    first.kill()
+    second.leave()
+    assert not path.exists()
+
+
+def test_a_forked_worker_does_not_keep_a_dead_lease_alive(tmp_path, hold):
+    holder = hold(tmp_path)
+    path = Path(holder.read())
+    holder.tell("fork")
+    worker = int(holder.read())
+    try:
+        holder.kill()
+        os.kill(worker, 0)
+        assert states(tmp_path) == {path: "stale"}
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_forked_child_that_leaves_the_block_removes_nothing(tmp_path):
+    with OffloadManager(root=tmp_path).lease(swapping_plan(), barrier=lambda: None) as lease:
+        child = os.fork()
+        if child == 0:
+            # The child leaves as a worker would: out of the block, then out of the process.
+            lease_of_parent = lease
+        else:
+            assert os.waitpid(child, 0)[1] == 0
+            assert lease.path.exists()
+            assert states(tmp_path) == {lease.path: "live"}
+    if child == 0:
+        os._exit(0 if lease_of_parent.path.exists() else 1)
+    assert not lease.path.exists()
+
+
+@pytest.mark.parametrize("runs", [4])
+def test_no_living_run_is_ever_taken_for_dead(tmp_path, hold, runs):
+    holders = [hold(tmp_path) for _ in range(runs)]
+    for holder in holders:
+        holder.read()
+        holder.tell("churn 40")
+        holder.tell("leave")
+    seen = 0
+    while any(holder.process.poll() is None for holder in holders):
+        found = find_leases(tmp_path)
+        seen += len(found)
+        assert [one for one in found if one.state == "stale"] == []
+    assert [holder.process.returncode for holder in holders] == [0] * runs
+    assert seen > 100
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.errors import OffloadError
+from zerotune.offload.process import ProcessIdentity
+from zerotune.offload.record import LeaseRecord, is_run_id, lease_name, new_run_id, run_id_of
+
+records = st.builds(
+    LeaseRecord,
+    run_id=st.text(),
+    rank=st.integers(),
+    world_size=st.integers(),
+    plan_digest=st.text(),
+    created=st.text(),
+    owner=st.builds(
+        ProcessIdentity,
+        host=st.text(),
+        boot_id=st.none() | st.text(),
+        pid=st.integers(),
+        pid_start=st.none() | st.integers(),
+    ),
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(record=records)
+def test_what_is_written_is_read(record):
+    assert LeaseRecord.from_json(record.to_json()) == record
+
+
+@given(text=st.text() | anything.map(json.dumps))
+def test_anything_else_is_one_error(text):
+    with pytest.raises(OffloadError, match="lease record"):
+        LeaseRecord.from_json(text)
+
+
+@given(record=records, value=anything, data=st.data())
+def test_a_changed_field_is_read_as_it_is_or_refused(record, value, data):
+    fields = json.loads(record.to_json())
+    fields[data.draw(st.sampled_from(sorted(fields)))] = value
+    text = json.dumps(fields)
+    try:
+        read = LeaseRecord.from_json(text)
+    except OffloadError:
+        return
+    assert json.loads(read.to_json()) == json.loads(text)
+
+
+def test_writing_replaces_the_whole_file(tmp_path):
+    record = LeaseRecord.for_this_process(run_id="a", rank=3, world_size=4, plan_digest="b")
+    (tmp_path / "rank3.json").write_text("x" * 10_000)
+    record.write(tmp_path)
+    assert LeaseRecord.from_json((tmp_path / "rank3.json").read_text()) == record
+    assert [file.name for file in tmp_path.iterdir()] == ["rank3.json"]
+
+
+def test_run_ids_differ_and_are_found_again():
+    ids = {new_run_id() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(run_id_of(lease_name(run_id)) == run_id for run_id in ids)
+
+
+@given(text=st.text() | st.from_regex(r"\d{8}T\d{6}-[0-9a-f]{12}\n?"))
+def test_a_run_id_is_safe_in_a_path(text):
+    if is_run_id(text):
+        assert text.isascii()
+        assert not set(text) & set("/\\.\0\n ")
+
+
+def test_this_process_is_alive_and_a_later_one_with_its_number_is_not():
+    me = ProcessIdentity.current()
+    assert me.alive()
+    assert not ProcessIdentity(
+        host=me.host, boot_id=me.boot_id, pid=me.pid, pid_start=me.pid_start + 1
+    ).alive()
+    assert not ProcessIdentity(
+        host=me.host, boot_id="earlier", pid=me.pid, pid_start=me.pid_start
+    ).alive()

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from zerotune.offload import removal
+from zerotune.offload.removal import folder_bytes, open_folder, remove_contents
+
+
+@pytest.fixture
+def opened(tmp_path):
+    folder = tmp_path / "swap"
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "b" / "file").write_bytes(b"x" * 8192)
+    (folder / "keep").write_bytes(b"x")
+    descriptor = open_folder(folder)
+    yield folder, descriptor
+    os.close(descriptor)
+
+
+def test_freed_bytes_are_those_that_were_counted(opened):
+    folder, descriptor = opened
+    counted = folder_bytes(descriptor)
+    assert counted >= 8192
+    assert remove_contents(descriptor) == counted
+    assert list(folder.iterdir()) == []
+
+
+def test_names_are_kept_at_the_top_only(opened):
+    folder, descriptor = opened
+    (folder / "a" / "keep").touch()
+    remove_contents(descriptor, keep={"keep"})
+    assert [file.name for file in folder.iterdir()] == ["keep"]
+
+
+def test_another_name_of_a_file_keeps_its_bytes(opened, tmp_path):
+    folder, descriptor = opened
+    os.link(folder / "a" / "b" / "file", tmp_path / "other")
+    assert remove_contents(descriptor) < 8192
+    assert (tmp_path / "other").stat().st_size == 8192
+
+
+@pytest.mark.parametrize("bind", [True, False])
+def test_a_mount_is_not_crossed(opened, tmp_path, mounted, bind):
+    folder, descriptor = opened
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep")
+    point = folder / "a" / "b"
+    options = ("--bind", str(precious)) if bind else ("-t", "tmpfs", "none")
+    mounted(point, *options)
+    (point / "file").write_text("keep")
+    with pytest.raises(OSError, match="another file system is mounted here"):
+        remove_contents(descriptor)
+    assert (point / "file").read_text() == "keep"
+
+
+def test_where_mount_ids_are_unknown_devices_still_count(opened, monkeypatch):
+    folder, descriptor = opened
+    identities = iter([(1, None), (2, None)])
+    monkeypatch.setattr(removal, "mount_identity", lambda _: next(identities))
+    with pytest.raises(OSError, match="another file system is mounted here"):
+        remove_contents(descriptor, keep={"keep"})
+    assert (folder / "a" / "b" / "file").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_only_folders_are_opened(tmp_path, kind):
+    path = tmp_path / kind
+    path.symlink_to(tmp_path) if kind == "link" else path.touch()
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links"):
+        open_folder(path)

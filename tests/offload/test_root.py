@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from zerotune.errors import OffloadError
+from zerotune.offload.root import RootChoice, check_root
+
+
+def check(path):
+    return check_root(RootChoice(path=str(path), key="OffloadManager.root"))
+
+
+def refused(path):
+    with pytest.raises(OffloadError) as caught:
+        check(path)
+    error = caught.value
+    assert error.key == "OffloadManager.root"
+    assert error.value == str(path)
+    assert "a local disk" in error.fix
+    return error.reason
+
+
+def test_a_usable_root_is_left_as_it_was(tmp_path):
+    root = check(tmp_path / "new" / "root")
+    assert root.path == tmp_path / "new" / "root"
+    assert list(root.path.iterdir()) == []
+    assert root.free_bytes > 0
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check("~/swap").path == tmp_path / "swap"
+
+
+def test_a_link_to_a_folder_is_resolved(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    assert check(tmp_path / "link").path == tmp_path / "disk"
+
+
+def test_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    assert "is a file, not a folder" in refused(tmp_path / "file")
+
+
+def test_a_file_as_parent_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    assert "Not a directory" in refused(tmp_path / "file" / "swap")
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    assert "symbolic link to nothing" in refused(tmp_path / "link")
+    assert not (tmp_path / "unmounted").exists()
+
+
+def test_a_loop_of_links_is_refused(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "symbolic link" in refused(tmp_path / "loop")
+
+
+def test_a_name_too_long_for_a_folder_is_refused(tmp_path):
+    assert "File name too long" in refused(tmp_path / ("x" * 300))
+
+
+def test_a_path_without_room_for_swap_files_is_refused(tmp_path):
+    room = 4096 - len(str(tmp_path)) - 224
+    assert "is too long" in refused(tmp_path.joinpath(*["x" * 99] * (room // 100 + 1)))
+    assert list(tmp_path.iterdir()) == []
+    assert check(tmp_path.joinpath(*["x" * 99] * (room // 100))).path.is_dir()
+
+
+def test_a_nul_in_the_path_is_refused(tmp_path):
+    assert "null" in refused(f"{tmp_path}\0swap")
+
+
+def test_a_folder_the_kernel_does_not_let_write_is_refused():
+    folder = Path("/proc/self/task")
+    if not folder.is_dir():
+        pytest.skip("no /proc here")
+    assert "cannot be used" in refused(folder)
+
+
+def test_a_read_only_mount_is_refused(tmp_path, mounted):
+    root = mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "ro", "none")
+    assert "Read-only file system" in refused(root)
+
+
+def test_a_full_disk_is_refused(tmp_path, mounted):
+    root = mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=64k", "none")
+    with pytest.raises(OSError, match="No space left"):
+        (root / "full").write_bytes(b"x" * 1_000_000)
+    assert "No space left on device" in refused(root)
+    assert [file.name for file in root.iterdir()] == ["full"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_failing_write_is_refused_and_the_probe_goes(tmp_path, monkeypatch, call, code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(f"zerotune.offload.root.os.{call}", fail)
+    assert os.strerror(code) in refused(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_no_disk(tmp_path, mounted):
+    root = check(mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=4m", "none"))
+    assert root.filesystem == "tmpfs"
+    assert root.free_bytes <= 4 * 2**20
+    (warning,) = [one for one in root.decisions if one.severity == "warning"]
+    assert "lives in RAM" in warning.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [("overlay", "writable layer"), ("nfs4", "locks"), ("ext4", None)]
+)
+def test_remarks_on_the_file_system(tmp_path, monkeypatch, kind, says):
+    monkeypatch.setattr("zerotune.offload.root.filesystem_kind", lambda _: kind)
+    warnings = [one.reason for one in check(tmp_path).decisions if one.severity == "warning"]
+    assert (says is None) == (warnings == [])
+    assert says is None or says in warnings[0]

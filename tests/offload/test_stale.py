@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import shutil
+
+import attrs
+import pytest
+
+from zerotune.errors import OffloadError
+from zerotune.offload import LeaseRecord, find_leases, stale
+from zerotune.offload.record import lease_name, new_run_id
+
+
+@pytest.fixture
+def dead(tmp_path):
+    """Makes the folder a killed run leaves, with a record altered as told."""
+
+    def make(**owner):
+        run_id = new_run_id()
+        folder = tmp_path / lease_name(run_id)
+        folder.mkdir()
+        (folder / "lease.lock").touch()
+        (folder / "data.swp").write_bytes(b"x" * 10_000)
+        record = LeaseRecord.for_this_process(
+            run_id=run_id, rank=0, world_size=1, plan_digest="0" * 64
+        )
+        changed = {"pid_start": record.owner.pid_start + 1, **owner}
+        attrs.evolve(record, owner=attrs.evolve(record.owner, **changed)).write(folder)
+        return folder
+
+    return make
+
+
+def only(root):
+    (found,) = find_leases(root)
+    return found
+
+
+def test_a_reused_pid_is_not_the_owner(tmp_path, dead):
+    dead()
+    assert only(tmp_path).state == "stale"
+
+
+def test_an_owner_that_lives_without_its_lock_is_left_alone(tmp_path, dead):
+    record = LeaseRecord.for_this_process(run_id="", rank=0, world_size=1, plan_digest="")
+    dead(pid_start=record.owner.pid_start)
+    assert only(tmp_path).state == "unknown"
+    assert f"process {os.getpid()} of rank 0 is alive" in only(tmp_path).reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [("ext4", "stale"), ("overlay", "stale"), ("nfs4", "unknown"), (None, "unknown")],
+)
+def test_another_boot_is_trusted_on_local_disks_only(tmp_path, dead, monkeypatch, kind, state):
+    monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
+    dead(host="elsewhere", boot_id="another")
+    assert only(tmp_path).state == state
+
+
+def test_another_container_of_this_machine_is_trusted_everywhere(tmp_path, dead, monkeypatch):
+    monkeypatch.setattr(stale, "filesystem_kind", lambda _: "nfs4")
+    dead(host="another-container")
+    assert only(tmp_path).state == "stale"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', "\x00"])
+def test_a_damaged_record_proves_nothing(tmp_path, dead, text):
+    (dead() / "rank0.json").write_text(text)
+    assert only(tmp_path).state == "unknown"
+    assert "damaged record" in only(tmp_path).reason
+
+
+def test_an_interrupted_removal_is_still_recognised(tmp_path, dead):
+    folder = dead()
+    (folder / "rank0.json").unlink()
+    assert only(tmp_path).state == "stale"
+
+
+def test_without_its_lock_file_a_folder_proves_nothing(tmp_path, dead):
+    (dead() / "lease.lock").unlink()
+    assert only(tmp_path).state == "unknown"
+
+
+def test_a_linked_lock_file_is_not_followed(tmp_path, dead):
+    lock = dead() / "lease.lock"
+    lock.unlink()
+    (tmp_path / "other.lock").touch()
+    lock.symlink_to(tmp_path / "other.lock")
+    assert only(tmp_path).state == "unknown"
+
+
+def test_a_link_with_a_leases_name_is_not_followed(tmp_path, dead):
+    folder = dead()
+    moved = folder.rename(tmp_path / "moved")
+    folder.symlink_to(moved)
+    assert only(tmp_path).state == "unknown"
+
+
+@pytest.mark.parametrize(
+    "name", ["zero_stage_3", "zerotune-swap-0", "zerotune-", "zerotune-20250101T000000-xyz", "x"]
+)
+def test_other_folders_are_no_leases(tmp_path, dead, name):
+    dead().rename(tmp_path / name)
+    assert find_leases(tmp_path) == ()
+
+
+def test_what_links_point_to_is_not_counted(tmp_path, dead):
+    folder = dead()
+    before = only(tmp_path).size
+    big = tmp_path / "big"
+    big.mkdir()
+    (big / "file").write_bytes(b"x" * 1_000_000)
+    (folder / "folder").symlink_to(big)
+    (folder / "file").symlink_to(big / "file")
+    assert before >= 10_000
+    assert only(tmp_path).size < before + 100_000
+
+
+def test_a_missing_root_is_an_error(tmp_path):
+    with pytest.raises(OffloadError, match="cannot be listed"):
+        find_leases(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("folder_stays", [False, True])
+def test_a_lease_removed_while_looking_is_no_stale_one(tmp_path, dead, monkeypatch, folder_stays):
+    folder = dead()
+    opened = stale.open_folder
+
+    def open_then_remove(path):
+        descriptor = opened(path)
+        shutil.rmtree(folder)
+        if folder_stays:
+            # The moment between the last two steps of a removal, seen from outside.
+            folder.mkdir()
+        return descriptor
+
+    monkeypatch.setattr(stale, "open_folder", open_then_remove)
+    assert "stale" not in [one.state for one in find_leases(tmp_path)]
+
+
+def test_a_lock_file_removed_before_it_was_locked_proves_nothing(tmp_path, dead, monkeypatch):
+    folder = dead()
+    lock = stale.try_lock
+
+    def lock_too_late(descriptor, **options):
+        (folder / "rank0.json").unlink()
+        (folder / "lease.lock").unlink()
+        return lock(descriptor, **options)
+
+    monkeypatch.setattr(stale, "try_lock", lock_too_late)
+    assert only(tmp_path).state == "unknown"
+
+
+def test_a_rank_that_is_leaving_does_not_seem_dead(tmp_path, dead, monkeypatch):
+    """Its record and its lock are looked at as one: nobody can remove the record in between."""
+    folder = dead()
+    read = stale._records
+
+    def lock_of_leaving_rank(descriptor):
+        with (folder / "lease.lock").open() as lock:
+            assert not stale.try_lock(lock.fileno(), exclusive=True)
+        return read(descriptor)
+
+    monkeypatch.setattr(stale, "_records", lock_of_leaving_rank)
+    assert only(tmp_path).state == "stale"
