@@ -14,7 +14,7 @@ from zerotune.optim.capability import Capability, capability_of
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
 from zerotune.optim.naming import normalise_optimizer_name, parse_optimizer_name
 from zerotune.optim.overrides import Overrides
-from zerotune.optim.parameters import is_auto
+from zerotune.optim.parameters import is_auto, to_number
 from zerotune.optim.requests import Request
 from zerotune.optim.schedulers import DEFAULT_SCHEDULER, normalise_scheduler_name
 from zerotune.optim.scheduling import ScheduleRequest, settle_schedule
@@ -221,7 +221,8 @@ def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, S
     }
     peak = None if schedule is None or schedule.entry.peak is None else schedule.entry.peak
     if "lr" not in found and schedule is not None and peak is not None:
-        value = schedule.params.get(peak)
-        if value is not None and not is_auto(value) and not isinstance(value, (list, tuple)):
+        value = to_number(schedule.params.get(peak))
+        # A peak out of range is refused under its own name, not under the optimizer's.
+        if value is not None and value > 0:
             found["lr"] = Suggestion(value=value, source=f"scheduler.params.{peak}", yields=True)
     return found

@@ -1,0 +1,70 @@
+"""A resolved plan for any situation, on a machine that need not exist."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+from zerotune.plan.facts import ModelFacts, RunFacts
+from zerotune.platform import Platform
+
+VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "deepspeed": "0.19.8"}
+
+
+def resolved_plan(
+    optimizer=None,
+    params=None,
+    *,
+    scheduler=None,
+    scheduler_params=None,
+    stage=2,
+    offload="cpu",
+    precision="fp32",
+    run=None,
+    accelerator="cpu",
+    versions=None,
+    deepspeed=True,
+    **top_level,
+):
+    """Resolve a configuration as a user would write it; ``None`` leaves a section out."""
+    zero = {"stage": stage, **top_level.pop("zero", {})}
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": offload}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        **top_level,
+    }
+    config.setdefault("bf16", {}).setdefault("enabled", precision == "bf16")
+    config.setdefault("fp16", {}).setdefault("enabled", precision == "fp16")
+    for key, kind, arguments in (
+        ("optimizer", optimizer, params),
+        ("scheduler", scheduler, scheduler_params),
+    ):
+        section = {"type": kind, "params": arguments}
+        section = {name: value for name, value in section.items() if value is not None}
+        if section:
+            config[key] = section
+    return DeepSpeedPlan.from_dict(config).resolve(
+        platform=Platform.synthetic(accelerator, versions=versions or VERSIONS),
+        model=ModelFacts.from_shapes([("weight", (4, 4)), ("bias", (4,))]),
+        run=run or RunFacts(),
+        deepspeed=deepspeed,
+    )
+
+
+@pytest.fixture
+def make_plan():
+    return resolved_plan
+
+
+@pytest.fixture
+def decisions_for():
+    """The decisions about one key."""
+
+    def find(resolution, key):
+        return [decision for decision in resolution.decisions if decision.key == key]
+
+    return find

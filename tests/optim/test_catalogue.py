@@ -1,0 +1,130 @@
+"""The tables against the real constructors they were written down from."""
+
+from __future__ import annotations
+
+import inspect
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import pytest
+import torch
+
+from zerotune.optim import OPTIMIZERS, SCHEDULERS
+from zerotune.optim.catalogue import TORCH_NAMES
+from zerotune.optim.implementation import CONFIGURATION_ONLY
+
+# Adam's switch is spelt adam_w_mode in a DeepSpeed configuration; differentiable has no use here.
+LEFT_OUT = {"differentiable", "decoupled_weight_decay"}
+
+
+def defaults_of(cls):
+    signature = inspect.signature(cls.__init__)
+    return {
+        name: parameter.default
+        for name, parameter in signature.parameters.items()
+        if name not in {"self", "params", "model_params"}
+    }
+
+
+def assert_describes(entry, cls, implementation):
+    real = defaults_of(cls)
+    ours = {
+        item.name: item
+        for item in entry.parameters
+        if item.accepts(implementation) and item.name not in CONFIGURATION_ONLY
+    }
+    assert set(ours) <= set(real)
+    assert set(real) - set(ours) <= LEFT_OUT | {"amsgrad", "adam_w_mode", "adamw_mode"}
+    for name, parameter in ours.items():
+        if name == "lr" or parameter.optional:
+            continue
+        assert parameter.unwritten == pytest.approx(real[name]), name
+
+
+def test_the_list_of_torch_optimizers_is_complete():
+    public = {
+        name
+        for name in dir(torch.optim)
+        if isinstance(getattr(torch.optim, name), type)
+        and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+    } - {"Optimizer"}
+    # An older supported torch lacks the newest classes.
+    assert public <= TORCH_NAMES
+    assert TORCH_NAMES - public <= {"Muon"}
+
+
+TORCH_FAMILY = [
+    name
+    for name, entry in OPTIMIZERS.items()
+    if entry.family == "torch" and name not in {"LBFGS", "Adafactor"}
+]
+
+
+@pytest.mark.parametrize("name", TORCH_FAMILY)
+def test_torch_entries(name):
+    assert_describes(OPTIMIZERS[name], getattr(torch.optim, name), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "implementation"),
+    [
+        ("AdamW", "deepspeed.ops.adam", "FusedAdam"),
+        ("AdamW", "deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+        ("Adam", "deepspeed.ops.adam", "FusedAdam"),
+        ("Adam", "deepspeed.ops.adam", "DeepSpeedCPUAdam"),
+        ("Adam", "torch.optim", "Adam"),
+        ("Adagrad", "torch.optim", "Adagrad"),
+        ("Adagrad", "deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad"),
+        ("Lion", "deepspeed.ops.lion", "FusedLion"),
+        ("Lion", "deepspeed.ops.lion", "DeepSpeedCPULion"),
+    ],
+)
+def test_deepspeed_entries(name, module, implementation):
+    cls = getattr(pytest.importorskip(module), implementation)
+    assert_describes(OPTIMIZERS[name], cls, implementation)
+
+
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+def test_schedules(name):
+    lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    parameters = inspect.signature(getattr(lr_schedules, name).__init__).parameters
+    real = {key: item.default for key, item in parameters.items()}
+    for ours in SCHEDULERS[name].parameters:
+        default = real.pop(ours.name)
+        # Peaks follow the optimizer here, and lengths follow the run.
+        if ours.name not in {"warmup_max_lr", "total_num_steps", "cycle_min_lr", "cycle_max_lr"}:
+            assert ours.default == default, ours.name
+    assert set(real) == {"self", "optimizer", "last_batch_iteration"}
+
+
+def states_after_one_step(optimizer_class, **params):
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    optimizer = optimizer_class([weight], lr=0.01, **params)
+    weight.grad = torch.full_like(weight, 0.5)
+    optimizer.step()
+    state = optimizer.state[weight]
+    return {key for key, value in state.items() if getattr(value, "shape", ()) == weight.shape}
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("SGD", {}),
+        ("SGD", {"momentum": 0.9}),
+        ("AdamW", {}),
+        ("AdamW", {"amsgrad": True}),
+        ("Adagrad", {}),
+        ("Adamax", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("RMSprop", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("Adadelta", {}),
+        ("ASGD", {}),
+        ("Rprop", {}),
+    ],
+)
+def test_states_per_parameter(name, params):
+    real = states_after_one_step(getattr(torch.optim, name), **params)
+    assert set(OPTIMIZERS[name].states_for(params)) == real

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.optim import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    normalise_optimizer_name,
+    normalise_scheduler_name,
+)
+from zerotune.optim.naming import parse_optimizer_name
+
+DEEPSPEED_NAMES = (
+    "AdamW", "Adam", "Adagrad", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam",
+    "MuAdamW", "MuSGD", "Lion", "Muon",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_NAMES)
+def test_the_twelve_names_of_deepspeed_are_known(name):
+    assert normalise_optimizer_name(name.lower()) == name
+
+
+@pytest.mark.parametrize(
+    ("written", "canonical"),
+    [
+        ("adamw", "AdamW"),
+        ("ADAM_W", "AdamW"),
+        ("adam-w", "AdamW"),
+        (" Adam W ", "AdamW"),
+        ("torch.optim.AdamW", "AdamW"),
+        ("torch.optim.adamw.AdamW", "AdamW"),
+        ("optim.SGD", "SGD"),
+        ("deepspeed.ops.adam.FusedAdam", "AdamW"),
+        ("deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam", "AdamW"),
+        ("FusedAdam", "AdamW"),
+        ("fused_adam", "AdamW"),
+        ("cpuadam", "AdamW"),
+        ("CPU-Adam", "AdamW"),
+        ("DeepSpeedCPUAdagrad", "Adagrad"),
+        ("DeepSpeedCPULion", "Lion"),
+        ("FusedLamb", "Lamb"),
+        ("1bit-adam", "OneBitAdam"),
+        ("1-bit Adam", "OneBitAdam"),
+        ("onebit_adam", "OneBitAdam"),
+        ("1bit_lamb", "OneBitLamb"),
+        ("0/1adam", "ZeroOneAdam"),
+        ("0/1 Adam", "ZeroOneAdam"),
+        ("zero_one_adam", "ZeroOneAdam"),
+        ("adamw_torch", "AdamW"),
+        ("rms-prop", "RMSprop"),
+        ("mup.MuAdamW", "MuAdamW"),
+    ],
+)
+def test_spellings(written, canonical):
+    assert normalise_optimizer_name(written) == canonical
+
+
+def test_a_class_is_told_from_an_optimizer():
+    assert parse_optimizer_name("FusedAdam").implementation
+    assert not parse_optimizer_name("AdamW").implementation
+    assert parse_optimizer_name("torch.optim.Adam").origin == "torch"
+    assert parse_optimizer_name("deepspeed.ops.lion.FusedLion").origin == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("written", "suggestion"),
+    [("adammw", "AdamW"), ("Adagard", "Adagrad"), ("lyon", "Lion"), ("moun", "Muon")],
+)
+def test_an_unknown_name_is_an_error_with_a_suggestion(written, suggestion):
+    with pytest.raises(OptimizerError) as error:
+        normalise_optimizer_name(written)
+    assert error.value.key == "optimizer.type"
+    assert error.value.value == written
+    assert f"did you mean {suggestion}" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prodigy",
+        "adamw8bit",
+        # Another AdamW than DeepSpeed's or torch's: its prefix must not be thrown away.
+        "bitsandbytes.optim.AdamW",
+        "torch.optim.Lion",
+        "torch.optim.FusedAdam.x",
+        "adamw adamw",
+        ".",
+        "torch.optim.",
+    ],
+)
+def test_a_foreign_name_never_becomes_adamw(name):
+    with pytest.raises(OptimizerError):
+        normalise_optimizer_name(name)
+
+
+@pytest.mark.parametrize("name", [None, 3, "", "   ", ["AdamW"]])
+def test_a_name_is_text(name):
+    with pytest.raises(InvalidValueError, match=r"optimizer\.type"):
+        normalise_optimizer_name(name)
+    with pytest.raises(InvalidValueError, match=r"scheduler\.type"):
+        normalise_scheduler_name(name)
+
+
+@given(st.text(max_size=40))
+def test_any_text_gives_a_canonical_name_or_our_error(text):
+    try:
+        outcome = normalise_optimizer_name(text)
+    except (OptimizerError, InvalidValueError) as error:
+        outcome = error.key
+    assert outcome in {*OPTIMIZERS, "optimizer.type"}
+
+
+@given(
+    name=st.sampled_from(sorted(OPTIMIZERS)),
+    separator=st.sampled_from(["", "-", "_", " "]),
+    upper=st.booleans(),
+    data=st.data(),
+)
+def test_case_and_separators_do_not_matter(name, separator, upper, data):
+    cut = data.draw(st.integers(0, len(name)))
+    written = name[:cut] + separator + name[cut:]
+    written = written.upper() if upper else written.lower()
+    assert normalise_optimizer_name(written) == name
+
+
+@pytest.mark.parametrize("name", list(SCHEDULERS))
+def test_schedules_in_any_case(name):
+    assert normalise_scheduler_name(name.lower()) == name
+    assert normalise_scheduler_name(f"deepspeed.runtime.lr_schedules.{name}") == name
+
+
+@pytest.mark.parametrize(
+    ("written", "suggestion"),
+    [
+        ("cosine", "WarmupCosineLR"),
+        ("linear", "WarmupDecayLR"),
+        ("constant", "WarmupLR with warmup_num_steps 0"),
+        ("constant_with_warmup", "WarmupLR"),
+        ("torch.optim.lr_scheduler.LinearLR", "WarmupLR"),
+        ("CosineAnnealingLR", "WarmupCosineLR"),
+        ("OneCycleLR", "OneCycle"),
+        ("polynomial", "WarmupDecayLR"),
+        ("Polynomial_LR", "WarmupDecayLR"),
+    ],
+)
+def test_foreign_schedules_are_refused_with_deepspeeds_name(written, suggestion):
+    with pytest.raises(OptimizerError) as error:
+        normalise_scheduler_name(written)
+    assert suggestion in error.value.fix
+    assert error.value.value == written
+
+
+def test_a_misspelt_schedule_gets_a_suggestion():
+    with pytest.raises(OptimizerError, match="did you mean WarmupDecayLR"):
+        normalise_scheduler_name("WarmupDecyaLR")

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.errors import InvalidValueError
+from zerotune.optim import OPTIMIZERS, SCHEDULERS
+from zerotune.optim.parameters import Parameter
+
+ADAMW = OPTIMIZERS["AdamW"]
+
+
+def check(name, value, entry=ADAMW):
+    return entry.parameter(name).check(value, section="optimizer.params")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", 0),
+        ("lr", -1e-4),
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("lr", True),
+        ("lr", "fast"),
+        ("lr", None),
+        ("lr", [1e-4]),
+        ("betas", (0.9, 1.0)),
+        ("betas", (-0.1, 0.9)),
+        ("betas", (0.9,)),
+        ("betas", (0.9, 0.99, 0.999)),
+        ("betas", 0.9),
+        ("betas", "0.9"),
+        ("betas", (0.9, math.nan)),
+        ("eps", 0.0),
+        ("eps", -1e-8),
+        ("weight_decay", -0.01),
+        ("weight_decay", math.inf),
+        ("bias_correction", 1),
+        ("adam_w_mode", "maybe"),
+    ],
+)
+def test_a_bad_value_names_the_key_and_the_value(name, value):
+    with pytest.raises(InvalidValueError) as error:
+        check(name, value)
+    assert error.value.key == f"optimizer.params.{name}"
+    assert error.value.value is value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "result"),
+    [
+        ("lr", "1e-4", 1e-4),
+        ("lr", 1, 1.0),
+        ("betas", [0.9, "0.999"], (0.9, 0.999)),
+        ("betas", [0, 0], (0.0, 0.0)),
+        ("weight_decay", 0, 0.0),
+        ("adam_w_mode", "False", False),
+        ("foreach", None, None),
+    ],
+)
+def test_values_come_out_in_their_type(name, value, result):
+    checked = check(name, value)
+    assert checked == result
+    assert type(checked) is type(result)
+
+
+def test_a_count_accepts_a_whole_float_and_refuses_a_fraction():
+    steps = next(
+        item for item in SCHEDULERS["WarmupLR"].parameters if item.name == "warmup_num_steps"
+    )
+    assert steps.check(5e2, section="scheduler.params") == 500
+    assert isinstance(steps.check("5e2", section="scheduler.params"), int)
+    with pytest.raises(InvalidValueError, match=r"scheduler\.params\.warmup_num_steps = 1\.5"):
+        steps.check(1.5, section="scheduler.params")
+
+
+def test_a_range_reads_as_words():
+    assert ADAMW.parameter("lr").range == "a number > 0"
+    assert ADAMW.parameter("betas").range == "2 numbers >= 0 and < 1"
+    assert ADAMW.parameter("torch_adam").range == "true or false"
+    kind = Parameter(name="warmup_type", type="str", choices=("log", "linear"))
+    assert kind.range == "one of 'log', 'linear'"
+    assert kind.check(" Linear", section="scheduler.params") == "linear"
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_default_passes_its_own_check(name):
+    for parameter in OPTIMIZERS[name].parameters:
+        if parameter.optional:
+            continue
+        for value in (parameter.default, parameter.unwritten):
+            assert parameter.check(value, section="optimizer.params") == value
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=8),
+    lambda children: st.lists(children, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(value=JSON, name=st.sampled_from(ADAMW.parameter_names))
+def test_anything_json_can_hold_is_accepted_in_range_or_refused(value, name):
+    parameter = ADAMW.parameter(name)
+    try:
+        checked = parameter.check(value, section="optimizer.params")
+    except InvalidValueError:
+        return
+    numbers = checked if isinstance(checked, tuple) else (checked,)
+    for number in numbers:
+        if isinstance(number, float):
+            assert math.isfinite(number)
+            assert parameter.low is None or number >= parameter.low
+            assert parameter.high is None or number < parameter.high

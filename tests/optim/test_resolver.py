@@ -1,0 +1,533 @@
+from __future__ import annotations
+
+import logging
+
+import attrs
+import pytest
+
+from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
+from zerotune.optim import OptimizerResolver
+from zerotune.plan.facts import RunFacts
+
+ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.fixture
+def resolve(make_plan):
+    def run(*args, on_unsupported="fallback", overrides=None, **kwargs):
+        resolver = OptimizerResolver(on_unsupported=on_unsupported, overrides=overrides)
+        return resolver.resolve(make_plan(*args, **kwargs))
+
+    return run
+
+
+# --- which class does the update -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "place", "implementation", "source", "decay"),
+    [
+        ("AdamW", {}, {"offload": "none"}, "FusedAdam", "deepspeed", "decoupled"),
+        ("AdamW", {}, {"offload": "cpu"}, "DeepSpeedCPUAdam", "deepspeed", "decoupled"),
+        ("AdamW", {}, {"stage": 3, "offload": "nvme"}, "DeepSpeedCPUAdam", "deepspeed",
+         "decoupled"),
+        ("AdamW", {"torch_adam": True}, {"offload": "cpu"}, "AdamW", "deepspeed", "decoupled"),
+        ("AdamW", {}, {"deepspeed": False}, "AdamW", "torch", "decoupled"),
+        ("Adam", {}, {"offload": "none"}, "FusedAdam", "deepspeed", "decoupled"),
+        ("Adam", {"adam_w_mode": False}, {"offload": "none"}, "FusedAdam", "deepspeed", "l2"),
+        ("Adam", {"adam_w_mode": False}, {}, "DeepSpeedCPUAdam", "deepspeed", "l2"),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, {}, "Adam", "deepspeed", "l2"),
+        ("Adam", {"torch_adam": True}, {}, "AdamW", "deepspeed", "decoupled"),
+        ("Adam", {}, {"deepspeed": False}, "AdamW", "torch", "decoupled"),
+        ("Adam", {"adam_w_mode": False}, {"deepspeed": False}, "Adam", "torch", "l2"),
+        ("torch.optim.Adam", {}, {}, "DeepSpeedCPUAdam", "deepspeed", "l2"),
+        ("torch.optim.Adam", {}, {"deepspeed": False}, "Adam", "torch", "l2"),
+        ("FusedAdam", {"adam_w_mode": False}, {}, "DeepSpeedCPUAdam", "deepspeed", "l2"),
+        ("cpuadam", {"adamw_mode": False}, {"offload": "none"}, "FusedAdam", "deepspeed", "l2"),
+        ("Adagrad", {}, {"offload": "none"}, "Adagrad", "deepspeed", None),
+        ("Adagrad", {}, {}, "DeepSpeedCPUAdagrad", "deepspeed", None),
+        ("Adagrad", {}, {"deepspeed": False}, "Adagrad", "torch", None),
+        ("Lion", {}, {}, "DeepSpeedCPULion", "deepspeed", None),
+        ("Lion", {}, {"accelerator": "cuda", "offload": "none"}, "FusedLion", "deepspeed", None),
+        ("SGD", {}, {}, "SGD", "torch", None),
+        ("SGD", {}, {"deepspeed": False}, "SGD", "torch", None),
+        ("NAdam", {}, {}, "NAdam", "torch", "l2"),
+        ("RAdam", {"decoupled_weight_decay": True}, {}, "RAdam", "torch", "decoupled"),
+    ],
+)  # fmt: skip
+def test_implementation(resolve, name, params, place, implementation, source, decay):
+    choice = resolve(name, {"lr": 1e-3, **params}, **place).optimizer
+    assert (choice.implementation, choice.source, choice.weight_decay_mode) == (
+        implementation,
+        source,
+        decay,
+    )
+
+
+def test_zenflow_replaces_the_cpu_optimizer(resolve):
+    zero = {"zenflow": {"topk_ratio": 0.1}}
+    choice = resolve("AdamW", ADAMW, zero=zero).optimizer
+    assert choice.implementation == "ZenFlowCPUAdam"
+
+
+def test_arguments_are_complete_and_as_written(resolve):
+    assert dict(resolve("AdamW", ADAMW, offload="none").optimizer.params) == {
+        "lr": 1e-4,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "bias_correction": True,
+        "adam_w_mode": True,
+        "torch_adam": False,
+    }
+    offloaded = resolve("AdamW", ADAMW).optimizer.params
+    assert offloaded["fp32_optimizer_states"] is True
+    assert dict(resolve("AdamW", ADAMW, deepspeed=False).optimizer.params) == {
+        "lr": 1e-4,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "amsgrad": False,
+    }
+    assert dict(resolve("Adagrad", {"lr": 0.01}).optimizer.params) == {
+        "lr": 0.01,
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+        "fp32_optimizer_states": True,
+    }
+
+
+def test_a_complete_adamw_is_settled_without_a_warning(resolve):
+    resolution = resolve("AdamW", ADAMW, run=RunFacts(lr=1e-4, total_steps=2000))
+    assert [item for item in resolution.decisions if item.severity == "warning"] == []
+
+
+# --- defaults and automatic values ------------------------------------------------------------
+
+
+def test_without_an_optimizer_adamw_is_the_default_and_says_so(resolve, decisions_for):
+    resolution = resolve()
+    params = resolution.optimizer.params
+    assert resolution.optimizer.name == "AdamW"
+    assert (params["lr"], params["weight_decay"]) == (1e-4, 0.01)
+    (decision,) = decisions_for(resolution, "optimizer.type")
+    assert (decision.before, decision.after) == (None, "AdamW")
+    (decision,) = decisions_for(resolution, "optimizer.params.lr")
+    assert (decision.after, decision.severity) == (1e-4, "note")
+
+
+def test_a_name_alone_means_zerotunes_defaults_too(resolve):
+    assert resolve("AdamW").optimizer.params == resolve().optimizer.params
+
+
+def test_unwritten_arguments_keep_deepspeeds_meaning(resolve, decisions_for):
+    """DeepSpeed's AdamW does not decay unless told to, unlike torch's."""
+    resolution = resolve("AdamW", {"lr": 1e-4})
+    assert resolution.optimizer.params["weight_decay"] == 0.0
+    assert resolve("torch.optim.AdamW", {"lr": 1e-4}).optimizer.params["weight_decay"] == 0.01
+    (decision,) = decisions_for(resolution, "optimizer.params")
+    assert decision.after["weight_decay"] == 0.0
+
+
+def test_auto_is_filled_from_the_run(resolve, decisions_for):
+    run = RunFacts(lr=3e-5, betas=(0.95, 0.98), eps=1e-7, weight_decay=0.1)
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    resolution = resolve("AdamW", auto, run=run)
+    params = resolution.optimizer.params
+    assert params["lr"] == 3e-5
+    assert params["betas"] == (0.95, 0.98)
+    assert params["eps"] == 1e-7
+    assert params["weight_decay"] == 0.1
+    for key in auto:
+        (decision,) = decisions_for(resolution, f"optimizer.params.{key}")
+        assert (decision.before, decision.after) == ("auto", params[key])
+        assert f"the run ({key})" in decision.reason
+
+
+def test_auto_without_a_run_takes_the_default_and_says_so(resolve, decisions_for):
+    resolution = resolve("AdamW", {"lr": "auto", "weight_decay": "Auto"})
+    assert resolution.optimizer.lr == 1e-4
+    assert resolution.optimizer.params["weight_decay"] == 0.01
+    for key in ("lr", "weight_decay"):
+        (decision,) = decisions_for(resolution, f"optimizer.params.{key}")
+        assert decision.before == "auto"
+
+
+def test_a_missing_lr_is_a_warning_when_the_optimizer_is_written(resolve, decisions_for):
+    resolution = resolve("AdamW", {"weight_decay": 0.1})
+    (decision,) = decisions_for(resolution, "optimizer.params.lr")
+    assert (decision.after, decision.severity) == (1e-4, "warning")
+
+
+def test_a_missing_lr_follows_the_schedules_peak(resolve, decisions_for):
+    resolution = resolve(
+        "AdamW",
+        {"weight_decay": 0.1},
+        scheduler="WarmupLR",
+        scheduler_params={"warmup_max_lr": 2e-5, "warmup_num_steps": 10},
+    )
+    assert resolution.optimizer.lr == 2e-5
+    (decision,) = decisions_for(resolution, "optimizer.params.lr")
+    assert "scheduler.params.warmup_max_lr" in decision.reason
+
+
+def test_an_explicit_value_wins_over_the_run_and_the_loser_is_named(resolve, decisions_for):
+    resolution = resolve("AdamW", ADAMW, run=RunFacts(lr=5e-5, betas=(0.9, 0.999)))
+    assert resolution.optimizer.lr == 1e-4
+    (decision,) = decisions_for(resolution, "optimizer.params.lr")
+    assert (decision.before, decision.after, decision.severity) == (5e-5, 1e-4, "warning")
+    assert decisions_for(resolution, "optimizer.params.betas") == []
+
+
+def test_overrides_beat_the_configuration_and_the_run(resolve, decisions_for):
+    resolution = resolve(
+        "AdamW",
+        ADAMW,
+        run=RunFacts(lr=5e-5),
+        overrides={"lr": 2e-5, "optimizer.params.eps": 1e-6},
+    )
+    assert resolution.optimizer.lr == 2e-5
+    assert resolution.optimizer.params["eps"] == 1e-6
+    (decision,) = decisions_for(resolution, "optimizer.params.lr")
+    assert (decision.before, decision.after, decision.severity) == (1e-4, 2e-5, "warning")
+
+
+def test_an_overridden_lr_reaches_the_schedule(resolve, decisions_for):
+    resolution = resolve(
+        "AdamW",
+        ADAMW,
+        scheduler="WarmupLR",
+        scheduler_params={"warmup_max_lr": 1e-4, "warmup_num_steps": 10},
+        overrides={"lr": 2e-5},
+    )
+    assert resolution.scheduler.params["warmup_max_lr"] == 2e-5
+    (decision,) = decisions_for(resolution, "scheduler.params.warmup_max_lr")
+    assert decision.severity == "warning"
+
+
+def test_overrides_can_change_the_types(resolve):
+    resolution = resolve(
+        "AdamW",
+        {"lr": 1e-4},
+        overrides={"optimizer.type": "lion", "scheduler.type": None},
+    )
+    assert resolution.optimizer.name == "Lion"
+    assert resolution.scheduler is None
+
+
+@pytest.mark.parametrize("key", ["zero_optimization.stage", "optimizer.foo", "scheduler.foo"])
+def test_an_override_that_leads_nowhere_is_refused(resolve, key):
+    with pytest.raises(UnknownKeyError, match=key):
+        resolve("AdamW", ADAMW, overrides={key: 1})
+
+
+def test_a_misspelt_override_is_refused(resolve):
+    with pytest.raises(UnknownKeyError, match="did you mean betas"):
+        resolve("AdamW", ADAMW, overrides={"bettas": (0.9, 0.99)})
+
+
+def test_bf16_states_are_said_to_be_bf16(resolve, decisions_for):
+    bf16 = {"bf16_optimizer_states": True, "bf16_master_weights_and_grads": True}
+    resolution = resolve("AdamW", ADAMW, precision="bf16", bf16=bf16)
+    assert resolution.optimizer.params["fp32_optimizer_states"] is False
+    (decision,) = decisions_for(resolution, "optimizer.params.fp32_optimizer_states")
+    assert decision.after is False
+
+
+# --- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("offload", "cls"), [("none", "FusedAdam"), ("cpu", "DeepSpeedCPUAdam")])
+@pytest.mark.parametrize("written", ["fusedadam", "cpuadam"])
+def test_a_class_name_is_replaced_and_the_real_class_named(
+    resolve, decisions_for, written, offload, cls
+):
+    resolution = resolve(written, ADAMW, offload=offload)
+    assert resolution.optimizer.name == "AdamW"
+    (decision,) = decisions_for(resolution, "optimizer.type")
+    assert (decision.before, decision.after) == (written, "AdamW")
+    assert decision.severity == "warning"
+    assert f"runs as {cls} here" in decision.reason
+
+
+def test_another_spelling_is_a_note(resolve, decisions_for):
+    (decision,) = decisions_for(resolve("adam_w", ADAMW), "optimizer.type")
+    assert (decision.before, decision.after, decision.severity) == ("adam_w", "AdamW", "note")
+    assert decisions_for(resolve("AdamW", ADAMW), "optimizer.type") == []
+
+
+@pytest.mark.parametrize("policy", ["fallback", "error"])
+def test_an_unknown_name_is_an_error_under_both_policies(resolve, policy):
+    with pytest.raises(OptimizerError, match="did you mean AdamW"):
+        resolve("AdammW", ADAMW, on_unsupported=policy)
+
+
+# --- Adam's decay ------------------------------------------------------------------------------
+
+
+def test_adam_keeps_deepspeeds_meaning_with_a_warning(resolve, decisions_for):
+    resolution = resolve("Adam", ADAMW)
+    assert resolution.optimizer.params["adam_w_mode"] is True
+    (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
+    assert (decision.after, decision.severity) == (True, "warning")
+    assert "adam_w_mode false" in decision.reason
+
+
+def test_adams_decay_mode_is_no_warning_without_decay(resolve, decisions_for):
+    resolution = resolve("Adam", {"lr": 1e-4})
+    (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
+    assert decision.severity == "note"
+
+
+def test_the_plain_engine_keeps_adams_decay_mode(resolve, decisions_for):
+    resolution = resolve("Adam", ADAMW, deepspeed=False)
+    assert resolution.optimizer.implementation == "AdamW"
+    assert "adam_w_mode" not in resolution.optimizer.params
+    (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
+    assert decision.severity == "warning"
+
+
+def test_adam_w_mode_false_on_adamw_is_told_to_have_no_effect(resolve, decisions_for):
+    resolution = resolve("AdamW", {**ADAMW, "adam_w_mode": False})
+    assert resolution.optimizer.weight_decay_mode == "decoupled"
+    assert resolution.optimizer.params["adam_w_mode"] is True
+    (decision,) = decisions_for(resolution, "optimizer.params.adam_w_mode")
+    assert (decision.before, decision.after, decision.severity) == (False, True, "warning")
+
+
+# --- what cannot run ---------------------------------------------------------------------------
+
+
+def test_fallback_translates_the_arguments(resolve, decisions_for):
+    resolution = resolve(
+        "Lion",
+        {"lr": 1e-5, "betas": [0.95, 0.98], "weight_decay": 0.3, "fp32_optimizer_states": True},
+        offload="none",
+    )
+    choice = resolution.optimizer
+    assert (choice.name, choice.implementation) == ("AdamW", "FusedAdam")
+    assert choice.params["lr"] == 1e-5
+    assert choice.params["betas"] == (0.95, 0.98)
+    assert choice.params["weight_decay"] == 0.3
+    assert choice.params["eps"] == 1e-8
+    (decision,) = decisions_for(resolution, "optimizer.type")
+    assert (decision.before, decision.after, decision.severity) == ("Lion", "AdamW", "warning")
+    assert "CUDA kernel" in decision.reason
+    assert "offload_optimizer" in decision.reason
+    (dropped,) = decisions_for(resolution, "optimizer.params.fp32_optimizer_states")
+    assert (dropped.before, dropped.after) == (True, None)
+
+
+def test_fallback_drops_each_foreign_argument_with_a_note(resolve, decisions_for):
+    params = {"lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95, "ns_method": "gram"}
+    resolution = resolve("Muon", params)
+    assert resolution.optimizer.lr == 3e-4
+    assert not {"momentum", "ns_method", "adam_lr"} & set(resolution.optimizer.params)
+    for key in ("momentum", "ns_method", "adam_lr"):
+        (decision,) = decisions_for(resolution, f"optimizer.params.{key}")
+        assert (decision.before, decision.after) == (params[key], None)
+
+
+def test_fallback_keeps_an_argument_only_adamw_has(resolve):
+    """``eps`` is foreign to Lion, but Lion is not what runs."""
+    assert (
+        resolve("Lion", {"lr": 1e-5, "eps": 1e-6}, offload="none").optimizer.params["eps"] == 1e-6
+    )
+
+
+def test_fallback_warns_that_the_learning_rate_is_of_another_size(resolve, decisions_for):
+    (decision,) = decisions_for(resolve("Muon", {"lr": 0.02}), "optimizer.type")
+    assert "check it" in decision.reason
+    (decision,) = decisions_for(resolve("MuAdamW", {"lr": 1e-4}), "optimizer.type")
+    assert "check it" not in decision.reason
+
+
+def test_fallback_still_checks_values_and_typos(resolve):
+    with pytest.raises(InvalidValueError, match=r"optimizer\.params\.lr = -1"):
+        resolve("Muon", {"lr": -1})
+    with pytest.raises(UnknownKeyError, match="did you mean momentum"):
+        resolve("Muon", {"lr": 0.02, "momentun": 0.9})
+
+
+def test_an_override_of_what_fell_back_is_dropped_audibly(resolve, decisions_for):
+    resolution = resolve("Muon", {"lr": 0.02}, overrides={"momentum": 0.9, "lr": 1e-4})
+    assert resolution.optimizer.lr == 1e-4
+    (decision,) = decisions_for(resolution, "optimizer.params.momentum")
+    assert (decision.before, decision.after, decision.severity) == (0.9, None, "warning")
+
+
+def test_error_policy_names_reason_and_alternative(resolve):
+    with pytest.raises(OptimizerError) as error:
+        resolve("Lion", {"lr": 1e-5}, offload="none", on_unsupported="error")
+    assert error.value.key == "optimizer.type"
+    assert error.value.value == "Lion"
+    assert "CUDA kernel" in error.value.reason
+    assert "offload_optimizer" in error.value.fix
+
+
+def test_an_explicit_refusal_of_untested_optimizers_is_respected(resolve, decisions_for):
+    resolution = resolve("SGD", {"lr": 0.1}, zero_allow_untested_optimizer=False)
+    assert resolution.optimizer.name == "AdamW"
+    (decision,) = decisions_for(resolution, "optimizer.type")
+    assert "zero_allow_untested_optimizer: false" in decision.reason
+
+
+def test_a_torch_optimizer_under_zero_says_what_it_changes(resolve, decisions_for):
+    resolution = resolve("SGD", {"lr": 0.1, "momentum": 0.9})
+    (decision,) = decisions_for(resolution, "zero_allow_untested_optimizer")
+    assert (decision.after, decision.severity) == (True, "warning")
+    (decision,) = decisions_for(resolution, "zero_force_ds_cpu_optimizer")
+    assert decision.after is False
+    asked = resolve("SGD", {"lr": 0.1}, zero_allow_untested_optimizer=True, offload="none")
+    assert decisions_for(asked, "zero_allow_untested_optimizer") == []
+
+
+def test_policies_are_two():
+    with pytest.raises(InvalidValueError, match=r"on_unsupported = 'ignore'"):
+        OptimizerResolver(on_unsupported="ignore")
+
+
+# --- arguments that do not belong ---------------------------------------------------------------
+
+
+def test_a_foreign_argument_is_left_out_with_a_warning(resolve, decisions_for):
+    resolution = resolve("Adagrad", {"lr": 0.01, "betas": [0.9, 0.999]})
+    assert "betas" not in resolution.optimizer.params
+    (decision,) = decisions_for(resolution, "optimizer.params.betas")
+    assert (decision.after, decision.severity) == (None, "warning")
+    with pytest.raises(UnknownKeyError, match=r"optimizer\.params\.betas"):
+        resolve("Adagrad", {"lr": 0.01, "betas": [0.9, 0.999]}, on_unsupported="error")
+
+
+@pytest.mark.parametrize("policy", ["fallback", "error"])
+def test_a_typo_is_an_error_under_both_policies(resolve, policy):
+    with pytest.raises(UnknownKeyError) as error:
+        resolve("AdamW", {"lr": 1e-4, "wieght_decay": 0.1}, on_unsupported=policy)
+    assert error.value.key == "optimizer.params.wieght_decay"
+    assert "did you mean weight_decay" in error.value.fix
+
+
+def test_clipping_in_the_optimizer_is_sent_to_its_place(resolve):
+    with pytest.raises(InvalidValueError, match="gradient_clipping"):
+        resolve("AdamW", {"lr": 1e-4, "max_grad_norm": 1.0})
+    with pytest.raises(InvalidValueError, match="gradient_clipping"):
+        resolve("AdamW", {"lr": 1e-4}, overrides={"max_grad_norm": 1.0})
+
+
+def test_an_argument_the_real_class_lacks(resolve, decisions_for):
+    params = {"lr": 1e-4, "amsgrad": True}
+    resolution = resolve("AdamW", params)
+    assert "amsgrad" not in resolution.optimizer.params
+    assert resolution.states == ("exp_avg", "exp_avg_sq")
+    (decision,) = decisions_for(resolution, "optimizer.params.amsgrad")
+    assert (decision.after, decision.severity) == (None, "warning")
+    with pytest.raises(OptimizerError, match="torch_adam"):
+        resolve("AdamW", params, on_unsupported="error")
+    kept = resolve("AdamW", {**params, "torch_adam": True})
+    assert kept.optimizer.params["amsgrad"] is True
+    assert kept.states == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    assert resolve("AdamW", params, deepspeed=False).optimizer.params["amsgrad"] is True
+
+
+def test_bias_correction_cannot_be_switched_off_in_torch(resolve, decisions_for):
+    params = {"lr": 1e-4, "bias_correction": False}
+    assert resolve("AdamW", params).optimizer.params["bias_correction"] is False
+    resolution = resolve("AdamW", params, deepspeed=False)
+    (decision,) = decisions_for(resolution, "optimizer.params.bias_correction")
+    assert decision.severity == "warning"
+
+
+def test_values_that_do_not_go_together(resolve):
+    with pytest.raises(InvalidValueError, match="nesterov"):
+        resolve("SGD", {"lr": 0.1, "nesterov": True})
+    assert resolve("SGD", {"lr": 0.1, "nesterov": True, "momentum": 0.9}).optimizer.params[
+        "nesterov"
+    ]
+    with pytest.raises(InvalidValueError, match="etas"):
+        resolve("Rprop", {"lr": 0.1, "etas": [1.2, 0.5]})
+
+
+def test_a_bad_value_is_named_by_its_path(resolve):
+    with pytest.raises(InvalidValueError) as error:
+        resolve("AdamW", {"lr": 1e-4, "betas": [0.9, 1.0]})
+    assert error.value.key == "optimizer.params.betas"
+    with pytest.raises(InvalidValueError, match=r"optimizer\.params\.lr"):
+        resolve("AdamW", {"lr": "auto"}, run=RunFacts(lr=float("nan")))
+
+
+def test_a_number_written_as_text_is_read_with_a_note(resolve, decisions_for):
+    resolution = resolve("AdamW", {"lr": "1e-4"})
+    assert resolution.optimizer.lr == 1e-4
+    (decision,) = decisions_for(resolution, "optimizer.params.lr")
+    assert (decision.before, decision.after) == ("1e-4", 1e-4)
+
+
+# --- apply, render, explain ---------------------------------------------------------------------
+
+
+def test_apply_fills_the_plan(make_plan):
+    plan = make_plan("AdamW", ADAMW)
+    applied = OptimizerResolver().apply(plan)
+    resolution = OptimizerResolver().resolve(plan)
+    assert applied.optimizer == resolution.optimizer
+    assert applied.scheduler == resolution.scheduler
+    assert applied.decisions == plan.decisions + resolution.decisions
+    rendered = applied.to_deepspeed()
+    assert rendered["optimizer"]["type"] == "AdamW"
+    assert rendered["optimizer"]["params"]["weight_decay"] == 0.01
+    assert rendered["scheduler"]["type"] == "WarmupLR"
+
+
+def test_apply_announces_warnings(make_plan, caplog):
+    with caplog.at_level(logging.WARNING, logger="zerotune"):
+        OptimizerResolver().apply(make_plan("Adam", {**ADAMW, "weight_decay": 0.0123}))
+    assert "adam_w_mode" in caplog.text
+
+
+def test_rendering_is_right_for_a_torch_optimizer(make_plan):
+    rendered = OptimizerResolver().apply(make_plan("SGD", {"lr": 0.1})).to_deepspeed()
+    assert "optimizer" not in rendered
+    assert rendered["zero_allow_untested_optimizer"] is True
+    assert rendered["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_resolving_twice_gives_the_same(make_plan):
+    plan = make_plan("Adam", {"lr": "auto"}, run=RunFacts(lr=1e-4, total_steps=100))
+    assert OptimizerResolver().resolve(plan) == OptimizerResolver().resolve(plan)
+
+
+def test_choices_survive_a_second_resolution(make_plan):
+    """What was settled, written back as a configuration, settles to itself."""
+    first = OptimizerResolver().resolve(make_plan("Adam", ADAMW))
+    again = OptimizerResolver(on_unsupported="error").resolve(
+        make_plan(
+            first.optimizer.name,
+            dict(first.optimizer.params),
+            scheduler=first.scheduler.name,
+            scheduler_params=dict(first.scheduler.params),
+        )
+    )
+    assert again.optimizer == first.optimizer
+    assert again.scheduler == first.scheduler
+    assert again.decisions == ()
+
+
+def test_explain_reads(make_plan):
+    text = OptimizerResolver().explain(make_plan("Adam", ADAMW, run=RunFacts(total_steps=1000)))
+    assert "Adam, runs as DeepSpeedCPUAdam (built by DeepSpeed)" in text
+    assert "weight decay: decoupled" in text
+    assert "states per parameter: exp_avg, exp_avg_sq" in text
+    assert "scheduler: WarmupLR" in text
+    assert "[warning] optimizer.params.adam_w_mode" in text
+    constant = OptimizerResolver(overrides={"scheduler.type": None}).explain(
+        make_plan("SGD", {"lr": 0.1}, deepspeed=False)
+    )
+    assert "SGD, runs as SGD (of torch.optim)" in constant
+    assert "on the plain engine" in constant
+    assert "stays constant" in constant
+
+
+def test_a_resolution_is_a_value(make_plan):
+    resolution = OptimizerResolver().resolve(make_plan())
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        resolution.optimizer = None

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import pytest
+
+from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
+from zerotune.optim import OptimizerResolver
+from zerotune.plan.facts import RunFacts
+from zerotune.plan.schedules import lr_at
+
+ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.fixture
+def schedule(make_plan):
+    def run(name=None, params=None, *, optimizer="AdamW", arguments=ADAMW, **kwargs):
+        overrides = kwargs.pop("overrides", None)
+        plan = make_plan(optimizer, arguments, scheduler=name, scheduler_params=params, **kwargs)
+        return OptimizerResolver(overrides=overrides).resolve(plan)
+
+    return run
+
+
+def test_the_default_is_warmup_to_the_optimizers_lr(schedule, decisions_for):
+    resolution = schedule()
+    assert resolution.scheduler.name == "WarmupLR"
+    assert dict(resolution.scheduler.params) == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 1e-4,
+        "warmup_num_steps": 500,
+        "warmup_type": "log",
+    }
+    (decision,) = decisions_for(resolution, "scheduler.type")
+    assert (decision.before, decision.after) == (None, "WarmupLR")
+
+
+@pytest.mark.parametrize(
+    ("run", "steps"),
+    [
+        (RunFacts(), 500),
+        (RunFacts(warmup_steps=37), 37),
+        (RunFacts(warmup_steps=37, total_steps=100), 37),
+        (RunFacts(total_steps=100_000), 500),
+        (RunFacts(total_steps=1000), 50),
+        (RunFacts(total_steps=40), 2),
+    ],
+)
+def test_the_default_warm_up_fits_the_run(schedule, decisions_for, run, steps):
+    resolution = schedule(run=run)
+    assert resolution.scheduler.params["warmup_num_steps"] == steps
+    (decision,) = decisions_for(resolution, "scheduler.params.warmup_num_steps")
+    assert (decision.before, decision.after) == (None, steps)
+
+
+@pytest.mark.parametrize("run", [RunFacts(total_steps=5), RunFacts(warmup_steps=0)])
+def test_a_run_too_short_for_a_warm_up_starts_at_the_peak(schedule, run):
+    """DeepSpeed's shortest warm-up would waste two updates at a learning rate of 0."""
+    resolution = schedule(run=run)
+    assert [lr_at(resolution.scheduler, step, 1e-4) for step in range(5)] == [1e-4] * 5
+    assert all(item.severity == "note" for item in resolution.decisions)
+
+
+def test_a_complete_schedule_is_taken_as_it_is(schedule):
+    written = {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": 1e-4,
+        "warmup_num_steps": 500,
+        "warmup_type": "linear",
+    }
+    resolution = schedule("WarmupLR", written)
+    assert dict(resolution.scheduler.params) == written
+    assert [item for item in resolution.decisions if item.key.startswith("scheduler")] == []
+
+
+def test_auto_is_filled(schedule, decisions_for):
+    resolution = schedule(
+        "WarmupDecayLR",
+        {
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+        run=RunFacts(total_steps=900, warmup_steps=90),
+    )
+    assert dict(resolution.scheduler.params) == {
+        "total_num_steps": 900,
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 1e-4,
+        "warmup_num_steps": 90,
+        "warmup_type": "log",
+    }
+    for key in ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"):
+        (decision,) = decisions_for(resolution, f"scheduler.params.{key}")
+        assert decision.before == "auto"
+
+
+@pytest.mark.parametrize("params", [{"total_num_steps": "auto"}, {}])
+@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_length_nobody_knows_is_an_error_that_names_the_key(schedule, name, params):
+    with pytest.raises(OptimizerError) as error:
+        schedule(name, {"warmup_num_steps": 10, **params})
+    assert error.value.key == "scheduler.params.total_num_steps"
+    assert "RunFacts(total_steps=…)" in error.value.fix
+
+
+def test_one_cycle_needs_its_minimum(schedule):
+    with pytest.raises(OptimizerError, match=r"scheduler\.params\.cycle_min_lr"):
+        schedule("OneCycle", {"cycle_max_lr": 1e-3})
+
+
+def test_an_explicit_length_wins_over_the_run(schedule, decisions_for):
+    resolution = schedule(
+        "WarmupDecayLR",
+        {"total_num_steps": 1000, "warmup_num_steps": 10},
+        run=RunFacts(total_steps=2000),
+    )
+    assert resolution.scheduler.params["total_num_steps"] == 1000
+    (decision,) = decisions_for(resolution, "scheduler.params.total_num_steps")
+    assert (decision.before, decision.after, decision.severity) == (2000, 1000, "warning")
+
+
+def test_overrides_beat_the_configuration(schedule):
+    resolution = schedule(
+        "WarmupLR",
+        {"warmup_num_steps": 10},
+        overrides={"scheduler.params.warmup_num_steps": 99},
+    )
+    assert resolution.scheduler.params["warmup_num_steps"] == 99
+
+
+def test_another_type_by_override(schedule):
+    resolution = schedule(
+        overrides={"scheduler.type": "LRRangeTest", "scheduler.params.lr_range_test_min_lr": 1e-6}
+    )
+    assert resolution.scheduler.name == "LRRangeTest"
+    assert resolution.scheduler.params["lr_range_test_min_lr"] == 1e-6
+
+
+def test_a_peak_that_replaces_the_optimizers_lr_is_a_warning(schedule, decisions_for):
+    resolution = schedule("WarmupLR", {"warmup_max_lr": 1e-3, "warmup_num_steps": 10})
+    assert resolution.scheduler.params["warmup_max_lr"] == 1e-3
+    (decision,) = decisions_for(resolution, "optimizer.params.lr")
+    assert (decision.before, decision.after, decision.severity) == (1e-4, 1e-3, "warning")
+
+
+def test_a_warm_up_longer_than_the_schedule_is_a_warning(schedule, decisions_for):
+    resolution = schedule("WarmupDecayLR", {"total_num_steps": 100, "warmup_num_steps": 200})
+    (decision,) = decisions_for(resolution, "scheduler.params.total_num_steps")
+    assert decision.severity == "warning"
+
+
+class TestNoWarmUp:
+    """DeepSpeed: ``warmup_num_steps must be a positive integer``."""
+
+    def test_warmup_lr_becomes_constant(self, schedule, decisions_for):
+        resolution = schedule("WarmupLR", {"warmup_num_steps": 0, "warmup_max_lr": 1e-4})
+        assert [lr_at(resolution.scheduler, step, 1e-4) for step in range(9)] == [1e-4] * 9
+        assert resolution.scheduler.params["warmup_num_steps"] == 1
+        (decision,) = decisions_for(resolution, "scheduler.params.warmup_num_steps")
+        assert (decision.before, decision.after, decision.severity) == (0, 1, "warning")
+
+    def test_cosine_starts_at_its_peak_after_the_first_update(self, schedule):
+        resolution = schedule("WarmupCosineLR", {"warmup_num_steps": 0, "total_num_steps": 50})
+        curve = [lr_at(resolution.scheduler, step, 1e-4) for step in range(50)]
+        assert curve[:3] == [0.0, 1e-4, 1e-4]
+        assert curve[1:] == sorted(curve[1:], reverse=True)
+
+    def test_decay_keeps_its_minimum_because_it_ends_there(self, schedule):
+        resolution = schedule("WarmupDecayLR", {"warmup_num_steps": 0, "total_num_steps": 50})
+        assert resolution.scheduler.params["warmup_min_lr"] == 0.0
+        curve = [lr_at(resolution.scheduler, step, 1e-4) for step in range(51)]
+        assert curve[:2] == [0.0, 0.0]
+        assert max(curve) == 1e-4
+        assert curve[50] == pytest.approx(1e-4 / 48)
+
+
+class TestOneCycle:
+    PARAMS = {"cycle_min_lr": 1e-5, "cycle_max_lr": 1e-4}
+
+    def test_every_argument_is_explicit(self, schedule):
+        resolution = schedule("OneCycle", self.PARAMS)
+        assert set(resolution.scheduler.params) == {
+            "cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size",
+            "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count",
+            "decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom",
+            "decay_mom_rate",
+        }  # fmt: skip
+
+    def test_the_betas_it_replaces_are_a_warning(self, schedule, decisions_for):
+        (decision,) = decisions_for(schedule("OneCycle", self.PARAMS), "optimizer.params.betas")
+        assert (decision.after, decision.severity) == ((0.8, 0.99), "warning")
+        kept = schedule("OneCycle", {**self.PARAMS, "cycle_momentum": False})
+        assert decisions_for(kept, "optimizer.params.betas") == []
+
+    def test_momentum_is_switched_off_without_betas(self, schedule, decisions_for):
+        resolution = schedule("OneCycle", self.PARAMS, optimizer="Adagrad", arguments={"lr": 1e-2})
+        assert resolution.scheduler.params["cycle_momentum"] is False
+        (decision,) = decisions_for(resolution, "scheduler.params.cycle_momentum")
+        assert decision.severity == "note"
+
+    def test_a_decay_that_does_nothing_is_a_warning(self, schedule, decisions_for):
+        resolution = schedule("OneCycle", {**self.PARAMS, "decay_lr_rate": 0.1})
+        (decision,) = decisions_for(resolution, "scheduler.params.decay_lr_rate")
+        assert decision.severity == "warning"
+
+
+def test_names_of_arguments_are_checked(schedule):
+    with pytest.raises(UnknownKeyError) as error:
+        schedule("WarmupLR", {"warmup_steps": 10})
+    assert error.value.key == "scheduler.params.warmup_steps"
+    assert "did you mean warmup_num_steps" in error.value.fix
+    with pytest.raises(UnknownKeyError, match=r"scheduler\.params\.warmup_max_lr"):
+        schedule("WarmupCosineLR", {"total_num_steps": 10, "warmup_max_lr": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("WarmupLR", {"warmup_num_steps": -1}),
+        ("WarmupLR", {"warmup_num_steps": 0.5}),
+        ("WarmupLR", {"warmup_max_lr": 0}),
+        ("WarmupLR", {"warmup_min_lr": -1e-4}),
+        ("WarmupLR", {"warmup_type": "cubic"}),
+        ("WarmupDecayLR", {"total_num_steps": 0}),
+        ("WarmupCosineLR", {"cos_min_ratio": 2}),
+        ("OneCycle", {"cycle_first_step_size": 0}),
+        ("OneCycle", {"cycle_second_step_size": -1}),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}),
+        ("LRRangeTest", {"lr_range_test_staircase": "often"}),
+    ],
+)
+def test_values_are_checked(schedule, name, params):
+    ((key, value),) = params.items()
+    complete = TestOneCycle.PARAMS if name == "OneCycle" else {}
+    with pytest.raises(InvalidValueError) as error:
+        schedule(name, {**complete, **params}, run=RunFacts(total_steps=100))
+    assert error.value.key == f"scheduler.params.{key}"
+    assert error.value.value == value
+
+
+def test_whole_floats_are_counts(schedule):
+    resolution = schedule("WarmupLR", {"warmup_num_steps": 5e2})
+    assert resolution.scheduler.params["warmup_num_steps"] == 500
+    assert isinstance(resolution.scheduler.params["warmup_num_steps"], int)
+
+
+def test_one_value_per_group_is_unpacked_and_more_are_refused(schedule):
+    resolution = schedule("WarmupLR", {"warmup_max_lr": [1e-4], "warmup_num_steps": 10})
+    assert resolution.scheduler.params["warmup_max_lr"] == 1e-4
+    with pytest.raises(InvalidValueError, match="one group"):
+        schedule("WarmupLR", {"warmup_max_lr": [1e-4, 1e-5]})
+
+
+def test_resuming_is_left_to_checkpoints(schedule):
+    written = {"warmup_num_steps": 10, "last_batch_iteration": -1}
+    assert "last_batch_iteration" not in schedule("WarmupLR", written).scheduler.params
+    with pytest.raises(InvalidValueError, match="checkpoint"):
+        schedule("WarmupLR", {**written, "last_batch_iteration": 100})
+
+
+def test_a_foreign_schedule_is_refused_before_anything_runs(schedule):
+    with pytest.raises(OptimizerError, match="WarmupCosineLR"):
+        schedule("cosine", {})
+
+
+def test_the_schedule_is_the_same_on_the_plain_engine(schedule):
+    with_deepspeed = schedule("WarmupLR", {"warmup_num_steps": 10})
+    without = schedule("WarmupLR", {"warmup_num_steps": 10}, deepspeed=False)
+    assert with_deepspeed.scheduler == without.scheduler
