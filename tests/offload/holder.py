@@ -22,8 +22,9 @@ def say(text):
 
 
 def churn(manager, count):
+    plan = swapping_plan()
     for _ in range(count):
-        with manager.lease(swapping_plan()) as lease:
+        with manager.lease(plan) as lease:
             (lease.path / "param.swp").write_bytes(b"x" * 4096)
 
 
@@ -38,7 +39,7 @@ def main():
         return ranks[2]
 
     manager = OffloadManager(root=root, share=share)
-    with manager.lease(swapping_plan(), rank=rank, world_size=world_size) as lease:
+    with manager.lease(swapping_plan(world_size=world_size), rank=rank) as lease:
         (lease.path / f"rank{rank}.swp").write_bytes(b"x" * 65536)
         say(lease.path)
         for line in sys.stdin:

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import attrs
-
-
-@attrs.frozen(kw_only=True)
-class StandIn:
-    offload_param: str
-    offload_optimizer: str
-    nvme_paths: dict
-    salt: str = ""
-
-    def digest(self):
-        return hashlib.sha256(repr(self).encode()).hexdigest()
-
-    def with_nvme_path(self, *, param=None, optimizer=None):
-        given = {"param": param, "optimizer": optimizer}
-        return attrs.evolve(
-            self, nvme_paths={**self.nvme_paths, **{k: v for k, v in given.items() if v}}
-        )
+from zerotune.optim import OptimizerResolver
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import Platform
 
 
-def swapping_plan(*, param=None, optimizer=None, swap_param=True, swap_optimizer=True, lr=1e-4):
-    paths = {"param": param, "optimizer": optimizer}
-    return StandIn(
-        offload_param="nvme" if swap_param else "none",
-        offload_optimizer="nvme" if swap_optimizer else "cpu",
-        nvme_paths={key: str(value) for key, value in paths.items() if value},
-        salt=str(lr),
+def swapping_plan(
+    *,
+    param=None,
+    optimizer=None,
+    swap_param=True,
+    swap_optimizer=True,
+    lr=1e-4,
+    world_size=1,
+):
+    """A settled plan; ``param`` and ``optimizer`` are the NVMe paths it writes, if any."""
+    zero = {"stage": 3}
+    for key, swaps, path in (
+        ("offload_param", swap_param, param),
+        ("offload_optimizer", swap_optimizer, optimizer),
+    ):
+        zero[key] = {"device": "nvme" if swaps else "cpu"}
+        if path:
+            zero[key]["nvme_path"] = str(path)
+    plan = DeepSpeedPlan.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": lr}},
+        }
     )
+    resolved = plan.resolve(platform=Platform.synthetic(), world_size=world_size)
+    return OptimizerResolver().apply(resolved)
 
 
-def plain_plan():
-    return swapping_plan(swap_param=False, swap_optimizer=False)
+def plain_plan(**options):
+    return swapping_plan(swap_param=False, swap_optimizer=False, **options)

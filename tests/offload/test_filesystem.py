@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.offload.filesystem import filesystem_kind
@@ -39,6 +39,7 @@ def test_without_a_table_it_is_unknown(tmp_path):
     assert filesystem_kind(tmp_path, mount_table=tmp_path / "missing") is None
 
 
+@settings(deadline=None)
 @given(text=st.text())
 def test_any_table_is_survived(tmp_path_factory, text):
     table = tmp_path_factory.mktemp("table") / "mountinfo"

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from tests.offload.plans import plain_plan, swapping_plan
 
-from zerotune.errors import OffloadError
+from zerotune.errors import OffloadError, UnresolvedPlanError
 from zerotune.offload import OffloadManager, find_leases
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import Platform
 
 
 class Wire:
@@ -56,8 +58,15 @@ class TestWithoutNvme:
             assert decision(lease, "offload.root").before == str(tmp_path)
             assert decision(lease, "offload.root").after is None
 
+    def test_the_plain_engine_swaps_nothing(self, tmp_path):
+        requested = swapping_plan().requested
+        plan = requested.resolve(platform=Platform.synthetic(), deepspeed=False)
+        with OffloadManager(root=tmp_path / "swap").lease(plan) as lease:
+            assert lease.path is None
+        assert list(tmp_path.iterdir()) == []
+
     def test_several_ranks_need_no_share(self):
-        with OffloadManager().lease(plain_plan(), rank=1, world_size=2) as lease:
+        with OffloadManager().lease(plain_plan(world_size=2), rank=1, world_size=2) as lease:
             assert lease.decisions == ()
 
 
@@ -70,6 +79,24 @@ class TestOneRank:
             moved = decision(lease, "zero_optimization.offload_param.nvme_path")
             assert (moved.before, moved.after) == ("/given", str(lease.path))
             assert decision(lease, "zero_optimization.offload_optimizer.nvme_path").before is None
+
+    def test_deepspeed_is_told_the_leased_folder(self, tmp_path):
+        plan = swapping_plan()
+        with pytest.raises(UnresolvedPlanError, match="needs a folder"):
+            plan.to_deepspeed()
+        with OffloadManager(root=tmp_path).lease(plan) as lease:
+            zero = lease.plan.to_deepspeed()["zero_optimization"]
+            assert zero["offload_param"]["nvme_path"] == str(lease.path)
+            assert zero["offload_optimizer"]["nvme_path"] == str(lease.path)
+            assert lease.plan.digest() == plan.digest()
+
+    def test_an_unsettled_plan_is_refused_before_anything_is_made(self, tmp_path):
+        optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+        plan = DeepSpeedPlan.build(stage=3, offload="nvme", optimizer=optimizer)
+        plan = plan.resolve(platform=Platform.synthetic())
+        with pytest.raises(UnresolvedPlanError, match=r"optimizer\.params\.lr"):
+            OffloadManager(root=tmp_path / "swap").lease(plan).__enter__()
+        assert list(tmp_path.iterdir()) == []
 
     def test_only_what_is_swapped_gets_a_path(self, tmp_path):
         plan = swapping_plan(swap_param=False)
@@ -263,7 +290,7 @@ class TestFailures:
 class TestRanks:
     def lease(self, root, wire, rank, **extra):
         manager = OffloadManager(root=root, share=wire)
-        plan = extra.pop("plan", None) or swapping_plan()
+        plan = extra.pop("plan", None) or swapping_plan(world_size=2)
         return manager.lease(plan, rank=rank, world_size=2, **extra)
 
     def test_ranks_share_one_folder(self, tmp_path):
@@ -347,7 +374,7 @@ class TestRanks:
     def test_another_plan_on_another_rank_is_refused(self, tmp_path):
         wire = Wire()
         with self.lease(tmp_path, wire, 0) as first:
-            other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4))
+            other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
             with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0"):
                 other.__enter__()
             assert first.path.exists()
@@ -357,6 +384,20 @@ class TestRanks:
     def test_share_is_needed(self, tmp_path, rank):
         with pytest.raises(OffloadError, match=r"OffloadManager\.share"):
             self.lease(tmp_path, None, rank).__enter__()
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("ranks", "says"),
+        [
+            ({"world_size": 1}, "resolved for 2 ranks"),
+            ({"rank": 2}, "is not a rank of 2"),
+            ({"rank": -1}, "is not a rank of 2"),
+        ],
+    )
+    def test_ranks_must_be_the_plans(self, tmp_path, ranks, says):
+        manager = OffloadManager(root=tmp_path, share=Wire())
+        with pytest.raises(OffloadError, match=says):
+            manager.lease(swapping_plan(world_size=2), **ranks).__enter__()
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("answer", ["", "../../etc", "20250101T000000-0123456789ab/.."])

@@ -128,5 +128,5 @@ def test_no_living_run_is_ever_taken_for_dead(tmp_path, hold, runs):
         seen += len(found)
         assert [one for one in found if one.state == "stale"] == []
     assert [holder.process.returncode for holder in holders] == [0] * runs
-    assert seen > 100
+    assert seen >= runs
     assert list(tmp_path.iterdir()) == []

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import OffloadError
@@ -31,17 +31,20 @@ anything = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(record=records)
 def test_what_is_written_is_read(record):
     assert LeaseRecord.from_json(record.to_json()) == record
 
 
+@settings(deadline=None)
 @given(text=st.text() | anything.map(json.dumps))
 def test_anything_else_is_one_error(text):
     with pytest.raises(OffloadError, match="lease record"):
         LeaseRecord.from_json(text)
 
 
+@settings(deadline=None)
 @given(record=records, value=anything, data=st.data())
 def test_a_changed_field_is_read_as_it_is_or_refused(record, value, data):
     fields = json.loads(record.to_json())
@@ -68,6 +71,7 @@ def test_run_ids_differ_and_are_found_again():
     assert all(run_id_of(lease_name(run_id)) == run_id for run_id in ids)
 
 
+@settings(deadline=None)
 @given(text=st.text() | st.from_regex(r"\d{8}T\d{6}-[0-9a-f]{12}\n?"))
 def test_a_run_id_is_safe_in_a_path(text):
     if is_run_id(text):

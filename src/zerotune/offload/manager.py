@@ -84,7 +84,7 @@ class OffloadManager:
         resolved: ResolvedPlan,
         *,
         rank: int = 0,
-        world_size: int = 1,
+        world_size: int | None = None,
         barrier: Barrier | None = None,
     ) -> Iterator[Lease]:
         """Hold a swap folder of this run's own for as long as the ``with`` block runs.
@@ -95,24 +95,27 @@ class OffloadManager:
         is killed leaves its folder behind; a later lease on the same root reports it.
 
         Args:
-            resolved: The plan to run.
+            resolved: The plan to run, its optimizer settled.
             rank: Global rank of this process.
-            world_size: Number of ranks.
+            world_size: Number of ranks; the plan's when not given.
             barrier: Waits for all ranks; called when the block ends without an exception.
 
         Yields:
             The lease, whose ``plan`` is the one to hand to the engine.
 
         Raises:
-            OffloadError: A root is unusable, this system has no file locks, ranks disagree, or
-                the folder could not be removed after a block that ended well.
+            UnresolvedPlanError: Something in the plan is not settled.
+            OffloadError: The ranks are not the plan's or disagree, a root is unusable, this system
+                has no file locks, or the folder could not be removed after a block that ended
+                well.
         """
+        _check_ranks(resolved, rank, world_size)
         targets = _swapped(resolved)
         if not targets:
             yield Lease(plan=resolved, decisions=self._unused())
             return
         owner = os.getpid()
-        lease, directories = self._open(resolved, targets, rank, world_size)
+        lease, directories = self._open(resolved, targets, rank)
         announce(lease.decisions, rank=rank)
         try:
             yield lease
@@ -125,18 +128,18 @@ class OffloadManager:
             _close(lease, directories, barrier)
 
     def _open(
-        self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int, world_size: int
+        self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int
     ) -> tuple[Lease, tuple[SwapDirectory, ...]]:
         if rank != 0:
             run_id = self._receive()
-            return self._claim(resolved, targets, run_id, rank, world_size)
-        if world_size == 1:
-            return self._claim(resolved, targets, new_run_id(), rank, world_size)
+            return self._claim(resolved, targets, run_id, rank)
+        if resolved.world_size == 1:
+            return self._claim(resolved, targets, new_run_id(), rank)
         if self._share is None:
             raise _no_share()
         run_id = new_run_id()
         try:
-            opened = self._claim(resolved, targets, run_id, rank, world_size)
+            opened = self._claim(resolved, targets, run_id, rank)
         except BaseException as error:
             # The other ranks wait for the run id; let them fail too instead of hang.
             self._share(f"{_FAILED}{error}")
@@ -169,11 +172,10 @@ class OffloadManager:
         targets: tuple[Target, ...],
         run_id: str,
         rank: int,
-        world_size: int,
     ) -> tuple[Lease, tuple[SwapDirectory, ...]]:
         require_locks()
         record = LeaseRecord.for_this_process(
-            run_id=run_id, rank=rank, world_size=world_size, plan_digest=resolved.digest()
+            run_id=run_id, rank=rank, world_size=resolved.world_size, plan_digest=resolved.digest()
         )
         roots = self._roots(resolved, targets)
         directories: dict[Path, SwapDirectory] = {}
@@ -238,6 +240,23 @@ def _text(root: str | os.PathLike[str] | None, name: str) -> str | None:
             fix="give a folder on a local disk, or leave the argument out",
         )
     return text
+
+
+def _check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
+    if world_size not in (None, resolved.world_size):
+        raise OffloadError(
+            f"the plan was resolved for {resolved.world_size} ranks",
+            key="world_size",
+            value=world_size,
+            fix="resolve the plan with the number of ranks that run it",
+        )
+    if not 0 <= rank < resolved.world_size:
+        raise OffloadError(
+            f"is not a rank of {resolved.world_size}",
+            key="rank",
+            value=rank,
+            fix="count ranks from 0",
+        )
 
 
 def _swapped(resolved: ResolvedPlan) -> tuple[Target, ...]:
