@@ -18,6 +18,7 @@ from zerotune.backend.corrections import undo_dummy_step
 from zerotune.backend.distributed import Launch, ProcessGroup, environment
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.layouts import full_shape, layout_of_deepspeed, trainable_parameters
+from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import build_torch_optimizer
 from zerotune.backend.require import quiet_deepspeed, require_deepspeed
@@ -30,7 +31,7 @@ _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(Closing):
     """An ``Engine`` whose weights, gradients and states DeepSpeed partitions and offloads.
 
     Args:
@@ -48,6 +49,7 @@ class DeepSpeedEngine:
     def __init__(
         self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
     ) -> None:
+        super().__init__()
         _check_plan(plan)
         accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
         deepspeed = require_deepspeed(accelerator=accelerator)
@@ -181,8 +183,7 @@ class DeepSpeedEngine:
             part for part in (self._checks().render(), self._plan.explain(), extra) if part
         )
 
-    def close(self) -> None:
-        """Free DeepSpeed's buffers and, if this engine started it, the process group."""
+    def _release(self) -> None:
         self._engine.destroy()
         self._group.close()
 

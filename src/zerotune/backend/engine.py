@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     import torch
 
     from zerotune.backend.distributed import ProcessGroup
@@ -125,6 +127,24 @@ class Engine(Protocol):
         """What runs, verified, with every automatic choice."""
         ...
 
+    @property
+    def resources(self) -> ExitStack:
+        """What the engine depends on and what ends after it."""
+        ...
+
     def close(self) -> None:
-        """Release buffers and, if this engine started it, the process group."""
+        """Release buffers and, if this engine started it, the process group. May be repeated."""
+        ...
+
+    def __enter__(self) -> Engine:
+        """The engine itself."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the engine."""
         ...

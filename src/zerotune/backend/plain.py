@@ -11,6 +11,7 @@ import torch
 from zerotune.backend.distributed import Launch, ProcessGroup, environment
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.layouts import ParameterLayout, trainable_parameters
+from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import CurveScheduler, build_torch_optimizer
 from zerotune.backend.require import require_accelerate
@@ -32,7 +33,7 @@ _ACCELERATE_CONFIGURATION = (
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-class PlainEngine:
+class PlainEngine(Closing):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
     bf16 and fp16 run as autocast over fp32 weights. Several processes run as
@@ -51,6 +52,7 @@ class PlainEngine:
     def __init__(
         self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
     ) -> None:
+        super().__init__()
         if plan.optimizer is None:
             raise EngineError(
                 "the plan has no optimizer choice",
@@ -194,8 +196,7 @@ class PlainEngine:
         """What runs, with every automatic choice."""
         return f"{self._checks().render()}\n{self._plan.explain()}"
 
-    def close(self) -> None:
-        """Free accelerate's references and, if this engine started it, the process group."""
+    def _release(self) -> None:
         self._close_micro_batch()
         self._accelerator.free_memory()
         self._group.close()

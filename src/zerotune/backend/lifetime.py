@@ -1,0 +1,49 @@
+"""How an engine ends: once, in order, with or without a ``with`` block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+
+class Closing(ABC):
+    """Makes an engine a context manager that carries what it depends on.
+
+    ``resources`` holds what must outlive the engine and end with it: the lease of its swap
+    folder, a process group made before it. They end in reverse order after the engine itself,
+    and learn of the exception when there is one.
+    """
+
+    def __init__(self) -> None:
+        self.resources = ExitStack()
+        self._closed = False
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Free buffers and leave the process group; called once."""
+
+    def close(self) -> None:
+        """Free buffers and, if this engine started it, the process group. May be repeated."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if not self._closed:
+                self._closed = True
+                self._release()
+        finally:
+            self.resources.__exit__(kind, error, traceback)
