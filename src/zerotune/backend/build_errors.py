@@ -24,6 +24,12 @@ def missing_module(name: str) -> Diagnosis:
     return Diagnosis(cause=f"the Python module {name} is missing", fix=f"pip install {package}")
 
 
+def summary(error: BaseException) -> str:
+    """An error as one line: its type and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def diagnose_build(output: str) -> Diagnosis | None:
     """Find the root cause in the output of a failed build; ``None`` when nothing is recognised.
 
@@ -102,6 +108,18 @@ def _undefined_symbol(match: re.Match[str]) -> Diagnosis:
     )
 
 
+def _undefined_reference(match: re.Match[str]) -> Diagnosis:
+    return Diagnosis(cause=f"no library given to the linker defines {match.group(1)}")
+
+
+def _missing_shared(match: re.Match[str]) -> Diagnosis:
+    library = match.group(1)
+    return Diagnosis(
+        cause=f"the shared library {library} is missing",
+        fix=f"install the package that holds {library}, or name its folder in LD_LIBRARY_PATH",
+    )
+
+
 def _module(match: re.Match[str]) -> Diagnosis:
     return missing_module(match.group(1))
 
@@ -120,15 +138,20 @@ def _compiler_says(match: re.Match[str]) -> Diagnosis:
 _CAUSES: Final[tuple[tuple[str, Callable[[re.Match[str]], Diagnosis]], ...]] = (
     # From causes to symptoms: a missing header also makes ninja report a failed command.
     (r"No space left on device", _no_space),
-    (r"Killed signal terminated program|signal 9|Killed\s*$", _out_of_memory),
+    (r"Killed signal terminated program|SIGKILL|^Killed\s*$", _out_of_memory),
     (r"fatal error: '?([^\s':]+)'?(?::| file) [Nn]o(?:t found| such file)", _missing_header),
     (r"cannot find -l(\S+?)(?::|\s|$)", _missing_library),
     (r"library not found for -l(\S+)", _missing_library),
-    (r"^(?:/bin/sh: )?(?:\d+: |line \d+: )*(\S+): (?:command )?not found", _missing_program),
-    (r"No such file or directory: '([^']+)'", _missing_program),
+    (r"(?:^|\s)([^\s:]+): (?:command )?not found\s*$", _missing_program),
+    (
+        r"No such file or directory: '((?:[^']*/)?(?:ninja|nvcc|hipcc|c\+\+|g\+\+))'",
+        _missing_program,
+    ),
     (r"unrecognized command[- ]line option .?(-std=[\w+]+)", _old_standard),
     (r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found", _old_runtime),
     (r"undefined symbol: (\S+)", _undefined_symbol),
+    (r"undefined reference to [`']([^']+)'", _undefined_reference),
+    (r"(\S+\.so[.\d]*): cannot open shared object file", _missing_shared),
     (r"No module named '([^']+)'", _module),
     (r"(?:^|\s)(?:fatal )?error: (.+)$", _compiler_says),
 )

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 from typing import Final
 
+import attrs
+
 from zerotune.backend.build_errors import Diagnosis
 
 _ABANDONED_AFTER: Final = 600.0
-"""Seconds after which a build lock is taken for abandoned; one op compiles in about a minute."""
+"""Seconds after which a lock that no visible process holds is taken for abandoned; one op compiles
+in about a minute."""
 
 
 def build_folder(name: str) -> Path:
@@ -61,35 +64,57 @@ def why_stale(folder: Path) -> str | None:
     if "no work to do" in done.stdout:
         return None
     explained = re.search(r"ninja explain: (.+)", done.stderr + done.stdout)
-    return f"ninja says: {explained.group(1)}" if explained else "ninja would compile it again"
+    if explained is None:
+        return "ninja would compile it again"
+    hint = "; another ninja or other flags do that" if "command line" in explained.group(1) else ""
+    return f"ninja says: {explained.group(1)}{hint}"
 
 
-def lock_on(folder: Path) -> Diagnosis | None:
-    """What a build lock in the folder means; ``None`` when there is none."""
-    age = _lock_age(folder)
-    if age is None:
-        return None
-    lock = folder / "lock"
-    if age > _ABANDONED_AFTER:
+@attrs.frozen(kw_only=True)
+class BuildLock:
+    """The lock that a process compiling an extension holds on its folder."""
+
+    path: Path
+    age: float
+    """Seconds since it was taken."""
+    holder: int | None
+    """Process that holds it; ``None`` when none can be seen, on another host for example."""
+
+    @classmethod
+    def on(cls, folder: Path) -> BuildLock | None:
+        """The lock on a build folder, or ``None``."""
+        path = folder / "lock"
+        try:
+            age = time.time() - path.stat().st_mtime
+        except OSError:
+            return None
+        return cls(path=path, age=max(age, 0.0), holder=_holder(path))
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether whoever took it is gone, so that waiting for it would last for ever."""
+        return self.holder is None and self.age > _ABANDONED_AFTER
+
+    def diagnose(self) -> Diagnosis:
+        """What the lock means, and what to do."""
+        if self.holder is not None:
+            return Diagnosis(
+                cause=f"process {self.holder} has been compiling it for {self.age:.0f} s",
+                fix="wait until it is done",
+            )
+        since = f"{self.age / 60:.0f} minutes" if self.age > 120 else f"{self.age:.0f} s"
         return Diagnosis(
-            cause=f"a build that began {age / 60:.0f} minutes ago left its lock, on which every "
-            "later one waits for ever",
-            fix=f"if nothing is compiling, delete {lock}",
+            cause=f"a build that began {since} ago holds its lock, and no process here has it open",
+            fix=f"if nothing on another host is compiling, delete {self.path}",
         )
-    return Diagnosis(
-        cause=f"another process has been compiling it for {max(age, 0):.0f} s",
-        fix=f"wait; if nothing is compiling, delete {lock}",
-    )
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Whether the folder's lock is so old that whoever took it is most likely gone."""
-    age = _lock_age(folder)
-    return age is not None and age > _ABANDONED_AFTER
+def _holder(lock: Path) -> int | None:
+    # Torch keeps the file open as long as it holds the lock.
+    import psutil
 
-
-def _lock_age(folder: Path) -> float | None:
-    try:
-        return time.time() - (folder / "lock").stat().st_mtime
-    except OSError:
-        return None
+    wanted = str(lock.resolve())
+    for process in psutil.process_iter(["open_files"]):
+        if any(file.path == wanted for file in process.info["open_files"] or ()):
+            return int(process.pid)
+    return None

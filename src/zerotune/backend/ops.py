@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +17,14 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune.backend.build_errors import Diagnosis, diagnose_build, missing_module
+from zerotune.backend.build_errors import Diagnosis, diagnose_build, summary
 from zerotune.backend.extension_cache import (
+    BuildLock,
     build_folder,
     built_library,
-    is_abandoned,
-    lock_on,
     why_stale,
 )
+from zerotune.backend.op_requirements import doubt, missing_for_building, missing_for_loading
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
@@ -46,7 +45,7 @@ class OpStatus:
     died. ``"blocked"``: something is missing on this machine. ``"absent"``: DeepSpeed has no
     implementation for this accelerator."""
     cause: str | None = None
-    """Why it is stale, locked, blocked or absent."""
+    """Why it is stale, locked, blocked or absent, or why building it may fail."""
     fix: str | None = None
     """What to do about it."""
     path: str | None = None
@@ -148,8 +147,7 @@ def build_op(name: str) -> OpStatus:
     accelerator = _accelerator()
     toolchain = detect_toolchain()
     before = _status(op, accelerator, toolchain)
-    # A young lock is a build in progress, whose end torch waits for.
-    is_waiting = before.state == "locked" and not any(map(is_abandoned, _folders(op, accelerator)))
+    is_waiting = before.state == "locked" and _is_being_built(op, accelerator)
     if not before.usable and not is_waiting:
         raise PlatformError(
             before.cause or "it cannot be used here", key=f"op {name}", fix=before.fix
@@ -158,9 +156,15 @@ def build_op(name: str) -> OpStatus:
         accelerator.create_op_builder(op.builder).load(verbose=False)
     except Exception as error:
         # Whatever a compiler, a linker or the loader does ends here, under many types.
-        diagnosis = diagnose_build(str(error)) or Diagnosis(cause=_summary(error), fix=None)
+        diagnosis = diagnose_build(str(error)) or Diagnosis(cause=summary(error), fix=None)
         raise PlatformError(diagnosis.cause, key=f"op {name}", fix=diagnosis.fix) from error
     return _status(op, accelerator, toolchain)
+
+
+def _is_being_built(op: _Op, accelerator: Any) -> bool:
+    """Whether another process is building it, for whose end torch waits."""
+    locks = [BuildLock.on(folder) for folder in _folders(op, accelerator)]
+    return not any(lock is not None and lock.abandoned for lock in locks)
 
 
 def _find(name: str) -> _Op:
@@ -189,7 +193,7 @@ def _accelerator() -> Any:
         ) from error
     except Exception as error:
         # deepspeed inspects the machine while it is imported, so anything can go wrong here.
-        raise PlatformError(f"deepspeed cannot be imported: {_summary(error)}") from error
+        raise PlatformError(f"deepspeed cannot be imported: {summary(error)}") from error
 
 
 @contextmanager
@@ -222,7 +226,7 @@ def _status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
         )
     if _is_installed(op.name, accelerator):
         return OpStatus(name=op.name, purpose=op.purpose, state="installed")
-    blocked = _missing_for_loading(op, builder, toolchain)
+    blocked = missing_for_loading(builder, toolchain)
     if blocked is not None:
         return OpStatus(
             name=op.name,
@@ -254,12 +258,14 @@ def _jit_status(op: _Op, builder: Any, folders: list[Path], toolchain: Toolchain
     stale = next(filter(None, map(why_stale, folders)), None) if is_complete else None
     state: OpState = "stale" if is_complete else "buildable"
     found = None if stale is None else Diagnosis(cause=stale)
-    if locked := next(filter(None, map(lock_on, folders)), None):
-        state, found = "locked", locked
+    if lock := next(filter(None, map(BuildLock.on, folders)), None):
+        state, found = "locked", lock.diagnose()
     elif is_complete and stale is None:
         state = "built"
-    elif blocked := _missing_for_building(builder, toolchain):
+    elif blocked := missing_for_building(builder, toolchain):
         state, found = "blocked", blocked
+    elif found is None:
+        found = doubt(builder, toolchain)
     library = built_library(folders[0])
     return OpStatus(
         name=op.name,
@@ -274,101 +280,3 @@ def _jit_status(op: _Op, builder: Any, folders: list[Path], toolchain: Toolchain
 def _is_installed(name: str, accelerator: Any) -> bool:
     info = importlib.import_module("deepspeed.git_version_info")
     return bool(info.installed_ops.get(name)) and info.accelerator_name == accelerator._name
-
-
-def _missing_for_loading(op: _Op, builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    """What keeps torch from loading the op even when it is compiled."""
-    if toolchain.ninja is None:
-        if toolchain.hidden_ninja is not None:
-            folder = Path(toolchain.hidden_ninja).parent
-            return Diagnosis(
-                cause=f"ninja is installed in {folder}, which is not on PATH",
-                fix="activate the environment, or add that folder to PATH",
-            )
-        return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
-    # DeepSpeed probes libaio with the compiler each time it loads this op.
-    if op.name == "async_io":
-        return _missing_compiler(toolchain) or _missing_libaio(toolchain) or _refused(builder)
-    return _refused(builder)
-
-
-def _missing_libaio(toolchain: Toolchain) -> Diagnosis | None:
-    if toolchain.libaio.usable:
-        return None
-    missing = "library" if toolchain.libaio.header else "header libaio.h"
-    return Diagnosis(
-        cause=f"the {missing} of libaio is missing",
-        fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
-        "libaio (Arch, conda); if it is elsewhere, name it in CPATH and LIBRARY_PATH",
-    )
-
-
-def _refused(builder: Any) -> Diagnosis | None:
-    """What DeepSpeed's own probe has against the op."""
-    try:
-        compatible = builder.is_compatible(verbose=False)
-    except ModuleNotFoundError as error:
-        return missing_module(error.name or str(error))
-    except Exception as error:  # noqa: BLE001 - each op probes in its own way
-        return Diagnosis(cause=_summary(error), fix=None)
-    if compatible:
-        return None
-    detail = builder.error_log or "it gives no reason"
-    return Diagnosis(cause=f"DeepSpeed's own check refuses it: {detail}", fix=None)
-
-
-def _missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
-    if toolchain.cxx is None:
-        return Diagnosis(
-            cause="there is no C++ compiler",
-            fix="install g++ (build-essential on Debian, gcc-c++ on Fedora), or name one in CXX",
-        )
-    if toolchain.cxx.version is None:
-        return Diagnosis(
-            cause=f"the C++ compiler {toolchain.cxx.path} does not run",
-            fix="install g++, or name a working compiler in CXX",
-        )
-    return None
-
-
-def _missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
-    if compiler := _missing_compiler(toolchain):
-        return compiler
-    if not toolchain.python_headers:
-        version = f"{sys.version_info.major}.{sys.version_info.minor}"
-        return Diagnosis(
-            cause=f"the headers of Python {version} (Python.h) are missing",
-            fix=f"install python{version}-dev (Debian, Ubuntu) or python3-devel (Fedora)",
-        )
-    return _missing_cuda_toolkit(toolchain) if _builds_for_cuda(builder) else None
-
-
-def _builds_for_cuda(builder: Any) -> bool:
-    import torch
-
-    base = importlib.import_module("deepspeed.ops.op_builder.builder").CUDAOpBuilder
-    return isinstance(builder, base) and torch.version.hip is None and torch.cuda.is_available()
-
-
-def _missing_cuda_toolkit(toolchain: Toolchain) -> Diagnosis | None:
-    import torch
-
-    wanted = str(torch.version.cuda)
-    if toolchain.nvcc is None:
-        where = "" if toolchain.cuda_home is None else f" in {toolchain.cuda_home}"
-        return Diagnosis(
-            cause=f"CUDA's compiler nvcc is missing{where}",
-            fix=f"install the CUDA {wanted} toolkit and name its folder in CUDA_HOME",
-        )
-    found = toolchain.nvcc.version
-    if found is not None and found.partition(".")[0] != wanted.partition(".")[0]:
-        return Diagnosis(
-            cause=f"nvcc is of CUDA {found}, torch was built for CUDA {wanted}",
-            fix=f"install the CUDA {wanted} toolkit and name its folder in CUDA_HOME",
-        )
-    return None
-
-
-def _summary(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from zerotune.decisions import announce
@@ -13,6 +14,7 @@ from zerotune.platform.support import Situation, deepspeed_support
 
 _DISTRIBUTIONS: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 _CAP_IPC_LOCK: Final = 14
+_INITIAL_NAMESPACE: Final = ["0", "0", "4294967295"]
 
 
 def detect_platform(
@@ -81,12 +83,20 @@ def _host_memory(probe: PlatformProbe) -> HostMemory:
 
 
 def _memlock_limit(probe: PlatformProbe) -> int | None:
-    # The kernel does not apply the limit to a process with this capability, root's as a rule.
-    for line in (probe.read_text("/proc/self/status") or "").splitlines():
-        key, _, value = line.partition(":")
-        if key == "CapEff" and int(value.strip() or "0", 16) >> _CAP_IPC_LOCK & 1:
-            return None
-    return probe.memlock()
+    return None if _may_lock_everything(probe) else probe.memlock()
+
+
+def _may_lock_everything(probe: PlatformProbe) -> bool:
+    """Whether the kernel spares this process the limit, as it does root's as a rule.
+
+    It asks for a capability in the initial user namespace; the same capability inside of a
+    rootless container does not count.
+    """
+    status = probe.read_text("/proc/self/status") or ""
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)\s*$", status, re.MULTILINE)
+    if capabilities is None or not int(capabilities.group(1), 16) >> _CAP_IPC_LOCK & 1:
+        return False
+    return (probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
 
 
 def _usable_cores(cores: Cores, probe: PlatformProbe) -> int:

@@ -1,0 +1,420 @@
+"""The report on DeepSpeed's ops, asked of the real DeepSpeed in processes of their own.
+
+One process plays every scenario, because importing DeepSpeed takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+    ),
+]
+needs_tools = pytest.mark.skipif(
+    shutil.which("c++") is None or shutil.which("ninja") is None,
+    reason="needs a C++ compiler and ninja",
+)
+
+NAMES = [
+    "cpu_adam",
+    "cpu_adagrad",
+    "cpu_lion",
+    "async_io",
+    "fused_adam",
+    "fused_lion",
+    "fused_lamb",
+]
+
+
+def python(script, timeout=280, **environment):
+    """Run a script without a GPU and without DS_ACCELERATOR."""
+    inherited = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**inherited, "CUDA_VISIBLE_DEVICES": "", "MAX_JOBS": "2", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+SCENARIOS = """
+    import json, os, sys, time
+    from pathlib import Path
+
+    import attrs
+
+    from zerotune.backend.ops import OP_NAMES, build_op, op_report
+    from zerotune.errors import ZeroTuneError
+    from zerotune.platform.toolchain import LibAio, Tool, Toolchain
+
+    complete = Toolchain(
+        cxx=Tool(path="/usr/bin/c++", version="12.2.0"),
+        nvcc=None,
+        cuda_home=None,
+        ninja=Tool(path="/usr/bin/ninja", version="1.11.1"),
+        python_headers=True,
+        libaio=LibAio(header=True, library=True),
+    )
+    cache = Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    told = {}
+
+    def report(name, **changes):
+        found = op_report(toolchain=attrs.evolve(complete, **changes))
+        told[name] = {op.name: {**attrs.asdict(op), "usable": op.usable} for op in found}
+
+    def failure(name, op):
+        try:
+            build_op(op)
+        except ZeroTuneError as error:
+            told[name] = [type(error).__name__, str(error)]
+
+    report("complete")
+    told["touched"] = os.listdir(cache)
+    report("no compiler", cxx=None, libaio=LibAio(header=None, library=None))
+    report("broken compiler", cxx=Tool(path="/opt/bad/c++", version=None))
+    report("no ninja", ninja=None)
+    report("hidden ninja", ninja=None, hidden_ninja="/opt/env/bin/ninja")
+    report("no Python.h", python_headers=False)
+    report("no libaio header", libaio=LibAio(header=False, library=False))
+    report("no libaio library", libaio=LibAio(header=True, library=False))
+
+    for name, rules in {
+        "cpu_adagrad": "build cpu_adagrad.so: phony\\n",
+        "cpu_lion": "rule touch\\n  command = touch $out\\nbuild cpu_lion.so: touch x.cpp\\n",
+        "fused_adam": None,
+    }.items():
+        (cache / name).mkdir()
+        (cache / name / f"{name}.so").touch()
+        if rules is not None:
+            (cache / name / "build.ninja").write_text(rules)
+    (cache / "cpu_lion" / "x.cpp").touch()
+    report("cached")
+    report("cached, no compiler", cxx=None)
+
+    (cache / "cpu_adam").mkdir()
+    (cache / "pin_memory").mkdir()
+    with (cache / "pin_memory" / "lock").open("x"):
+        report("held")
+        os.utime(cache / "pin_memory" / "lock", (time.time() - 3600,) * 2)
+        report("held for long")
+    (cache / "cpu_adam" / "lock").touch()
+    report("locked")
+    os.utime(cache / "cpu_adam" / "lock", (time.time() - 3600,) * 2)
+    report("abandoned")
+    failure("build abandoned", "cpu_adam")
+    failure("build absent", "fused_lamb")
+    failure("build unknown", "cpu_adm")
+
+    told["names"] = list(OP_NAMES)
+    told["process"] = os.getpid()
+    told["environment"] = os.environ.get("DS_ACCELERATOR")
+    print("TOLD" + json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("extensions")
+    done = python(SCENARIOS, TORCH_EXTENSIONS_DIR=str(cache))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def told(process):
+    return json.loads(process.stdout.split("TOLD")[1])
+
+
+@needs_tools
+class TestReport:
+    def test_it_covers_the_ops_zerotune_uses(self, told):
+        assert told["names"] == NAMES
+        assert list(told["complete"]) == NAMES
+        assert all(op["purpose"] for op in told["complete"].values())
+
+    def test_on_a_cpu_the_kernels_for_gpus_are_absent(self, told):
+        found = told["complete"]
+
+        states = {name: op["state"] for name, op in found.items()}
+        assert states == {
+            **dict.fromkeys(NAMES, "buildable"),
+            "fused_lion": "absent",
+            "fused_lamb": "absent",
+        }
+        assert [name for name, op in found.items() if op["usable"]] == NAMES[:5]
+        assert "cpu_lion" in found["fused_lion"]["fix"]
+        assert "AdamW" in found["fused_lamb"]["fix"]
+
+    def test_it_builds_nothing_and_leaves_no_folder(self, told):
+        assert told["touched"] == []
+
+    def test_it_neither_prints_nor_sets_the_environment(self, process, told):
+        assert process.stdout.startswith("TOLD")
+        assert "accelerator" not in process.stderr
+        assert told["environment"] is None
+
+    @pytest.mark.parametrize(
+        ("scenario", "op", "cause", "fix"),
+        [
+            ("no compiler", "cpu_adam", "no C++ compiler", "install g++"),
+            ("no compiler", "async_io", "no C++ compiler", "install g++"),
+            ("broken compiler", "cpu_adam", "/opt/bad/c++ does not run", "CXX"),
+            ("no ninja", "cpu_lion", "ninja is not installed", "pip install ninja"),
+            ("hidden ninja", "cpu_adam", "/opt/env/bin, which is not on PATH", "activate"),
+            ("no Python.h", "cpu_adagrad", "Python.h", "-dev"),
+            ("no libaio header", "async_io", "header libaio.h of libaio", "libaio-dev"),
+            ("no libaio library", "async_io", "library of libaio", "libaio-dev"),
+        ],
+    )
+    def test_the_root_cause_is_named(self, told, scenario, op, cause, fix):
+        found = told[scenario][op]
+
+        assert found["state"] == "blocked"
+        assert not found["usable"]
+        assert cause in found["cause"]
+        assert fix in found["fix"]
+
+    def test_libaio_only_matters_to_async_io(self, told):
+        states = {name: op["state"] for name, op in told["no libaio header"].items()}
+
+        assert [name for name, state in states.items() if state == "blocked"] == ["async_io"]
+
+    def test_compiled_ops(self, told):
+        found = told["cached"]
+
+        assert found["cpu_adagrad"]["state"] == "built"
+        assert Path(found["cpu_adagrad"]["path"]).name == "cpu_adagrad.so"
+        assert found["cpu_lion"]["state"] == "stale"
+        assert found["cpu_lion"]["cause"].startswith("ninja says: ")
+        assert found["fused_adam"]["state"] == "stale"
+        assert found["cpu_adam"]["state"] == "buildable"
+
+    def test_a_compiled_op_needs_no_compiler_but_a_stale_one_does(self, told):
+        found = told["cached, no compiler"]
+
+        assert found["cpu_adagrad"]["state"] == "built"
+        assert found["cpu_lion"]["state"] == "blocked"
+
+    @pytest.mark.parametrize("scenario", ["held", "held for long"])
+    def test_a_build_in_progress_is_waited_for(self, told, scenario):
+        found = told[scenario]["async_io"]
+
+        assert found["state"] == "locked"
+        assert f"process {told['process']} has been compiling" in found["cause"]
+        assert found["fix"] == "wait until it is done"
+
+    def test_a_lock_nobody_holds_is_reported_with_its_path(self, told):
+        found = told["locked"]["cpu_adam"]
+
+        assert found["state"] == "locked"
+        assert "no process here has it open" in found["cause"]
+        assert found["fix"].endswith(str(Path("cpu_adam", "lock")))
+
+    def test_the_age_of_an_old_lock_is_told(self, told):
+        assert "60 minutes ago" in told["abandoned"]["cpu_adam"]["cause"]
+
+
+@needs_tools
+class TestRefusals:
+    def test_building_does_not_wait_for_an_abandoned_lock(self, told):
+        kind, message = told["build abandoned"]
+
+        assert kind == "PlatformError"
+        assert message.startswith("op cpu_adam: ")
+        assert "delete" in message
+
+    def test_an_op_without_implementation(self, told):
+        kind, message = told["build absent"]
+
+        assert kind == "PlatformError"
+        assert "no implementation" in message
+
+    def test_an_unknown_op(self, told):
+        assert told["build unknown"] == [
+            "InvalidValueError",
+            "op = 'cpu_adm': no such op. Fix: did you mean cpu_adam.",
+        ]
+
+
+CUDA = """
+    import json
+    from unittest import mock
+
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from zerotune.backend.ops import op_report
+    from zerotune.platform.toolchain import LibAio, Tool, Toolchain
+
+    get_accelerator()
+    told = {}
+    for name, nvcc in {
+        "absent": None,
+        "older": Tool(path="/usr/local/cuda/bin/nvcc", version="11.8"),
+        "same": Tool(path="/usr/local/cuda/bin/nvcc", version="12.4"),
+    }.items():
+        toolchain = Toolchain(
+            cxx=Tool(path="/usr/bin/c++", version="12.2.0"),
+            nvcc=nvcc,
+            cuda_home="/usr/local/cuda",
+            ninja=Tool(path="/usr/bin/ninja", version="1.11.1"),
+            python_headers=True,
+            libaio=LibAio(header=True, library=True),
+        )
+        # The builders are DeepSpeed's for CUDA; only what torch says of the machine is made up.
+        with (
+            mock.patch.object(torch.version, "cuda", "12.8"),
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+        ):
+            found = op_report(toolchain=toolchain)
+        told[name] = {op.name: [op.state, op.cause, op.fix] for op in found}
+    print("TOLD" + json.dumps(told))
+"""
+
+
+@needs_tools
+class TestCuda:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def told(cls, tmp_path_factory):
+        cache = tmp_path_factory.mktemp("extensions")
+        done = python(CUDA, DS_ACCELERATOR="cuda", TORCH_EXTENSIONS_DIR=str(cache))
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.split("TOLD")[1])
+
+    def test_ops_of_the_cpu_need_no_cuda_compiler(self, told):
+        states = {name: state for name, (state, _, _) in told["absent"].items()}
+
+        assert states == {
+            **dict.fromkeys(NAMES, "blocked"),
+            **dict.fromkeys(["cpu_adam", "cpu_adagrad", "cpu_lion"], "buildable"),
+        }
+
+    def test_a_missing_nvcc_is_the_cause(self, told):
+        assert told["absent"]["fused_adam"] == [
+            "blocked",
+            "CUDA's compiler nvcc is missing in /usr/local/cuda",
+            "install the CUDA 12.8 toolkit and name its folder in CUDA_HOME",
+        ]
+
+    def test_another_major_release_of_cuda_is_doubtful(self, told):
+        state, cause, fix = told["older"]["fused_lion"]
+
+        assert state == "buildable"
+        assert "nvcc is of CUDA 11.8, torch was built for CUDA 12.8" in cause
+        assert "12.8" in fix
+
+    def test_another_minor_release_is_not(self, told):
+        assert all(found == ["buildable", None, None] for found in told["same"].values())
+
+
+BUILD = """
+    import json, attrs
+    from zerotune.backend.ops import build_op
+    from zerotune.errors import PlatformError
+    try:
+        print("TOLD" + json.dumps(attrs.asdict(build_op("cpu_adam"))))
+    except PlatformError as error:
+        print("TOLD" + json.dumps([error.key, error.reason, error.fix]))
+"""
+
+
+@needs_tools
+def test_a_failed_build_names_the_root_cause(tmp_path):
+    # A system header that includes what is not there breaks any source file at once.
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "stdio.h").write_text("#include <there_is_no_such_header.h>\n")
+
+    done = python(BUILD, TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), CPATH=str(headers))
+
+    assert json.loads(done.stdout.split("TOLD")[1]) == [
+        "op cpu_adam",
+        "the header there_is_no_such_header.h is missing",
+        "install the package that holds there_is_no_such_header.h",
+    ]
+
+
+@needs_tools
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_cpu_adam_is_compiled_and_computes():
+    # In the user's own cache, where every other run finds it.
+    script = """
+        import attrs, json, torch
+        from zerotune.backend.ops import build_op
+
+        built = build_op("cpu_adam")
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        torch.manual_seed(0)
+        start, gradient = torch.randn(1001), torch.randn(1001)
+        results = []
+        for optimizer in (DeepSpeedCPUAdam, torch.optim.AdamW):
+            weight = torch.nn.Parameter(start.clone())
+            weight.grad = gradient.clone()
+            optimizer([weight], lr=1e-2, weight_decay=0.1).step()
+            results.append(weight.detach())
+        difference = (results[0] - results[1]).abs().max().item()
+        moved = (results[0] - start).abs().min().item()
+        print("TOLD" + json.dumps([attrs.asdict(built), difference, moved]))
+    """
+    # Killing it while it compiles would leave its lock behind, on which others would wait.
+    done = python(script, timeout=1100)
+
+    built, difference, moved = json.loads(done.stdout.split("TOLD")[1])
+    # "stale" when a process with another ninja has rebuilt it in the meantime.
+    assert built["state"] in {"built", "stale"}
+    assert Path(built["path"]).stat().st_size > 0
+    assert difference < 1e-6
+    assert moved > 1e-3
+
+
+REPORT = """
+    import sys
+    from zerotune.backend.ops import op_report
+    from zerotune.errors import ZeroTuneError
+
+    class Absent:
+        def find_spec(self, name, *_):
+            if name.startswith("deepspeed"):
+                raise ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+
+    if "absent" in sys.argv:
+        sys.meta_path.insert(0, Absent())
+    try:
+        op_report()
+    except ZeroTuneError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_a_deepspeed_that_does_not_import_is_one_error():
+    done = python("import os\nos.environ['DS_ACCELERATOR'] = 'gpu'\n" + textwrap.dedent(REPORT))
+
+    assert done.stdout.startswith(
+        "PlatformError deepspeed cannot be imported: ValueError: DS_ACCELERATOR must be one of"
+    )
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_missing_deepspeed_is_one_error():
+    done = python("import sys\nsys.argv.append('absent')\n" + textwrap.dedent(REPORT))
+
+    assert done.stdout.strip() == (
+        "MissingDependencyError deepspeed is not installed. Fix: pip install deepspeed."
+    )

@@ -1,0 +1,139 @@
+"""The real probe, with torch replaced where this machine's torch cannot show the case."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from zerotune.platform import Device, MachineProbe
+
+
+def fake_torch(*, cuda=None, hip=None, devices=(), problem=None, xpu=(), mps=None, fp16=False):
+    def initialize():
+        if problem is not None:
+            raise RuntimeError(problem)
+
+    def available():
+        if problem is not None:
+            warnings.warn(f"CUDA initialization: {problem}", stacklevel=2)
+        return bool(devices)
+
+    return SimpleNamespace(
+        version=SimpleNamespace(cuda=cuda, hip=hip),
+        cuda=SimpleNamespace(
+            is_available=available,
+            device_count=lambda: len(devices),
+            get_device_properties=lambda index: devices[index],
+            init=initialize,
+        ),
+        xpu=SimpleNamespace(
+            is_available=lambda: bool(xpu),
+            device_count=lambda: len(xpu),
+            get_device_properties=lambda index: xpu[index],
+        ),
+        mps=SimpleNamespace(recommended_max_memory=lambda: mps),
+        backends=SimpleNamespace(
+            mps=SimpleNamespace(
+                is_available=lambda: mps is not None,
+                is_macos_or_newer=lambda major, _minor: major <= 14,
+            )
+        ),
+        ops=SimpleNamespace(mkldnn=SimpleNamespace(_is_mkldnn_fp16_supported=lambda: fp16)),
+    )
+
+
+def facts(monkeypatch, **torch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(**torch))
+    return MachineProbe().torch()
+
+
+def properties(name, memory, major=8, minor=9):
+    return SimpleNamespace(name=name, total_memory=memory, major=major, minor=minor)
+
+
+def test_cuda_devices(monkeypatch):
+    found = facts(
+        monkeypatch, cuda="12.8", devices=(properties("A", 10), properties("B", 20, 7, 5))
+    )
+
+    assert found.cuda == "12.8"
+    assert found.cuda_devices == (
+        Device(name="A", total_memory=10, capability=(8, 9)),
+        Device(name="B", total_memory=20, capability=(7, 5)),
+    )
+    assert found.cuda_error is None
+
+
+def test_rocm_devices_have_no_compute_capability(monkeypatch):
+    found = facts(monkeypatch, hip="6.4", devices=(properties("MI300X", 30, 9, 4),))
+
+    assert found.hip == "6.4"
+    assert found.cuda_devices == (Device(name="MI300X", total_memory=30, capability=None),)
+
+
+def test_the_drivers_complaint_is_kept_and_its_warning_is_not_raised(monkeypatch):
+    found = facts(monkeypatch, cuda="12.8", problem="driver too old (found version 11040).\nMore.")
+
+    assert found.cuda_devices == ()
+    assert found.cuda_error == "driver too old (found version 11040)."
+
+
+def test_a_silent_driver_without_devices(monkeypatch):
+    assert facts(monkeypatch, cuda="12.8").cuda_error == "the driver reports no device"
+
+
+def test_a_build_for_the_cpu_has_no_cuda_error(monkeypatch):
+    found = facts(monkeypatch, fp16=True)
+
+    assert (found.cuda, found.cuda_error, found.cpu_fp16) == (None, None, True)
+
+
+def test_xpu_and_mps(monkeypatch):
+    found = facts(monkeypatch, xpu=(properties("Arc", 16),), mps=48)
+
+    assert found.xpu_devices == (Device(name="Arc", total_memory=16),)
+    assert found.mps_device.total_memory == 48
+    assert found.mps_device.name
+    assert found.mps_bf16
+
+
+def test_a_torch_that_does_not_import(monkeypatch):
+    # None makes the import system raise, as a broken shared library would.
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    found = MachineProbe().torch()
+
+    assert "torch" in found.import_error
+
+
+def test_a_torch_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr(MachineProbe, "version", lambda _self, _name: None)
+
+    assert MachineProbe().torch() is None
+
+
+def test_versions():
+    assert MachineProbe().version("attrs") is not None
+    assert MachineProbe().version("there-is-no-such-distribution") is None
+
+
+def test_files(tmp_path):
+    (tmp_path / "text").write_bytes(b"caf\xc3\xa9 \xff")
+
+    assert MachineProbe().read_text(str(tmp_path / "text")) == "caf\u00e9 \ufffd"
+    assert MachineProbe().read_text(str(tmp_path / "absent")) is None
+    assert MachineProbe().read_text(str(tmp_path)) is None
+
+
+def test_memlock_is_the_soft_limit(monkeypatch):
+    resource = pytest.importorskip("resource")
+    limits = {resource.RLIMIT_MEMLOCK: (4096, 8192)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+
+    assert MachineProbe().memlock() == 4096
+
+    limits[resource.RLIMIT_MEMLOCK] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    assert MachineProbe().memlock() is None

@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import attrs
+import pytest
+
+from zerotune import cli
+from zerotune.backend.ops import OpStatus
+from zerotune.cli import doctor
+from zerotune.cli.checkup import Checkup
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, PlatformError
+from zerotune.platform import GIB, DeepSpeedSupport, Platform
+from zerotune.platform.toolchain import LibAio, Tool, Toolchain
+
+
+def run(*arguments, **environment):
+    inherited = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    return subprocess.run(
+        [sys.executable, "-m", "zerotune", *arguments],
+        env={**inherited, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+class TestMain:
+    @pytest.fixture
+    def behave(self, monkeypatch):
+        """Install a command that does what it is told."""
+
+        def install(action):
+            command = SimpleNamespace(
+                NAME="act",
+                SUMMARY="Act.",
+                configure=lambda parser: parser.add_argument("--word"),
+                run=action,
+            )
+            monkeypatch.setitem(sys.modules, "zerotune.cli.act", command)
+            monkeypatch.setattr(cli, "_COMMANDS", ("zerotune.cli.act",))
+
+        return install
+
+    @pytest.mark.parametrize("status", [0, 1])
+    def test_the_commands_status_is_the_programs(self, behave, status):
+        behave(lambda _arguments: status)
+
+        assert cli.main(["act"]) == status
+
+    def test_arguments_reach_the_command(self, behave):
+        seen = []
+        behave(lambda arguments: seen.append(arguments.word) or 0)
+
+        cli.main(["act", "--word", "hello"])
+
+        assert seen == ["hello"]
+
+    def test_an_error_is_one_line_on_stderr(self, behave, capsys):
+        def fail(_arguments):
+            raise InvalidValueError("too\nlong", key="a.b", value=3, fix="write 2")
+
+        behave(fail)
+
+        assert cli.main(["act"]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err == "zerotune: error: a.b = 3: too long. Fix: write 2.\n"
+
+    def test_a_bug_is_not_hidden(self, behave):
+        def fail(_arguments):
+            raise RuntimeError("a bug")
+
+        behave(fail)
+
+        with pytest.raises(RuntimeError, match="a bug"):
+            cli.main(["act"])
+
+    def test_interrupting(self, behave, capsys):
+        def interrupt(_arguments):
+            raise KeyboardInterrupt
+
+        behave(interrupt)
+
+        assert cli.main(["act"]) == 130
+        assert capsys.readouterr().err == "zerotune: interrupted\n"
+
+    @pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["doctor", "--nonsense"]])
+    def test_wrong_usage(self, arguments, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+
+        assert stopped.value.code == 2
+        assert "usage: zerotune" in capsys.readouterr().err
+
+    def test_help_lists_the_commands(self, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["--help"])
+
+        assert stopped.value.code == 0
+        assert doctor.SUMMARY.split()[-1] in capsys.readouterr().out
+
+    def test_version(self, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["--version"])
+
+        assert stopped.value.code == 0
+        assert capsys.readouterr().out.startswith("zerotune ")
+
+    def test_a_reader_that_leaves_is_no_traceback(self):
+        script = """
+            import sys
+            from types import SimpleNamespace
+            from zerotune import cli
+
+            def talk(_arguments):
+                for _ in range(100_000):
+                    sys.stdout.write("a line that fills the pipe\\n")
+                return 0
+
+            sys.modules["zerotune.cli.act"] = SimpleNamespace(
+                NAME="act", SUMMARY="Act.", configure=lambda parser: None, run=talk
+            )
+            cli._COMMANDS = ("zerotune.cli.act",)
+            sys.exit(cli.main(["act"]))
+        """
+        talker = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        talker.stdout.readline()
+        talker.stdout.close()
+
+        assert talker.stderr.read() == ""
+        assert talker.wait(timeout=60) == 1
+        talker.stderr.close()
+
+
+def test_parsing_loads_nothing_heavy():
+    script = (
+        "import sys\n"
+        "from zerotune import cli\n"
+        "cli._parser().parse_args(['doctor'])\n"
+        "print([m for m in ('torch', 'deepspeed', 'rich', 'psutil') if m in sys.modules])\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.strip() == "[]"
+
+
+TOOLCHAIN = Toolchain(
+    cxx=Tool(path="/usr/bin/c++", version="12.2.0"),
+    nvcc=None,
+    cuda_home=None,
+    ninja=Tool(path="/usr/bin/ninja", version="1.11.1"),
+    python_headers=True,
+    libaio=LibAio(header=True, library=False),
+)
+ADAM = OpStatus(name="cpu_adam", purpose="AdamW under offload", state="built", path="/c/adam.so")
+LIBAIO = OpStatus(
+    name="async_io",
+    purpose="offload to NVMe",
+    state="blocked",
+    cause="the library of libaio is missing",
+    fix="install libaio-dev",
+)
+
+
+def checkup(described=None, *, ops=(ADAM, LIBAIO), **changes):
+    return Checkup(
+        platform=described or Platform.synthetic("cuda", device_count=2),
+        toolchain=TOOLCHAIN,
+        ops=ops,
+        **changes,
+    )
+
+
+class TestVerdict:
+    def test_healthy_although_an_optional_op_is_missing(self):
+        found = checkup()
+
+        assert found.healthy
+        assert found.verdict.endswith("1 of 2 ops can be used (not async_io).")
+
+    def test_everything_usable(self):
+        assert checkup(ops=(ADAM,)).verdict.endswith("1 of 1 ops can be used.")
+
+    def test_disabled(self):
+        support = DeepSpeedSupport(
+            available=False, reason="deepspeed is not installed", fix="pip install deepspeed"
+        )
+        found = checkup(Platform.synthetic(deepspeed=support), ops=())
+
+        assert not found.healthy
+        assert found.verdict == (
+            "DeepSpeed does not run here: deepspeed is not installed. Fix: pip install deepspeed."
+        )
+
+    def test_no_offload_without_cpu_adam(self):
+        broken = attrs.evolve(ADAM, state="blocked", cause="there is no C++ compiler")
+        found = checkup(ops=(broken, LIBAIO))
+
+        assert not found.healthy
+        assert "cannot be offloaded: cpu_adam: there is no C++ compiler." in found.verdict
+
+    def test_a_deepspeed_that_does_not_import(self):
+        found = checkup(ops=(), ops_problem="deepspeed cannot be imported: OSError: x.")
+
+        assert not found.healthy
+        assert "OSError: x" in found.verdict
+
+    @pytest.mark.parametrize(
+        "found",
+        [checkup(), checkup(ops=()), checkup(Platform.synthetic(deepspeed=False), ops=())],
+    )
+    def test_it_is_one_line(self, found):
+        assert len(found.verdict.splitlines()) == 1
+
+
+class TestOutput:
+    @pytest.fixture
+    def printed(self, capsys):
+        warning = Decision(
+            key="platform.accelerator",
+            before="cuda",
+            after="cpu",
+            reason="a reason that is much longer than a terminal is wide, so that wrapping it "
+            "would break the line and nobody could search for it",
+            severity="warning",
+        )
+        described = Platform.synthetic(
+            "cuda",
+            device_count=2,
+            vram=24 * GIB,
+            cgroup_limit=32 * GIB,
+            memlock_limit=8 * 1024**2,
+            versions={"torch": "2.9.0"},
+            decisions=(warning,),
+        )
+        doctor._print(checkup(described))
+        return capsys.readouterr().out
+
+    def test_it_is_plain_when_it_goes_to_a_file(self, printed):
+        assert "\x1b" not in printed
+        assert printed.isascii()
+
+    def test_long_lines_stay_whole(self, printed):
+        assert "wrapping it would break the line and nobody could search for it" in printed
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "device 1        Synthetic CUDA device, 24.0 GiB, capability 8.9",
+            "RAM             64.0 GiB, 32.0 GiB available",
+            "container limit 32.0 GiB",
+            "lockable        8.0 MiB",
+            "torch           2.9.0",
+            "deepspeed       not installed",
+            "c++             12.2.0 (/usr/bin/c++)",
+            "nvcc            absent",
+            "libaio          header found, library absent",
+            "cpu_adam        built      AdamW under offload",
+            "async_io        blocked    offload to NVMe",
+            "                           the library of libaio is missing",
+            "                           fix: install libaio-dev",
+            "warning         platform.accelerator: 'cuda' -> 'cpu' (a reason",
+        ],
+    )
+    def test_it_tells(self, printed, line):
+        assert f"  {line}" in printed
+
+    def test_the_verdict_comes_last(self, printed):
+        assert printed.splitlines()[-1] == f"Verdict: {checkup().verdict}"
+
+    def test_json_holds_it_all(self):
+        found = json.loads(json.dumps(checkup().to_dict()))
+
+        assert found["platform"]["host_memory"]["limit"] == 64 * GIB
+        assert found["platform"]["deepspeed"]["environment"] == {"DS_ACCELERATOR": "cuda"}
+        assert found["toolchain"]["libaio"] == {"header": True, "library": False}
+        assert [op["state"] for op in found["ops"]] == ["built", "blocked"]
+        assert found["verdict"]["healthy"] is True
+
+
+class TestBuild:
+    def test_it_is_refused_where_deepspeed_does_not_run(self):
+        with pytest.raises(PlatformError, match="op cpu_adam: the synthetic platform"):
+            doctor._build(["cpu_adam"], Platform.synthetic(deepspeed=False))
+
+    def test_it_may_be_repeated(self):
+        parser = argparse.ArgumentParser()
+        doctor.configure(parser)
+
+        assert parser.parse_args([]).build == []
+        assert parser.parse_args(["--build", "a", "--build", "b"]).build == ["a", "b"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
+)
+class TestThisMachine:
+    def test_doctor_prints_a_verdict(self):
+        done = run("doctor")
+
+        assert done.returncode in {0, 1}, done.stderr
+        assert done.stdout.startswith("Platform\n")
+        assert done.stdout.splitlines()[-1].startswith("Verdict: ")
+        assert "Setting accelerator" not in done.stdout + done.stderr
+
+    def test_json_is_all_that_goes_to_stdout(self, tmp_path):
+        done = run("doctor", "--json", TORCH_EXTENSIONS_DIR=str(tmp_path))
+
+        found = json.loads(done.stdout)
+        assert done.returncode == (0 if found["verdict"]["healthy"] else 1)
+        assert found["platform"]["system"] == platform.system()
+        assert found["platform"]["versions"]["python"] == sys.version.split()[0]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_unknown_op_is_one_line_and_status_2(self):
+        done = run("doctor", "--build", "cpu_adm")
+
+        assert done.returncode == 2
+        assert done.stdout == ""
+        assert done.stderr.splitlines()[-1] == (
+            "zerotune: error: op = 'cpu_adm': no such op. Fix: did you mean cpu_adam."
+        )
+        assert "Traceback" not in done.stderr
+
+    def test_a_contradicting_variable_is_the_verdict(self):
+        done = run("doctor", DS_ACCELERATOR="xpu")
+
+        assert done.returncode == 1
+        assert "DS_ACCELERATOR=xpu" in done.stdout.splitlines()[-1]

@@ -1,0 +1,612 @@
+"""Every kind of machine, on any machine: the facts come from a fake probe."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import pickle
+import platform as standard_platform
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import psutil
+import pytest
+
+from zerotune import decisions
+from zerotune.errors import InvalidValueError
+from zerotune.platform import (
+    GIB,
+    Cores,
+    DeepSpeedSupport,
+    Device,
+    HostMemory,
+    Platform,
+    TorchFacts,
+    detect_platform,
+)
+
+RTX_4090 = Device(name="NVIDIA GeForce RTX 4090", total_memory=24 * GIB, capability=(8, 9))
+T4 = Device(name="Tesla T4", total_memory=15 * GIB, capability=(7, 5))
+P100 = Device(name="Tesla P100-PCIE-16GB", total_memory=16 * GIB, capability=(6, 0))
+MI300X = Device(name="AMD Instinct MI300X", total_memory=192 * GIB)
+ARC = Device(name="Intel(R) Arc(TM) A770 Graphics", total_memory=16 * GIB)
+M2 = Device(name="Apple M2 Max", total_memory=48 * GIB)
+
+THIRTY_TWO = Cores(physical=16, logical=32, affinity=32)
+PLAIN_TORCH = TorchFacts()
+
+INSTALLED = {
+    "torch": "2.9.0",
+    "deepspeed": "0.19.8",
+    "accelerate": "1.15.0",
+    "diffusers": "0.42.1",
+}
+V2_FILES = {
+    "/proc/self/cgroup": "0::/job\n",
+    "/proc/self/mountinfo": "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+}
+
+
+@attrs.define(kw_only=True)
+class FakeProbe:
+    """A machine made of values."""
+
+    system_name: str = "Linux"
+    machine_name: str = "x86_64"
+    processor_name: str = "AMD EPYC 7763"
+    environment: dict[str, str] = attrs.field(factory=dict)
+    versions: dict[str, str] = attrs.field(factory=lambda: dict(INSTALLED))
+    files: dict[str, str] = attrs.field(factory=dict)
+    ram: tuple[int, int] = (128 * GIB, 100 * GIB)
+    core_counts: Cores = THIRTY_TWO
+    locked_memory: int | None = 8 * 1024**2
+    facts: TorchFacts | None = PLAIN_TORCH
+
+    def system(self):
+        return self.system_name
+
+    def machine(self):
+        return self.machine_name
+
+    def processor(self):
+        return self.processor_name
+
+    def environ(self):
+        return self.environment
+
+    def python_version(self):
+        return "3.12.4"
+
+    def version(self, distribution):
+        return self.versions.get(distribution)
+
+    def read_text(self, path):
+        return self.files.get(path)
+
+    def memory(self):
+        return self.ram
+
+    def cores(self):
+        return self.core_counts
+
+    def memlock(self):
+        return self.locked_memory
+
+    def torch(self):
+        return self.facts
+
+
+def detect(*, allow_rocm=False, allow_mps=False, **facts):
+    return detect_platform(
+        probe=FakeProbe(**facts), allow_rocm=allow_rocm, allow_mps=allow_mps, log=False
+    )
+
+
+def cuda(*devices, error=None):
+    return TorchFacts(cuda="12.8", cuda_devices=devices, cuda_error=error)
+
+
+def mac(*, deepspeed="0.19.8", mps=True, **facts):
+    versions = dict(INSTALLED) if deepspeed is None else {**INSTALLED, "deepspeed": deepspeed}
+    if deepspeed is None:
+        del versions["deepspeed"]
+    torch = TorchFacts(mps_device=M2 if mps else None, mps_bf16=mps)
+    return {
+        "system_name": "Darwin",
+        "machine_name": "arm64" if mps else "x86_64",
+        "facts": torch,
+        "versions": versions,
+        "locked_memory": None,
+        **facts,
+    }
+
+
+def without(*names):
+    return {name: version for name, version in INSTALLED.items() if name not in names}
+
+
+def only_decision(platform):
+    (decision,) = platform.decisions
+    return decision
+
+
+class TestCuda:
+    def test_two_devices(self):
+        found = detect(facts=cuda(RTX_4090, T4))
+
+        assert found.accelerator == "cuda"
+        assert found.devices == (RTX_4090, T4)
+        assert found.vram == 15 * GIB
+        assert found.torch_build == "cuda 12.8"
+        assert found.deepspeed.available
+        assert found.deepspeed.environment == {"DS_ACCELERATOR": "cuda"}
+        assert found.decisions == ()
+        assert found.versions == {"python": "3.12.4", **INSTALLED}
+
+    @pytest.mark.parametrize(
+        ("devices", "bf16", "fp16"),
+        [
+            ((RTX_4090,), True, True),
+            ((T4,), False, True),
+            ((P100,), False, False),
+            ((RTX_4090, T4), False, True),
+        ],
+    )
+    def test_precision_is_what_the_oldest_device_runs(self, devices, bf16, fp16):
+        found = detect(facts=cuda(*devices))
+
+        assert (found.bf16, found.fp16) == (bf16, fp16)
+
+    def test_a_missing_driver_means_cpu_with_the_reason(self):
+        found = detect(facts=cuda(error="Found no NVIDIA driver on your system."))
+
+        missing, on_cpu = found.decisions
+        assert found.accelerator == "cpu"
+        assert found.torch_build == "cuda 12.8"
+        assert found.deepspeed.accelerator == "cpu"
+        assert (missing.key, missing.before, missing.after) == (
+            "platform.accelerator",
+            "cuda",
+            "cpu",
+        )
+        assert missing.severity == "warning"
+        assert "Found no NVIDIA driver" in missing.reason
+        assert on_cpu.severity == "note"
+
+    @pytest.mark.parametrize("hidden", ["", "-1"])
+    def test_devices_hidden_on_purpose_are_only_a_note(self, hidden):
+        found = detect(
+            facts=cuda(error="No CUDA GPUs are available"),
+            environment={"CUDA_VISIBLE_DEVICES": hidden},
+        )
+
+        assert found.accelerator == "cpu"
+        assert found.decisions[0].severity == "note"
+        assert "CUDA_VISIBLE_DEVICES" in found.decisions[0].reason
+
+
+class TestRocm:
+    facts = TorchFacts(hip="6.4.1", cuda_devices=(MI300X,))
+
+    def test_deepspeed_is_disabled(self):
+        found = detect(facts=self.facts)
+
+        assert found.accelerator == "rocm"
+        assert found.torch_build == "rocm 6.4.1"
+        assert (found.bf16, found.fp16) == (True, True)
+        assert not found.deepspeed.available
+        assert found.deepspeed.accelerator is None
+        assert found.deepspeed.environment == {}
+        assert "allow_rocm=True" in found.deepspeed.fix
+        assert only_decision(found).severity == "warning"
+        assert only_decision(found).after == "disabled"
+
+    def test_it_can_be_allowed(self):
+        found = detect(facts=self.facts, allow_rocm=True)
+
+        assert found.deepspeed.available
+        assert found.deepspeed.accelerator == "cuda"
+        assert "allow_rocm=True" in only_decision(found).reason
+        assert only_decision(found).after == "cuda"
+
+    def test_allowing_it_does_not_install_deepspeed(self):
+        found = detect(facts=self.facts, allow_rocm=True, versions=without("deepspeed"))
+
+        assert not found.deepspeed.available
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.18.9'"
+
+    def test_a_missing_driver_names_rocm(self):
+        found = detect(facts=TorchFacts(hip="6.4.1", cuda_error="no HIP device"))
+
+        assert found.accelerator == "cpu"
+        assert found.decisions[0].before == "rocm"
+
+
+class TestMac:
+    def test_deepspeed_is_disabled(self):
+        found = detect(**mac())
+
+        assert found.accelerator == "mps"
+        assert found.devices == (M2,)
+        assert found.torch_build == "mps"
+        assert not found.deepspeed.available
+        assert "macOS" in found.deepspeed.reason
+        assert "allow_mps=True" in found.deepspeed.fix
+        assert only_decision(found).severity == "warning"
+
+    @pytest.mark.parametrize("version", ["0.19.6", "0.19.8", "0.20.0", "1.0.0"])
+    def test_a_new_deepspeed_can_be_allowed(self, version):
+        found = detect(**mac(deepspeed=version), allow_mps=True)
+
+        assert found.deepspeed.available
+        assert found.deepspeed.accelerator == "mps"
+        assert "allow_mps=True" in only_decision(found).reason
+
+    @pytest.mark.parametrize("version", ["0.18.9", "0.19.5", "0.19.6rc1"])
+    def test_an_old_deepspeed_stays_disabled(self, version):
+        found = detect(**mac(deepspeed=version), allow_mps=True)
+
+        assert not found.deepspeed.available
+        assert version in found.deepspeed.reason
+        assert found.deepspeed.fix == "pip install --upgrade 'deepspeed>=0.19.6'"
+
+    def test_allowing_it_names_the_release_to_install(self):
+        found = detect(**mac(deepspeed=None), allow_mps=True)
+
+        assert found.deepspeed.reason == "deepspeed is not installed"
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.6'"
+
+    def test_without_an_apple_gpu_there_is_nothing_to_allow(self):
+        found = detect(**mac(mps=False), allow_mps=True)
+
+        assert found.accelerator == "cpu"
+        assert not found.deepspeed.available
+        assert "Apple GPU" in found.deepspeed.reason
+
+    @pytest.mark.parametrize("new_enough", [True, False])
+    def test_bf16_depends_on_the_release_of_macos(self, new_enough):
+        found = detect(**mac(facts=TorchFacts(mps_device=M2, mps_bf16=new_enough)))
+
+        assert (found.bf16, found.fp16) == (new_enough, True)
+
+
+class TestXpu:
+    def test_deepspeed_runs(self):
+        found = detect(facts=TorchFacts(xpu_devices=(ARC,)))
+
+        assert found.accelerator == "xpu"
+        assert found.torch_build == "xpu"
+        assert found.deepspeed.accelerator == "xpu"
+        assert (found.bf16, found.fp16) == (True, True)
+        assert found.decisions == ()
+
+
+class TestCpu:
+    def test_linux_uses_the_cpu_accelerator(self):
+        found = detect()
+
+        assert found.accelerator == "cpu"
+        assert found.devices == ()
+        assert found.vram is None
+        assert found.torch_build == "cpu"
+        assert found.deepspeed.environment == {"DS_ACCELERATOR": "cpu"}
+        assert "DS_ACCELERATOR=cpu" in found.deepspeed.reason
+        assert only_decision(found).severity == "note"
+
+    @pytest.mark.parametrize("native", [True, False])
+    def test_fp16_needs_native_arithmetic(self, native):
+        found = detect(facts=TorchFacts(cpu_fp16=native))
+
+        assert (found.bf16, found.fp16) == (True, native)
+
+    def test_windows_has_no_deepspeed(self):
+        found = detect(system_name="Windows", machine_name="AMD64", facts=cuda(RTX_4090))
+
+        assert found.accelerator == "cuda"
+        assert not found.deepspeed.available
+        assert "Windows" in found.deepspeed.reason
+        assert "WSL2" in found.deepspeed.fix
+
+
+class TestMissingPackages:
+    def test_no_deepspeed(self):
+        found = detect(facts=cuda(RTX_4090), versions=without("deepspeed", "diffusers"))
+
+        assert set(found.versions) == {"python", "torch", "accelerate"}
+        assert found.deepspeed.reason == "deepspeed is not installed"
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.18.9'"
+        assert found.deepspeed.fix in only_decision(found).reason
+
+    def test_old_deepspeed(self):
+        found = detect(versions={**INSTALLED, "deepspeed": "0.16.0"})
+
+        assert "0.16.0 is too old" in found.deepspeed.reason
+        assert "0.18.9" in found.deepspeed.fix
+
+    def test_a_version_that_cannot_be_read_is_not_refused(self):
+        found = detect(versions={**INSTALLED, "deepspeed": "my-branch"})
+
+        assert found.deepspeed.available
+
+    def test_no_torch(self):
+        found = detect(facts=None, versions=without("torch"))
+
+        assert found.accelerator == "cpu"
+        assert found.torch_build is None
+        assert found.deepspeed.reason == "torch is not installed"
+        assert found.deepspeed.fix == "pip install torch"
+
+    def test_broken_torch(self):
+        found = detect(facts=TorchFacts(import_error="libcudart.so.12: cannot open"))
+
+        assert found.torch_build is None
+        assert "libcudart.so.12" in found.deepspeed.reason
+
+
+class TestEnvironment:
+    def test_an_agreeing_variable_changes_nothing(self):
+        plain = detect(facts=cuda(RTX_4090))
+
+        assert detect(facts=cuda(RTX_4090), environment={"DS_ACCELERATOR": "cuda"}) == plain
+
+    def test_rocm_goes_by_the_name_of_cuda(self):
+        found = detect(
+            facts=TestRocm.facts, allow_rocm=True, environment={"DS_ACCELERATOR": "cuda"}
+        )
+
+        assert found.accelerator == "rocm"
+        assert found.deepspeed.available
+
+    def test_cpu_on_a_gpu_machine_is_respected_with_a_warning(self):
+        found = detect(facts=cuda(RTX_4090), environment={"DS_ACCELERATOR": "cpu"})
+
+        overridden = found.decisions[0]
+        assert found.accelerator == "cpu"
+        assert found.devices == ()
+        assert not found.fp16
+        assert found.deepspeed.accelerator == "cpu"
+        assert (overridden.before, overridden.after) == ("cuda", "cpu")
+        assert overridden.severity == "warning"
+        assert RTX_4090.name in overridden.reason
+
+    def test_another_device_of_the_machine_can_be_chosen(self):
+        found = detect(
+            facts=TorchFacts(cuda="12.8", cuda_devices=(RTX_4090,), xpu_devices=(ARC,)),
+            environment={"DS_ACCELERATOR": "xpu"},
+        )
+
+        assert found.accelerator == "xpu"
+        assert found.devices == (ARC,)
+        assert found.deepspeed.accelerator == "xpu"
+
+    @pytest.mark.parametrize("requested", ["cuda", "xpu", "mps", "npu"])
+    def test_a_device_the_machine_lacks_disables_deepspeed(self, requested):
+        found = detect(environment={"DS_ACCELERATOR": requested})
+
+        assert found.accelerator == "cpu"
+        assert not found.deepspeed.available
+        assert f"DS_ACCELERATOR={requested}" in found.deepspeed.reason
+        assert found.deepspeed.fix == "unset DS_ACCELERATOR or set it to cpu"
+        assert only_decision(found).severity == "warning"
+
+    @pytest.mark.parametrize("requested", ["", "CPU", "gpu"])
+    def test_a_name_deepspeed_refuses_disables_it(self, requested):
+        found = detect(environment={"DS_ACCELERATOR": requested})
+
+        assert not found.deepspeed.available
+        assert "not a name DeepSpeed knows" in found.deepspeed.reason
+
+
+class TestMemoryAndCores:
+    def test_no_container(self):
+        found = detect()
+
+        assert found.host_memory == HostMemory(total=128 * GIB, available=100 * GIB)
+        assert found.host_memory.limit == 128 * GIB
+        assert found.usable_cores == 32
+
+    def test_unlimited_cgroup_v2(self):
+        found = detect(
+            files={
+                **V2_FILES,
+                "/sys/fs/cgroup/job/memory.max": "max\n",
+                "/sys/fs/cgroup/job/cpu.max": "max 100000\n",
+            }
+        )
+
+        assert found.host_memory.cgroup_limit is None
+        assert found.host_memory.available == 100 * GIB
+        assert found.usable_cores == 32
+
+    def test_limited_cgroup_v2(self):
+        found = detect(
+            files={
+                **V2_FILES,
+                "/sys/fs/cgroup/job/memory.max": f"{16 * GIB}\n",
+                "/sys/fs/cgroup/job/memory.current": f"{6 * GIB}\n",
+                "/sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {2 * GIB}\n",
+                "/sys/fs/cgroup/job/cpu.max": "250000 100000\n",
+            }
+        )
+
+        assert found.host_memory.cgroup_limit == 16 * GIB
+        assert found.host_memory.limit == 16 * GIB
+        assert found.host_memory.available == 12 * GIB
+        assert found.usable_cores == 2
+
+    def test_a_limit_above_the_ram_does_not_create_memory(self):
+        found = detect(files={**V2_FILES, "/sys/fs/cgroup/job/memory.max": str(900 * GIB)})
+
+        assert found.host_memory.limit == 128 * GIB
+        assert found.host_memory.available == 100 * GIB
+
+    def test_affinity_and_a_quota_below_one_core(self):
+        few = Cores(physical=16, logical=32, affinity=4)
+        quota = {**V2_FILES, "/sys/fs/cgroup/job/cpu.max": "50000 100000\n"}
+
+        assert detect(core_counts=few).usable_cores == 4
+        assert detect(core_counts=few, files=quota).usable_cores == 1
+
+    def test_memlock(self):
+        assert detect(locked_memory=8 * 1024**2).memlock_limit == 8 * 1024**2
+        assert detect(locked_memory=None).memlock_limit is None
+
+    @pytest.mark.parametrize(
+        ("capabilities", "limit"),
+        [
+            ("000001ffffffffff", None),
+            ("0000000000004000", None),
+            ("0000000000003fff", 65536),
+            ("0000000000000000", 65536),
+            ("not a number", 65536),
+        ],
+    )
+    def test_memlock_does_not_bind_a_privileged_process(self, capabilities, limit):
+        status = f"Name:\tpython\nCapInh:\t0\nCapEff:\t{capabilities}\n"
+        files = {"/proc/self/status": status, "/proc/self/uid_map": f"{0:10} {0:10} 4294967295\n"}
+
+        found = detect(locked_memory=65536, files=files)
+
+        assert found.memlock_limit == limit
+
+    def test_memlock_binds_root_of_a_rootless_container(self):
+        files = {
+            "/proc/self/status": "CapEff:\t000001ffffffffff\n",
+            "/proc/self/uid_map": "0 1000 1\n1 100000 65536\n",
+        }
+
+        assert detect(locked_memory=65536, files=files).memlock_limit == 65536
+
+
+class TestLogging:
+    @pytest.fixture(autouse=True)
+    def _nothing_announced_yet(self, monkeypatch):
+        monkeypatch.setattr(decisions, "_announced", set())
+        monkeypatch.delenv("RANK", raising=False)
+
+    def test_the_reason_is_logged_once(self, caplog):
+        probe = FakeProbe(**mac())
+        with caplog.at_level(logging.INFO, logger="zerotune"):
+            detect_platform(probe=probe)
+            detect_platform(probe=probe)
+
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert "macOS" in record.getMessage()
+
+    def test_it_can_be_left_to_the_caller(self, caplog):
+        with caplog.at_level(logging.INFO, logger="zerotune"):
+            detect_platform(probe=FakeProbe(**mac()), log=False)
+
+        assert caplog.records == []
+
+
+class TestSynthetic:
+    def test_cpu_by_default(self):
+        made = Platform.synthetic()
+
+        assert (made.accelerator, made.devices, made.vram) == ("cpu", (), None)
+        assert made.deepspeed.environment == {"DS_ACCELERATOR": "cpu"}
+        assert (made.bf16, made.fp16) == (True, False)
+        assert made.host_memory.available == made.host_memory.total == 64 * GIB
+
+    @pytest.mark.parametrize(
+        ("accelerator", "system", "name"),
+        [
+            ("cuda", "Linux", "cuda"),
+            ("rocm", "Linux", "cuda"),
+            ("xpu", "Linux", "xpu"),
+            ("mps", "Darwin", "mps"),
+        ],
+    )
+    def test_devices(self, accelerator, system, name):
+        made = Platform.synthetic(accelerator, device_count=2, vram=8 * GIB)
+
+        assert made.system == system
+        assert [device.total_memory for device in made.devices] == [8 * GIB, 8 * GIB]
+        assert made.vram == 8 * GIB
+        assert made.fp16
+        assert made.deepspeed.accelerator == name
+
+    def test_memory(self):
+        made = Platform.synthetic(ram=64 * GIB, available_ram=40 * GIB, cgroup_limit=32 * GIB)
+
+        assert made.host_memory.limit == 32 * GIB
+        assert made.host_memory.available == 32 * GIB
+
+    def test_without_deepspeed(self):
+        made = Platform.synthetic("cuda", deepspeed=False)
+        own = DeepSpeedSupport(available=False, reason="told so")
+
+        assert not made.deepspeed.available
+        assert Platform.synthetic(deepspeed=own).deepspeed is own
+
+    @pytest.mark.parametrize("accelerator", ["gpu", "CUDA", ""])
+    def test_unknown_accelerator(self, accelerator):
+        with pytest.raises(InvalidValueError, match="use one of cuda, rocm, mps, xpu, cpu"):
+            Platform.synthetic(accelerator)
+
+    def test_it_is_a_value(self):
+        made = Platform.synthetic("cuda", versions={"torch": "2.9.0"})
+
+        assert pickle.loads(pickle.dumps(made)) == made
+        assert hash(made) == hash(attrs.evolve(made))
+        with pytest.raises(attrs.exceptions.FrozenInstanceError):
+            made.accelerator = "cpu"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return detect_platform(log=False)
+
+
+class TestThisMachine:
+    def test_matches_the_operating_system(self, found):
+        assert found.system == standard_platform.system()
+        assert found.versions["python"] == standard_platform.python_version()
+        assert found.host_memory.total == psutil.virtual_memory().total
+        assert 0 < found.host_memory.available <= found.host_memory.limit
+        assert 1 <= found.usable_cores <= found.logical_cores == os.cpu_count()
+        assert 1 <= found.physical_cores <= found.logical_cores
+
+    def test_matches_the_installed_packages(self, found):
+        import torch
+
+        assert found.versions["torch"] == importlib.metadata.version("torch")
+        assert found.torch_build is not None
+        if torch.cuda.is_available():
+            assert found.accelerator in {"cuda", "rocm"}
+            assert len(found.devices) == torch.cuda.device_count()
+        else:
+            assert found.accelerator not in {"cuda", "rocm"}
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+    def test_memory_agrees_with_the_kernel(self, found):
+        first = Path("/proc/meminfo").read_text(encoding="ascii").split()[:2]
+
+        assert first[0] == "MemTotal:"
+        assert found.host_memory.total == int(first[1]) * 1024
+
+    def test_values_survive_json(self, found):
+        read = json.loads(json.dumps(attrs.asdict(found)))
+
+        assert read["host_memory"]["total"] == found.host_memory.total
+        assert read["deepspeed"]["reason"] == found.deepspeed.reason
+
+
+def test_importing_loads_nothing_heavy():
+    script = (
+        "import sys, zerotune.platform as p; p.Platform.synthetic('cuda');"
+        "print([m for m in ('torch', 'deepspeed', 'numpy', 'psutil', 'packaging', 'rich') "
+        "if m in sys.modules])"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.strip() == "[]"
