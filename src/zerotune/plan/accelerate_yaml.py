@@ -76,8 +76,7 @@ def parse_yaml(text: str, *, source: str) -> Any:
 
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_duplicates(node, source)
-        return yaml.safe_load(text)
+        content = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise PlanSyntaxError(
@@ -91,6 +90,8 @@ def parse_yaml(text: str, *, source: str) -> Any:
         raise PlanSyntaxError(
             f"is not YAML: {error}", source=source, line=1, column=1, fix="save it as plain YAML"
         ) from None
+    _refuse_duplicates(node, source)
+    return content
 
 
 def _refuse_duplicates(root: Any, source: str) -> None:

@@ -19,6 +19,7 @@ MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 
 _MOST_LISTED = 8
+_MOST_RANKS = 1024
 
 
 @attrs.frozen(kw_only=True)
@@ -152,7 +153,9 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
     if rest == 0 and quotient > 0:
         return quotient
     per_rank, uneven = divmod(train, known)
-    valid = [] if uneven else [n for n in range(1, per_rank + 1) if per_rank % n == 0]
+    valid = (
+        [] if uneven else [n for n in range(1, min(per_rank, _MOST_RANKS) + 1) if per_rank % n == 0]
+    )
     listed = ", ".join(str(n) for n in valid[:_MOST_LISTED])
     holds = f"it can at world size {listed}" if valid else "it can at no world size"
     below = max(1, train // (known * world_size)) * known * world_size

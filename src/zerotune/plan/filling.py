@@ -149,7 +149,7 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "reduce_scatter": (_ALL, _constant(True)),
     "reduce_bucket_size": (_ALL, _sized(sizing.reduce_bucket, _BUCKET_WHY)),
     "allgather_partitions": (_LOW, _constant(True)),
-    "allgather_bucket_size": (_LOW, _sized(sizing.reduce_bucket, _BUCKET_WHY)),
+    "allgather_bucket_size": (_LOW, _sized(sizing.allgather_bucket, _BUCKET_WHY)),
     "use_multi_rank_bucket_allreduce": (_LOW, _constant(True)),
     "round_robin_gradients": (_LOW, _constant(False)),
     "ignore_unused_parameters": (_LOW, _constant(True)),

@@ -13,8 +13,10 @@ from typing import Any
 
 from zerotune.errors import PlanSyntaxError
 
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
+_HEX = re.compile(r"u([0-9a-fA-F]{4})")
+_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LITERALS = {"true": True, "false": False, "null": None}
 _PYTHON = {
@@ -171,6 +173,8 @@ class _Parser:
             if char in ("", "\n"):
                 self._at = start
                 raise self._error("has text that is never closed", 'add the missing "')
+            if char < " ":
+                raise self._error(f"has the control character {char!r} in text", "escape it")
             self._at += 1
             parts.append(self._escape() if char == "\\" else char)
 
@@ -180,24 +184,20 @@ class _Parser:
             self._at += 1
             return _ESCAPES[char]
         if char == "u":
-            code = self._unicode()
-            if 0xD800 <= code < 0xDC00 and self._text.startswith("\\u", self._at):
-                self._at += 1
-                low = self._unicode()
-                if 0xDC00 <= low < 0xE000:
-                    return chr(0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00))
-                raise self._error("has half of a surrogate pair", "write the character itself")
-            if 0xD800 <= code < 0xE000:
-                raise self._error("has half of a surrogate pair", "write the character itself")
-            return chr(code)
+            return self._unicode()
         raise self._error("has an unknown escape", "double the backslash: \\\\")
 
-    def _unicode(self) -> int:
-        digits = self._text[self._at + 1 : self._at + 5]
-        if not re.fullmatch(r"[0-9a-fA-F]{4}", digits):
+    def _unicode(self) -> str:
+        match = _HEX.match(self._text, self._at)
+        if match is None:
             raise self._error("has an unknown escape", "write \\u and four hexadecimal digits")
-        self._at += 5
-        return int(digits, 16)
+        self._at = match.end()
+        low = _LOW_SURROGATE.match(self._text, self._at)
+        code = int(match[1], 16)
+        if 0xD800 <= code < 0xDC00 and low is not None:
+            self._at = low.end()
+            return chr(0x10000 + ((code - 0xD800) << 10) + (int(low[1], 16) - 0xDC00))
+        return chr(code)
 
     def _number(self) -> int | float:
         match = _NUMBER.match(self._text, self._at)

@@ -20,6 +20,7 @@ Auto = Literal["auto"]
 AUTO: Final[Auto] = "auto"
 
 _LARGEST_INTEGER = 2**63 - 1
+_LARGEST_NUMBER = 10**308
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 
@@ -46,7 +47,7 @@ def is_number(value: object) -> bool:
     """Whether ``value`` is a finite ``int`` or ``float`` and not a ``bool``."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isinstance(value, int) or math.isfinite(value)
+    return abs(value) <= _LARGEST_NUMBER if isinstance(value, int) else math.isfinite(value)
 
 
 def _is_auto(value: object) -> bool:

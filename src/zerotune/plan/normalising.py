@@ -10,7 +10,13 @@ from zerotune.errors import PlanConflictError
 from zerotune.plan import known_keys
 from zerotune.plan.kinds import Boolean
 
-_SHORTHANDS = {"bf16": "enabled", "fp16": "enabled", "optimizer": "type", "scheduler": "type"}
+_SHORTHANDS = {
+    "bf16": "enabled",
+    "bfloat16": "enabled",
+    "fp16": "enabled",
+    "optimizer": "type",
+    "scheduler": "type",
+}
 
 _LEGACY_OFFLOAD = {
     "cpu_offload": "offload_optimizer",

@@ -38,30 +38,24 @@ def decide_precision(
         InvalidValueError: ``run.mixed_precision`` is not a precision.
         PlanConflictError: The platform cannot compute in the precision asked for.
     """
-    asked_by_run = _asked_by_run(run)
-    written = _enabled(plan)
-    decisions: list[Decision] = []
-    if written is not None:
-        if asked_by_run not in (None, written):
-            decisions.append(
-                Decision(
-                    key="mixed_precision",
-                    before=asked_by_run,
-                    after=written,
-                    reason="the configuration's own precision stands before that of the run",
-                    severity="warning",
-                )
-            )
-        return _adapt(written, "configuration", platform, decisions), decisions
+    written = _written(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
-    for precision, who in ((asked_by_run, "run"), (launched, "launcher's file")):
-        if precision is not None and precision != AUTO:
-            decisions.append(_chosen(precision, f"the {who} asks for it"))
-            return _adapt(precision, who, platform, decisions), decisions
-    if AUTO not in (*_written(plan), launched, asked_by_run):
-        decisions.append(_chosen("fp32", "no precision is written, which DeepSpeed reads as fp32"))
+    decisions: list[Decision] = []
+    enabled = next((name for name, state in written.items() if state is True), None)
+    for asked, who in ((_asked_by_run(run), "run"), (launched, "launcher's file")):
+        if asked in (None, AUTO) or asked == enabled:
+            continue
+        if enabled is not None or written.get(asked) is False:
+            decisions.append(_overruled(asked, enabled or "fp32", who))
+            continue
+        decisions.append(_chosen(asked, f"the {who} asks for it"))
+        return _adapt(asked, who, platform, decisions), decisions
+    if enabled is not None:
+        return _adapt(enabled, "configuration", platform, decisions), decisions
+    if AUTO not in (*written.values(), launched, run.mixed_precision):
+        decisions.append(_chosen("fp32", "no precision is on, which DeepSpeed reads as fp32"))
         return "fp32", decisions
-    best = "bf16" if platform.bf16 else "fp32"
+    best = "bf16" if platform.bf16 and written["bf16"] is not False else "fp32"
     why = "can compute in bf16" if platform.bf16 else "cannot compute in bf16"
     decisions.append(_chosen(best, f"this platform ({platform.accelerator}) {why}"))
     return best, decisions
@@ -108,21 +102,21 @@ def _asked_by_run(run: RunFacts) -> str | None:
     return str(_RUN_KIND.read(run.mixed_precision, "run.mixed_precision")[0])
 
 
-def _written(plan: DeepSpeedPlan) -> tuple[Any, Any]:
-    return (plan.bf16.enabled if plan.bf16 else None, plan.fp16.enabled if plan.fp16 else None)
+def _written(plan: DeepSpeedPlan) -> dict[str, Any]:
+    return {
+        "bf16": plan.bf16.enabled if plan.bf16 else None,
+        "fp16": plan.fp16.enabled if plan.fp16 else None,
+    }
 
 
-def _enabled(plan: DeepSpeedPlan) -> str | None:
-    bf16, fp16 = _written(plan)
-    if bf16 is True:
-        return "bf16"
-    if fp16 is True:
-        return "fp16"
-    if bf16 is False and fp16 != AUTO:
-        return "fp32"
-    if fp16 is False and bf16 is None and (plan.launch is None or not plan.launch.mixed_precision):
-        return "fp32"
-    return None
+def _overruled(asked: str, used: str, who: str) -> Decision:
+    return Decision(
+        key="precision",
+        before=asked,
+        after=used,
+        reason=f"the configuration's own precision stands before that of the {who}",
+        severity="warning",
+    )
 
 
 def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decision]) -> str:

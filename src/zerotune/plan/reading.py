@@ -106,10 +106,17 @@ def find_file(written: str, folder: Path | None, *, key: str) -> Path:
     """
     places = [Path(written)] if folder is None else [folder / written, Path(written)]
     for place in places:
-        if place.is_file():
+        if _is_file(place):
             return place
     read_text(places[-1], key=key, tried=list(dict.fromkeys(places)))
     return places[-1]
+
+
+def _is_file(place: Path) -> bool:
+    try:
+        return place.is_file()
+    except (OSError, ValueError):  # a name too long, or with a null character
+        return False
 
 
 def tolerated(sentences: Collection[str], source: str) -> list[Decision]:

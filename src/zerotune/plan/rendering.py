@@ -27,8 +27,14 @@ _ZERO_TESTED = frozenset(
 )
 """Class names in ``deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS`` 0.19.8."""
 
-_KEEPS_AUTO = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
-"""Pass-through keys for which ``"auto"`` is a value DeepSpeed itself understands."""
+_KEEPS_AUTO = (
+    "data_types.keep_in_fp32_modules",
+    "pipeline.",
+    "autotuning.",
+    "zero_optimization.zenflow.",
+    "_",
+)
+"""Beginnings of pass-through keys for which ``"auto"`` is a value DeepSpeed understands."""
 
 
 def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
 def automatic_paths(value: Any, path: str = "") -> list[str]:
     """Paths of every ``"auto"`` inside ``value``, in order."""
     if value == AUTO and isinstance(value, str):
-        return [] if path in _KEEPS_AUTO else [path]
+        return [] if path.startswith(_KEEPS_AUTO) else [path]
     if isinstance(value, Mapping):
         return [
             found

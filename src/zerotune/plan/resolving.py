@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from zerotune.decisions import Decision
-from zerotune.errors import UNSET, InvalidValueError
+from zerotune.errors import UNSET, InvalidValueError, UnresolvedPlanError
 from zerotune.plan.batching import ACCUMULATION, MICRO, TRAIN, solve_batch
 from zerotune.plan.facts import ModelFacts, RunFacts
 from zerotune.plan.filling import Filler, fill_aio, fill_zero
 from zerotune.plan.kinds import AUTO, is_integer, is_number
 from zerotune.plan.precision import decide_precision, fill_precision
+from zerotune.plan.rendering import automatic_paths
 from zerotune.plan.resolved import ResolvedPlan
 from zerotune.plan.rules import RuleContext, check_plan
 from zerotune.plan.section import evolved
@@ -46,7 +47,7 @@ def resolve(
     plan = requested
     if not uses_deepspeed:
         plan = _without_deepspeed(plan, platform, asked=not deepspeed, decisions=decisions)
-    plan = _without_inactive_offload(_with_stage(plan, decisions))
+    plan = _without_inactive_offload(_with_stage(plan, decisions), decisions)
     context = RuleContext(
         world_size=world_size,
         platform=platform,
@@ -148,13 +149,23 @@ def _with_stage(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan
     return attrs.evolve(plan, zero_optimization=attrs.evolve(zero, stage=stage))
 
 
-def _without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+def _without_inactive_offload(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
     zero = plan.zero_optimization
     if zero is None:
         return plan
     for name in ("offload_optimizer", "offload_param"):
         section: OffloadSection | None = getattr(zero, name)
         if section is not None and section.device in (None, "none", AUTO):
+            if section.device == AUTO:
+                decisions.append(
+                    Decision(
+                        key=f"zero_optimization.{name}.device",
+                        before=AUTO,
+                        after="none",
+                        reason="which is what DeepSpeed makes of it; name a device to offload",
+                        severity="warning",
+                    )
+                )
             zero = evolved(zero, **{name: None})
     return attrs.evolve(plan, zero_optimization=zero)
 
@@ -205,7 +216,16 @@ def _filled(
     for name in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
         if getattr(plan, name) == AUTO:
             plan = filler.drop(plan, "", name, "follows from the optimizer")
+    _refuse_automatic(plan)
     return plan
+
+
+def _refuse_automatic(plan: DeepSpeedPlan) -> None:
+    left = attrs.evolve(plan, optimizer=None, scheduler=None).to_deepspeed()
+    for path in automatic_paths(left):
+        raise UnresolvedPlanError(
+            "zerotune does not fill in this key", key=path, value=AUTO, fix="write a value"
+        )
 
 
 def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:

@@ -39,6 +39,12 @@ def reduce_bucket(model: ModelFacts | None) -> int:
     return max(model.largest, min(REDUCE_BUCKET, model.trainable_numel))
 
 
+def allgather_bucket(model: ModelFacts | None) -> int:
+    """Like ``reduce_bucket``, rounded up to DeepSpeed's ``nccl_start_alignment_factor`` of 2."""
+    size = reduce_bucket(model)
+    return size + size % 2
+
+
 def prefetch_bucket(model: ModelFacts | None) -> int:
     """Elements fetched ahead; at least the largest tensor, at most the model."""
     if model is None or model.numel == 0:

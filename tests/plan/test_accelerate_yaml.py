@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from zerotune.errors import (
+    InvalidValueError,
+    PlanConflictError,
+    PlanError,
+    PlanFileError,
+    PlanSyntaxError,
+    UnknownKeyError,
+)
+from zerotune.plan import DeepSpeedPlan
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read_yaml(text: str) -> DeepSpeedPlan:
+        file = tmp_path / "accelerate.yaml"
+        file.write_text(text)
+        return DeepSpeedPlan.from_yaml(file)
+
+    return read_yaml
+
+
+def test_reference_c(read, reference_c):
+    plan = read(reference_c)
+    assert plan.to_deepspeed() == {
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 1},
+    }
+    assert plan.precision == "bf16"
+    assert plan.launch.zero3_init_flag is False
+    assert plan.launch.num_processes == 1
+    assert plan.launch.distributed_type == "DEEPSPEED"
+    assert plan.launch.extra["main_training_function"] == "main"
+
+
+def test_every_accelerate_key_is_translated(read):
+    plan = read(
+        """
+deepspeed_config:
+  zero_stage: 3
+  gradient_accumulation_steps: 2
+  gradient_clipping: 0.7
+  offload_optimizer_device: nvme
+  offload_optimizer_nvme_path: /mnt/a
+  offload_param_device: cpu
+  offload_param_nvme_path: none
+  zero3_save_16bit_model: true
+  deepspeed_multinode_launcher: standard
+  deepspeed_moe_layer_cls_names: Block
+mixed_precision: NO
+num_processes: 2
+"""
+    )
+    assert plan.to_deepspeed() == {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.7,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/a"},
+        },
+    }
+    assert plan.precision == "fp32"
+    assert plan.launch.zero3_save_16bit_model is True
+    assert plan.launch.deepspeed_moe_layer_cls_names == "Block"
+    assert plan.launch.extra["deepspeed_multinode_launcher"] == "standard"
+
+
+def test_a_block_without_a_stage_is_stage_2_as_in_accelerate(read):
+    plan = read("deepspeed_config: {offload_optimizer_device: cpu}")
+    assert plan.stage == 2
+
+
+def test_a_named_file_is_found_beside_the_yaml(read, tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}, /* x */}')
+    plan = read("deepspeed_config: {deepspeed_config_file: ds.json, zero3_init_flag: true}")
+    assert plan.stage == 3
+    assert plan.launch.deepspeed_config_file == "ds.json"
+    assert plan.source == str(tmp_path / "ds.json")
+    assert [d.severity for d in plan.decisions] == ["warning"]
+
+
+def test_a_named_file_that_is_nowhere_lists_the_places(read, tmp_path):
+    with pytest.raises(PlanFileError) as caught:
+        read("deepspeed_config: {deepspeed_config_file: no.json}")
+    assert str(tmp_path / "no.json") in caught.value.reason
+
+
+def test_settings_beside_a_named_file_are_refused_by_name(read, tmp_path):
+    (tmp_path / "ds.json").write_text("{}")
+    with pytest.raises(PlanConflictError, match="gradient_clipping, zero_stage"):
+        read(
+            "deepspeed_config: {deepspeed_config_file: ds.json, zero_stage: 2,"
+            " gradient_clipping: 1}"
+        )
+
+
+def test_deepspeeds_own_json_inline_is_merged_with_a_warning(read):
+    plan = read(
+        """
+deepspeed_config:
+  gradient_accumulation_steps: 4
+  train_micro_batch_size_per_gpu: 2
+  zero_optimization: {stage: 2, reduce_bucket_size: 5e8}
+"""
+    )
+    assert plan.to_deepspeed() == {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000},
+    }
+    assert "discard" in plan.decisions[0].reason
+
+
+def test_the_same_thing_in_both_forms_is_a_conflict(read):
+    with pytest.raises(PlanConflictError, match=r"deepspeed_config\.zero_optimization"):
+        read("deepspeed_config: {zero_stage: 2, zero_optimization: {stage: 3}}")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "line"),
+    [
+        ("deepspeed_config:\n  zero_stage: 2\n  zero_stage: 3\n", PlanSyntaxError, 3),
+        ("deepspeed_config: [1\n", PlanSyntaxError, 2),
+        ("a: b: c", PlanSyntaxError, 1),
+        ("\tdeepspeed_config: 1", PlanSyntaxError, 1),
+    ],
+)
+def test_malformed_yaml_says_line_and_column(read, text, error, line):
+    with pytest.raises(error) as caught:
+        read(text)
+    assert caught.value.line == line
+    assert caught.value.column >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "key"),
+    [
+        ("distributed_type: MULTI_GPU", InvalidValueError, "deepspeed_config"),
+        ("deepspeed_config:", InvalidValueError, "deepspeed_config"),
+        ("- 1", InvalidValueError, None),
+        ("deepspeed_config: {zero_stag: 2}", UnknownKeyError, "deepspeed_config.zero_stag"),
+        ("{deepspeed_config: {zero_stage: 2}, num_procesess: 2}", UnknownKeyError, "num_procesess"),
+        ("{deepspeed_config: {zero_stage: 9}}", InvalidValueError, "zero_optimization.stage"),
+        ("{deepspeed_config: {3: 9}}", InvalidValueError, "deepspeed_config"),
+        (
+            "{deepspeed_config: {zero_stage: 1}, num_machines: 0}",
+            InvalidValueError,
+            "launch.num_machines",
+        ),
+        (
+            "{deepspeed_config: {zero_stage: 1}, gpu_ids: 2020-01-01}",
+            InvalidValueError,
+            "launch.gpu_ids",
+        ),
+        (
+            "{deepspeed_config: {deepspeed_config_file: 3}}",
+            InvalidValueError,
+            "deepspeed_config.deepspeed_config_file",
+        ),
+    ],
+)
+def test_bad_settings_are_named(read, text, error, key):
+    with pytest.raises(error) as caught:
+        read(text)
+    assert caught.value.key == key
+
+
+def test_a_missing_yaml_is_named(tmp_path):
+    with pytest.raises(PlanFileError, match="no such file"):
+        DeepSpeedPlan.from_yaml(tmp_path / "no.yaml")
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None
+)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["deepspeed_config", "mixed_precision", "num_processes", "zero_stage", "gpu_ids"]
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(
+                        [
+                            "zero_stage",
+                            "gradient_clipping",
+                            "bf16",
+                            "deepspeed_config_file",
+                            "offload_param_device",
+                            "zero_optimization",
+                            "stage",
+                        ]
+                    ),
+                    inner,
+                    max_size=4,
+                )
+            ),
+            max_leaves=8,
+        ),
+    )
+)
+def test_any_settings_give_a_plan_or_a_plan_error(read, content):
+    try:
+        plan = read(json.dumps(content))
+    except PlanError:
+        return
+    assert DeepSpeedPlan.from_dict(plan.to_deepspeed()).to_deepspeed() == plan.to_deepspeed()

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerotune.errors import PlanSyntaxError
+from zerotune.plan.json_text import parse_json
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+def refuse(text: str) -> PlanSyntaxError:
+    with pytest.raises(PlanSyntaxError) as caught:
+        parse_json(text, source="ds.json")
+    return caught.value
+
+
+@settings(deadline=None)
+@given(JSON_VALUES, st.booleans(), st.sampled_from([None, 0, 2]))
+def test_everything_json_writes_is_read_as_json_reads_it(value, ascii_only, indent):
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    read, tolerated = parse_json(text, source="x")
+    assert read == json.loads(text)
+    assert repr(read) == repr(json.loads(text))
+    assert tolerated == []
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_is_read_or_refused_with_a_place_inside_it(text):
+    try:
+        parse_json(text, source="x")
+    except PlanSyntaxError as error:
+        assert 1 <= error.line <= text.count("\n") + 1
+        assert error.column >= 1
+
+
+@settings(deadline=None)
+@given(st.text(alphabet='{}[]",:\\/*# \n0123456789.eE+-truefalsn'))
+def test_what_is_read_without_liberties_is_what_json_reads(text):
+    try:
+        read, tolerated = parse_json(text, source="x")
+    except PlanSyntaxError:
+        return
+    if not tolerated:
+        assert read == json.loads(text)
+
+
+def test_comments_and_trailing_commas_are_read_and_reported_with_their_place():
+    text = '{\n  // stage\n  "stage": 2, # two\n  /* list */ "list": [1, 2,],\n}'
+    read, tolerated = parse_json(text, source="x")
+    assert read == {"stage": 2, "list": [1, 2]}
+    assert tolerated == [
+        "a comment at line 2, column 3",
+        "a comment at line 3, column 15",
+        "a comment at line 4, column 3",
+        "a trailing comma at line 4, column 27",
+        "a trailing comma at line 4, column 29",
+    ]
+
+
+def test_comment_signs_inside_text_are_text():
+    assert parse_json('{"a": "http://x # y /* z */"}', source="x") == (
+        {"a": "http://x # y /* z */"},
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "words"),
+    [
+        ('{"a": 1,\n "b": \'x\'}', 2, 7, "single quotes"),
+        ("{'a': 1}", 1, 2, "single quotes"),
+        ('{"a": 1, "a": 2}', 1, 10, "'a' twice"),
+        ('{"a": True}', 1, 7, "write true"),
+        ('{"a": None}', 1, 7, "write null"),
+        ('{"a": NaN}', 1, 7, "finite"),
+        ('{"a": 1\n "b": 2}', 2, 2, "missing comma"),
+        ('{"a" 1}', 1, 6, "colon"),
+        ("{a: 1}", 1, 2, "double quotes"),
+        ('{"a": bf16}', 1, 7, 'write "bf16"'),
+        ('{"a": 1', 1, 1, "never closed"),
+        ('{"a": [1, 2}', 1, 12, "missing comma"),
+        ('{"a": "x\n"}', 1, 7, "never closed"),
+        ('{"a": "x\ty"}', 1, 9, "control character"),
+        ('{"a": "\\x"}', 1, 9, "escape"),
+        ('{"a": 01}', 1, 7, "malformed number"),
+        ('{"a": 1.}', 1, 7, "malformed number"),
+        ('{"a": 1e999}', 1, 7, "too large"),
+        ('{"a": 1} {', 1, 10, "after its end"),
+        ("/* x", 1, 1, "never closed"),
+        ("  ", 1, 3, "empty"),
+        ('{"a": }', 1, 7, "unexpected"),
+        ("", 1, 1, "empty"),
+        ("[" * 200, 1, 101, "too deeply"),
+        ("9" * 5000, 1, 1, "too long"),
+    ],
+)
+def test_mistakes_are_named_with_line_column_and_hint(text, line, column, words):
+    error = refuse(text)
+    assert (error.line, error.column) == (line, column)
+    assert words in str(error)
+    assert error.source == "ds.json"
+    assert error.fix
+
+
+def test_a_byte_order_mark_is_skipped():
+    assert parse_json("\ufeff{}", source="x") == ({}, [])
+
+
+def test_a_surrogate_pair_is_one_character():
+    assert parse_json('"\\ud83d\\ude00"', source="x")[0] == "\U0001f600"

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import pytest
+
+from zerotune.errors import PlanConflictError, PlanError
+from zerotune.plan import DeepSpeedPlan
+
+
+def normalised(config):
+    plan = DeepSpeedPlan.from_dict(config)
+    return plan.to_deepspeed(), plan.decisions
+
+
+@pytest.mark.parametrize(
+    ("written", "becomes", "keys"),
+    [
+        (
+            {"zero_optimization": True},
+            {"zero_optimization": {"stage": 1}},
+            ["zero_optimization"],
+        ),
+        (
+            {"zero_optimization": False},
+            {"zero_optimization": {"stage": 0}},
+            ["zero_optimization"],
+        ),
+        (
+            {"zero_optimization": True, "allgather_size": 5e8},
+            {"zero_optimization": {"stage": 1, "allgather_bucket_size": 500_000_000}},
+            ["zero_optimization", "zero_optimization.allgather_bucket_size"],
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            ["zero_optimization.cpu_offload"],
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_params": "true"}},
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            ["zero_optimization.cpu_offload_params"],
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": False}},
+            {"zero_optimization": {"stage": 2}},
+            ["zero_optimization.cpu_offload"],
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "cpu_offload": True,
+                    "cpu_offload_use_pin_memory": True,
+                }
+            },
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                }
+            },
+            ["zero_optimization.cpu_offload", "zero_optimization.cpu_offload_use_pin_memory"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": "cpu", "offload_param": False}},
+            {
+                "zero_optimization": {
+                    "offload_param": {"device": "none"},
+                    "offload_optimizer": {"device": "cpu"},
+                }
+            },
+            ["zero_optimization.offload_param", "zero_optimization.offload_optimizer"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "CPU"}}},
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ["zero_optimization.offload_optimizer.device"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": None}}},
+            {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+            ["zero_optimization.offload_optimizer.device"],
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": None}},
+            {"zero_optimization": {}},
+            ["zero_optimization.offload_optimizer"],
+        ),
+        (
+            {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
+            {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}},
+            ["zero_optimization.stage3_gather_fp16_weights_on_model_save"],
+        ),
+        (
+            {"zero_optimization": {"stage3_param_persitance_threshold": 1e4}},
+            {"zero_optimization": {"stage3_param_persistence_threshold": 10_000}},
+            [
+                "zero_optimization.stage3_param_persitance_threshold",
+                "zero_optimization.stage3_param_persistence_threshold",
+            ],
+        ),
+        ({"bfloat16": True}, {"bf16": {"enabled": True}}, ["bfloat16", "bfloat16"]),
+        ({"fp16": "auto"}, {"fp16": {"enabled": "auto"}}, ["fp16"]),
+        ({"optimizer": "adam"}, {"optimizer": {"type": "adam"}}, ["optimizer"]),
+        (
+            {"optimizer": {"name": "AdamW", "params": {}}},
+            {"optimizer": {"type": "AdamW", "params": {}}},
+            ["optimizer.name"],
+        ),
+        ({"aio": {"thread_count": 2}}, {"aio": {"intra_op_parallelism": 2}}, ["aio.thread_count"]),
+        ({"train_batch_size": "32"}, {"train_batch_size": 32}, ["train_batch_size"]),
+        ({"amp": {"enabled": False}}, {}, ["amp"]),
+        ({"elasticity": False}, {}, ["elasticity"]),
+        (
+            {"zero_optimization": {"mics_shard_size": -1}},
+            {"zero_optimization": {}},
+            ["zero_optimization.mics_shard_size"],
+        ),
+    ],
+)
+def test_old_and_short_spellings_are_translated_and_recorded(written, becomes, keys):
+    result, decisions = normalised(written)
+    assert result == becomes
+    assert [decision.key for decision in decisions] == keys
+    assert normalised(result) == (result, ())
+
+
+def test_legacy_offload_beside_a_section_that_disagrees_is_a_conflict():
+    config = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}}
+    with pytest.raises(PlanConflictError) as caught:
+        DeepSpeedPlan.from_dict(config)
+    assert caught.value.key == "zero_optimization.cpu_offload"
+
+
+def test_legacy_offload_beside_a_section_that_agrees_is_dropped():
+    config = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
+    assert normalised(config)[0] == {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def test_a_removed_section_that_is_on_is_kept_for_the_rules_to_refuse():
+    config = {"amp": {"enabled": True, "opt_level": "O1"}}
+    assert normalised(config)[0] == config
+
+
+def test_a_legacy_value_of_the_wrong_type_is_named():
+    with pytest.raises(PlanError) as caught:
+        DeepSpeedPlan.from_dict({"zero_optimization": {"cpu_offload": [1]}})
+    assert caught.value.key == "zero_optimization.cpu_offload"
