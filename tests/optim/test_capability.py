@@ -25,6 +25,13 @@ def test_what_runs_everywhere(name, stage, offload):
     assert answer.verified
 
 
+def test_only_what_was_run_is_verified():
+    assert capability("AdamW", stage=2, offload="cpu", precision="bf16").verified
+    assert not capability("AdamW", stage=3, offload="nvme").verified
+    assert not capability("AdamW", stage=2, accelerator="cuda").verified
+    assert not capability("AdamW", stage=2, precision="fp16").verified
+
+
 def test_lion_needs_cpu_offload_or_cuda():
     assert capability("Lion", stage=2, offload="cpu").status == "works"
     assert capability("Lion", stage=2, accelerator="cuda").status == "works"
@@ -76,7 +83,7 @@ def test_torch_classes_run_under_zero_with_what_they_change():
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    assert not capability("RMSprop", stage=2).verified
+    assert not capability("Adamax", stage=2).verified
 
 
 def test_factored_moments_do_not_survive_flat_partitions():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-import os
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
@@ -16,6 +14,15 @@ from zerotune.optim.implementation import CONFIGURATION_ONLY
 
 # Adam's switch is spelt adam_w_mode in a DeepSpeed configuration; differentiable has no use here.
 LEFT_OUT = {"differentiable", "decoupled_weight_decay"}
+
+
+@pytest.fixture(scope="module")
+def deepspeed_module():
+    """Import a module of DeepSpeed, which settles on its accelerator while it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        pytest.importorskip("deepspeed")
+    return importlib.import_module
 
 
 def defaults_of(cls):
@@ -80,14 +87,14 @@ def test_torch_entries(name):
         ("Lion", "deepspeed.ops.lion", "DeepSpeedCPULion"),
     ],
 )
-def test_deepspeed_entries(name, module, implementation):
-    cls = getattr(pytest.importorskip(module), implementation)
+def test_deepspeed_entries(deepspeed_module, name, module, implementation):
+    cls = getattr(deepspeed_module(module), implementation)
     assert_describes(OPTIMIZERS[name], cls, implementation)
 
 
 @pytest.mark.parametrize("name", list(SCHEDULERS))
-def test_schedules(name):
-    lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+def test_schedules(deepspeed_module, name):
+    lr_schedules = deepspeed_module("deepspeed.runtime.lr_schedules")
     parameters = inspect.signature(getattr(lr_schedules, name).__init__).parameters
     real = {key: item.default for key, item in parameters.items()}
     for ours in SCHEDULERS[name].parameters:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,14 +15,20 @@ BASE_LR = 3e-4
 BETAS = (0.9, 0.95)
 STEPS = 200
 
-lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+
+@pytest.fixture(scope="module")
+def lr_schedules():
+    # DeepSpeed settles on its accelerator while it is imported.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        return pytest.importorskip("deepspeed.runtime.lr_schedules")
 
 
 def choice(name: str, params: dict) -> SchedulerChoice:
     return SchedulerChoice(name=name, params=params)
 
 
-def deepspeed_curve(name, params, steps=STEPS):
+def deepspeed_curve(lr_schedules, name, params, steps=STEPS):
     """``(lr, betas)`` in the parameter group while each of ``steps`` updates runs."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weight], lr=BASE_LR, betas=BETAS)
@@ -40,12 +42,12 @@ def deepspeed_curve(name, params, steps=STEPS):
     return seen
 
 
-def assert_equal_curves(name, params, steps=STEPS):
+def assert_equal_curves(lr_schedules, name, params, steps=STEPS):
     scheduler = choice(name, params)
     ours = [
         (lr_at(scheduler, step, BASE_LR), betas_at(scheduler, step, BETAS)) for step in range(steps)
     ]
-    assert ours == deepspeed_curve(name, params, steps)
+    assert ours == deepspeed_curve(lr_schedules, name, params, steps)
 
 
 lrs = st.floats(min_value=0.0, max_value=1.0, allow_nan=False)
@@ -62,8 +64,9 @@ totals = st.integers(min_value=1, max_value=400)
     steps=warmup_steps,
     kind=warmup_types,
 )
-def test_warmup_lr(low, high, steps, kind):
+def test_warmup_lr(lr_schedules, low, high, steps, kind):
     assert_equal_curves(
+        lr_schedules,
         "WarmupLR",
         {
             "warmup_min_lr": low,
@@ -76,8 +79,9 @@ def test_warmup_lr(low, high, steps, kind):
 
 @settings(max_examples=60, deadline=None)
 @given(low=lrs, high=lrs, steps=warmup_steps, kind=warmup_types, total=totals)
-def test_warmup_decay_lr(low, high, steps, kind, total):
+def test_warmup_decay_lr(lr_schedules, low, high, steps, kind, total):
     assert_equal_curves(
+        lr_schedules,
         "WarmupDecayLR",
         {
             "total_num_steps": total,
@@ -97,8 +101,9 @@ def test_warmup_decay_lr(low, high, steps, kind, total):
     kind=warmup_types,
     total=totals,
 )
-def test_warmup_cosine_lr(ratio, floor, steps, kind, total):
+def test_warmup_cosine_lr(lr_schedules, ratio, floor, steps, kind, total):
     assert_equal_curves(
+        lr_schedules,
         "WarmupCosineLR",
         {
             "total_num_steps": total,
@@ -117,8 +122,9 @@ def test_warmup_cosine_lr(ratio, floor, steps, kind, total):
     rate=st.floats(0.0, 10.0),
     staircase=st.booleans(),
 )
-def test_lr_range_test(low, size, rate, staircase):
+def test_lr_range_test(lr_schedules, low, size, rate, staircase):
     assert_equal_curves(
+        lr_schedules,
         "LRRangeTest",
         {
             "lr_range_test_min_lr": low,
@@ -146,10 +152,11 @@ def test_lr_range_test(low, size, rate, staircase):
     decay_mom=st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
 )
 def test_one_cycle(
-    low, high, decay, first, second, first_stairs, second_stairs, decay_step, momentum,
-    min_mom, max_mom, decay_mom,
+    lr_schedules, low, high, decay, first, second, first_stairs, second_stairs, decay_step,
+    momentum, min_mom, max_mom, decay_mom,
 ):  # fmt: skip
     assert_equal_curves(
+        lr_schedules,
         "OneCycle",
         {
             "cycle_min_lr": low,

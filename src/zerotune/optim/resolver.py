@@ -25,6 +25,7 @@ from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
 if TYPE_CHECKING:
     from zerotune.plan.facts import RunFacts
     from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.platform import Platform
 
 _POLICIES: tuple[Policy, ...] = ("fallback", "error")
 
@@ -67,7 +68,7 @@ class OptimizerResolver:
     """Values that beat the configuration and the run: ``{"lr": 3e-5}``,
     ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
     ``{"scheduler.type": None}`` for a constant learning rate."""
-    platform: Any = None
+    platform: Platform | None = None
     """``Platform`` that ``capability`` asks about when no plan is at hand."""
     deepspeed_version: str | None = None
     """DeepSpeed release that ``capability`` asks about, instead of the platform's."""

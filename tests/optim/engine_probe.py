@@ -1,0 +1,71 @@
+"""Start the real DeepSpeed engine for each case and report what it built.
+
+Run as a process of its own: ``engine_probe.py cases.json results.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+
+
+def basic_optimizer(engine):
+    wrapper = engine.optimizer
+    return getattr(wrapper, "optimizer", wrapper)
+
+
+def start(case):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.constant_(model.weight, case["weight"])
+    client = None
+    if case["source"] == "torch":
+        client = getattr(torch.optim, case["implementation"])(model.parameters(), **case["params"])
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        optimizer=client,
+        config=case["config"],
+        dist_init_required=not torch.distributed.is_initialized(),
+    )
+    return engine
+
+
+def run(case):
+    engine = start(case)
+    optimizer = basic_optimizer(engine)
+    seen = []
+
+    def before_update(_optimizer, _args, _kwargs):
+        group = _optimizer.param_groups[0]
+        betas = group.get("betas")
+        seen.append([float(group["lr"]), None if betas is None else list(betas)])
+
+    optimizer.register_step_pre_hook(before_update)
+    for _ in range(case["steps"]):
+        output = engine(torch.ones(1, 4))
+        # Gradients are exactly 0, so that whatever moves the weights is their decay.
+        engine.backward(output.sum() * 0.0)
+        engine.step()
+    group = optimizer.param_groups[0]
+    return {
+        "class": type(optimizer).__name__,
+        "basic": type(engine.basic_optimizer).__name__,
+        "group": {key: group[key] for key in case["params"] if key in group},
+        "seen": seen,
+        "weight": float(engine.module.weight.detach().mean()),
+    }
+
+
+def main():
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    results = {name: run(case) for name, case in cases.items()}
+    Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

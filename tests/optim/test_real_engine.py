@@ -1,0 +1,175 @@
+"""What the resolver promises against what the real DeepSpeed engine builds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerotune.optim import OptimizerResolver
+from zerotune.plan.schedules import betas_at, lr_at
+
+PROBE = Path(__file__).with_name("engine_probe.py")
+LR, DECAY, WEIGHT = 0.01, 0.1, 3.0
+CONSTANT = {"warmup_num_steps": 0}
+
+OPTIMIZERS = {
+    "AdamW": ("AdamW", {"lr": LR, "weight_decay": DECAY}),
+    "Adam": ("Adam", {"lr": LR, "weight_decay": DECAY}),
+    "Adam L2": ("Adam", {"lr": LR, "weight_decay": DECAY, "adam_w_mode": False}),
+    "AdamW torch": ("AdamW", {"lr": LR, "weight_decay": DECAY, "torch_adam": True}),
+    "Adam torch L2": (
+        "Adam",
+        {"lr": LR, "weight_decay": DECAY, "torch_adam": True, "adam_w_mode": False},
+    ),
+    "torch.optim.Adam": ("torch.optim.Adam", {"lr": LR, "weight_decay": DECAY}),
+    "Adagrad": ("Adagrad", {"lr": LR, "weight_decay": DECAY}),
+    "SGD": ("SGD", {"lr": LR, "weight_decay": DECAY, "momentum": 0.9}),
+    "NAdam": ("NAdam", {"lr": LR, "weight_decay": DECAY}),
+    "RAdam decoupled": (
+        "RAdam",
+        {"lr": LR, "weight_decay": DECAY, "decoupled_weight_decay": True},
+    ),
+    "RMSprop": ("RMSprop", {"lr": LR}),
+    "Lion": ("Lion", {"lr": LR, "weight_decay": DECAY}),
+}
+
+SCHEDULES = {
+    "WarmupLR": {"warmup_num_steps": 4},
+    "WarmupDecayLR": {"warmup_num_steps": 3, "total_num_steps": 8, "warmup_type": "linear"},
+    "WarmupCosineLR": {"warmup_num_steps": 3, "total_num_steps": 8},
+    "OneCycle": {
+        "cycle_min_lr": 1e-3,
+        "cycle_max_lr": 1e-2,
+        "cycle_first_step_size": 3,
+        "decay_step_size": 2,
+        "decay_lr_rate": 0.5,
+        "decay_mom_rate": 0.01,
+    },
+    "LRRangeTest": {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2},
+}
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run_probe(cases, folder):
+    pytest.importorskip("deepspeed")
+    source, target = folder / "cases.json", folder / "results.json"
+    source.write_text(json.dumps(cases))
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "MAX_JOBS": "2",
+    }
+    result = subprocess.run(
+        [sys.executable, str(PROBE), str(source), str(target)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=850,
+    )
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return json.loads(target.read_text())
+
+
+def settle(make_plan, name, params, schedule, schedule_params, **situation):
+    plan = make_plan(
+        name, params, scheduler=schedule, scheduler_params=schedule_params, **situation
+    )
+    return OptimizerResolver(on_unsupported="error").apply(plan)
+
+
+def case_for(applied, steps):
+    choice = applied.optimizer
+    return {
+        "config": applied.to_deepspeed(),
+        "source": choice.source,
+        "implementation": choice.implementation,
+        "params": dict(choice.params),
+        "steps": steps,
+        "weight": WEIGHT,
+    }
+
+
+DECOUPLED = WEIGHT * (1 - LR * DECAY)
+"""One update with a gradient of 0 under decoupled decay."""
+L2 = WEIGHT - LR
+"""The same under L2, which is a gradient to Adam: its first step has length ``lr``."""
+
+
+def assert_decays(weight, mode, label):
+    if mode == "decoupled":
+        assert math.isclose(weight, DECOUPLED, rel_tol=1e-6), label
+    elif mode == "l2" and "Adam" in label and label != "NAdam":
+        assert math.isclose(weight, L2, rel_tol=1e-6), label
+    elif mode == "l2":
+        # Its momentum schedule scales the first step.
+        assert L2 - LR < weight < (L2 + DECOUPLED) / 2, label
+
+
+@pytest.mark.parametrize(
+    "situation",
+    [
+        pytest.param({"stage": 1, "offload": "none"}, id="stage 1"),
+        pytest.param({"stage": 2, "offload": "cpu"}, id="stage 2, cpu offload"),
+    ],
+)
+def test_the_engine_builds_what_the_choice_says(make_plan, tmp_path, situation):
+    settled = {
+        label: settle(make_plan, name, params, "WarmupLR", CONSTANT, **situation)
+        for label, (name, params) in OPTIMIZERS.items()
+        if label != "Lion" or situation["offload"] == "cpu"
+    }
+    results = run_probe(
+        {label: case_for(applied, steps=1) for label, applied in settled.items()}, tmp_path
+    )
+    for label, applied in settled.items():
+        choice, result = applied.optimizer, results[label]
+        assert result["class"] == choice.implementation, label
+        assert result["basic"] == choice.implementation, label
+        for key, value in result["group"].items():
+            expected = choice.params[key]
+            assert value == (list(expected) if isinstance(expected, tuple) else expected), label
+        assert [lr for lr, _ in result["seen"]] == [LR], label
+        assert_decays(result["weight"], choice.weight_decay_mode, label)
+
+
+def test_the_engine_follows_the_curves(make_plan, tmp_path):
+    steps = 10
+    settled = {
+        name: settle(
+            make_plan, "AdamW", {"lr": LR, "betas": [0.9, 0.95]}, name, params, stage=1,
+            offload="none",
+        )
+        for name, params in SCHEDULES.items()
+    }  # fmt: skip
+    results = run_probe(
+        {name: case_for(applied, steps) for name, applied in settled.items()}, tmp_path
+    )
+    for name, applied in settled.items():
+        expected = [
+            [
+                lr_at(applied.scheduler, step, LR),
+                list(betas_at(applied.scheduler, step, (0.9, 0.95))),
+            ]
+            for step in range(steps)
+        ]
+        assert results[name]["seen"] == expected, name
