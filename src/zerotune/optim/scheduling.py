@@ -72,26 +72,8 @@ def settle_schedule(
         InvalidValueError: An argument of the wrong type or out of range.
     """
     entry = request.entry
-    log = Filled()
-    params = _scalars(_without_resume(request.params), optimizer)
-    for given in (params, request.overrides):
-        reject_unknown(given, entry.parameter_names, section=SECTION, owner=entry.name)
-    params = _follow_override(request, params, optimizer, log)
-    sources = Sources(
-        section=SECTION,
-        written=params,
-        overrides=request.overrides,
-        suggestions=_suggestions(entry, optimizer, run),
-    )
-    filled = fill(entry.parameters, sources, entry.name)
-    filled.decisions[:0] = log.decisions
-    if request.written is None:
-        _default_warmup(filled, run)
-        filled.record(
-            TYPE_KEY, None, entry.name, f"no scheduler is configured; {entry.name} is the default"
-        )
-    elif request.written != entry.name:
-        filled.record(TYPE_KEY, request.written, entry.name, "another spelling")
+    filled = _complete(request, optimizer, run)
+    _record_name(request, filled)
     _no_warmup(entry, filled, asked=request.written is not None)
     _compare_peak(entry, optimizer, filled)
     _compare_lengths(filled)
@@ -99,6 +81,33 @@ def settle_schedule(
         _one_cycle(optimizer, filled)
     record_defaults(filled, SECTION, entry.name, filled.defaulted)
     return SchedulerChoice(name=entry.name, params=filled.values), tuple(filled.decisions)
+
+
+def _complete(request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts) -> Filled:
+    entry = request.entry
+    log = Filled()
+    params = _scalars(_without_resume(request.params), optimizer)
+    for given in (params, request.overrides):
+        reject_unknown(given, entry.parameter_names, section=SECTION, owner=entry.name)
+    sources = Sources(
+        section=SECTION,
+        written=_follow_override(request, params, optimizer, log),
+        overrides=request.overrides,
+        suggestions=_suggestions(entry, optimizer, run),
+    )
+    filled = fill(entry.parameters, sources, entry.name)
+    filled.decisions[:0] = log.decisions
+    if request.written is None:
+        _default_warmup(filled, run)
+    return filled
+
+
+def _record_name(request: ScheduleRequest, filled: Filled) -> None:
+    name = request.name
+    if request.written is None:
+        filled.record(TYPE_KEY, None, name, f"no scheduler is configured; {name} is the default")
+    elif request.written != name:
+        filled.record(TYPE_KEY, request.written, name, "another spelling")
 
 
 def _without_resume(params: Mapping[str, Any]) -> dict[str, Any]:

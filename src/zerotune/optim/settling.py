@@ -89,16 +89,22 @@ def settle(
     _record_name(asked, request, implementation, log)
     _record_capability(request, situation, capability, log)
     return Settled(
-        choice=OptimizerChoice(
-            name=request.name.canonical,
-            params=params,
-            implementation=implementation.name,
-            source=implementation.source,
-            weight_decay_mode=implementation.weight_decay_mode,
-        ),
+        choice=_choice(request, implementation, params),
         entry=request.entry,
         capability=capability,
         decisions=(*log.decisions, *filled.decisions),
+    )
+
+
+def _choice(
+    request: Request, implementation: Implementation, params: Mapping[str, Any]
+) -> OptimizerChoice:
+    return OptimizerChoice(
+        name=request.name.canonical,
+        params=params,
+        implementation=implementation.name,
+        source=implementation.source,
+        weight_decay_mode=implementation.weight_decay_mode,
     )
 
 
