@@ -1,0 +1,90 @@
+"""Images side by side, for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from zerotune.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_BACKGROUND = 255
+_INK = 0
+
+
+def images_to_grid(
+    images: torch.Tensor,
+    *,
+    columns: int,
+    row_labels: Sequence[str] = (),
+    upscale: int = 1,
+    gap: int = 4,
+) -> Image:
+    """Lay images out in rows, enlarged without smoothing.
+
+    Args:
+        images: (n, c, h, w) with 1 or 3 channels, in [-1, 1]; values outside are clamped.
+        columns: Images per row.
+        row_labels: Text left of each row; fewer than rows leaves the rest without.
+        upscale: Each pixel becomes a square of this many pixels.
+        gap: Pixels between images.
+
+    Returns:
+        A grayscale or RGB ``PIL.Image``; ``.save("grid.png")`` writes it.
+
+    Raises:
+        InvalidValueError: Images of another shape.
+    """
+    from PIL import Image as Pillow
+
+    if images.ndim != 4 or images.shape[1] not in (1, 3) or len(images) == 0:
+        raise InvalidValueError(
+            "must be (n, 1 or 3, h, w), n at least 1",
+            key="images",
+            value=tuple(images.shape),
+            fix="decode latents first",
+        )
+    pixels = ((images.float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    height, width = (side * upscale for side in pixels.shape[2:])
+    rows = -(-len(pixels) // columns)
+    margin = _margin(row_labels, height)
+    canvas = Pillow.new(
+        "L" if pixels.shape[1] == 1 else "RGB",
+        (margin + columns * (width + gap) + gap, rows * (height + gap) + gap),
+        color=_BACKGROUND if pixels.shape[1] == 1 else (_BACKGROUND,) * 3,
+    )
+    for index, image in enumerate(pixels):
+        row, column = divmod(index, columns)
+        tile = Pillow.fromarray(image.permute(1, 2, 0).squeeze(2).numpy())
+        canvas.paste(
+            tile.resize((width, height), Pillow.Resampling.NEAREST),
+            (margin + gap + column * (width + gap), gap + row * (height + gap)),
+        )
+    _write_labels(canvas, row_labels[:rows], margin, height, gap)
+    return canvas
+
+
+def _font_size(height: int) -> int:
+    return max(10, height // 2)
+
+
+def _margin(labels: Sequence[str], height: int) -> int:
+    longest = max((len(label) for label in labels), default=0)
+    return 0 if longest == 0 else round(0.7 * _font_size(height) * longest) + 8
+
+
+def _write_labels(canvas: Image, labels: Sequence[str], margin: int, height: int, gap: int) -> None:
+    if not labels:
+        return
+    from PIL import ImageDraw, ImageFont
+
+    draw = ImageDraw.Draw(canvas)
+    font = ImageFont.load_default(size=_font_size(height))
+    ink = _INK if canvas.mode == "L" else (_INK,) * 3
+    for row, label in enumerate(labels):
+        middle = gap + row * (height + gap) + height // 2
+        draw.text((margin // 2, middle), label, fill=ink, font=font, anchor="mm")

@@ -1,0 +1,147 @@
+"""The order of data: nothing lost or doubled per epoch, exact after a resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerotune.diffusion import BatchStream, DataStream, ImageTensors, RepeatedBatches
+from zerotune.errors import DataError, InvalidValueError
+
+
+def numbered(length):
+    return ImageTensors(images=torch.arange(length).float().view(-1, 1, 1, 1))
+
+
+def streams(length, *, micro, ranks, **options):
+    return [
+        DataStream(numbered(length), micro_batch_size=micro, rank=rank, world_size=ranks, **options)
+        for rank in range(ranks)
+    ]
+
+
+def take(group, steps):
+    """Sample numbers all ranks see, in global order."""
+    return [
+        int(value)
+        for _ in range(steps)
+        for stream in group
+        for value in next(stream)["images"].flatten()
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    micro=st.integers(1, 5),
+    ranks=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+def test_every_epoch_holds_each_sample_once_over_all_ranks(length, micro, ranks, seed):
+    epochs = 3
+    steps = -(-epochs * length // (micro * ranks))
+    seen = take(streams(length, micro=micro, ranks=ranks, seed=seed), steps)
+    for epoch in range(epochs):
+        assert Counter(seen[epoch * length : (epoch + 1) * length]) == Counter(range(length))
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 6), (2, 3), (3, 2), (6, 1)])
+def test_the_order_is_the_same_however_it_is_shared(ranks, micro):
+    alone = take(streams(17, micro=6, ranks=1, seed=4), 10)
+    assert take(streams(17, micro=micro, ranks=ranks, seed=4), 10) == alone
+
+
+def test_orders_of_seeds_and_epochs_differ():
+    seen = take(streams(50, micro=50, ranks=1, seed=0), 2)
+    assert seen[:50] != seen[50:]
+    assert seen[:50] != take(streams(50, micro=50, ranks=1, seed=1), 1)
+    assert seen[:50] != sorted(seen[:50])
+    plain = take(streams(5, micro=5, ranks=1, shuffle=False), 2)
+    assert plain == [0, 1, 2, 3, 4] * 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    before=st.integers(0, 9),
+    ranks=st.integers(1, 3),
+    later_ranks=st.integers(1, 3),
+)
+def test_a_resumed_stream_continues_exactly_even_on_other_ranks(before, ranks, later_ranks):
+    first = streams(11, micro=6 // ranks, ranks=ranks, seed=2)
+    seen = take(first, before)
+    state = first[0].state_dict()
+    assert all(stream.state_dict() == state for stream in first)
+    later = streams(11, micro=6 // later_ranks, ranks=later_ranks, seed=99)
+    for stream in later:
+        stream.load_state_dict(state)
+    seen += take(later, 10)
+    assert seen == take(streams(11, micro=6, ranks=1, seed=2), before + 10)
+
+
+def test_workers_read_ahead_without_moving_the_position():
+    stream = DataStream(numbered(20), micro_batch_size=2, seed=3, num_workers=1)
+    seen = take([stream], 3)
+    assert stream.position == 6
+    assert stream.epoch == pytest.approx(0.3)
+    state = stream.state_dict()
+    del stream
+    again = DataStream(numbered(20), micro_batch_size=2, seed=3)
+    again.load_state_dict(state)
+    assert seen + take([again], 7) == take(streams(20, micro=2, ranks=1, seed=3), 10)
+
+
+def test_reading_leaves_the_global_random_state_alone():
+    state = torch.get_rng_state()
+    take(streams(7, micro=2, ranks=1), 5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_state_of_other_data_is_refused():
+    stream = DataStream(numbered(7), micro_batch_size=2)
+    with pytest.raises(DataError, match="had 7 samples") as caught:
+        DataStream(numbered(8), micro_batch_size=2).load_state_dict(stream.state_dict())
+    assert caught.value.value == 8
+
+
+def test_batches_hold_what_the_dataset_holds():
+    labelled = ImageTensors(images=torch.zeros(3, 1, 2, 2), labels=torch.arange(3))
+    batch = next(DataStream(labelled, micro_batch_size=3, shuffle=False))
+    assert batch["images"].shape == (3, 1, 2, 2)
+    assert batch["labels"].tolist() == [0, 1, 2]
+
+
+def test_impossible_data_is_refused():
+    with pytest.raises(DataError):
+        ImageTensors(images=torch.zeros(3, 1, 2, 2), labels=torch.arange(2))
+    with pytest.raises(DataError):
+        ImageTensors(images=torch.zeros(0, 1, 2, 2))
+    with pytest.raises(DataError, match="empty"):
+        DataStream([], micro_batch_size=1)
+    with pytest.raises(InvalidValueError, match="micro_batch_size"):
+        DataStream(numbered(3), micro_batch_size=0)
+    with pytest.raises(InvalidValueError, match="rank"):
+        DataStream(numbered(3), micro_batch_size=1, rank=2, world_size=2)
+
+
+def test_any_iterable_of_batches_repeats_and_resumes_by_skipping():
+    batches = [{"images": torch.full((2, 1, 1, 1), float(index))} for index in range(3)]
+    stream = RepeatedBatches(batches)
+    seen = [float(next(stream)["images"][0, 0, 0, 0]) for _ in range(7)]
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+    again = RepeatedBatches(batches)
+    again.load_state_dict(stream.state_dict())
+    assert float(next(again)["images"][0, 0, 0, 0]) == 1
+    assert isinstance(stream, BatchStream)
+    assert isinstance(streams(3, micro=1, ranks=1)[0], BatchStream)
+
+
+def test_an_exhausted_generator_is_named():
+    stream = RepeatedBatches(iter([{"images": torch.zeros(1, 1, 1, 1)}]))
+    next(stream)
+    with pytest.raises(DataError, match="gave no batch") as caught:
+        next(stream)
+    assert "not a generator" in caught.value.fix

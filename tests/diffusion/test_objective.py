@@ -1,0 +1,175 @@
+"""Losses against diffusers' own training arithmetic, written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from tests.support.models import digits_batch, tiny_unet
+
+from zerotune.diffusion import (
+    ClassConditional,
+    DenoisingObjective,
+    FlowMatchingObjective,
+    Unconditional,
+)
+from zerotune.errors import DataError, InvalidValueError
+
+FAMILY = ClassConditional(null_label=10, dropout=0.3)
+
+
+def batch(size=6):
+    images, labels = digits_batch(size)
+    return {"images": images, "labels": labels}
+
+
+def generator(seed=7):
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn_labels(labels, random):
+    dropped = torch.rand(labels.shape, generator=random) < 0.3
+    return torch.where(dropped, torch.tensor(10), labels)
+
+
+class Recorder(torch.nn.Module):
+    """Predicts zeros and keeps what it was called with."""
+
+    device = torch.device("cpu")
+    dtype = torch.bfloat16
+
+    def forward(self, noisy, timesteps, **conditioning):
+        self.noisy, self.timesteps, self.conditioning = noisy, timesteps, conditioning
+        return (torch.zeros_like(noisy),)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
+def test_denoising_loss_is_that_of_diffusers_own_training_script(prediction):
+    model, data = tiny_unet(), batch()
+    objective = DenoisingObjective(
+        scheduler=DDPMScheduler(prediction_type=prediction), family=FAMILY
+    )
+    loss = objective(model, data, generator())
+
+    random, scheduler = generator(), DDPMScheduler(prediction_type=prediction)
+    labels = drawn_labels(data["labels"], random)
+    noise = torch.randn(data["images"].shape, generator=random)
+    timesteps = torch.randint(1000, (6,), generator=random)
+    noisy = scheduler.add_noise(data["images"], noise, timesteps)
+    target = {
+        "epsilon": noise,
+        "v_prediction": scheduler.get_velocity(data["images"], noise, timesteps),
+        "sample": data["images"],
+    }[prediction]
+    expected = torch.nn.functional.mse_loss(
+        model(noisy, timesteps, class_labels=labels).sample, target
+    )
+    assert loss.dtype == torch.float32
+    assert loss.ndim == 0
+    assert torch.equal(loss, expected)
+
+
+def test_flow_matching_loss_is_the_forward_process_of_the_scheduler():
+    model, data = tiny_unet(), batch()
+    objective = FlowMatchingObjective(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), family=FAMILY
+    )
+    loss = objective(model, data, generator())
+
+    random, scheduler = generator(), FlowMatchEulerDiscreteScheduler(shift=3.0)
+    labels = drawn_labels(data["labels"], random)
+    noise = torch.randn(data["images"].shape, generator=random)
+    index = (torch.rand(6, generator=random) * 1000).long()
+    timesteps = scheduler.timesteps[index]
+    noisy = scheduler.scale_noise(data["images"], timesteps, noise)
+    expected = torch.nn.functional.mse_loss(
+        model(noisy, timesteps, class_labels=labels).sample, noise - data["images"]
+    )
+    assert torch.allclose(loss, expected, rtol=1e-6)
+
+
+def test_sampling_with_the_same_scheduler_does_not_change_the_loss():
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    objective = FlowMatchingObjective(scheduler=scheduler)
+    before = objective(Recorder(), batch(), generator())
+    scheduler.set_timesteps(4)
+    assert torch.equal(objective(Recorder(), batch(), generator()), before)
+
+
+def share_of_times(density, low, high):
+    model = Recorder()
+    objective = FlowMatchingObjective(density=density)
+    objective(model, {"images": torch.zeros(4000, 1, 1, 1)}, generator())
+    times = model.timesteps
+    assert 1 <= times.min() < times.max() <= 1000
+    return float(((times > low) & (times <= high)).float().mean())
+
+
+def test_densities_stay_inside_the_schedule_and_are_the_ones_named():
+    assert share_of_times("uniform", 250, 750) == pytest.approx(0.5, abs=0.03)
+    # P(|z| < ln 3) of a standard normal.
+    assert share_of_times("logit_normal", 250, 750) == pytest.approx(0.728, abs=0.03)
+    assert share_of_times("logit_normal", 0, 50) < 0.005
+    # "mode" is as high in the middle, but keeps its tails.
+    assert share_of_times("mode", 250, 750) == pytest.approx(0.728, abs=0.03)
+    assert share_of_times("mode", 0, 50) > 0.01
+
+
+def test_inputs_are_in_the_models_precision_and_time_steps_are_not():
+    model = Recorder()
+    loss = FlowMatchingObjective(family=FAMILY)(model, batch(), generator())
+    assert model.noisy.dtype == torch.bfloat16
+    assert model.timesteps.dtype == torch.float32
+    assert model.conditioning["class_labels"].dtype == torch.int64
+    assert loss.dtype == torch.float32
+    DenoisingObjective()(model, batch(), generator())
+    assert model.timesteps.dtype == torch.int64
+
+
+def test_all_randomness_comes_from_the_generator():
+    objective, model = FlowMatchingObjective(family=FAMILY), Recorder()
+    state = torch.get_rng_state()
+    first = objective(model, batch(), generator())
+    torch.rand(5)
+    assert torch.equal(objective(model, batch(), generator()), first)
+    assert not torch.equal(objective(model, batch(), generator(8)), first)
+    torch.set_rng_state(state)
+
+
+def test_label_dropout_has_the_rate_asked_for():
+    labels = torch.arange(10).repeat(1000)
+    family = ClassConditional(null_label=10, dropout=0.1)
+    kept = family.conditioning({"labels": labels}, generator())["class_labels"]
+    dropped = kept == 10
+    assert 0.09 < dropped.float().mean() < 0.11
+    assert torch.equal(kept[~dropped], labels[~dropped])
+    never = ClassConditional(null_label=10).conditioning({"labels": labels}, generator())
+    assert torch.equal(never["class_labels"], labels)
+
+
+def test_wrong_settings_are_refused_with_a_fix():
+    with pytest.raises(InvalidValueError, match="null_label") as caught:
+        ClassConditional(dropout=0.1)
+    assert caught.value.key == "dropout"
+    with pytest.raises(InvalidValueError, match="probability"):
+        ClassConditional(null_label=1, dropout=1.5)
+    with pytest.raises(InvalidValueError, match="density"):
+        FlowMatchingObjective(density="gaussian")
+    with pytest.raises(InvalidValueError, match="DDPMScheduler"):
+        FlowMatchingObjective(scheduler=DDPMScheduler())
+    with pytest.raises(InvalidValueError, match="prediction_type"):
+        DenoisingObjective(scheduler=DDPMScheduler(prediction_type="flow"))
+
+
+def test_a_batch_without_labels_or_a_model_with_other_channels_is_a_data_error():
+    with pytest.raises(DataError, match="no 'labels', only \\['images'\\]"):
+        FlowMatchingObjective(family=FAMILY)(
+            Recorder(), {"images": torch.zeros(2, 1, 8, 8)}, generator()
+        )
+
+    class Doubling(Recorder):
+        def forward(self, noisy, *_):
+            return torch.cat([noisy, noisy], dim=1)
+
+    with pytest.raises(DataError, match="learned variance"):
+        DenoisingObjective(family=Unconditional())(Doubling(), batch(), generator())

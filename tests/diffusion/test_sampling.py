@@ -1,0 +1,172 @@
+"""Sampling, on one rank and shared over ranks, against a loop written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
+from tests.support.models import tiny_unet
+
+from zerotune.diffusion import ClassConditional, images_to_grid, sample
+from zerotune.errors import InvalidValueError
+
+FAMILY = ClassConditional(null_label=10, dropout=0.1)
+LABELS = torch.tensor([3, 1, 4, 1, 5])
+
+
+def generator(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(model, **changes):
+    options = {
+        "scheduler": FlowMatchEulerDiscreteScheduler(),
+        "family": FAMILY,
+        "labels": LABELS,
+        "steps": 3,
+        "guidance_scale": 1.5,
+        "generator": generator(),
+    }
+    return sample(model, **(options | changes))
+
+
+class FakeGroup:
+    """One rank of two, whose partner's images were drawn before."""
+
+    def __init__(self, rank, other=None):
+        self.rank, self.world_size, self.other, self.sent = rank, 2, other, None
+
+    def agree(self, value, what):
+        pass
+
+    def gather(self, value):
+        self.sent = value
+        other = torch.zeros_like(value) if self.other is None else self.other
+        return [value, other] if self.rank == 0 else [other, value]
+
+
+class Ranked(torch.nn.Module):
+    """A model that counts its forward passes and belongs to a group, as an engine does."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, model, group):
+        super().__init__()
+        self.module, self.group, self.calls = model, group, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.module(*args, **kwargs)
+
+
+def test_guided_euler_sampling_is_the_loop_one_would_write():
+    model = tiny_unet().eval()
+    images = draw(model)
+
+    seeds = torch.randint(2**63 - 1, (5,), generator=generator()).tolist()
+    expected = torch.stack(
+        [torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3)
+    with torch.no_grad():
+        for time in scheduler.timesteps:
+            known = model(expected, time, class_labels=LABELS).sample
+            unknown = model(expected, time, class_labels=torch.full((5,), 10)).sample
+            guided = unknown + 1.5 * (known - unknown)
+            expected = scheduler.step(guided, time, expected).prev_sample
+    assert images.shape == (5, 1, 8, 8)
+    assert torch.allclose(images, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scheduler", [FlowMatchEulerDiscreteScheduler(), DDPMScheduler(), DDIMScheduler()]
+)
+def test_an_image_depends_on_its_number_only_not_on_the_batch_size(scheduler):
+    model = tiny_unet()
+    whole = draw(model, scheduler=scheduler)
+    in_twos = draw(model, scheduler=scheduler, batch_size=2)
+    assert torch.allclose(whole, in_twos, atol=1e-5)
+    assert torch.isfinite(whole).all()
+    assert not torch.allclose(whole, draw(model, scheduler=scheduler, generator=generator(6)))
+
+
+def test_two_ranks_draw_together_what_one_draws_in_equally_many_forward_passes():
+    alone = draw(tiny_unet())
+    second = Ranked(tiny_unet(), FakeGroup(rank=1))
+    draw(second)
+    first = Ranked(tiny_unet(), FakeGroup(rank=0, other=second.group.sent))
+    together = draw(first)
+    assert torch.allclose(together, alone, atol=1e-5)
+    assert first.group.sent.shape[0] == second.group.sent.shape[0] == 3
+    assert first.calls == second.calls == 3
+
+
+def test_more_ranks_than_images():
+    model = Ranked(tiny_unet(), FakeGroup(rank=1))
+    draw(model, labels=LABELS[:1])
+    assert model.calls == 3
+    assert model.group.sent.shape[0] == 1
+
+
+def test_the_model_comes_back_as_it_was_and_the_scheduler_too():
+    model, scheduler = tiny_unet().train(), FlowMatchEulerDiscreteScheduler()
+    draw(model, scheduler=scheduler)
+    assert model.training
+    assert len(scheduler.timesteps) == 1000
+
+
+def test_without_labels():
+    model = Ranked(tiny_unet(), None)
+    model.module.forward = lambda noisy, _: (noisy * 0.1,)
+    images = draw(model, family=None, labels=None, count=3, guidance_scale=1.0)
+    assert images.shape == (3, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"labels": None}, "count"),
+        ({"labels": None, "count": 2}, "labels"),
+        ({"count": 4}, "count"),
+        ({"steps": 0}, "steps"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"family": ClassConditional()}, "guidance_scale"),
+        ({"family": None}, "labels"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes, key):
+    with pytest.raises(InvalidValueError) as caught:
+        draw(tiny_unet(), **changes)
+    assert caught.value.key == key
+    assert caught.value.fix
+
+
+def test_a_model_without_configuration_needs_a_shape():
+    model = Ranked(torch.nn.Identity(), None)
+    with pytest.raises(InvalidValueError, match="shape"):
+        draw(model)
+
+
+def test_a_grid_is_made_of_the_images_enlarged_in_rows():
+    images = torch.full((5, 1, 2, 2), -1.0)
+    images[4, 0, 0, 1] = 7.0
+    grid = images_to_grid(images, columns=2, upscale=3, gap=1)
+    assert grid.mode == "L"
+    assert grid.size == (2 * 7 + 1, 3 * 7 + 1)
+    assert grid.getpixel((1, 1)) == 0
+    assert grid.getpixel((1, 15)) == 0
+    assert [grid.getpixel((x, 15)) for x in (3, 4, 6)] == [0, 255, 255]
+    assert grid.getpixel((8, 15)) == 255, "no sixth image"
+
+
+def test_a_grid_in_colour_with_labels_leaves_room_for_them():
+    grid = images_to_grid(torch.zeros(4, 3, 8, 8), columns=2, row_labels=("0", "1"), upscale=4)
+    assert grid.mode == "RGB"
+    plain = images_to_grid(torch.zeros(4, 3, 8, 8), columns=2, upscale=4)
+    margin = grid.width - plain.width
+    assert margin > 10
+    left = grid.crop((0, 0, margin, grid.height)).convert("L")
+    assert left.getextrema()[0] < 100, "no label was drawn"
+    with pytest.raises(InvalidValueError, match="images"):
+        images_to_grid(torch.zeros(4, 4, 8, 8), columns=2)
