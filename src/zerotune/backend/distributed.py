@@ -105,6 +105,16 @@ class ProcessGroup:
             # NCCL can neither name a missing rank nor move objects without a GPU.
             self._control = dist.new_group(backend="gloo", timeout=self._timeout)
 
+    @classmethod
+    def alone(cls) -> ProcessGroup:
+        """A group of this process only, whatever else runs; starts nothing."""
+        group = cls.__new__(cls)
+        group._timeout = timedelta(seconds=_DEFAULT_TIMEOUT_S)
+        group._owned = False
+        group.rank, group.world_size, group.local_rank = 0, 1, 0
+        group._control = None
+        return group
+
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""

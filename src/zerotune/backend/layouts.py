@@ -143,6 +143,24 @@ class ParameterLayout(ResidentLayout):
         )
 
 
+class ModuleLayout(ParameterLayout):
+    """A module nobody trains through an engine: weights only, no optimizer states."""
+
+    def __init__(self, *, module: torch.nn.Module) -> None:
+        # torch's base class refuses an empty list; a module without parameters has no states
+        # to look up either.
+        parameters = [p for _, p in trainable_parameters(module)] or [torch.zeros(0)]
+        super().__init__(module=module, optimizer=torch.optim.Optimizer(parameters, {}))
+
+    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        raise EngineError(
+            "a plain module has no optimizer whose states could be made",
+            key=self.addresses[slab].name,
+            value=names,
+            fix="use the engine's master weights",
+        )
+
+
 class HalfPrecisionLayout(ResidentLayout):
     """Stage 0 in bf16 or fp16: a flat fp32 copy per group, or one copy per parameter."""
 

@@ -45,6 +45,11 @@ class FragmentAddress:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def key(self) -> str:
+        """``name[start:stop]``: what this part is called wherever tensors are stored by name."""
+        return f"{self.name}[{self.start}:{self.stop}]"
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class Fragment:
@@ -163,6 +168,11 @@ class MasterWeights:
     def replicated(self) -> bool:
         """Whether every rank holds all fragments (no partitioning)."""
         return self._layout.replicated
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The processes that hold the weights together."""
+        return self._group
 
     @property
     def numel(self) -> int:
