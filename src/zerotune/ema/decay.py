@@ -1,0 +1,210 @@
+"""How much of the shadow each update keeps: pure functions of the step, apart from storage."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from zerotune.errors import InvalidValueError
+
+
+@runtime_checkable
+class DecaySchedule(Protocol):
+    """A decay for every step; any object with this one method will do."""
+
+    def at(self, step: int) -> float:
+        """Share of the shadow that step number ``step`` keeps.
+
+        Args:
+            step: Optimizer steps since averaging began, from 0.
+
+        Returns:
+            A number in [0, 1): 0 makes the shadow a copy of the weights.
+        """
+        ...
+
+
+def _number(value: Any, key: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InvalidValueError("must be a finite number", key=key, value=value)
+    return float(value)
+
+
+def _share(instance: Any, attribute: Any, value: Any) -> None:
+    key = f"{type(instance).__name__}.{attribute.name}"
+    number = _number(value, key)
+    if number == 1:
+        raise InvalidValueError(
+            "a shadow that keeps all of itself never moves",
+            key=key,
+            value=value,
+            fix="0.999 follows within thousands of steps, 0.9999 within tens of thousands",
+        )
+    if not 0 <= number < 1:
+        raise InvalidValueError("a decay lies in [0, 1)", key=key, value=value, fix="try 0.999")
+
+
+def _positive(instance: Any, attribute: Any, value: Any) -> None:
+    key = f"{type(instance).__name__}.{attribute.name}"
+    if _number(value, key) <= 0:
+        raise InvalidValueError("must be greater than zero", key=key, value=value)
+
+
+def _optional_positive(instance: Any, attribute: Any, value: Any) -> None:
+    if value is not None:
+        _positive(instance, attribute, value)
+
+
+@attrs.frozen(kw_only=True)
+class ConstantDecay:
+    """The same decay at every step."""
+
+    decay: float = attrs.field(validator=_share)
+    """Share of the shadow kept by one step."""
+
+    def at(self, step: int) -> float:  # noqa: ARG002 - the protocol's argument
+        """The decay, whatever the step."""
+        return self.decay
+
+
+@attrs.frozen(kw_only=True)
+class WarmupDecay:
+    """``1 - (1 + step / inverse_gamma) ** -power``, held between ``min_decay`` and ``decay``.
+
+    The formula of diffusers' ``EMAModel(use_ema_warmup=True)``: the first update copies the
+    weights. ``power`` 2/3 suits long runs (decay 0.999 after 31,600 steps, 0.9999 after a
+    million), 3/4 shorter ones (0.999 after 10,000, 0.9999 after 215,400).
+    """
+
+    decay: float = attrs.field(default=0.9999, validator=_share)
+    """Largest decay."""
+    inverse_gamma: float = attrs.field(default=1.0, validator=_positive)
+    """Steps by which the warm-up is stretched."""
+    power: float = attrs.field(default=2 / 3, validator=_positive)
+    """Exponent of the warm-up."""
+    min_decay: float = attrs.field(default=0.0, validator=_share)
+    """Smallest decay after the first update."""
+
+    def at(self, step: int) -> float:
+        """0 at step 0, then rising."""
+        if step <= 0:
+            return 0.0
+        # 1 - x ** -p loses every digit to cancellation while x is close to 1.
+        value = -math.expm1(-self.power * math.log1p(step / self.inverse_gamma))
+        return max(min(value, self.decay), self.min_decay)
+
+
+@attrs.frozen(kw_only=True)
+class RampDecay:
+    """``(1 + step) / (10 + step)``, held between ``min_decay`` and ``decay``.
+
+    What diffusers' ``EMAModel`` does without ``use_ema_warmup``.
+    """
+
+    decay: float = attrs.field(default=0.9999, validator=_share)
+    """Largest decay."""
+    min_decay: float = attrs.field(default=0.0, validator=_share)
+    """Smallest decay after the first update."""
+
+    def at(self, step: int) -> float:
+        """0 at step 0, then rising from 2/11."""
+        if step <= 0:
+            return 0.0
+        return max(min((1 + step) / (10 + step), self.decay), self.min_decay)
+
+
+@attrs.frozen(kw_only=True)
+class HalfLife:
+    """The decay under which a weight's share in the average halves every so often.
+
+    Give ``steps``, or ``samples`` with ``batch_size``::
+
+        HalfLife(steps=1000)
+        HalfLife(samples=500_000, batch_size=plan.train_batch_size)
+    """
+
+    steps: float | None = attrs.field(default=None, validator=_optional_positive)
+    """Optimizer steps until a contribution has halved."""
+    samples: float | None = attrs.field(default=None, validator=_optional_positive)
+    """Training samples until a contribution has halved."""
+    batch_size: float | None = attrs.field(default=None, validator=_optional_positive)
+    """Samples per optimizer step, all ranks together; with ``samples`` only."""
+
+    def __attrs_post_init__(self) -> None:
+        if (self.steps is None) == (self.samples is None):
+            raise InvalidValueError(
+                "needs either steps or samples",
+                key="HalfLife",
+                value=(self.steps, self.samples),
+                fix="HalfLife(steps=1000)",
+            )
+        if (self.samples is None) != (self.batch_size is None):
+            raise InvalidValueError(
+                "samples and batch_size go together",
+                key="HalfLife",
+                value=(self.samples, self.batch_size),
+                fix="HalfLife(samples=500_000, batch_size=plan.train_batch_size)",
+            )
+
+    @property
+    def in_steps(self) -> float:
+        """The half-life in optimizer steps."""
+        if self.samples is not None and self.batch_size is not None:
+            return self.samples / self.batch_size
+        return float(self.steps or 0.0)
+
+    def at(self, step: int) -> float:  # noqa: ARG002 - the protocol's argument
+        """``0.5 ** (1 / half-life in steps)``, whatever the step."""
+        return float(0.5 ** (1 / self.in_steps))
+
+
+def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
+    """A schedule: the given one, or a constant decay made of a number.
+
+    Raises:
+        InvalidValueError: It is neither, or the number lies outside [0, 1).
+    """
+    if isinstance(decay, (int, float)):
+        return ConstantDecay(decay=decay)
+    if isinstance(decay, DecaySchedule):
+        return decay
+    raise InvalidValueError(
+        "must be a number in [0, 1) or an object with at(step)",
+        key="decay",
+        value=decay,
+        fix="EMAShadow(decay=0.999) or EMAShadow(decay=WarmupDecay())",
+    )
+
+
+def decay_of_update(
+    schedule: DecaySchedule, *, step: int, update_every: int = 1, start_after: int = 0
+) -> float:
+    """The decay of an update that stands for the last ``update_every`` optimizer steps.
+
+    The product of the decays of those steps, ``decay ** update_every`` for a constant decay, so
+    that updating less often leaves the half-life as it is.
+
+    Args:
+        schedule: The decay of single steps.
+        step: Optimizer steps taken, this one included, from 1.
+        update_every: Steps since the last update.
+        start_after: Steps during which the shadow follows the weights exactly.
+
+    Returns:
+        A number in [0, 1); 0 where one of the steps copies the weights.
+
+    Raises:
+        InvalidValueError: The schedule left [0, 1).
+    """
+    product = 1.0
+    for past in range(step - update_every, step):
+        since_start = past - start_after
+        decay = schedule.at(since_start) if since_start >= 0 else 0.0
+        if not 0 <= decay < 1:
+            raise InvalidValueError(
+                f"{schedule!r} left [0, 1) at step {since_start}", key="decay", value=decay
+            )
+        product *= decay
+    return product

@@ -1,0 +1,314 @@
+"""``EMAShadow``: an fp32 average of this rank's share of the master weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerotune.backend.attaching import master_weights_of
+from zerotune.ema.arithmetic import exchange, squared_distance, squared_norm
+from zerotune.ema.checking import UpdateWatch, check_complete
+from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
+from zerotune.errors import EMAError, InvalidValueError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from zerotune.backend.master_weights import Fragment, MasterWeights
+
+_CHECKED_UPDATES = 3
+"""Updates that moved the shadow and are checked to have moved it towards the weights."""
+
+
+class EMAShadow:
+    """An exponential moving average of an engine's fp32 master weights.
+
+    Each rank averages the fragments it owns, in fp32 on the CPU: nothing is gathered, and where
+    offload keeps the master weights in host RAM nothing crosses the bus. It costs 4 bytes per
+    element this rank owns::
+
+        ema = EMAShadow(decay=0.999).attach(engine)
+        for batch in data:
+            ...
+            if engine.step().applied:
+                ema.step()
+        with ema.swapped_in():
+            validate(engine)
+
+    Args:
+        decay: Share of the shadow one optimizer step keeps: a number or a schedule of
+            ``zerotune.ema.decay``.
+        update_every: Optimizer steps per update; the decay is corrected for it.
+        start_after: Optimizer steps during which the shadow follows the weights exactly.
+
+    Raises:
+        InvalidValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        decay: DecaySchedule | float = 0.9999,
+        update_every: int = 1,
+        start_after: int = 0,
+    ) -> None:
+        self._schedule = as_schedule(decay)
+        self._update_every = _whole(update_every, "update_every", least=1)
+        self._start_after = _whole(start_after, "start_after", least=0)
+        self._master: MasterWeights | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._exchanged: set[str] = set()
+        self._swapped = False
+        self._steps = self._checked = 0
+
+    def attach(self, source: Any) -> Self:
+        """Start from the weights of ``source`` as they are now.
+
+        Collective: every rank must call it.
+
+        Args:
+            source: A zerotune engine, its ``master_weights``, a ``deepspeed.DeepSpeedEngine``,
+                or a ``torch.nn.Module`` with fp32 parameters.
+
+        Returns:
+            This shadow.
+
+        Raises:
+            EMAError: It is attached already, or the ranks do not hold every element of every
+                trainable parameter between them.
+            EngineError: ``source`` has no master weights.
+        """
+        if self._master is not None:
+            raise EMAError("is attached already", key="EMAShadow", fix="make one shadow per engine")
+        master = master_weights_of(source)
+        self._tensors = _copy_of(master)
+        check_complete(master, self._tensors)
+        self._master = master
+        return self
+
+    @property
+    def attached(self) -> bool:
+        """Whether ``attach`` has been called."""
+        return self._master is not None
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the model runs on the averaged weights now."""
+        return self._swapped
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps seen."""
+        return self._steps
+
+    @property
+    def decay(self) -> float:
+        """Decay of the latest update; 0.0 before the first."""
+        update = self._steps - self._steps % self._update_every
+        return self._decay_at(update) if update else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank's shadow: 4 bytes per element it owns."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take in the weights after one applied optimizer step.
+
+        Raises:
+            EMAError: Not attached, swapped in, or one of the first updates left the shadow
+                farther from the weights than it was.
+        """
+        master = self._ready("step()")
+        self._steps += 1
+        if self._steps % self._update_every:
+            return
+        decay = self._decay_at(self._steps)
+        watch = UpdateWatch(decay=decay) if self._checked < _CHECKED_UPDATES else None
+        for fragment in master.read():
+            shadow = self._of(fragment)
+            value = fragment.value.to(shadow.device)
+            if watch is not None:
+                watch.before(shadow, value)
+            shadow.lerp_(value, 1.0 - decay)
+            if watch is not None:
+                watch.after(shadow, value)
+        self._checked += watch is not None and watch.verdict()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Run the model on the averaged weights inside the block.
+
+        Master weights and shadow change places in memory, so there is no third copy; leaving
+        puts both back bit for bit, also when the block raises. Collective: every rank must
+        enter and leave.
+
+        Raises:
+            EMAError: Not attached, or swapped in already.
+        """
+        master = self._ready("swapped_in()")
+        try:
+            self._swapped = True
+            self._exchange(master, to_shadow=True)
+            yield
+        finally:
+            self._exchange(master, to_shadow=False)
+            self._swapped = False
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and full averaged tensor of every trainable parameter, one in memory at a time.
+
+        Collective: every rank must exhaust it.
+
+        Yields:
+            Name and fp32 CPU tensor in the parameter's shape, in an order all ranks share.
+        """
+        master = self._attached()
+
+        def averaged(fragment: Fragment) -> torch.Tensor:
+            return fragment.value if self._swapped else self._of(fragment)
+
+        yield from master.gather(averaged)
+
+    def distance(self) -> float:
+        """Relative L2 distance of shadow and master weights, over all ranks.
+
+        Collective: every rank must call it.
+
+        Returns:
+            ``|shadow - weights| / |weights|``; 0 when they are equal.
+        """
+        master = self._ready("distance()")
+        apart = norm = 0.0
+        for fragment in master.read():
+            shadow = self._of(fragment)
+            value = fragment.value.to(shadow.device)
+            apart += squared_distance(shadow, value)
+            norm += squared_norm(value)
+        if not master.replicated:
+            parts = master.group.gather((apart, norm))
+            apart, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        return math.sqrt(apart / norm) if norm else math.sqrt(apart)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """This rank's share, by ``name[start:stop]``, and ``steps``; views, not copies.
+
+        Raises:
+            EMAError: Not attached, or swapped in: the shadow then holds the trained weights.
+        """
+        self._ready("state_dict()")
+        return {**self._tensors, "steps": torch.tensor(self._steps)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what ``state_dict`` gave on this rank of the same engine.
+
+        One tensor of ``state`` is looked up at a time, so a mapping may read them from disk.
+
+        Raises:
+            EMAError: Not attached, swapped in, or other parts than this rank owns; nothing has
+                been changed then. Or a part of another size; those before it are loaded.
+        """
+        self._ready("load_state_dict()")
+        wanted, given = {*self._tensors, "steps"}, set(state)
+        if wanted != given:
+            raise EMAError(
+                f"belongs to other weights (missing {_few(wanted - given)}, "
+                f"unexpected {_few(given - wanted)})",
+                key="state",
+                fix="load it into the model, plan and world size it was saved from",
+            )
+        for key, tensor in self._tensors.items():
+            saved = state[key]
+            if saved.numel() != tensor.numel():
+                raise EMAError(f"has {saved.numel()} elements instead of {tensor.numel()}", key=key)
+            tensor.copy_(saved.view(-1))
+        self._steps = int(state["steps"])
+
+    def explain(self) -> str:
+        """What is averaged, how fast, and what it costs, as text."""
+        every = f", every {self._update_every} steps" if self._update_every > 1 else ""
+        after = f", after {self._start_after} steps" if self._start_after else ""
+        lines = [f"EMA: {self._schedule!r}{every}{after}"]
+        if self._master is not None:
+            elements = sum(tensor.numel() for tensor in self._tensors.values())
+            lines.append(
+                f"  {elements:,} fp32 elements of this rank on the CPU "
+                f"({self.nbytes / 2**20:,.1f} MiB), {self._steps} steps seen, "
+                f"decay now {self.decay:.6g}"
+            )
+        return "\n".join(lines)
+
+    def _decay_at(self, step: int) -> float:
+        return decay_of_update(
+            self._schedule,
+            step=step,
+            update_every=self._update_every,
+            start_after=self._start_after,
+        )
+
+    def _of(self, fragment: Fragment) -> torch.Tensor:
+        return self._tensors[fragment.address.key]
+
+    def _attached(self) -> MasterWeights:
+        if self._master is None:
+            raise EMAError(
+                "is not attached to any weights",
+                key="EMAShadow",
+                fix="ema = EMAShadow(decay=0.999).attach(engine)",
+            )
+        return self._master
+
+    def _ready(self, what: str) -> MasterWeights:
+        master = self._attached()
+        if self._swapped:
+            raise EMAError(
+                "the shadow holds the trained weights while it is swapped in",
+                key=what,
+                fix="leave `with ema.swapped_in()` first",
+            )
+        return master
+
+    def _exchange(self, master: MasterWeights, *, to_shadow: bool) -> None:
+        # What has changed places is remembered one by one: when bringing a sub-group in fails
+        # half way, going back must touch only those that moved.
+        with torch.no_grad(), master.editing() as fragments:
+            for fragment in fragments:
+                key = fragment.address.key
+                if (key in self._exchanged) == to_shadow:
+                    continue
+                exchange(fragment.value, self._tensors[key])
+                self._exchanged ^= {key}
+
+
+def _copy_of(master: MasterWeights) -> dict[str, torch.Tensor]:
+    tensors = {}
+    # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
+    buffer = torch.empty(master.numel, dtype=torch.float32)
+    parts = torch.split(buffer, [address.numel for address in master.addresses])
+    for fragment, part in zip(master.read(), parts, strict=True):
+        if fragment.value.numel() != part.numel():
+            raise EMAError(
+                f"holds {fragment.value.numel()} elements instead of {part.numel()}",
+                key=fragment.address.key,
+                fix="report this with the model's class and the plan",
+            )
+        part.copy_(fragment.value)
+        tensors[fragment.address.key] = part
+    return tensors
+
+
+def _few(keys: set[str], most: int = 3) -> str:
+    shown = ", ".join(sorted(keys)[:most]) or "nothing"
+    return f"{shown} and {len(keys) - most} more" if len(keys) > most else shown
+
+
+def _whole(value: Any, key: str, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidValueError(f"must be a whole number, {least} or more", key=key, value=value)
+    return value
