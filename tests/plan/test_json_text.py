@@ -39,11 +39,14 @@ def test_everything_json_writes_is_read_as_json_reads_it(value, ascii_only, inde
 @settings(deadline=None)
 @given(st.text())
 def test_any_text_is_read_or_refused_with_a_place_inside_it(text):
+    refusal = None
     try:
         parse_json(text, source="x")
     except PlanSyntaxError as error:
-        assert 1 <= error.line <= text.count("\n") + 1
-        assert error.column >= 1
+        refusal = error
+    if refusal is not None:
+        assert 1 <= refusal.line <= text.count("\n") + 1
+        assert refusal.column >= 1
 
 
 @settings(deadline=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -134,10 +133,11 @@ class DeepSpeedPlan(Section):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
         """Read a file by its suffix: ``.yaml`` and ``.yml`` as accelerate's, else JSON."""
+        from pathlib import Path
+
         file = Path(path)
-        return (
-            cls.from_yaml(file) if file.suffix.lower() in (".yaml", ".yml") else cls.from_json(file)
-        )
+        yaml = file.suffix.lower() in (".yaml", ".yml")
+        return cls.from_yaml(file) if yaml else cls.from_json(file)
 
     @classmethod
     def build(

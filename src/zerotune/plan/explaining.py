@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerotune.decisions import Decision, render_decisions
+from zerotune.plan.filling import DEEPSPEED_DEFAULT
 
 if TYPE_CHECKING:
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
@@ -120,8 +122,15 @@ def _plain(value: Any) -> Any:
 
 
 def _decision_lines(decisions: Iterable[Decision]) -> list[str]:
-    ordered = list(decisions)
-    return ["decisions:", render_decisions(ordered)] if ordered else []
+    everything = list(decisions)
+    defaults = [decision for decision in everything if decision.reason == DEEPSPEED_DEFAULT]
+    told = [decision for decision in everything if decision.reason != DEEPSPEED_DEFAULT]
+    lines = ["decisions:", render_decisions(told)] if told else []
+    if defaults:
+        keys = ", ".join(f"{decision.key} = {decision.after}" for decision in defaults)
+        lines.append("written as DeepSpeed 0.19.8 has them by default, because defaults move:")
+        lines.extend(textwrap.wrap(keys, 96, initial_indent="  ", subsequent_indent="  "))
+    return lines
 
 
 def _batch(train: Any, micro: Any, accumulation: Any, world: str) -> str:

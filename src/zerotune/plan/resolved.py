@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -180,6 +178,9 @@ class ResolvedPlan:
         Raises:
             UnresolvedPlanError: As in ``to_deepspeed``, swap folders excepted.
         """
+        import hashlib
+        import json
+
         from zerotune.plan.rendering import render
 
         content = {"config": render(self, folders=False), "world_size": self.world_size}

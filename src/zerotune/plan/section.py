@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
@@ -182,6 +181,8 @@ def located(prefix: str) -> Iterator[None]:
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """The error for a key nobody knows, with the nearest known ones."""
+    import difflib
+
     guesses = difflib.get_close_matches(name.lower(), sorted(known), n=2, cutoff=0.6)
     meant = _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
     fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerotune.errors import PlanConflictError
+from zerotune.plan import DeepSpeedPlan, LaunchSection, RunFacts
+from zerotune.plan.batching import Batch, solve_batch
+
+AUTO = "auto"
+
+
+def solve(train=None, micro=None, accumulation=None, *, world_size=1, **run):
+    plan = DeepSpeedPlan(
+        train_batch_size=train,
+        train_micro_batch_size_per_gpu=micro,
+        gradient_accumulation_steps=accumulation,
+    )
+    return solve_batch(plan, run=RunFacts(**run), world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("written", "world_size", "run", "solved"),
+    [
+        ((8, 2, 4), 1, {}, (8, 2, 4)),
+        ((16, 2, 4), 2, {}, (16, 2, 4)),
+        ((8, 2, None), 2, {}, (8, 2, 2)),
+        ((8, 2, AUTO), 4, {}, (8, 2, 1)),
+        ((8, None, 4), 2, {}, (8, 1, 4)),
+        ((8, None, None), 2, {}, (8, 4, 1)),
+        ((8, AUTO, AUTO), 1, {"micro_batch_size": 2}, (8, 2, 4)),
+        ((8, AUTO, AUTO), 1, {"gradient_accumulation_steps": 2}, (8, 4, 2)),
+        ((None, 2, 4), 2, {}, (16, 2, 4)),
+        ((AUTO, AUTO, AUTO), 3, {}, (3, 1, 1)),
+        ((None, None, 4), 1, {}, (4, 1, 4)),
+        (
+            (None, None, None),
+            2,
+            {"micro_batch_size": 3, "gradient_accumulation_steps": 2},
+            (12, 3, 2),
+        ),
+    ],
+)
+def test_missing_numbers_are_solved(written, world_size, run, solved):
+    batch, _ = solve(*written, world_size=world_size, **run)
+    assert (batch.train, batch.micro, batch.accumulation) == solved
+
+
+def test_what_is_filled_is_recorded_with_its_arithmetic():
+    _, decisions = solve(8, 2, AUTO, world_size=2)
+    (decision,) = decisions
+    assert decision.key == "gradient_accumulation_steps"
+    assert (decision.before, decision.after) == (AUTO, 2)
+    assert "train batch 8 / (micro batch 2 x world size 2)" in decision.reason
+
+
+def test_a_micro_batch_of_one_is_recorded_when_nothing_is_written():
+    batch, decisions = solve()
+    assert batch == Batch(train=1, micro=1, accumulation=1)
+    assert [d.key for d in decisions] == [
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "train_batch_size",
+    ]
+
+
+def test_reference_a_above_one_process_is_an_error_that_says_what_to_change():
+    with pytest.raises(PlanConflictError) as caught:
+        solve(8, 2, 4, world_size=2)
+    message = str(caught.value)
+    assert message.startswith("train_batch_size = 8: 8 != 2 (train_micro_batch_size_per_gpu)")
+    assert "x 4 (gradient_accumulation_steps) x 2 (world size)" in message
+    assert "hold at world size 1" in message
+    for change in (
+        "train_batch_size = 16",
+        "gradient_accumulation_steps = 2",
+        "train_micro_batch_size_per_gpu = 1",
+    ):
+        assert change in caught.value.fix
+
+
+def test_numbers_that_hold_nowhere_say_so():
+    with pytest.raises(PlanConflictError, match="hold at no world size"):
+        solve(7, 2, 4)
+
+
+def test_an_uneven_share_lists_the_world_sizes_that_work():
+    with pytest.raises(PlanConflictError) as caught:
+        solve(12, 2, None, world_size=5)
+    assert "it can at world size 1, 2, 3, 6" in caught.value.reason
+    with pytest.raises(PlanConflictError, match="at no world size"):
+        solve(7, 2, None)
+
+
+def test_a_huge_batch_is_refused_quickly():
+    with pytest.raises(PlanConflictError):
+        solve(2**62, None, 3, world_size=7)
+
+
+def test_what_the_run_asks_does_not_overrule_the_file_in_silence():
+    batch, decisions = solve(8, 2, 4, micro_batch_size=8, gradient_accumulation_steps=1)
+    assert batch.micro == 2
+    assert [(d.key, d.before, d.after, d.severity) for d in decisions] == [
+        ("train_micro_batch_size_per_gpu", 8, 2, "warning"),
+        ("gradient_accumulation_steps", 1, 4, "warning"),
+    ]
+
+
+def test_accumulation_from_the_launchers_file_fills_what_the_plan_leaves_open():
+    plan = DeepSpeedPlan(launch=LaunchSection(gradient_accumulation_steps=4))
+    assert solve_batch(plan, run=RunFacts(), world_size=1)[0].accumulation == 4
+    run = RunFacts(gradient_accumulation_steps=2)
+    assert solve_batch(plan, run=run, world_size=1)[0].accumulation == 2
+
+
+NUMBERS = st.none() | st.just(AUTO) | st.integers(1, 64)
+
+
+@settings(deadline=None)
+@given(NUMBERS, NUMBERS, NUMBERS, st.integers(1, 9), st.none() | st.integers(1, 8))
+def test_a_solution_holds_and_keeps_what_was_written(train, micro, accumulation, world, run_micro):
+    try:
+        batch, _ = solve(train, micro, accumulation, world_size=world, micro_batch_size=run_micro)
+    except PlanConflictError:
+        return
+    assert batch.train == batch.micro * batch.accumulation * world
+    for written, solved in zip(
+        (train, micro, accumulation), (batch.train, batch.micro, batch.accumulation), strict=True
+    ):
+        assert written in (None, AUTO, solved)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 9))
+def test_every_change_an_error_proposes_works(train, micro, accumulation, world):
+    try:
+        solve(train, micro, accumulation, world_size=world)
+    except PlanConflictError as error:
+        names = {
+            "train_batch_size": 0,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+        }
+        proposals = re.findall(r"(\w+) = (\d+)", error.fix)
+        assert proposals
+        for name, value in proposals:
+            numbers = [train, micro, accumulation]
+            numbers[names[name]] = int(value)
+            solve(*numbers, world_size=world)

@@ -1,0 +1,48 @@
+"""The plan layer is values: it loads neither torch nor deepspeed, and loads fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, sys, time
+before = set(sys.modules)
+start = time.process_time()
+import zerotune.plan
+seconds = time.process_time() - start
+loaded = sorted({name.partition('.')[0] for name in set(sys.modules) - before})
+from zerotune.plan import DeepSpeedPlan
+DeepSpeedPlan.from_json('{"zero_optimization": {"stage": 2}}').explain()
+after = sorted({name.partition('.')[0] for name in set(sys.modules) - before})
+print(json.dumps({"seconds": seconds, "loaded": loaded, "after": after}))
+"""
+HEAVY = {"torch", "deepspeed", "accelerate", "diffusers", "numpy", "safetensors", "yaml"}
+
+
+def measure(cache: Path) -> dict[str, object]:
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    return json.loads(result.stdout)
+
+
+def test_importing_and_reading_a_plan_loads_nothing_heavy(tmp_path):
+    measured = measure(tmp_path)
+    assert not HEAVY & set(measured["loaded"])
+    assert not HEAVY & set(measured["after"])
+
+
+def test_importing_takes_less_than_100_ms(tmp_path):
+    # The fastest of a few, in processor time and with compiled files, as users have them: what
+    # the code costs, not what the machine does besides.
+    assert min(measure(tmp_path)["seconds"] for _ in range(6)) < 0.1

@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection
+from zerotune.plan.kinds import AUTO
+from zerotune.platform import DeepSpeedSupport, Platform
+
+BF16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+
+
+def zero(**keys):
+    return {**BF16, "zero_optimization": keys}
+
+
+def resolve(config, platform, **kwargs):
+    return DeepSpeedPlan.from_dict(config).resolve(platform=platform, **kwargs)
+
+
+def decision(resolved, key):
+    (found,) = [each for each in resolved.decisions if each.key == key]
+    return found
+
+
+def warnings(resolved):
+    return [each.key for each in resolved.decisions if each.severity == "warning"]
+
+
+def test_reference_a_resolves_and_says_that_offload_param_is_ignored(reference_a, cuda):
+    resolved = resolve(reference_a, cuda)
+    assert resolved.stage == 2
+    assert resolved.offload_optimizer == "cpu"
+    assert resolved.offload_param == "none"
+    assert (resolved.train_batch_size, resolved.micro_batch_size) == (8, 2)
+    assert resolved.gradient_accumulation_steps == 4
+    assert resolved.gradient_clipping == 1.0
+    assert resolved.precision == "fp32"
+    assert warnings(resolved) == ["zero_optimization.offload_param"]
+    assert "ignores offload_param below stage 3" in resolved.decisions[0].reason
+
+
+def test_reference_a_on_the_cpu_accelerator_pins_nothing(reference_a, cpu):
+    resolved = resolve(reference_a, cpu)
+    assert resolved.plan.zero_optimization.offload_optimizer.pin_memory is False
+    found = decision(resolved, "zero_optimization.offload_optimizer.pin_memory")
+    assert (found.before, found.after) == (True, False)
+
+
+def test_reference_a_at_two_processes_is_a_conflict(reference_a, cuda):
+    with pytest.raises(PlanConflictError, match=r"8 != 2 .* x 4 .* x 2"):
+        resolve(reference_a, cuda, world_size=2)
+
+
+def test_reference_b_keeps_the_users_buffer(reference_b, cuda, unet):
+    resolved = resolve(reference_b, cuda, model=unet)
+    section = resolved.plan.zero_optimization.offload_param
+    assert section.buffer_size == 100_000_000
+    assert section.pin_memory is True
+    assert resolved.nvme_paths == {"param": "/mnt/nvme"}
+    assert resolved.stage == 3
+
+
+def test_reference_c_takes_its_precision_from_the_launcher(reference_c, cuda, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(reference_c)
+    resolved = DeepSpeedPlan.from_yaml(file).resolve(platform=cuda)
+    assert resolved.stage == 1
+    assert resolved.precision == "bf16"
+    assert resolved.gradient_accumulation_steps == 4
+    assert resolved.micro_batch_size == 1
+    assert resolved.plan.bf16.enabled is True
+
+
+def test_every_behaviour_key_is_explicit_at_its_stage(cuda, unet):
+    for stage in (1, 2, 3):
+        written = resolve(zero(stage=stage), cuda, model=unet).plan.zero_optimization.to_dict()
+        names = {attribute.name for attribute in attrs.fields(ZeroSection)}
+        high = {name for name in names if name.startswith(("stage3_", "zero_"))}
+        high |= {"sub_group_size", "memory_efficient_linear"}
+        low = {
+            "allgather_partitions",
+            "allgather_bucket_size",
+            "use_multi_rank_bucket_allreduce",
+            "round_robin_gradients",
+            "ignore_unused_parameters",
+        }
+        absent = {"offload_param", "offload_optimizer", "extra", *(low if stage == 3 else high)}
+        assert written.keys() == names - absent
+
+
+def test_stage_0_writes_nothing_but_the_stage(cuda):
+    resolved = resolve(zero(stage=0, reduce_bucket_size=5), cuda)
+    assert resolved.plan.zero_optimization.to_dict() == {"stage": 0}
+    assert decision(resolved, "zero_optimization.reduce_bucket_size").before == 5
+
+
+def test_no_zero_section_is_stage_0(cuda):
+    assert resolve(BF16, cuda).plan.zero_optimization.to_dict() == {"stage": 0}
+
+
+def test_numbers_the_user_wrote_stand(cuda, unet):
+    written = {
+        "stage": 3,
+        "overlap_comm": False,
+        "reduce_bucket_size": 7,
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_max_live_parameters": 3,
+        "sub_group_size": 11,
+    }
+    result = resolve(zero(**written), cuda, model=unet).plan.zero_optimization.to_dict()
+    assert written.items() <= result.items()
+
+
+def test_auto_everywhere_is_filled(cuda, unet):
+    section = {
+        "stage": AUTO,
+        "offload_optimizer": {"device": "cpu", "pin_memory": AUTO, "buffer_count": AUTO},
+        "overlap_comm": AUTO,
+        "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+    }
+    config = {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": AUTO,
+        "gradient_clipping": AUTO,
+        "bf16": {"enabled": AUTO},
+        "zero_optimization": section,
+        "steps_per_print": AUTO,
+        "wall_clock_breakdown": AUTO,
+        "zero_allow_untested_optimizer": AUTO,
+    }
+    resolved = resolve(config, cuda, model=unet)
+    assert resolved.stage == 2
+    assert "'auto'" not in str(resolved.to_deepspeed())
+    assert "zero_optimization.stage" in warnings(resolved)
+    assert resolved.plan.zero_optimization.stage3_prefetch_bucket_size is None
+
+
+@pytest.mark.parametrize(
+    "section", [{"offload_param": {"device": "cpu"}}, {"offload_optimizer": {"device": "nvme"}}]
+)
+def test_an_automatic_stage_follows_what_is_offloaded(section, cuda):
+    assert resolve(zero(stage=AUTO, **section), cuda).stage == 3
+
+
+def test_an_automatic_device_stays_on_the_device_and_says_so(cuda):
+    resolved = resolve(zero(stage=2, offload_optimizer={"device": AUTO}), cuda)
+    assert resolved.offload_optimizer == "none"
+    assert warnings(resolved) == ["zero_optimization.offload_optimizer.device"]
+
+
+def test_buckets_follow_the_model(cuda):
+    model = ModelFacts.from_shapes([("a", (40_000, 1_000)), ("b", (10,))])
+    section = resolve(zero(stage=2), cuda, model=model).plan.zero_optimization
+    assert section.reduce_bucket_size == section.allgather_bucket_size == 40_000_000
+
+
+def test_a_small_model_is_really_partitioned_at_stage_3(cuda, unet):
+    resolved = resolve(zero(stage=3), cuda, model=unet)
+    threshold = resolved.plan.zero_optimization.stage3_param_persistence_threshold
+    kept = sum(p.numel for p in unet.parameters if p.numel <= threshold)
+    assert 0 < kept <= 0.01 * unet.numel
+    found = decision(resolved, "zero_optimization.stage3_param_persistence_threshold")
+    assert f"{kept:,} of {unet.numel:,} elements" in found.reason
+
+
+def test_nvme_buffers_follow_the_largest_partition(cuda, unet):
+    config = zero(stage=3, offload_param={"device": "nvme"}, offload_optimizer={"device": "nvme"})
+    for world_size in (1, 2):
+        section = resolve(config, cuda, model=unet, world_size=world_size).plan.zero_optimization
+        assert section.offload_param.buffer_size == unet.largest // world_size
+        assert section.offload_param.max_in_cpu == 0
+        assert section.offload_optimizer.buffer_count == 4
+        assert section.sub_group_size <= 100_000_000
+
+
+def test_pipelined_swapping_gets_more_buffers(cuda):
+    config = zero(stage=3, offload_optimizer={"device": "nvme", "pipeline_read": True})
+    assert resolve(config, cuda).plan.zero_optimization.offload_optimizer.buffer_count == 12
+
+
+def test_a_buffer_too_small_for_the_model_names_the_largest_partition(cuda, unet):
+    config = zero(stage=3, offload_param={"device": "nvme", "buffer_size": 1_000_000})
+    with pytest.raises(InvalidValueError) as caught:
+        resolve(config, cuda, model=unet)
+    assert caught.value.key == "zero_optimization.offload_param.buffer_size"
+    assert caught.value.value == 1_000_000
+    assert "down.2.conv2.weight (512 x 512 x 3 x 3) = 2359296" in caught.value.reason
+    assert "2359296" in caught.value.fix
+
+
+def test_a_buffer_may_be_small_when_nothing_that_large_is_swapped(cuda):
+    model = ModelFacts.from_shapes([("a", (1000, 100))])
+    config = zero(stage=3, offload_param={"device": "nvme", "buffer_size": 10})
+    assert resolve(config, cuda, model=model).offload_param == "nvme"
+
+
+def test_aio_is_written_only_where_something_swaps(cuda, cpu):
+    assert resolve(zero(stage=3), cuda).plan.aio is None
+    resolved = resolve(zero(stage=3, offload_optimizer={"device": "nvme"}), cuda)
+    assert resolved.plan.aio.to_dict() == {
+        "block_size": 1_048_576,
+        "queue_depth": 8,
+        "intra_op_parallelism": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    }
+    on_cpu = resolve({**zero(stage=3), "aio": {"use_gds": True, "queue_depth": 32}}, cpu)
+    assert on_cpu.plan.aio.use_gds is False
+    assert on_cpu.plan.aio.queue_depth == 32
+
+
+def test_settings_of_a_device_that_is_not_used_are_left_out(cuda):
+    config = zero(stage=3, offload_param={"device": "cpu", "nvme_path": "/x", "buffer_size": 5})
+    resolved = resolve(config, cuda)
+    assert resolved.plan.zero_optimization.offload_param.to_dict() == {
+        "device": "cpu",
+        "pin_memory": True,
+    }
+    assert decision(resolved, "zero_optimization.offload_param.nvme_path").before == "/x"
+
+
+def test_without_deepspeed_zero_is_dropped_with_the_platforms_reason(reference_a):
+    platform = Platform.synthetic(
+        "mps",
+        deepspeed=DeepSpeedSupport(
+            available=False,
+            accelerator=None,
+            reason="DeepSpeed does not run on macOS",
+            fix="use Linux",
+        ),
+    )
+    resolved = resolve({**reference_a, "aio": {"queue_depth": 4}}, platform)
+    assert not resolved.uses_deepspeed
+    assert resolved.stage == 0
+    assert resolved.offload_optimizer == resolved.offload_param == "none"
+    assert resolved.plan.zero_optimization is None
+    assert warnings(resolved) == [
+        "zero_optimization.offload_optimizer",
+        "zero_optimization.offload_param",
+        "zero_optimization",
+        "aio",
+    ]
+    for each in resolved.decisions[:4]:
+        assert each.reason == "DeepSpeed does not run on macOS; use Linux"
+    assert resolved.train_batch_size == 8
+    assert resolved.gradient_clipping == 1.0
+    assert resolved.plan.optimizer.type == "AdamW"
+
+
+def test_without_deepspeed_zero_rules_do_not_apply(no_deepspeed):
+    config = zero(stage=1, offload_optimizer={"device": "nvme"})
+    assert not resolve(config, no_deepspeed).uses_deepspeed
+
+
+def test_a_missing_deepspeed_is_reported_even_when_nothing_is_dropped(no_deepspeed):
+    assert warnings(resolve(BF16, no_deepspeed)) == ["engine"]
+
+
+def test_deepspeed_can_be_switched_off(cuda):
+    resolved = resolve(zero(stage=2), cuda, deepspeed=False)
+    assert not resolved.uses_deepspeed
+    assert decision(resolved, "zero_optimization").reason == "DeepSpeed was switched off"
+    assert warnings(resolve(BF16, cuda, deepspeed=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "run", "clipping"),
+    [
+        ({"gradient_clipping": 0.5}, {}, 0.5),
+        ({"gradient_clipping": 0}, {}, 0.0),
+        ({"gradient_clipping": AUTO}, {"gradient_clipping": 0.3}, 0.3),
+        ({}, {"gradient_clipping": 0.0}, 0.0),
+        ({}, {}, 1.0),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 0.7}}}, {}, 0.7),
+        ({"deepspeed_config": {}, "max_grad_norm": 0.2}, {}, 0.2),
+    ],
+)
+def test_clipping(config, run, clipping, cuda):
+    assert resolve(config, cuda, run=RunFacts(**run)).gradient_clipping == clipping
+
+
+def test_a_run_that_asks_for_other_clipping_is_told(cuda):
+    resolved = resolve({"gradient_clipping": 1.0}, cuda, run=RunFacts(gradient_clipping=0.5))
+    assert resolved.gradient_clipping == 1.0
+    assert warnings(resolved) == ["gradient_clipping"]
+
+
+def test_saving_16_bit_weights_follows_the_launcher(cuda, tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("deepspeed_config: {zero_stage: 3, zero3_save_16bit_model: true}")
+    section = DeepSpeedPlan.from_yaml(file).resolve(platform=cuda).plan.zero_optimization
+    assert section.stage3_gather_16bit_weights_on_model_save is True
+
+
+def test_auto_in_a_key_zerotune_does_not_fill_is_named(cuda):
+    with pytest.raises(UnresolvedPlanError) as caught:
+        resolve({**BF16, "communication_data_type": AUTO}, cuda)
+    assert caught.value.key == "communication_data_type"
+
+
+def test_auto_that_deepspeed_understands_passes(cuda):
+    config = {**BF16, "data_types": {"keep_in_fp32_modules": AUTO}, "_note": AUTO}
+    assert resolve(config, cuda).plan.extra["data_types"] == {"keep_in_fp32_modules": AUTO}
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.0, True, "2"])
+def test_a_world_size_that_is_none_is_refused(world_size, cuda):
+    with pytest.raises(InvalidValueError) as caught:
+        resolve(BF16, cuda, world_size=world_size)
+    assert caught.value.key == "world_size"
+
+
+def test_resolving_is_deterministic_and_keeps_the_request(reference_a, cuda, unet):
+    plan = DeepSpeedPlan.from_dict(reference_a)
+    first = plan.resolve(platform=cuda, model=unet)
+    assert first == plan.resolve(platform=cuda, model=unet)
+    assert first.requested is plan
+    assert plan.to_deepspeed() == reference_a
+
+
+def test_a_resolved_plan_resolves_to_itself(reference_b, cuda, unet):
+    resolved = resolve(reference_b, cuda, model=unet)
+    again = resolved.plan.resolve(platform=cuda, model=unet)
+    assert again.plan == resolved.plan
+
+
+def test_the_machine_is_detected_when_none_is_given(monkeypatch, reference_a, cpu):
+    import zerotune.platform
+
+    monkeypatch.setattr(zerotune.platform, "detect_platform", lambda: cpu)
+    assert DeepSpeedPlan.from_dict(reference_a).resolve().platform is cpu
