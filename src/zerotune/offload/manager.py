@@ -86,6 +86,7 @@ class OffloadManager:
         rank: int = 0,
         world_size: int | None = None,
         barrier: Barrier | None = None,
+        share: Share | None = None,
     ) -> Iterator[Lease]:
         """Hold a swap folder of this run's own for as long as the ``with`` block runs.
 
@@ -99,6 +100,7 @@ class OffloadManager:
             rank: Global rank of this process.
             world_size: Number of ranks; the plan's when not given.
             barrier: Waits for all ranks; called when the block ends without an exception.
+            share: Used when the manager was made without one.
 
         Yields:
             The lease, whose ``plan`` is the one to hand to the engine.
@@ -115,7 +117,7 @@ class OffloadManager:
             yield Lease(plan=resolved, decisions=self._unused())
             return
         owner = os.getpid()
-        lease, directories = self._open(resolved, targets, rank)
+        lease, directories = self._open(resolved, targets, rank, self._share or share)
         announce(lease.decisions, rank=rank)
         try:
             yield lease
@@ -128,43 +130,32 @@ class OffloadManager:
             _close(lease, directories, barrier)
 
     def _open(
-        self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int
+        self,
+        resolved: ResolvedPlan,
+        targets: tuple[Target, ...],
+        rank: int,
+        share: Share | None,
     ) -> tuple[Lease, tuple[SwapDirectory, ...]]:
         if rank != 0:
-            run_id = self._receive()
+            run_id = _receive(share)
             return self._claim(resolved, targets, run_id, rank)
         if resolved.world_size == 1:
             return self._claim(resolved, targets, new_run_id(), rank)
-        if self._share is None:
+        if share is None:
             raise _no_share()
         run_id = new_run_id()
         try:
             opened = self._claim(resolved, targets, run_id, rank)
         except BaseException as error:
             # The other ranks wait for the run id; let them fail too instead of hang.
-            self._share(f"{_FAILED}{error}")
+            share(f"{_FAILED}{error}")
             raise
         try:
-            self._share(run_id)
+            share(run_id)
         except BaseException:
             abandon(opened[1])
             raise
         return opened
-
-    def _receive(self) -> str:
-        if self._share is None:
-            raise _no_share()
-        answer = self._share("")
-        if answer.startswith(_FAILED):
-            raise OffloadError(f"rank 0 could not lease it: {answer.removeprefix(_FAILED)}")
-        if not is_run_id(answer):
-            raise OffloadError(
-                "is not a run id; share must return what rank 0 passed",
-                key="OffloadManager.share",
-                value=answer,
-                fix="give a collective broadcast from rank 0",
-            )
-        return answer
 
     def _claim(
         self,
@@ -226,6 +217,22 @@ class OffloadManager:
             for root in self._arguments.values()
             if root is not None
         )
+
+
+def _receive(share: Share | None) -> str:
+    if share is None:
+        raise _no_share()
+    answer = share("")
+    if answer.startswith(_FAILED):
+        raise OffloadError(f"rank 0 could not lease it: {answer.removeprefix(_FAILED)}")
+    if not is_run_id(answer):
+        raise OffloadError(
+            "is not a run id; share must return what rank 0 passed",
+            key="OffloadManager.share",
+            value=answer,
+            fix="give a collective broadcast from rank 0",
+        )
+    return answer
 
 
 def _text(root: str | os.PathLike[str] | None, name: str) -> str | None:
