@@ -16,6 +16,7 @@
     │   ├── VerificationError        what runs is not what was asked for
     │   ├── UnsupportedEngineError   this DeepSpeed lacks something zerotune relies on
     │   └── CollectiveError          a rank is missing or disagrees
+    ├── TrainingError (RuntimeError) training cannot go on: the loss is not finite
     ├── OffloadError (RuntimeError)
     ├── EMAError (RuntimeError)
     ├── DataError (ValueError)
@@ -167,6 +168,10 @@ class UnsupportedEngineError(EngineError):
 
 class CollectiveError(EngineError):
     """A rank is missing from a collective operation or disagrees with the others."""
+
+
+class TrainingError(ZeroTuneError, RuntimeError):
+    """Training cannot go on: the loss is not finite, or the loop is not what the plan says."""
 
 
 class OffloadError(ZeroTuneError, RuntimeError):
