@@ -1,0 +1,1 @@
+"""The only door to deepspeed and accelerate: engines, verification, master weights."""

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from zerotune.plan.resolved import ResolvedPlan
 
 
-def build_engine(
-    *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
-) -> Engine:
+def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0) -> Engine:
     """Start training's engine and verify that it is what the plan says.
 
     Args:

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from zerotune.backend.compiling import same_ninja
 from zerotune.backend.corrections import undo_dummy_step
-from zerotune.backend.distributed import Launch, ProcessGroup, environment
+from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.environment import environment
 from zerotune.backend.layouts import full_shape, layout_of_deepspeed, trainable_parameters
 from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
@@ -64,7 +66,9 @@ class DeepSpeedEngine(Closing):
         if not named:
             raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
         rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
-        self._engine = _initialize(deepspeed, model, [p for _, p in named], plan, launch)
+        # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it.
+        self.resources.enter_context(environment(LOCAL_RANK=str(launch.local_rank)))
+        self._engine = _initialize(deepspeed, model, [p for _, p in named], plan)
         self._module = model
         self._decisions = (*_rounding(plan, rounded), *undo_dummy_step(self._engine))
         self._master_weights = MasterWeights(
@@ -259,15 +263,13 @@ def _initialize(
     model: torch.nn.Module,
     parameters: list[torch.nn.Parameter],
     plan: ResolvedPlan,
-    launch: Launch,
 ) -> Any:
     choice = plan.optimizer
     optimizer = None
     if choice is not None and choice.source == "torch":
         optimizer = build_torch_optimizer(choice, parameters)
     try:
-        # DeepSpeed reads LOCAL_RANK from the environment even when the group exists already.
-        with environment(LOCAL_RANK=str(launch.local_rank)):
+        with same_ninja():
             engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameters,

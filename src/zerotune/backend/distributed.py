@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -199,29 +198,10 @@ def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
         return
     # A store in this process's memory: no port, no environment, no MPI.
     dist.init_process_group(
-        backend=backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        backend=backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
     )
 
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if "rank" in line.lower()]
     return lines[0] if lines else str(error).splitlines()[0]
-
-
-@contextmanager
-def environment(**variables: str | None) -> Iterator[None]:
-    """Set (or, with ``None``, unset) environment variables inside the block only."""
-    before = {name: os.environ.get(name) for name in variables}
-    _apply(variables)
-    try:
-        yield
-    finally:
-        _apply(before)
-
-
-def _apply(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from zerotune.backend.master_weights import FragmentAddress, MasterLayout, Slab
 from zerotune.errors import EngineError, UnsupportedEngineError
@@ -97,13 +98,16 @@ class ResidentLayout(MasterLayout):
             _check_master(slabs[address.slab], address.name)
 
     @property
+    @override
     def addresses(self) -> tuple[FragmentAddress, ...]:
         return self._addresses
 
     @property
+    @override
     def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return self._order
 
+    @override
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         key = self._slabs[slab]
@@ -115,12 +119,15 @@ class ResidentLayout(MasterLayout):
 
     writing = reading
 
+    @override
     def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return self._states.create(self._slabs[slab], names)
 
+    @override
     def set_step(self, slab: int, step: int) -> None:
         self._states.set_step(self._slabs[slab], step)
 
+    @override
     def refresh(self) -> None:
         """The parameters are the master weights."""
 
@@ -149,9 +156,11 @@ class ModuleLayout(ParameterLayout):
     def __init__(self, *, module: torch.nn.Module) -> None:
         # torch's base class refuses an empty list; a module without parameters has no states
         # to look up either.
-        parameters = [p for _, p in trainable_parameters(module)] or [torch.zeros(0)]
+        parameters: list[torch.Tensor] = [p for _, p in trainable_parameters(module)]
+        parameters = parameters or [torch.zeros(0)]
         super().__init__(module=module, optimizer=torch.optim.Optimizer(parameters, {}))
 
+    @override
     def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         raise EngineError(
             "a plain module has no optimizer whose states could be made",
@@ -190,6 +199,7 @@ class HalfPrecisionLayout(ResidentLayout):
             order=tuple((address.name, address.shape) for address in addresses),
         )
 
+    @override
     def refresh(self) -> None:
         for parameter, address in self._pairs:
             flat = self._slabs[address.slab].detach().view(-1)
@@ -233,6 +243,7 @@ class PartitionedLayout(ResidentLayout):
             order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
         )
 
+    @override
     def refresh(self) -> None:
         self._wrapper.update_lp_params()
 
@@ -267,18 +278,22 @@ class ShardedLayout(MasterLayout):
         self._addresses, self._order = tuple(addresses), tuple(order)
 
     @property
+    @override
     def addresses(self) -> tuple[FragmentAddress, ...]:
         return self._addresses
 
     @property
+    @override
     def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return self._order
 
+    @override
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         with self._resident(slab, leave=self._wrapper._release_swap_buffers) as resident:
             yield resident
 
+    @override
     @contextmanager
     def writing(self, slab: int) -> Iterator[Slab]:
         leave = self._wrapper._optimizer_states_and_gradient_swap_out
@@ -306,12 +321,15 @@ class ShardedLayout(MasterLayout):
             if swapped:
                 leave(slab)
 
+    @override
     def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return self._states.create(self._wrapper.fp32_partitioned_groups_flat[slab], names)
 
+    @override
     def set_step(self, slab: int, step: int) -> None:
         self._states.set_step(self._wrapper.fp32_partitioned_groups_flat[slab], step)
 
+    @override
     def refresh(self) -> None:
         persistent = self._wrapper.persistent_parameters
         if persistent:
@@ -348,9 +366,7 @@ def _names(module: torch.nn.Module) -> Mapping[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
-def _whole(
-    name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int
-) -> FragmentAddress:
+def _whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -> FragmentAddress:
     return FragmentAddress(
         name=name,
         shape=tuple(parameter.shape),

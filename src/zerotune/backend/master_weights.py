@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+
 import attrs
 import torch
 
@@ -94,7 +95,8 @@ class MasterLayout(ABC):
     @abstractmethod
     def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """Name and full shape of every trainable parameter, in an order all ranks share and
-        that never leaves a slab and comes back."""
+        that never leaves a slab and comes back.
+        """
 
     @abstractmethod
     def reading(self, slab: int) -> AbstractContextManager[Slab]:

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune.backend.build_errors import Diagnosis, diagnose_build, summary
+from zerotune.backend.compiling import same_ninja
 from zerotune.backend.extension_cache import (
     BuildLock,
     build_folder,
@@ -127,8 +128,9 @@ def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
         PlatformError: deepspeed cannot be imported.
     """
     accelerator = _accelerator()
-    found = toolchain or detect_toolchain()
-    return tuple(_status(op, accelerator, found) for op in _OPS)
+    with same_ninja():
+        found = toolchain or detect_toolchain()
+        return tuple(_status(op, accelerator, found) for op in _OPS)
 
 
 def build_op(name: str) -> OpStatus:
@@ -143,21 +145,25 @@ def build_op(name: str) -> OpStatus:
         PlatformError: The op cannot be used here, or compiling or loading it failed; the reason
             is the root cause, not the compiler's whole output.
     """
-    op = _find(name)
+    with same_ninja():
+        return _build(_find(name))
+
+
+def _build(op: _Op) -> OpStatus:
     accelerator = _accelerator()
     toolchain = detect_toolchain()
     before = _status(op, accelerator, toolchain)
     is_waiting = before.state == "locked" and _is_being_built(op, accelerator)
     if not before.usable and not is_waiting:
         raise PlatformError(
-            before.cause or "it cannot be used here", key=f"op {name}", fix=before.fix
+            before.cause or "it cannot be used here", key=f"op {op.name}", fix=before.fix
         )
     try:
         accelerator.create_op_builder(op.builder).load(verbose=False)
     except Exception as error:
         # Whatever a compiler, a linker or the loader does ends here, under many types.
         diagnosis = diagnose_build(str(error)) or Diagnosis(cause=summary(error), fix=None)
-        raise PlatformError(diagnosis.cause, key=f"op {name}", fix=diagnosis.fix) from error
+        raise PlatformError(diagnosis.cause, key=f"op {op.name}", fix=diagnosis.fix) from error
     return _status(op, accelerator, toolchain)
 
 

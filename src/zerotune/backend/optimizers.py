@@ -74,9 +74,7 @@ class CurveScheduler:
         self._apply()
 
     def _apply(self) -> None:
-        groups = zip(
-            self._optimizer.param_groups, self._base_lrs, self._base_betas, strict=True
-        )
+        groups = zip(self._optimizer.param_groups, self._base_lrs, self._base_betas, strict=True)
         for group, base_lr, base_betas in groups:
             group["lr"] = lr_at(self._choice, self._steps, base_lr)
             if base_betas is not None:

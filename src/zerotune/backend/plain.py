@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from zerotune.backend.distributed import Launch, ProcessGroup, environment
+from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.environment import environment
 from zerotune.backend.layouts import ParameterLayout, trainable_parameters
 from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights

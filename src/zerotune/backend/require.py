@@ -10,7 +10,7 @@ from typing import Final
 
 from packaging.version import Version
 
-from zerotune.backend.distributed import environment
+from zerotune.backend.environment import environment
 from zerotune.errors import MissingDependencyError, UnsupportedEngineError
 
 OLDEST_DEEPSPEED: Final = "0.18.9"

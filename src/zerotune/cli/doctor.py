@@ -46,6 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compile and load this DeepSpeed op first; may be repeated",
     )
     parser.add_argument(
+        "--build-missing",
+        action="store_true",
+        help="compile every op that can be compiled here and is not",
+    )
+    parser.add_argument(
         "--allow-rocm", action="store_true", help="let DeepSpeed run on ROCm, untested"
     )
     parser.add_argument(
@@ -61,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             allow_rocm=arguments.allow_rocm, allow_mps=arguments.allow_mps, log=False
         )
         _build(arguments.build, platform)
+        if arguments.build_missing and platform.deepspeed.available:
+            _build(_missing(), platform)
         from zerotune.cli.checkup import Checkup
 
         checkup = Checkup.of(platform)
@@ -69,6 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(checkup)
     return 0 if checkup.healthy else 1
+
+
+def _missing() -> list[str]:
+    from zerotune.backend.ops import op_report
+
+    return [op.name for op in op_report() if op.state in ("buildable", "stale")]
 
 
 def _build(names: Iterable[str], platform: Platform) -> None:

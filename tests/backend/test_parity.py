@@ -1,0 +1,76 @@
+"""The same run under every stage: ZeRO must not change the arithmetic."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN, Case, train_unet
+
+pytestmark = pytest.mark.deepspeed
+
+STEPS = 30
+# fp32 sums run in another order when partitioned; Adam's division by small second moments
+# amplifies that to about 2e-5 by step 40. A wrong lr, decay mode or clipping is off by 1e-3.
+TOLERANCE = 5e-5
+
+CASES = [
+    Case(stage=0),
+    Case(stage=1),
+    Case(stage=2),
+    Case(stage=3),
+    Case(stage=1, offload="cpu"),
+    Case(stage=2, offload="cpu"),
+    Case(stage=3, offload="cpu"),
+    Case(stage=3, offload="cpu", offload_param="cpu"),
+]
+
+
+@functools.cache
+def reference(world_size: int) -> list[list[float]]:
+    return run_ranks(train_unet, PLAIN, STEPS, world_size=world_size)
+
+
+def worst(losses: list[list[float]], expected: list[list[float]]) -> float:
+    return max(
+        abs(a - b) / abs(b)
+        for mine, theirs in zip(losses, expected, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_process_matches_the_plain_engine(case: Case) -> None:
+    losses = run_ranks(train_unet, case, STEPS)
+    assert losses[0][-1] < losses[0][0], "the run must learn, or agreement means nothing"
+    assert worst(losses, reference(1)) < TOLERANCE
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_processes_match_the_plain_engine(case: Case) -> None:
+    losses = run_ranks(train_unet, case, STEPS, world_size=2)
+    assert losses[0] != losses[1], "the ranks must see different data"
+    assert worst(losses, reference(2)) < TOLERANCE
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nvme_matches_the_plain_engine(world_size: int, tmp_path) -> None:
+    case = Case(stage=3, offload="nvme", offload_param="nvme", nvme_path=str(tmp_path))
+    losses = run_ranks(train_unet, case, STEPS, world_size=world_size)
+    assert worst(losses, reference(world_size)) < TOLERANCE
+
+
+def test_accumulation_matches_the_plain_engine() -> None:
+    plain = Case(deepspeed=False, accumulation=4)
+    expected = run_ranks(train_unet, plain, 12)
+    for case in (Case(stage=0, accumulation=4), Case(stage=2, offload="cpu", accumulation=4)):
+        assert worst(run_ranks(train_unet, case, 12), expected) < TOLERANCE
+
+
+def test_the_comparison_would_notice_a_wrong_learning_rate() -> None:
+    wrong = run_ranks(train_unet, Case(stage=2, lr=1.01e-3), STEPS)
+    assert worst(wrong, reference(1)) > 2 * TOLERANCE

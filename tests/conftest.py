@@ -1,0 +1,64 @@
+"""Gates for hardware, and guards that fail a test which leaves something behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
+_LEAKY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+
+
+def _unmet(item: pytest.Item) -> list[str]:
+    """Every reason why this test cannot run here."""
+    reasons = []
+    if item.get_closest_marker("deepspeed") and not importlib.util.find_spec("deepspeed"):
+        reasons.append("deepspeed is not installed (pip install deepspeed)")
+    if item.get_closest_marker("nvme") and not Path("/usr/include/libaio.h").exists():
+        reasons.append("libaio's header is missing (apt install libaio-dev)")
+    if item.get_closest_marker("gpu") and not _has_cuda():
+        reasons.append("no CUDA device")
+    return reasons
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reasons = _unmet(item)
+    if not reasons:
+        return
+    message = "; ".join(reasons)
+    # A CI machine must have all but a GPU: a skip there would hide a broken installation.
+    if _IN_CI and reasons != ["no CUDA device"]:
+        pytest.fail(f"CI lacks a component it should have: {message}", pytrace=False)
+    pytest.skip(message)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    environment = {name: os.environ.get(name) for name in _LEAKY}
+    threads = set(threading.enumerate())
+    yield
+    leaked = {name for name in _LEAKY if os.environ.get(name) != environment[name]}
+    assert not leaked, f"the test changed {sorted(leaked)} and did not restore it"
+    new = {t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon}
+    assert not new, f"the test left threads running: {sorted(new)}"
+    _no_process_group()
+
+
+def _no_process_group() -> None:
+    import sys
+
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        assert not (dist.is_available() and dist.is_initialized()), "a process group was left"

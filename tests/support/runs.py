@@ -1,0 +1,107 @@
+"""One small real training run, described by data, for parity tests."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A plan to train under."""
+
+    stage: int = 0
+    offload: str = "none"
+    offload_param: str = "none"
+    precision: str = "fp32"
+    deepspeed: bool = True
+    accumulation: int = 1
+    micro_batch: int = 4
+    clipping: float = 1.0
+    nvme_path: str | None = None
+    optimizer: Any = "AdamW"
+    lr: float = 1e-3
+    overrides: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.deepspeed:
+            return f"plain-{self.precision}"
+        return f"z{self.stage}-{self.offload}-{self.offload_param}-{self.precision}"
+
+
+PLAIN = Case(deepspeed=False)
+
+
+def start(case: Case, model: Any) -> Any:
+    """A verified engine for ``case``."""
+    from zerotune.backend.building import build_engine
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.facts import ModelFacts
+
+    optimizer = case.optimizer
+    if isinstance(optimizer, str):
+        optimizer = {"type": optimizer, "params": {"lr": case.lr, "weight_decay": 0.01}}
+    plan = DeepSpeedPlan.build(
+        stage=case.stage,
+        offload=case.offload,
+        offload_param=case.offload_param,
+        nvme_path=case.nvme_path,
+        precision=case.precision,
+        micro_batch_size=case.micro_batch,
+        gradient_accumulation_steps=case.accumulation,
+        gradient_clipping=case.clipping,
+        optimizer=optimizer,
+        scheduler={
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": case.lr / 10,
+                "warmup_max_lr": case.lr,
+                "warmup_num_steps": 5,
+                "warmup_type": "linear",
+            },
+        },
+        **dict(case.overrides),
+    )
+    resolved = plan.resolve(
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        deepspeed=case.deepspeed,
+    )
+    return build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+
+
+def unet_loss(engine: Any, step: int) -> Any:
+    """Predict real digits from noisy ones: the same batch for the same step and rank."""
+    import torch
+
+    from tests.support.models import digits_batch
+
+    micro = engine.plan.micro_batch_size
+    images, labels = digits_batch(micro, seed=1000 * step + engine.group.rank)
+    generator = torch.Generator().manual_seed(7 + 1000 * step + engine.group.rank)
+    noise = torch.randn(images.shape, generator=generator)
+    times = torch.rand(micro, generator=generator)
+    mixed = (1 - times.view(-1, 1, 1, 1)) * images + times.view(-1, 1, 1, 1) * noise
+    device = engine.device
+    prediction = engine(
+        mixed.to(device, engine.dtype), (times * 1000).to(device), class_labels=labels.to(device)
+    ).sample
+    return torch.nn.functional.mse_loss(prediction.float(), (noise - images).to(device))
+
+
+def train_unet(case: Case, steps: int) -> list[float]:
+    """Losses of this rank, one per micro batch."""
+    from tests.support.models import tiny_unet
+
+    engine = start(case, tiny_unet())
+    losses = []
+    for step in range(steps):
+        loss = unet_loss(engine, step)
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    engine.close()
+    return losses
