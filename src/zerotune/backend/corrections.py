@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, Final
 
 import torch
 
 from zerotune.decisions import Decision
+
+_GROUP_CACHES: Final = (
+    "_WORLD_GROUP",
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "mesh_device",
+)
+
+
+def forget_process_groups() -> None:
+    """Make DeepSpeed forget the groups of a default process group that was just destroyed.
+
+    It keeps them in module globals (0.18.9 for ever, 0.19.8 until they are destroyed through its
+    own function), and the next engine of the process fails with "Group … is not registered".
+    """
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is None:
+        return
+    for name in _GROUP_CACHES:
+        if hasattr(groups, name):
+            setattr(groups, name, None)
 
 
 def undo_dummy_step(engine: Any) -> tuple[Decision, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,6 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from zerotune.backend.corrections import forget_process_groups
 from zerotune.errors import CollectiveError, EngineError, InvalidValueError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -81,7 +83,10 @@ class ProcessGroup:
         launch: Who this process is; read from the environment when not given.
         timeout_s: Seconds after which a collective gives up.
 
-    An existing group (the user's, or accelerate's) is joined and left alone on ``close``.
+    An existing group (the user's, or accelerate's) is joined and left alone on ``close``. One
+    that was started here is shared by all later ``ProcessGroup`` objects. The last to close ends
+    it, unless a launcher made this process for its sake: such a group lasts until the process
+    exits, because ranks cannot reliably meet a second time in the launcher's store.
     """
 
     def __init__(
@@ -92,10 +97,10 @@ class ProcessGroup:
         timeout_s: float = _DEFAULT_TIMEOUT_S,
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        self._owned = not dist.is_initialized()
         launch = launch or Launch.from_environment()
-        if self._owned:
+        if not dist.is_initialized():
             _start(backend, launch, self._timeout)
+        self._owned = _started.join()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.local_rank = launch.local_rank if launch.launched else 0
@@ -186,20 +191,63 @@ class ProcessGroup:
         return float(self.sum_(total.to(device))) / self.world_size
 
     def close(self) -> None:
-        """Leave the group, if this object started it."""
-        if self._owned and dist.is_initialized():
+        """Leave the group; the last to leave ends it, if it was started here."""
+        if self._owned:
+            self._owned = False
+            _started.leave()
+
+
+class _Started:
+    """Who uses the default group, when it was started here."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._users = 0
+        self._launched = False
+
+    def note(self, *, launched: bool) -> None:
+        """The default group has just been started here."""
+        self._group, self._users, self._launched = dist.group.WORLD, 0, launched
+        if launched:
+            atexit.register(self._end)
+
+    def join(self) -> bool:
+        """Count a user; ``False`` when the default group is somebody else's."""
+        if self._group is None or dist.group.WORLD is not self._group:
+            return False
+        self._users += 1
+        return True
+
+    def leave(self) -> None:
+        """A user is done."""
+        self._users -= 1
+        if self._users == 0 and not self._launched:
+            self._end()
+
+    def _end(self) -> None:
+        if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
-        self._owned = False
+            forget_process_groups()
+        self._group = None
+
+
+_started = _Started()
 
 
 def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
     if launch.launched:
         dist.init_process_group(backend=backend, timeout=timeout)
+        _started.note(launched=True)
         return
     # A store in this process's memory: no port, no environment, no MPI.
     dist.init_process_group(
-        backend=backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        backend=backend,
+        store=torch._C._distributed_c10d.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timeout,
     )
+    _started.note(launched=False)
 
 
 def _first_line(error: Exception) -> str:
