@@ -27,9 +27,12 @@ def tiny_unet(seed: int = 0) -> Any:
 
 
 class HostileNet(torch.nn.Module):
-    """Odd sizes, a 0-d and a 1-element parameter, a frozen layer, tied weights, 4-D kernels."""
+    """Odd sizes, a 0-d and a 1-element parameter, a frozen layer, tied weights, 4-D kernels.
 
-    def __init__(self, seed: int = 0) -> None:
+    DeepSpeed refuses 0-d parameters; ``scalar=False`` gives that one a dimension.
+    """
+
+    def __init__(self, seed: int = 0, scalar: bool = True) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.convolution = torch.nn.Conv2d(1, 3, 3, padding=1)
@@ -39,7 +42,7 @@ class HostileNet(torch.nn.Module):
         self.second = torch.nn.Linear(13, 7)
         self.tied = torch.nn.Linear(7, 13, bias=False)
         self.tied.weight = self.first.weight
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.scale = torch.nn.Parameter(torch.full(() if scalar else (1,), 1.5))
         self.single = torch.nn.Parameter(torch.tensor([0.25]))
 
     def forward(self, x_b77: torch.Tensor) -> torch.Tensor:

@@ -65,6 +65,7 @@ class DeepSpeedEngine(Closing):
         named = trainable_parameters(model)
         if not named:
             raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
+        _check_shapes(model)
         rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
         # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it.
         self.resources.enter_context(environment(LOCAL_RANK=str(launch.local_rank)))
@@ -245,6 +246,19 @@ def _check_plan(plan: ResolvedPlan) -> None:
             key="plan.optimizer",
             fix="plan = OptimizerResolver().apply(plan)",
         )
+
+
+def _check_shapes(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not full_shape(parameter):
+            # DeepSpeed broadcasts parameters as bytes, and torch cannot view 0-d tensors so.
+            raise EngineError(
+                "DeepSpeed cannot broadcast a parameter without dimensions",
+                key=f"model.{name}",
+                value=full_shape(parameter),
+                fix="give it one element, torch.nn.Parameter(torch.tensor([x])), or train with "
+                "the plain engine",
+            )
 
 
 def _check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:

@@ -1,0 +1,272 @@
+"""Reading, gathering and writing fp32 master weights under every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN, Case, start
+
+pytestmark = pytest.mark.deepspeed
+
+CASES = [
+    PLAIN,
+    Case(stage=0),
+    Case(stage=0, precision="bf16"),
+    Case(stage=1, precision="bf16"),
+    Case(stage=2),
+    Case(stage=2, offload="cpu", precision="bf16"),
+    Case(stage=3, precision="bf16"),
+    Case(stage=3, offload="cpu", offload_param="cpu"),
+    # Several sub-groups, so that the order of slabs matters.
+    Case(stage=3, offload="cpu", overrides=(("sub_group_size", 100),)),
+]
+
+
+def hostile_engine(case: Case) -> Any:
+    from tests.support.models import HostileNet
+
+    return start(case, HostileNet(scalar=not case.deepspeed))
+
+
+def train_hostile(engine: Any, steps: int) -> None:
+    import torch
+
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step * 10 + engine.group.rank)
+        x = torch.randn(4, 7, 7, generator=generator).to(engine.dtype)
+        loss = engine(x).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+
+
+def inspect(case: Case) -> dict[str, Any]:
+    """Train a little; then look at the weights through every door."""
+    import torch
+
+    engine = hostile_engine(case)
+    names_before = dict(engine.master_weights.gather())
+    train_hostile(engine, 3)
+    master = engine.master_weights
+    owned: dict[str, list[tuple[int, int]]] = {}
+    states, steps = set(), set()
+    for fragment in master.read():
+        address = fragment.address
+        owned.setdefault(address.name, []).append((address.start, address.stop))
+        assert fragment.value.shape == (address.numel,)
+        assert fragment.value.dtype == torch.float32
+        states |= set(fragment.states)
+        steps.add(fragment.step)
+        assert all(state.shape == fragment.value.shape for state in fragment.states.values())
+    gathered = dict(master.gather())
+    moments = dict(master.gather(lambda fragment: fragment.states["exp_avg"]))
+    low = low_precision(engine)
+    return {
+        "owned": owned,
+        "states": states,
+        "steps": steps,
+        "shapes": {name: tuple(value.shape) for name, value in gathered.items()},
+        "moved": all(not torch.equal(gathered[name], names_before[name]) for name in gathered),
+        "moments": {name: float(value.abs().max()) for name, value in moments.items()},
+        "agrees": all(
+            torch.equal(gathered[name].to(value.dtype), value) for name, value in low.items()
+        ),
+    }
+
+
+def low_precision(engine: Any) -> dict[str, Any]:
+    """Whole trainable parameters as the forward pass sees them."""
+    if engine.plan.stage == 3:
+        import deepspeed
+
+        parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        with deepspeed.zero.GatheredParameters(parameters):
+            return _copies(engine.module)
+    return _copies(engine.module)
+
+
+def _copies(module: Any) -> dict[str, Any]:
+    return {
+        name: parameter.detach().clone().cpu()
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+EXPECTED = {
+    "convolution.weight": (3, 1, 3, 3),
+    "convolution.bias": (3,),
+    "first.weight": (13, 7),
+    "first.bias": (13,),
+    "second.weight": (7, 13),
+    "second.bias": (7,),
+    "scale": (1,),
+    "single": (1,),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_layout_shows_the_same_weights(case: Case, world_size: int) -> None:
+    ranks = run_ranks(inspect, case, world_size=world_size)
+    for seen in ranks:
+        expected = EXPECTED | ({} if case.deepspeed else {"scale": ()})
+        assert seen["shapes"] == expected, "frozen left out, tied counted once, full shapes"
+        assert seen["states"] == {"exp_avg", "exp_avg_sq"}
+        assert seen["steps"] == {3}
+        assert seen["moved"]
+        assert all(value > 0 for value in seen["moments"].values())
+        assert seen["agrees"], "low-precision weights are the rounded master weights"
+    for name, shape in EXPECTED.items():
+        numel = 1
+        for size in shape:
+            numel *= size
+        covered = sorted(span for seen in ranks for span in seen["owned"].get(name, []))
+        if not case.deepspeed or case.stage == 0:
+            assert covered == [(0, numel)] * world_size
+        else:
+            assert covered[0][0] == 0
+            assert covered[-1][1] == numel
+            joints = zip(covered, covered[1:], strict=False)
+            assert all(left[1] == right[0] for left, right in joints), f"{name}: {covered}"
+
+
+def edit(case: Case) -> dict[str, Any]:
+    """Write values, states and steps before the first step; check what the engine uses."""
+    import torch
+
+    engine = hostile_engine(case)
+    with engine.master_weights.editing() as fragments:
+        for fragment in fragments:
+            fragment.value.copy_(pattern(fragment.address))
+            for state in fragment.ensure_states(("exp_avg", "exp_avg_sq")).values():
+                state.fill_(0.5)
+            fragment.set_step(7)
+    gathered = dict(engine.master_weights.gather())
+    whole = {
+        name: torch.arange(value.numel(), dtype=torch.float32).view(value.shape) / 64
+        for name, value in gathered.items()
+    }
+    low = low_precision(engine)
+    result = {
+        "master": all(torch.equal(gathered[name], whole[name]) for name in whole),
+        "low": all(torch.equal(low[name], whole[name].to(low[name].dtype)) for name in whole),
+        "states": {
+            float(state.float().mean())
+            for fragment in engine.master_weights.read()
+            for state in fragment.states.values()
+        },
+    }
+    train_hostile(engine, 1)
+    result["steps"] = {fragment.step for fragment in engine.master_weights.read()}
+    return result
+
+
+def pattern(address: Any) -> Any:
+    import torch
+
+    return torch.arange(address.start, address.stop, dtype=torch.float32) / 64
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_is_written_is_what_trains(case: Case, world_size: int) -> None:
+    for seen in run_ranks(edit, case, world_size=world_size):
+        assert seen["master"]
+        assert seen["low"]
+        assert seen["states"] == {0.5}
+        assert seen["steps"] == {8}, "the counter goes on from what was written"
+
+
+def edit_swapped(nvme_path: str) -> dict[str, Any]:
+    """Sub-groups larger than 1 MiB, so that DeepSpeed really swaps them out."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(600, 701), torch.nn.Tanh(), torch.nn.Linear(701, 600)
+    )
+    case = Case(stage=3, offload="nvme", offload_param="nvme", nvme_path=nvme_path)
+    engine = start(case, model)
+
+    def train() -> None:
+        x = torch.randn(4, 600, generator=torch.Generator().manual_seed(engine.group.rank))
+        engine.backward(engine(x).pow(2).mean())
+        engine.step()
+
+    train()
+    wrapper = engine.deepspeed_engine.optimizer
+    swapped = [t.numel() == 0 for t in wrapper.fp32_partitioned_groups_flat]
+    before = dict(engine.master_weights.gather())
+    with engine.master_weights.editing() as fragments:
+        for fragment in fragments:
+            fragment.value.mul_(2)
+            fragment.states["exp_avg"].fill_(0.25)
+    after = dict(engine.master_weights.gather())
+    low = low_precision(engine)
+    result = {
+        "swapped": any(swapped),
+        "empty_again": [t.numel() == 0 for t in wrapper.fp32_partitioned_groups_flat] == swapped,
+        "doubled": all(torch.equal(after[name], 2 * before[name]) for name in before),
+        "low": all(torch.equal(low[name], after[name]) for name in low),
+        "states": {
+            float(fragment.states["exp_avg"].mean()) for fragment in engine.master_weights.read()
+        },
+    }
+    train()
+    result["trains"] = any(
+        not torch.equal(value, after[name]) for name, value in engine.master_weights.gather()
+    )
+    return result
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_swapped_out_shards_are_read_and_written(world_size: int, tmp_path) -> None:
+    for seen in run_ranks(edit_swapped, str(tmp_path), world_size=world_size):
+        assert seen == {
+            "swapped": True,
+            "empty_again": True,
+            "doubled": True,
+            "low": True,
+            "states": {0.25},
+            "trains": True,
+        }
+
+
+def strided() -> str:
+    import torch
+
+    from zerotune.errors import EngineError
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    try:
+        start(PLAIN, model)
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def zero_dimensional() -> str:
+    from tests.support.models import HostileNet
+    from zerotune.errors import EngineError
+
+    try:
+        start(Case(stage=2), HostileNet(scalar=True))
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_without_dimensions_is_refused_before_deepspeed_fails_on_it() -> None:
+    (message,) = run_ranks(zero_dimensional)
+    assert "model.scale = ()" in message
+    assert "one element" in message
+
+
+def test_a_strided_parameter_is_refused_with_the_fix() -> None:
+    (message,) = run_ranks(strided)
+    assert "0.weight" in message
+    assert "contiguous_format" in message
