@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.plan.conftest import ADAMW, REFERENCE_A, REFERENCE_B, REFERENCE_C, WARMUP, unet_facts
 
+from tests.plan.conftest import ADAMW, REFERENCE_A, REFERENCE_B, REFERENCE_C, WARMUP, unet_facts
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan import (
     DeepSpeedPlan,

@@ -178,9 +178,55 @@ def test_nvme_buffers_follow_the_largest_partition(cuda, unet):
         assert section.sub_group_size <= 100_000_000
 
 
-def test_pipelined_swapping_gets_more_buffers(cuda):
-    config = zero(stage=3, offload_optimizer={"device": "nvme", "pipeline_read": True})
-    assert resolve(config, cuda).plan.zero_optimization.offload_optimizer.buffer_count == 12
+@pytest.mark.parametrize(
+    ("pipeline", "buffers"),
+    [
+        ({}, 4),
+        ({"pipeline_read": True}, 8),
+        ({"pipeline_write": True}, 8),
+        ({"pipeline_read": True, "pipeline_write": True}, 12),
+    ],
+)
+def test_pipelined_swapping_gets_more_buffers(pipeline, buffers, cuda):
+    config = zero(stage=3, offload_optimizer={"device": "nvme", **pipeline})
+    assert resolve(config, cuda).plan.zero_optimization.offload_optimizer.buffer_count == buffers
+
+
+def prefetch(resolved):
+    return resolved.plan.zero_optimization.stage3_prefetch_bucket_size
+
+
+def test_nothing_is_fetched_ahead_from_nvme(cuda, unet):
+    key = "zero_optimization.stage3_prefetch_bucket_size"
+    resolved = resolve(zero(stage=3, offload_param={"device": "nvme"}), cuda, model=unet)
+    assert prefetch(resolved) == 0
+    assert decision(resolved, key).severity == "note"
+    written = zero(stage=3, offload_param={"device": "nvme"}, stage3_prefetch_bucket_size=5e7)
+    resolved = resolve(written, cuda, model=unet)
+    assert prefetch(resolved) == 0
+    assert key in warnings(resolved)
+    assert prefetch(resolve(zero(stage=3, offload_param={"device": "nvme"}), cuda)) == 0
+
+
+def test_what_stays_in_host_memory_may_be_fetched_ahead(cuda, unet):
+    section = {"device": "nvme", "max_in_cpu": 1e9}
+    config = zero(stage=3, offload_param=section, stage3_prefetch_bucket_size=5e7)
+    assert prefetch(resolve(config, cuda, model=unet)) == 50_000_000
+    assert prefetch(resolve(config, cuda)) == 50_000_000
+
+
+def test_fast_init_passes_whole_sub_groups_through_the_parameters_buffers(cuda, unet):
+    config = zero(
+        stage=3,
+        sub_group_size=1_000_000,
+        offload_param={"device": "nvme"},
+        offload_optimizer={"device": "nvme", "fast_init": True},
+    )
+    section = resolve(config, cuda, model=unet).plan.zero_optimization
+    assert section.offload_param.buffer_size == 1_000_000 + unet.largest
+    config["zero_optimization"]["offload_param"]["buffer_size"] = unet.largest
+    with pytest.raises(InvalidValueError, match="the largest sub-group, because fast_init"):
+        resolve(config, cuda, model=unet)
 
 
 def test_a_buffer_too_small_for_the_model_names_the_largest_partition(cuda, unet):

@@ -85,6 +85,26 @@ def test_nvme_optimizer_below_stage_3(stage, refused):
 
 
 @pytest.mark.parametrize(
+    ("section", "error", "warning"),
+    [
+        ({"buffer_count": 3}, 1, 0),
+        ({"buffer_count": 4}, 0, 0),
+        ({"buffer_count": 4, "pipeline_read": True}, 0, 1),
+        ({"buffer_count": 8, "pipeline_read": True}, 0, 0),
+        ({"buffer_count": 8, "pipeline_read": True, "pipeline_write": True}, 0, 1),
+        ({"buffer_count": "auto"}, 0, 0),
+        ({}, 0, 0),
+    ],
+)
+def test_swap_buffers_of_an_adam_optimizer(section, error, warning):
+    config = zero(stage=3, offload_optimizer={"device": "nvme", **section})
+    assert len(find("nvme-optimizer-buffers", config)) == error
+    assert len(find("nvme-pipeline-buffers", config)) == warning
+    other = {**config, "optimizer": {"type": "Lion"}}
+    assert find("nvme-optimizer-buffers", other) == find("nvme-pipeline-buffers", other) == []
+
+
+@pytest.mark.parametrize(
     ("stage", "ratio", "error", "warning"),
     [(2, 0.5, 1, 0), (2, 1.0, 0, 0), (3, 0.5, 0, 1), (3, 1.0, 0, 0), (1, 0, 1, 0)],
 )

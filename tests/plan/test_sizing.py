@@ -58,30 +58,52 @@ def test_partitions_are_padded_to_the_world_size():
     assert sizing.partition(scalar, 2) == 1
 
 
+def swapping(facts, world_size=1, element_bytes=2, block_bytes=1):
+    return sizing.Swapping(
+        model=facts, world_size=world_size, element_bytes=element_bytes, block_bytes=block_bytes
+    )
+
+
 def test_only_partitions_of_a_mebibyte_leave_host_memory():
-    (parameter,) = model((1024, 512)).parameters
-    assert sizing.swappable(parameter, 1, element_bytes=2, block_bytes=1)
-    assert not sizing.swappable(parameter, 2, element_bytes=2, block_bytes=1)
-    assert not sizing.swappable(parameter, 1, element_bytes=2, block_bytes=2**21)
+    facts = model((1024, 512))
+    (parameter,) = facts.parameters
+    assert swapping(facts).swappable(parameter)
+    assert swapping(facts).largest == parameter
+    assert not swapping(facts, world_size=2).swappable(parameter)
+    assert swapping(facts, world_size=2, element_bytes=4).swappable(parameter)
+    assert not swapping(facts, block_bytes=2**21).swappable(parameter)
+    assert swapping(facts, block_bytes=2**21).largest is None
 
 
-def test_buffers_are_enough_for_what_is_fetched_ahead():
-    layers = model(*[(1024, 1024)] * 40)
-    count = sizing.param_buffer_count(
-        layers, 1, ahead=10 * 1024**2, element_bytes=2, block_bytes=2**20
-    )
-    # Eleven consecutive layers can be resident or on their way, and four are spare.
-    assert count == 11 + 4
+def test_what_may_stay_in_host_memory_does_unless_it_is_frozen():
+    large = (1024, 1024)
+    assert swapping(model(large)).happens(0)
+    assert swapping(model(large)).happens(1024**2 - 1)
+    assert not swapping(model(large)).happens(1024**2)
+    assert swapping(model(large, frozen={0})).happens(1024**2)
+    assert not swapping(model((10,))).happens(0)
 
 
-def test_buffers_are_never_more_than_can_be_used():
-    few = model((1024, 1024), (1024, 1024), (10,))
-    count = sizing.param_buffer_count(few, 1, ahead=10**9, element_bytes=2, block_bytes=2**20)
-    assert count == sizing.PARAM_BUFFERS
-    assert (
-        sizing.param_buffer_count(None, 1, ahead=1, element_bytes=2, block_bytes=1)
-        == sizing.PARAM_BUFFERS
-    )
+def test_buffers_are_counted_along_the_modules_that_run_together():
+    large = (1024, 1024)
+    names = [
+        *(f"block.cell.weight_{i}" for i in range(6)),
+        "block.a",
+        "block.b",
+        "other.weight",
+        "top",
+    ]
+    facts = ModelFacts.from_shapes([*((name, large) for name in names), ("block.cell.bias", (9,))])
+    # Six of the cell, two of the block around it, one of the model around both, two to spare.
+    assert swapping(facts).buffers == 6 + 2 + 1 + 2
+    assert swapping(model((10,))).buffers == sizing.PARAM_BUFFERS
+
+
+def test_a_sub_group_closes_after_it_reached_its_size():
+    facts = model((60,), (60,), (60,), (60,), frozen={3})
+    assert sizing.largest_sub_group(facts, 1, 100) == 160
+    assert sizing.largest_sub_group(facts, 1, 10**9) == 180
+    assert sizing.largest_sub_group(facts, 2, 10**9) == 90
 
 
 @settings(deadline=None)
@@ -91,9 +113,4 @@ def test_sizes_are_always_positive(shapes, world_size):
     assert sizing.reduce_bucket(facts) >= 1
     assert sizing.prefetch_bucket(facts) >= facts.largest
     assert sizing.max_live(facts) >= facts.largest
-    assert (
-        sizing.param_buffer_count(
-            facts, world_size, ahead=10**6, element_bytes=2, block_bytes=2**20
-        )
-        >= sizing.PARAM_BUFFERS
-    )
+    assert swapping(facts, world_size).buffers >= sizing.PARAM_BUFFERS

@@ -18,7 +18,12 @@ from zerotune.plan.facts import ModelFacts
 from zerotune.plan.kinds import AUTO
 from zerotune.plan.section import Section, evolved, join
 from zerotune.plan.sections import AioSection, OffloadSection, ZeroSection
-from zerotune.plan.swapping import fill_nvme_optimizer, fill_nvme_param
+from zerotune.plan.swapping import (
+    fill_nvme_optimizer,
+    fill_nvme_param,
+    swaps_parameters,
+    without_prefetch,
+)
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -65,12 +70,21 @@ class Filler:
         self.note(join(path, name), written, chosen, reason)
         return evolved(section, **{name: chosen})
 
-    def force(self, section: SectionT, path: str, name: str, value: Any, reason: str) -> SectionT:
-        """Set ``name`` whatever the user wrote, because the platform demands it; record it."""
+    def force(
+        self,
+        section: SectionT,
+        path: str,
+        name: str,
+        value: Any,
+        reason: str,
+        *,
+        severity: Severity = "note",
+    ) -> SectionT:
+        """Set ``name`` whatever the user wrote, because it cannot run otherwise; record it."""
         written = getattr(section, name)
         if written == value:
             return section
-        self.note(join(path, name), written, value, reason)
+        self.note(join(path, name), written, value, reason, severity=severity)
         return evolved(section, **{name: value})
 
     def drop(
@@ -191,6 +205,8 @@ def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> Zero
     """
     path = "zero_optimization"
     zero = attrs.evolve(zero, stage=filler.stage)
+    if filler.stage == 3 and swaps_parameters(zero, filler, aio):
+        zero = without_prefetch(zero, filler)
     for name, (stages, choose) in _CHOICES.items():
         if filler.stage not in stages:
             zero = filler.drop(zero, path, name, f"has no effect at stage {filler.stage}")

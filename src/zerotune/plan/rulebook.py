@@ -13,6 +13,7 @@ from zerotune.plan.kinds import AUTO, is_number
 from zerotune.plan.rules import Finding, Report, RuleContext, registered, rule
 from zerotune.plan.section import modelled, unknown_key
 from zerotune.plan.sections import OffloadSection
+from zerotune.plan.swapping import OPTIMIZER_BUFFERS, optimizer_buffers
 
 if TYPE_CHECKING:
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
@@ -32,6 +33,15 @@ def _offload(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
     zero = plan.zero_optimization
     section: OffloadSection | None = getattr(zero, f"offload_{part}") if zero else None
     return section
+
+
+def _adam_swap_buffers(plan: DeepSpeedPlan) -> int | None:
+    """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
+    section = _offload(plan, "optimizer")
+    name = (plan.optimizer.type if plan.optimizer else None) or "AdamW"
+    if plan.stage != 3 or section is None or section.device != "nvme" or "adam" not in name.lower():
+        return None
+    return section.buffer_count if isinstance(section.buffer_count, int) else None
 
 
 def _active(section: OffloadSection | None) -> bool:
@@ -90,6 +100,37 @@ def nvme_optimizer(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -
             "nvme",
             f"needs stage 3; at stage {plan.stage} DeepSpeed silently uses host memory",
             'set zero_optimization.stage to 3, or device to "cpu"',
+        )
+
+
+@rule("nvme-optimizer-buffers", "error")
+def nvme_optimizer_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """The swap pool of an Adam optimizer needs four buffers."""
+    written = _adam_swap_buffers(plan)
+    if written is not None and written < OPTIMIZER_BUFFERS:
+        yield report(
+            "zero_optimization.offload_optimizer.buffer_count",
+            written,
+            "weight, gradient and two moments are resident together, and DeepSpeed asserts that"
+            " there is a buffer for each",
+            f'write at least {OPTIMIZER_BUFFERS}, or "{AUTO}"',
+        )
+
+
+@rule("nvme-pipeline-buffers", "warning")
+def nvme_pipeline_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Pipelined swapping needs four more buffers for reading ahead and four for writing back."""
+    section = _offload(plan, "optimizer")
+    written = _adam_swap_buffers(plan)
+    if section is None or written is None:
+        return
+    need = optimizer_buffers(section)
+    if OPTIMIZER_BUFFERS <= written < need:
+        yield report(
+            "zero_optimization.offload_optimizer.buffer_count",
+            written,
+            "DeepSpeed runs out of swap buffers as soon as there is more than one sub-group",
+            f'write at least {need}, or "{AUTO}"',
         )
 
 

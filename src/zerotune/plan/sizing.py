@@ -7,7 +7,10 @@ Pure arithmetic; the reasons are the code of DeepSpeed 0.19.8 in ``runtime/zero`
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Final
+
+import attrs
 
 from zerotune.plan.facts import ModelFacts, ParameterFacts
 
@@ -88,47 +91,63 @@ def largest_partition(model: ModelFacts, world_size: int) -> ParameterFacts | No
     return max(model.parameters, key=lambda p: partition(p, world_size), default=None)
 
 
-def swappable(
-    parameter: ParameterFacts, world_size: int, *, element_bytes: int, block_bytes: int
-) -> bool:
-    """Whether DeepSpeed swaps this parameter's part to NVMe, or keeps it in host memory."""
-    part_bytes = partition(parameter, world_size) * element_bytes
-    return part_bytes >= max(SMALLEST_SWAP_BYTES, block_bytes)
+@attrs.frozen(kw_only=True)
+class Swapping:
+    """Which parts of a model DeepSpeed writes to NVMe, and which stay in host memory."""
+
+    model: ModelFacts
+    world_size: int
+    element_bytes: int
+    """Bytes of one element of the model's precision."""
+    block_bytes: int
+    """``aio.block_size``."""
+
+    def swappable(self, parameter: ParameterFacts) -> bool:
+        """Whether one rank's part is large enough to leave host memory."""
+        part_bytes = partition(parameter, self.world_size) * self.element_bytes
+        return part_bytes >= max(SMALLEST_SWAP_BYTES, self.block_bytes)
+
+    def happens(self, max_in_cpu: int) -> bool:
+        """Whether anything is swapped when ``max_in_cpu`` elements may stay in host memory.
+
+        DeepSpeed counts trainable parameters only against that limit; frozen ones always swap.
+        """
+        swapped = [p for p in self.model.parameters if self.swappable(p)]
+        trainable = sum(partition(p, self.world_size) for p in self.model.trainable)
+        return any(not p.trainable or trainable > max_in_cpu for p in swapped)
+
+    @property
+    def largest(self) -> ParameterFacts | None:
+        """The largest parameter that is swapped; ``None`` when none is."""
+        return max(filter(self.swappable, self.model.parameters), key=_numel, default=None)
+
+    @property
+    def buffers(self) -> int:
+        """Buffers for the parameters that are resident at once when nothing is fetched ahead.
+
+        A resident parameter keeps its buffer. Resident are the parameters a module owns itself,
+        while it runs, and those of the modules around it.
+        """
+        owned = Counter(
+            p.name.rpartition(".")[0] for p in self.model.parameters if self.swappable(p)
+        )
+        most = max((_with_owners(owned, module) for module in owned), default=0)
+        return max(PARAM_BUFFERS, most + 2)
 
 
-def param_buffer_count(
-    model: ModelFacts | None,
-    world_size: int,
-    *,
-    ahead: int,
-    element_bytes: int,
-    block_bytes: int,
-) -> int:
-    """Buffers for the parameters that can be resident or on their way at once.
+def _with_owners(owned: Counter[str], module: str) -> int:
+    count = owned[module]
+    while module:
+        module = module.rpartition(".")[0]
+        count += owned[module]
+    return count
 
-    A resident parameter keeps its swap buffer until it is released, and DeepSpeed asserts that
-    a free one exists. Consecutive parameters approximate the order of use.
 
-    Args:
-        model: The model.
-        world_size: Number of ranks.
-        ahead: Elements fetched ahead (``stage3_prefetch_bucket_size``).
-        element_bytes: Bytes of one element of the model's precision.
-        block_bytes: ``aio.block_size``.
-    """
-    if model is None:
-        return PARAM_BUFFERS
-    sizes = [
-        p.numel
-        for p in model.parameters
-        if swappable(p, world_size, element_bytes=element_bytes, block_bytes=block_bytes)
-    ]
-    most = start = inside = 0
-    for end, size in enumerate(sizes):
-        inside += size
-        while inside - sizes[start] > ahead:
-            inside -= sizes[start]
-            start += 1
-        most = max(most, end - start + 1)
-    # Two more for the layer in use, two for reads that overtake the order of use.
-    return max(PARAM_BUFFERS, min(most + 4, len(sizes) + 1))
+def _numel(parameter: ParameterFacts) -> int:
+    return parameter.numel
+
+
+def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -> int:
+    """Most elements of one rank's part of a sub-group: it closes once it reaches its size."""
+    parts = [partition(p, world_size) for p in model.trainable]
+    return min(sum(parts), sub_group_size + max(parts, default=0))

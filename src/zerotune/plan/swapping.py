@@ -1,23 +1,49 @@
-"""Swap pools for NVMe offload, sized from the largest partition."""
+"""Swap pools for NVMe offload, sized from what they have to hold."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerotune.errors import InvalidValueError
 from zerotune.plan import sizing
-from zerotune.plan.facts import ModelFacts, ParameterFacts
+from zerotune.plan.facts import ParameterFacts
 from zerotune.plan.kinds import AUTO
 from zerotune.plan.sections import AioSection, OffloadSection, ZeroSection
 
 if TYPE_CHECKING:
     from zerotune.plan.filling import Filler
 
-_OPTIMIZER_BUFFERS = 4
+OPTIMIZER_BUFFERS = 4
 """Master weight, gradient and Adam's two moments are resident together."""
-_PIPELINED_BUFFERS = 12
-"""Measured with DeepSpeed 0.19.8: pipelined swapping with small sub-groups runs out below."""
 _AIO_BLOCK = 1_048_576
+
+
+def swaps_parameters(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> bool:
+    """Whether any parameter really leaves host memory."""
+    section = zero.offload_param
+    if section is None or section.device != "nvme":
+        return False
+    stay = _number(section.max_in_cpu)
+    swapping = _swapping(filler, aio)
+    return stay == 0 if swapping is None else swapping.happens(stay)
+
+
+def without_prefetch(zero: ZeroSection, filler: Filler) -> ZeroSection:
+    """``zero`` with nothing fetched ahead.
+
+    Measured with DeepSpeed 0.19.8 (``__prefetch_nvme_param_partitions``): where the forward
+    pass turns into the backward pass the last layer is queued twice, and the second step fails
+    with "already assigned swap buffer", or the pool runs out ("Not enough buffers").
+    """
+    return filler.force(
+        zero,
+        "zero_optimization",
+        "stage3_prefetch_bucket_size",
+        0,
+        "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe (a layer is queued"
+        " twice at the turn to the backward pass)",
+        severity="note" if zero.stage3_prefetch_bucket_size in (None, AUTO) else "warning",
+    )
 
 
 def fill_nvme_param(
@@ -30,21 +56,26 @@ def fill_nvme_param(
     """Every key of ``offload_param`` on NVMe.
 
     Raises:
-        InvalidValueError: The written ``buffer_size`` is smaller than the largest partition.
+        InvalidValueError: The written ``buffer_size`` cannot hold what DeepSpeed puts there.
     """
-    block = _block_size(aio)
-    _check_buffer(section, path, filler, block)
-    size, reason = _buffer_size(filler.model, filler.world_size)
-    section = filler.fill(section, path, "buffer_size", size, reason)
-    count = sizing.param_buffer_count(
-        filler.model,
-        filler.world_size,
-        ahead=_number(zero.stage3_prefetch_bucket_size),
-        element_bytes=filler.element_bytes,
-        block_bytes=block,
-    )
+    swapping = _swapping(filler, aio)
+    need, what = _buffer_need(swapping, zero)
+    written = section.buffer_size
+    if isinstance(written, int) and written < need:
+        raise InvalidValueError(
+            f"counts elements and must hold {what} = {need} elements",
+            key=f"{path}.buffer_size",
+            value=written,
+            fix=f'write at least {need}, or "{AUTO}"',
+        )
+    size, why = (need, f"elements of {what}") if need else _default_size(swapping)
+    section = filler.fill(section, path, "buffer_size", size, why)
     section = filler.fill(
-        section, path, "buffer_count", count, "one for each parameter fetched ahead or in use"
+        section,
+        path,
+        "buffer_count",
+        swapping.buffers if swapping else sizing.PARAM_BUFFERS,
+        "one for each parameter resident at once, and two to spare",
     )
     section = filler.fill(
         section,
@@ -66,49 +97,58 @@ def fill_nvme_optimizer(
     """Every key of ``offload_optimizer`` on NVMe."""
     for name in ("pipeline_read", "pipeline_write", "fast_init"):
         section = filler.fill(section, path, name, False)
-    pipelined = section.pipeline_read is True or section.pipeline_write is True
-    count = _PIPELINED_BUFFERS if pipelined else _OPTIMIZER_BUFFERS
-    section = filler.fill(
-        section,
-        path,
-        "buffer_count",
-        count,
-        "weight, gradient and two moments of a sub-group"
-        + (", for the groups before and after it too" if pipelined else ""),
-    )
+    why = "weight, gradient and two moments of each sub-group that is resident at once"
+    section = filler.fill(section, path, "buffer_count", optimizer_buffers(section), why)
     return _without_auto_path(section, path, filler)
 
 
-def _buffer_size(model: ModelFacts | None, world_size: int) -> tuple[int, str]:
-    largest = sizing.largest_partition(model, world_size) if model else None
-    if largest is None:
-        return sizing.PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
-    part = max(1, sizing.partition(largest, world_size))
-    return part, f"elements of the largest partition, {_describe(largest, world_size)}"
+def optimizer_buffers(section: OffloadSection) -> int:
+    """Buffers an Adam optimizer needs with several sub-groups.
+
+    Measured with DeepSpeed 0.19.8: 8 are enough for reading ahead, and fail with writing back
+    as well, where 12 are enough.
+    """
+    overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
+    return OPTIMIZER_BUFFERS * (1 + overlapped)
 
 
-def _check_buffer(section: OffloadSection, path: str, filler: Filler, block: int) -> None:
-    written = section.buffer_size
-    if filler.model is None or written is None or isinstance(written, str):
-        return
-    swapped = [
-        parameter
-        for parameter in filler.model.parameters
-        if sizing.swappable(
-            parameter, filler.world_size, element_bytes=filler.element_bytes, block_bytes=block
-        )
-    ]
-    largest = max(swapped, key=lambda p: p.numel, default=None)
-    if largest is None or sizing.partition(largest, filler.world_size) <= written:
-        return
-    need = sizing.partition(largest, filler.world_size)
-    raise InvalidValueError(
-        f"counts elements and must hold the largest partition,"
-        f" {_describe(largest, filler.world_size)} = {need} elements",
-        key=f"{path}.buffer_size",
-        value=written,
-        fix=f'write at least {need}, or "{AUTO}"',
+def _swapping(filler: Filler, aio: AioSection | None) -> sizing.Swapping | None:
+    if filler.model is None:
+        return None
+    written = aio.block_size if aio else None
+    return sizing.Swapping(
+        model=filler.model,
+        world_size=filler.world_size,
+        element_bytes=filler.element_bytes,
+        block_bytes=_number(written) or _AIO_BLOCK,
     )
+
+
+def _buffer_need(swapping: sizing.Swapping | None, zero: ZeroSection) -> tuple[int, str]:
+    """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
+    largest = swapping.largest if swapping else None
+    if swapping is None or largest is None:
+        return 0, ""
+    part = sizing.partition(largest, swapping.world_size)
+    what = f"the largest partition, {_describe(largest, swapping.world_size)}"
+    optimizer = zero.offload_optimizer
+    if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
+        return part, what
+    group = sizing.largest_sub_group(
+        swapping.model, swapping.world_size, _number(zero.sub_group_size)
+    )
+    return max(part, group), (
+        "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
+        f" (sub_group_size {zero.sub_group_size}) through these buffers"
+    )
+
+
+def _default_size(swapping: sizing.Swapping | None) -> tuple[int, str]:
+    if swapping is None:
+        return sizing.PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
+    parts = (sizing.partition(p, swapping.world_size) for p in swapping.model.parameters)
+    why = "elements; no parameter of this model is large enough to leave host memory"
+    return max(1, *parts, 1), why
 
 
 def _describe(parameter: ParameterFacts, world_size: int) -> str:
@@ -123,10 +163,5 @@ def _without_auto_path(section: OffloadSection, path: str, filler: Filler) -> Of
     return section
 
 
-def _block_size(aio: AioSection | None) -> int:
-    written = aio.block_size if aio else None
-    return _AIO_BLOCK if written is None else _number(written)
-
-
-def _number(value: object) -> int:
+def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0

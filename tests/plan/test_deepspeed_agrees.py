@@ -1,0 +1,172 @@
+"""The installed DeepSpeed's own configuration classes accept what is rendered and know our keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerotune.plan import (
+    AioSection,
+    Bf16Section,
+    DeepSpeedPlan,
+    Fp16Section,
+    OffloadSection,
+    ZeroSection,
+    known_keys,
+)
+from zerotune.plan.section import modelled
+from zerotune.plan.sizing import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES
+
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
+pytestmark = pytest.mark.deepspeed
+
+# One process, because importing deepspeed takes seconds and changes the environment.
+SCRIPT = """
+import json, sys
+import deepspeed.runtime.config as config
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.swap_tensor import utils as swap
+from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
+
+class Ranks:
+    def __init__(self, size): self.size = size
+    def get_rank(self, *a): return 0
+    def get_world_size(self, *a): return self.size
+
+def accept(file):
+    rendered = json.load(open(file))
+    size = rendered["train_batch_size"] // (
+        rendered["train_micro_batch_size_per_gpu"] * rendered["gradient_accumulation_steps"]
+    )
+    config.dist = Ranks(size)
+    read = DeepSpeedConfig(rendered)
+    zero = read.zero_config
+    offload = [zero.offload_optimizer, zero.offload_param]
+    return {
+        "stage": int(zero.stage),
+        "devices": [section.device if section else "none" for section in offload],
+        "clipping": read.gradient_clipping,
+        "batch": [read.train_batch_size, read.train_micro_batch_size_per_gpu,
+                  read.gradient_accumulation_steps],
+        "bf16": read.bfloat16_config.enabled,
+        "fp16": read.float16_config.enabled,
+    }
+
+def keys(model):
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+def attempt(file):
+    try:
+        return accept(file)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+print("RESULT" + json.dumps({
+    "accepted": {file: attempt(file) for file in sys.argv[1:]},
+    "zero": keys(DeepSpeedZeroConfig),
+    "offload": keys(DeepSpeedZeroOffloadParamConfig) + keys(DeepSpeedZeroOffloadOptimizerConfig),
+    "offload_param": keys(DeepSpeedZeroOffloadParamConfig),
+    "offload_optimizer": keys(DeepSpeedZeroOffloadOptimizerConfig),
+    "bf16": keys(DeepSpeedBF16Config),
+    "fp16": keys(DeepSpeedFP16Config),
+    "aio": list(AIO_DEFAULT_DICT),
+    "removed": list(getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())),
+    "removed_zero": list(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", ())),
+    "smallest_swap": swap.MIN_AIO_BYTES,
+    "persistence": DeepSpeedZeroConfig().param_persistence_threshold,
+    "version": __import__("deepspeed").__version__,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def deepspeed():
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, *map(str, GOLDEN)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.split("RESULT", 1)[1])
+
+
+@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
+def test_deepspeed_reads_the_rendered_configuration_as_it_was_meant(file, deepspeed):
+    rendered = json.loads(file.read_text())
+    zero = rendered.get("zero_optimization", {"stage": 0})
+    assert deepspeed["accepted"][str(file)] == {
+        "stage": zero["stage"],
+        "devices": [
+            zero.get(name, {}).get("device", "none")
+            for name in ("offload_optimizer", "offload_param")
+        ],
+        "clipping": rendered["gradient_clipping"],
+        "batch": [
+            rendered["train_batch_size"],
+            rendered["train_micro_batch_size_per_gpu"],
+            rendered["gradient_accumulation_steps"],
+        ],
+        "bf16": rendered["bf16"]["enabled"],
+        "fp16": rendered["fp16"]["enabled"],
+    }
+
+
+LEGACY = {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}
+
+
+def names(cls):
+    return {attribute.name for attribute in modelled(cls)}
+
+
+@pytest.mark.parametrize(
+    ("section", "cls"),
+    [
+        ("zero", ZeroSection),
+        ("offload", OffloadSection),
+        ("bf16", Bf16Section),
+        ("fp16", Fp16Section),
+        ("aio", AioSection),
+    ],
+)
+def test_every_key_of_the_installed_deepspeed_is_known(section, cls, deepspeed):
+    known = names(cls) | cls.passed_through | cls.aliases.keys() | LEGACY
+    assert set(deepspeed[section]) <= known
+    removed = known_keys.REMOVED_ZERO.keys()
+    assert names(cls) - removed <= set(deepspeed[section])
+
+
+def test_the_places_of_the_offload_keys_are_deepspeeds(deepspeed):
+    for place, other in (
+        ("offload_param", "offload_optimizer"),
+        ("offload_optimizer", "offload_param"),
+    ):
+        here = set(deepspeed[place]) - set(deepspeed[other])
+        for key in here & names(OffloadSection):
+            config = {"zero_optimization": {other: {key: "auto" if key != "ratio" else 1.0}}}
+            with pytest.raises(ValueError, match=f"belongs to {place}"):
+                DeepSpeedPlan.from_dict(config)
+
+
+def test_removed_keys_are_those_deepspeed_removed(deepspeed):
+    if not deepspeed["removed"]:
+        pytest.skip(f"DeepSpeed {deepspeed['version']} still has them")
+    assert set(deepspeed["removed"]) == known_keys.REMOVED.keys()
+    assert set(deepspeed["removed_zero"]) == known_keys.REMOVED_ZERO.keys()
+
+
+def test_the_numbers_sizing_relies_on_are_deepspeeds(deepspeed):
+    assert deepspeed["smallest_swap"] == SMALLEST_SWAP_BYTES
+    assert deepspeed["persistence"] == PERSISTENCE_LIMIT
