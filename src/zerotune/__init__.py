@@ -1,0 +1,118 @@
+"""ZeRO-offloaded diffusion training that tells what it does.
+
+Every object works alone in your own loop; ``Trainer`` is their wiring. Names are loaded on first
+use: importing zerotune loads neither torch nor deepspeed and changes nothing in the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from zerotune.backend.building import build_engine
+    from zerotune.backend.engine import Engine
+    from zerotune.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+    from zerotune.diffusion import (
+        ClassConditional,
+        DataStream,
+        DenoisingObjective,
+        FlowMatchingObjective,
+        ImageTensors,
+        Unconditional,
+        images_to_grid,
+        sample,
+    )
+    from zerotune.ema import EMAShadow
+    from zerotune.errors import ZeroTuneError
+    from zerotune.offload import OffloadManager
+    from zerotune.optim import OptimizerResolver
+    from zerotune.plan import DeepSpeedPlan, ModelFacts, ResolvedPlan, RunFacts
+    from zerotune.platform import Platform, detect_platform
+    from zerotune.training import (
+        Callback,
+        MetricsFile,
+        ProgressBar,
+        SaveEvery,
+        Trainer,
+        prepare,
+    )
+
+__version__ = "0.1.0"
+
+_HOMES: Final = {
+    "DeepSpeedPlan": "plan",
+    "ResolvedPlan": "plan",
+    "ModelFacts": "plan",
+    "RunFacts": "plan",
+    "OptimizerResolver": "optim",
+    "OffloadManager": "offload",
+    "Platform": "platform",
+    "detect_platform": "platform",
+    "prepare": "training",
+    "Engine": "backend.engine",
+    "build_engine": "backend.building",
+    "EMAShadow": "ema",
+    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "checkpoint",
+    "latest_checkpoint": "checkpoint",
+    "FlowMatchingObjective": "diffusion",
+    "DenoisingObjective": "diffusion",
+    "ClassConditional": "diffusion",
+    "Unconditional": "diffusion",
+    "DataStream": "diffusion",
+    "ImageTensors": "diffusion",
+    "sample": "diffusion",
+    "images_to_grid": "diffusion",
+    "Trainer": "training",
+    "Callback": "training",
+    "ProgressBar": "training",
+    "MetricsFile": "training",
+    "SaveEvery": "training",
+    "ZeroTuneError": "errors",
+}
+
+__all__ = [
+    "DeepSpeedPlan",
+    "ResolvedPlan",
+    "ModelFacts",
+    "RunFacts",
+    "OptimizerResolver",
+    "OffloadManager",
+    "Platform",
+    "detect_platform",
+    "prepare",
+    "Engine",
+    "build_engine",
+    "EMAShadow",
+    "save_checkpoint",
+    "load_checkpoint",
+    "latest_checkpoint",
+    "FlowMatchingObjective",
+    "DenoisingObjective",
+    "ClassConditional",
+    "Unconditional",
+    "DataStream",
+    "ImageTensors",
+    "sample",
+    "images_to_grid",
+    "Trainer",
+    "Callback",
+    "ProgressBar",
+    "MetricsFile",
+    "SaveEvery",
+    "ZeroTuneError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,34 @@
+"""Training: the wiring of all parts, and what a loop wants around it.
+
+Loaded late, because it brings torch with it.
+"""
+
+from __future__ import annotations
+
+from zerotune.training.callbacks import Callback
+from zerotune.training.memory import MemoryPart, expected_memory
+from zerotune.training.metrics import MetricsFile, StepMetrics, read_metrics
+from zerotune.training.plots import plot_loss, plot_report
+from zerotune.training.progress import ProgressBar
+from zerotune.training.report import Report
+from zerotune.training.saving import SaveEvery
+from zerotune.training.setup import prepare
+from zerotune.training.step import TrainStep
+from zerotune.training.trainer import Trainer
+
+__all__ = [
+    "prepare",
+    "Trainer",
+    "TrainStep",
+    "Callback",
+    "ProgressBar",
+    "MetricsFile",
+    "SaveEvery",
+    "StepMetrics",
+    "read_metrics",
+    "Report",
+    "MemoryPart",
+    "expected_memory",
+    "plot_loss",
+    "plot_report",
+]

@@ -1,0 +1,33 @@
+"""What a trainer tells whoever wants to know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zerotune.training.metrics import StepMetrics
+    from zerotune.training.trainer import Trainer
+
+
+class Callback:
+    """Base class whose methods do nothing; override those of interest.
+
+    Every rank calls every callback, so collective work (``trainer.save``, ``trainer.sample``) is
+    safe in them, and output belongs on rank 0: ``if trainer.is_main``.
+    """
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int) -> None:
+        """``fit`` begins; it will go on until optimizer step ``steps``."""
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """One optimizer step is done, EMA included."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """``fit`` ends, also when it raises."""
+
+    def on_save(self, trainer: Trainer, path: Path) -> None:
+        """A checkpoint has been written to ``path``."""
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:
+        """The checkpoint at ``path`` has been loaded."""

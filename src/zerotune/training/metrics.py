@@ -1,0 +1,131 @@
+"""One line of JSON per optimizer step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import attrs
+
+from zerotune.errors import DataError, InvalidValueError
+from zerotune.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from zerotune.training.trainer import Trainer
+
+
+@attrs.frozen(kw_only=True)
+class StepMetrics:
+    """What one optimizer step did. Times and memory are this rank's, all else is everyone's."""
+
+    step: int
+    """Optimizer steps taken, this one included."""
+    loss: float
+    """Mean over the ranks and over the accumulation window."""
+    lr: float
+    """Learning rate of the first group during this step."""
+    grad_norm: float | None
+    """Global L2 norm of the unclipped gradient; ``None`` where the engine does not compute it."""
+    applied: bool
+    """Whether the weights changed: ``False`` when the fp16 loss scale overflowed."""
+    samples: int
+    """Samples all ranks have seen since the run began."""
+    seconds: float
+    """Wall-clock time of the step."""
+    phases: Mapping[str, float]
+    """Seconds spent on ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
+    host_peak: int
+    """Most RAM this process has ever held, bytes."""
+    device_peak: int | None
+    """Most GPU memory torch has allocated, bytes; ``None`` without a GPU."""
+
+
+class MetricsFile(Callback):
+    """Appends every step's metrics to a JSON-lines file, on rank 0.
+
+    After a resume the lines of steps that will be taken again are removed, so that the file
+    holds each step once.
+
+    Args:
+        path: The file; its folder is made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._file: IO[str] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int) -> None:  # noqa: ARG002
+        """Open the file."""
+        if not trainer.is_main:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_until(self._path, trainer.step)
+        # Line buffered: a killed run keeps its metrics.
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
+        """Write one line."""
+        if self._file is not None:
+            self._file.write(json.dumps(attrs.asdict(metrics)) + "\n")
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
+    """Read what ``MetricsFile`` wrote.
+
+    Raises:
+        DataError: A line is not what ``MetricsFile`` writes; the message names it.
+        OSError: The file cannot be read.
+    """
+    return [metrics for _, metrics in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            yield line, StepMetrics(**fields)
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"is not a line of metrics ({error})",
+                key=f"{path}:{number}",
+                value=line,
+                fix="remove the line, or write to another file",
+            ) from error
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop lines of later steps, and one that a killed run left half written."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    kept = [line for line in whole.splitlines() if _step_of(line, path) <= step]
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    draft.replace(path)
+
+
+def _step_of(line: str, path: Path) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidValueError(
+            "holds something else than metrics, so it is not written to",
+            key="MetricsFile.path",
+            value=str(path),
+            fix="name another file",
+        ) from error

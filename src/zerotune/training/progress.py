@@ -1,0 +1,121 @@
+"""What a person watching a run wants to see."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from zerotune.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zerotune.training.metrics import StepMetrics
+    from zerotune.training.trainer import Trainer
+
+_FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta}")
+
+
+class ProgressBar(Callback):
+    """A live bar on a terminal; elsewhere one line every few steps. Rank 0 only.
+
+    Shows the mean loss of the latest steps, learning rate, steps per second, peak memory (GPU
+    if there is one, else RAM) and the time left.
+
+    Args:
+        every: Steps between two lines where there is no terminal, and steps the loss is
+            averaged over.
+        console: Where to write; standard output when not given.
+    """
+
+    def __init__(self, *, every: int = 20, console: Console | None = None) -> None:
+        self._every = max(1, every)
+        self._console = console
+        self._losses: deque[float] = deque(maxlen=self._every)
+        self._times: deque[float] = deque(maxlen=self._every + 1)
+        self._total = 0
+        self._bar: Any = None
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int) -> None:
+        """Show the bar."""
+        self._total = steps
+        self._losses.clear()
+        self._times.clear()
+        if not trainer.is_main or trainer.step >= steps:
+            return
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console(soft_wrap=True)
+        self._times.append(time.perf_counter())
+        if self._console.is_terminal:
+            self._bar = _start_bar(self._console, done=trainer.step, total=steps)
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """Advance."""
+        if not trainer.is_main or self._console is None:
+            return
+        self._losses.append(metrics.loss)
+        self._times.append(time.perf_counter())
+        fields = self._fields(metrics)
+        if self._bar is not None:
+            bar, task = self._bar
+            bar.update(task, completed=metrics.step, **fields)
+        elif metrics.step % self._every == 0 or metrics.step in (1, self._total):
+            text = "  ".join(field.format(**fields) for field in _FIELDS)
+            width = len(str(self._total))
+            self._console.print(
+                f"step {metrics.step:>{width}}/{self._total}  {text}",
+                markup=False,
+                highlight=False,
+            )
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar[0].stop()
+            self._bar = None
+
+    def _fields(self, metrics: StepMetrics) -> dict[str, str]:
+        elapsed = self._times[-1] - self._times[0]
+        rate = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
+        left = (self._total - metrics.step) / rate if rate > 0 else 0.0
+        peak = metrics.host_peak if metrics.device_peak is None else metrics.device_peak
+        return {
+            "loss": f"{sum(self._losses) / len(self._losses):.4f}",
+            "lr": f"{metrics.lr:.2e}",
+            "rate": f"{rate:.2f}",
+            "peak": format_bytes(peak),
+            "eta": format_seconds(left),
+        }
+
+
+def format_bytes(count: float) -> str:
+    """``"1.5 GiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``"1:02:03"``, or ``"2:03"`` below an hour."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def _start_bar(console: Console, *, done: int, total: int) -> tuple[Any, Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    texts = [
+        TextColumn(field.replace("{", "{task.fields[").replace("}", "]}")) for field in _FIELDS
+    ]
+    bar = Progress(BarColumn(), MofNCompleteColumn(), *texts, console=console)
+    empty: dict[str, Any] = dict.fromkeys(("loss", "lr", "rate", "peak", "eta"), "-")
+    task = bar.add_task("training", total=total, completed=done, **empty)
+    bar.start()
+    return bar, task

@@ -1,0 +1,113 @@
+"""From a model and a plan to a running engine, in one call."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from zerotune.backend.building import build_engine
+from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.offload import OffloadManager
+from zerotune.optim import OptimizerResolver
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.resolved import ResolvedPlan
+from zerotune.platform import detect_platform
+
+if TYPE_CHECKING:
+    import torch
+
+    from zerotune.backend.engine import Engine
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.facts import RunFacts
+    from zerotune.platform import Platform
+
+
+def prepare(
+    *,
+    model: torch.nn.Module,
+    plan: DeepSpeedPlan | ResolvedPlan,
+    optimizer: OptimizerResolver | None = None,
+    offload: OffloadManager | None = None,
+    run: RunFacts | None = None,
+    platform: Platform | None = None,
+    deepspeed: bool = True,
+    timeout_s: float = 600.0,
+) -> Engine:
+    """Resolve a plan for this machine and start the engine it asks for.
+
+    The engine owns what it needs: closing it releases its swap folder and, if it was started
+    here, the process group::
+
+        with zerotune.prepare(model=model, plan=plan) as engine:
+            loss = objective(engine, batch, generator)
+            engine.backward(loss)
+            engine.step()
+
+    Under a launcher (``torchrun``, ``accelerate launch``, ``deepspeed``) every process calls it;
+    a bare ``python`` needs no environment.
+
+    Args:
+        model: The model, in fp32.
+        plan: What is wanted; a ``ResolvedPlan`` is taken as it is.
+        optimizer: Settles optimizer and schedule; ``OptimizerResolver()`` when not given. Not
+            asked when a resolved plan has them settled.
+        offload: Leases swap folders; ``OffloadManager()`` when not given.
+        run: What the script knows and the plan may leave ``"auto"``.
+        platform: The machine; detected when not given.
+        deepspeed: ``False`` asks for the plain engine.
+        timeout_s: Seconds after which a collective gives up.
+
+    Returns:
+        The engine, verified against the plan, which it holds as ``engine.plan``.
+
+    Raises:
+        PlanError: The plan cannot run like this.
+        OptimizerError: The optimizer cannot be had.
+        OffloadError: A swap folder cannot be leased.
+        EngineError: The engine could not be started, or is not what the plan says.
+    """
+    if not isinstance(plan, ResolvedPlan):
+        plan = plan.resolve(
+            platform=platform or detect_platform(),
+            model=ModelFacts.from_module(model),
+            world_size=_world_size(),
+            run=run,
+            deepspeed=deepspeed,
+        )
+    if plan.optimizer is None:
+        plan = (optimizer or OptimizerResolver()).apply(plan)
+    with ExitStack() as resources:
+        plan = _lease(plan, offload or OffloadManager(), resources, timeout_s)
+        engine = build_engine(model=model, plan=plan, timeout_s=timeout_s)
+        engine.resources.push(resources.pop_all())
+    return engine
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return Launch.from_environment().world_size
+
+
+def _lease(
+    plan: ResolvedPlan, offload: OffloadManager, resources: ExitStack, timeout_s: float
+) -> ResolvedPlan:
+    """The plan inside this run's own swap folders; what holds them goes into ``resources``."""
+    if not plan.nvme_paths:
+        return plan
+    if plan.world_size == 1:
+        return resources.enter_context(offload.lease(plan)).plan
+    # The ranks must share the folder's name before there is an engine; the engine joins this
+    # group and leaves it open for the barrier after which the folder is removed.
+    backend = "nccl" if plan.platform.accelerator == "cuda" else "gloo"
+    group = ProcessGroup(backend=backend, timeout_s=timeout_s)
+    resources.callback(group.close)
+    lease = offload.lease(
+        plan,
+        rank=group.rank,
+        barrier=lambda: group.barrier("leaving the swap folder"),
+        share=group.broadcast,
+    )
+    return resources.enter_context(lease).plan
