@@ -1,0 +1,164 @@
+"""Launch environments, and collectives that name who is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import free_port, run_ranks
+from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.errors import CollectiveError, EngineError, InvalidValueError
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_a_bare_python_is_one_process() -> None:
+    assert Launch.from_environment({}) == Launch(
+        rank=0, local_rank=0, world_size=1, launched=False
+    )
+
+
+def test_a_launcher_is_read() -> None:
+    assert Launch.from_environment(TORCHRUN) == Launch(
+        rank=1, local_rank=1, world_size=2, launched=True
+    )
+
+
+def test_half_a_launcher_is_an_error_that_names_what_is_missing() -> None:
+    variables = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE")}
+    with pytest.raises(EngineError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        Launch.from_environment(variables)
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "one"), ("RANK", "2"), ("WORLD_SIZE", "")])
+def test_nonsense_from_a_launcher_is_named(name: str, value: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        Launch.from_environment(TORCHRUN | {name: value})
+    assert caught.value.key == name
+
+
+def missing_rank() -> str:
+    group = ProcessGroup(backend="gloo", timeout_s=30)
+    if group.rank == 1:
+        return "stayed away"
+    try:
+        group.barrier("save a checkpoint", timeout_s=2)
+    except CollectiveError as error:
+        return str(error)
+    return "passed"
+
+
+@pytest.mark.world_size(2)
+def test_a_barrier_names_the_rank_that_did_not_come() -> None:
+    message, other = run_ranks(missing_rank, world_size=2)
+    assert other == "stayed away"
+    assert "save a checkpoint" in message
+    assert re.search(r"Ranks? 1 failed", message)
+    assert "Fix:" in message
+
+
+def exchange() -> dict[str, Any]:
+    import torch
+
+    group = ProcessGroup(backend="gloo", timeout_s=30)
+    try:
+        group.agree(group.rank, "the plan")
+        disagreement = ""
+    except CollectiveError as error:
+        disagreement = str(error)
+    return {
+        "broadcast": group.broadcast({"from": group.rank}, source=1),
+        "gather": group.gather(group.rank * 10),
+        "mean": group.mean(float(group.rank), device=torch.device("cpu")),
+        "sum": group.sum_(torch.ones(3)).tolist(),
+        "disagreement": disagreement,
+    }
+
+
+@pytest.mark.world_size(2)
+def test_values_travel_and_disagreement_is_told() -> None:
+    for seen in run_ranks(exchange, world_size=2):
+        assert seen["broadcast"] == {"from": 1}
+        assert seen["gather"] == [0, 10]
+        assert seen["mean"] == 0.5
+        assert seen["sum"] == [2.0, 2.0, 2.0]
+        assert "the plan" in seen["disagreement"]
+        assert "rank 1: 1" in seen["disagreement"]
+
+
+SCRIPT = Path(__file__).parents[1] / "support" / "launched.py"
+
+
+def clean_environment() -> dict[str, str]:
+    hidden = ("RANK", "WORLD", "MASTER", "ACCELERATE", "DS_", "LOCAL")
+    return {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+
+
+def launch(command: list[str], tmp_path: Path) -> list[dict[str, Any]]:
+    """Start the script under a launcher; what each rank wrote, in rank order."""
+    done = subprocess.run(
+        [*command, str(SCRIPT), str(tmp_path)],
+        env=clean_environment() | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
+
+
+LAUNCHERS = {
+    "python": ([sys.executable], "", 1),
+    "torchrun": (
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"],
+        "--master-port",
+        2,
+    ),
+    "accelerate": (
+        # Asks for stage 3 through accelerate; the script's own plan says 2 and must win.
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed"),
+            *("--zero_stage=3", "--num_processes=2"),
+        ],
+        "--main_process_port",
+        2,
+    ),
+    "accelerate on CPU": (
+        [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=1"],
+        "",
+        1,
+    ),
+    "deepspeed": (
+        [sys.executable, str(Path(sys.executable).parent / "deepspeed"), "--num_gpus=2"],
+        "--master_port",
+        2,
+    ),
+}
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_same_script_runs_under_every_launcher(name: str, tmp_path: Path) -> None:
+    command, port_option, world_size = LAUNCHERS[name]
+    if port_option:
+        command = [*command, f"{port_option}={free_port()}"]
+    ranks = launch(command, tmp_path)
+    assert [seen["rank"] for seen in ranks] == list(range(world_size))
+    assert {seen["world_size"] for seen in ranks} == {world_size}
+    assert {seen["stage"] for seen in ranks} == {2}
+    assert all(seen["losses"][-1] < seen["losses"][0] for seen in ranks)
+    assert not ranks[0]["changed_environment"]

@@ -1,0 +1,59 @@
+"""A training script as a user writes it; the launcher tests start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from zerotune.backend.building import build_engine
+from zerotune.backend.distributed import Launch
+from zerotune.optim.resolver import OptimizerResolver
+from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+from zerotune.plan.facts import ModelFacts
+
+
+def main(output: Path) -> None:
+    before = dict(os.environ)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    plan = DeepSpeedPlan.build(
+        stage=2,
+        offload="cpu",
+        precision="fp32",
+        micro_batch_size=4,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
+    ).resolve(model=ModelFacts.from_module(model), world_size=Launch.from_environment().world_size)
+    engine = build_engine(model=model, plan=OptimizerResolver().apply(plan))
+    losses = []
+    for _ in range(12):
+        x = torch.ones(4, 9)
+        loss = (engine(x) - 3.0).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    rank, world_size = engine.group.rank, engine.group.world_size
+    stage = engine.deepspeed_engine.zero_optimization_stage()
+    engine.close()
+    # OpenMP and DeepSpeed's compiler set variables of their own; ours must be gone.
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR", "PATH")
+    changed = [name for name in ours if os.environ.get(name) != before.get(name)]
+    (output / f"rank{rank}.json").write_text(
+        json.dumps(
+            {
+                "rank": rank,
+                "world_size": world_size,
+                "stage": stage,
+                "losses": losses,
+                "changed_environment": changed,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    # The deepspeed launcher puts --local_rank=N before the arguments.
+    main(Path(sys.argv[-1]))
