@@ -1,0 +1,52 @@
+"""Checkpoints without pickle: whole or not there, checked before they are loaded."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from zerotune.checkpoint.contents import ShadowLike
+    from zerotune.checkpoint.folders import latest_checkpoint, prune, step_folder
+    from zerotune.checkpoint.loading import (
+        CheckpointContents,
+        load_checkpoint,
+        verify_checkpoint,
+    )
+    from zerotune.checkpoint.manifest import Manifest
+    from zerotune.checkpoint.saving import save_checkpoint
+
+_HOMES: Final = {
+    "CheckpointContents": "loading",
+    "Manifest": "manifest",
+    "ShadowLike": "contents",
+    "latest_checkpoint": "folders",
+    "load_checkpoint": "loading",
+    "prune": "folders",
+    "save_checkpoint": "saving",
+    "step_folder": "folders",
+    "verify_checkpoint": "loading",
+}
+
+__all__ = [
+    "save_checkpoint",
+    "load_checkpoint",
+    "verify_checkpoint",
+    "latest_checkpoint",
+    "prune",
+    "step_folder",
+    "CheckpointContents",
+    "Manifest",
+    "ShadowLike",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    return getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

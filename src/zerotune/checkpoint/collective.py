@@ -1,0 +1,50 @@
+"""Work that every rank does, or none: a failure on one rank is an error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.errors import CheckpointError, ZeroTuneError
+
+T = TypeVar("T")
+
+
+def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T]:
+    """Run ``work`` on every rank and return all results, in rank order, everywhere.
+
+    Collective: every rank must call it.
+
+    Args:
+        group: The processes.
+        purpose: What is being done, for messages.
+        work: What this rank does; must not be collective itself, since a rank on which it
+            fails would leave the others waiting.
+
+    Raises:
+        CollectiveError: A rank did not come.
+        ZeroTuneError: ``work`` failed, here or, with the same class, on the rank named.
+    """
+    result: T | None = None
+    failure: ZeroTuneError | None = None
+    try:
+        result = work()
+    except ZeroTuneError as error:
+        failure = error
+    except (OSError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+        failure = CheckpointError(f"{type(error).__name__}: {error}", key=purpose)
+        failure.__cause__ = error
+    group.barrier(purpose)
+    outcomes = group.gather((result, failure))
+    if failure is not None:
+        raise failure
+    for rank, (_, other) in enumerate(outcomes):
+        if other is not None:
+            raise _elsewhere(rank, other)
+    return [outcome for outcome, _ in outcomes]
+
+
+def _elsewhere(rank: int, error: ZeroTuneError) -> ZeroTuneError:
+    reason = f"rank {rank} reports: {error.reason}"
+    return type(error)(reason, key=error.key, value=error.value, fix=error.fix)

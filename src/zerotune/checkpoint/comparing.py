@@ -1,0 +1,111 @@
+"""Does a checkpoint belong to this engine? Every difference, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zerotune.checkpoint.manifest import Manifest, ParameterRecord
+from zerotune.checkpoint.records import buffer_records, plan_record
+from zerotune.decisions import Decision
+from zerotune.errors import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
+
+_MOST_NAMES = 10
+
+
+def check_model(manifest: Manifest, engine: Engine) -> None:
+    """Check that the trainable parameters and the buffers are those that were saved.
+
+    Raises:
+        CheckpointMismatchError: Lists what is missing, unexpected or of another shape, by name.
+    """
+    running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
+    differences = [
+        *_differences("parameter", _shapes(manifest.parameters), running),
+        *_differences("buffer", _shapes(manifest.buffers), _shapes(buffer_records(engine))),
+    ]
+    if differences:
+        raise CheckpointMismatchError(
+            f"the checkpoint belongs to another model: {'; '.join(differences)}",
+            key="model",
+            value=type(engine.module).__name__,
+            fix="build the model it was saved from, with the same parameters trainable",
+        )
+
+
+def check_plan(manifest: Manifest, engine: Engine) -> None:
+    """Check that the engine is sharded as the one that was saved.
+
+    Raises:
+        CheckpointMismatchError: Names each difference, with the value to set.
+    """
+    saved = {**manifest.plan.sharding, "world_size": manifest.world_size}
+    running = {**plan_record(engine).sharding, "world_size": engine.group.world_size}
+    different = [key for key, value in saved.items() if running[key] != value]
+    if different:
+        raise CheckpointMismatchError(
+            "the checkpoint was saved under another plan: "
+            + "; ".join(f"{key} was {saved[key]!r}, now {running[key]!r}" for key in different),
+            key=different[0],
+            value=running[different[0]],
+            fix="resume with " + ", ".join(f"{key}={saved[key]!r}" for key in different),
+        )
+
+
+def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
+    """What differs but does not stand in the way: the running plan's values are used."""
+    saved, running = manifest.plan, plan_record(engine)
+    pairs = [
+        *_pairs("optimizer.params", saved.optimizer["params"], running.optimizer["params"]),
+        *_pairs("scheduler", saved.scheduler or {}, running.scheduler or {}),
+    ]
+    return tuple(
+        Decision(
+            key=key,
+            before=before,
+            after=after,
+            reason="the checkpoint was saved with another value; the running plan's is used",
+            severity="warning",
+        )
+        for key, before, after in pairs
+    )
+
+
+def _shapes(records: Iterable[ParameterRecord]) -> dict[str, tuple[int, ...]]:
+    return {record.name: tuple(record.shape) for record in records}
+
+
+def _differences(
+    what: str, saved: Mapping[str, tuple[int, ...]], running: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    missing = [name for name in running if name not in saved]
+    unexpected = [name for name in saved if name not in running]
+    reshaped = [
+        f"{name} {saved[name]} instead of {running[name]}"
+        for name in saved
+        if name in running and saved[name] != running[name]
+    ]
+    groups = (
+        (f"{what}s missing from it", missing),
+        (f"{what}s only in it", unexpected),
+        (f"{what}s of another shape", reshaped),
+    )
+    return [f"{title}: {_listed(names)}" for title, names in groups if names]
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _pairs(
+    prefix: str, saved: Mapping[str, Any], running: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    return [
+        (f"{prefix}.{key}", saved.get(key), running.get(key))
+        for key in {**saved, **running}
+        if saved.get(key) != running.get(key)
+    ]

@@ -1,0 +1,190 @@
+"""A safetensors file written piece by piece, so that no second copy of the weights is needed.
+
+``safetensors.torch.save_file`` wants every tensor in memory at once. But the file is an 8-byte
+length, a JSON header that follows from names and shapes alone, and the tensors' bytes one after
+another: so the header can be written first and the bytes as they come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import torch
+
+from zerotune.checkpoint.manifest import FileRecord
+from zerotune.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+_PIECE: Final = 2**22
+"""Elements brought to the CPU and written at a time."""
+
+_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@attrs.frozen(kw_only=True)
+class TensorSpec:
+    """A tensor that will be written."""
+
+    key: str
+    """Its name in the file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, key: str, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a tensor."""
+        return cls(key=key, dtype=tensor.dtype, shape=tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def file_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Everything in the file before the first tensor's bytes.
+
+    Raises:
+        CheckpointError: Two tensors share a name, or the format has no such dtype.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for spec in specs:
+        if spec.key in entries:
+            raise CheckpointError("two tensors share this name", key=spec.key)
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(
+                f"safetensors cannot hold {spec.dtype}",
+                key=spec.key,
+                fix="register the buffer with persistent=False, or as a real dtype",
+            )
+        entries[spec.key] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    # The bytes of the first tensor begin at a multiple of 8, as the library's own writer does.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def file_size(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> int:
+    """Bytes the file will have."""
+    return len(file_header(specs, metadata)) + sum(spec.nbytes for spec in specs)
+
+
+class TensorFileWriter:
+    """Writes one safetensors file, tensor by tensor, hashing on the way.
+
+    Args:
+        path: The file; must not exist.
+        specs: What will be written, in this order.
+        metadata: Text stored in the header.
+
+    Raises:
+        CheckpointError: As in ``file_header``.
+    """
+
+    def __init__(
+        self, path: Path, *, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
+    ) -> None:
+        self._path = path
+        self._pending = list(reversed(specs))
+        self._hash = hashlib.sha256()
+        self._nbytes = 0
+        header = file_header(specs, metadata)
+        self._file = path.open("xb", buffering=0)
+        self._write(memoryview(header))
+
+    def append(self, key: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor.
+
+        Args:
+            key: Its name; the next of ``specs``.
+            tensor: Its elements, on any device.
+
+        Raises:
+            CheckpointError: It is not the tensor that was announced.
+        """
+        spec = TensorSpec.of(key, tensor)
+        expected = self._pending.pop() if self._pending else None
+        if spec != expected:
+            raise CheckpointError(
+                f"expected {expected} and got {spec}",
+                key=self._path.name,
+                fix="let nothing train while a checkpoint is saved",
+            )
+        for piece in _bytes_of(tensor):
+            self._write(piece)
+
+    def finish(self) -> FileRecord:
+        """Bring everything to disk and close.
+
+        Raises:
+            CheckpointError: Not every announced tensor was written.
+        """
+        if self._pending:
+            raise CheckpointError(
+                f"{len(self._pending)} tensors were not written", key=self._path.name
+            )
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileRecord(name=self._path.name, nbytes=self._nbytes, sha256=self._hash.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def _write(self, piece: memoryview) -> None:
+        self._hash.update(piece)
+        self._nbytes += len(piece)
+        while piece:
+            # An unbuffered write may stop short, at 2 GiB at the latest.
+            piece = piece[self._file.write(piece) :]
+
+
+def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().reshape(-1)
+    for part in torch.split(flat, _PIECE):
+        if part.numel():
+            yield part.cpu().contiguous().view(torch.uint8).numpy().data
+
+
+def hash_of(path: Path) -> str:
+    """SHA-256 (hex) of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(2**22):
+            digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,84 @@
+"""Small checkpoints made without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotune.backend.engine import EngineState
+from zerotune.checkpoint.folders import Staging
+from zerotune.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    FragmentRecord,
+    Manifest,
+    ParameterRecord,
+    PlanRecord,
+    RankRecord,
+)
+from zerotune.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+
+
+def sample_manifest(
+    *, files: tuple[FileRecord, ...] = (), extra: dict[str, Any] | None = None
+) -> Manifest:
+    files = files or (FileRecord(name="rank-0.safetensors", nbytes=12, sha256="ab" * 32),)
+    return Manifest(
+        created="2026-01-02T03:04:05+00:00",
+        versions={"zerotune": "0.1.0"},
+        world_size=len(files),
+        replicated=False,
+        plan=PlanRecord(
+            engine="deepspeed",
+            stage=2,
+            precision="bf16",
+            offload_optimizer="cpu",
+            offload_param="none",
+            gradient_accumulation_steps=1,
+            digest="cd" * 32,
+            config={"train_batch_size": 4, "zero_optimization": {"stage": 2}},
+            optimizer={"name": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.999]}},
+            scheduler=None,
+        ),
+        state=EngineState(
+            global_step=3,
+            micro_step=3,
+            skipped_steps=0,
+            scheduler={"last_batch_iteration": 2},
+            loss_scaler={},
+        ),
+        parameters=[ParameterRecord(name="weight", shape=(2, 3))],
+        buffers=[],
+        ranks=[
+            RankRecord(
+                rank=rank,
+                file=file,
+                fragments=[
+                    FragmentRecord(name="weight", start=0, numel=6, step=3, states=("exp_avg",))
+                ],
+            )
+            for rank, file in enumerate(files)
+        ],
+        shadows=["ema"],
+        rng=True,
+        extra=extra if extra is not None else {"epoch": 1},
+    )
+
+
+def fill(folder: Path, *, extra: dict[str, Any] | None = None) -> None:
+    """Write a whole checkpoint of one tensor into an existing folder."""
+    tensor = torch.arange(6.0)
+    path = folder / "rank-0.safetensors"
+    with TensorFileWriter(path, specs=[TensorSpec.of("t", tensor)], metadata={}) as writer:
+        writer.append("t", tensor)
+        record = writer.finish()
+    (folder / MANIFEST).write_text(sample_manifest(files=(record,), extra=extra).to_json())
+
+
+def publish(final: Path, *, extra: dict[str, Any] | None = None) -> Path:
+    staging = Staging(final)
+    fill(staging.path, extra=extra)
+    staging.publish()
+    return final

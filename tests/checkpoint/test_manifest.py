@@ -1,0 +1,85 @@
+"""The manifest: round trip, alterations, other files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.samples import sample_manifest
+from zerotune.checkpoint.manifest import Manifest
+from zerotune.errors import CheckpointCorruptError, CheckpointError
+
+TEXT = sample_manifest().to_json()
+
+
+def test_round_trip():
+    assert Manifest.from_json(TEXT) == sample_manifest()
+    assert Manifest.from_json(TEXT).to_json() == TEXT
+
+
+def test_numbers_keep_every_bit():
+    values = {"lr": 0.1 + 0.2, "tiny": 5e-324, "large": 2**63 - 1, "text": "ü"}
+    manifest = sample_manifest(extra=values)
+    assert Manifest.from_json(manifest.to_json()).extra == values
+
+
+@settings(max_examples=200, deadline=None)
+@given(position=st.integers(0, len(TEXT) - 1), character=st.characters(codec="ascii"))
+def test_any_altered_character_is_noticed(position, character):
+    altered = TEXT[:position] + character + TEXT[position + 1 :]
+    try:
+        manifest = Manifest.from_json(altered)
+    except CheckpointError:
+        return
+    # White space between the values may change without changing what they say.
+    assert manifest == sample_manifest()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(st.text(), st.recursive(st.none() | st.integers(), st.lists).map(json.dumps)))
+def test_anything_else_is_refused(text):
+    with pytest.raises(CheckpointCorruptError):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, len(TEXT) - 2])
+def test_a_truncated_manifest_is_refused(length):
+    with pytest.raises(CheckpointCorruptError, match="is not JSON"):
+        Manifest.from_json(TEXT[:length], source="here")
+
+
+def test_a_newer_format_asks_for_a_newer_zerotune():
+    newer = TEXT.replace('"version": 1', '"version": 2')
+    with pytest.raises(CheckpointError, match=r"format version 2; this zerotune reads 1"):
+        Manifest.from_json(newer)
+
+
+def resigned(change):
+    """A manifest somebody altered on purpose, hash included."""
+    from zerotune.checkpoint import manifest as module
+
+    content = json.loads(TEXT)
+    del content["sha256"]
+    change(content)
+    return json.dumps({**content, "sha256": module._digest(content)})
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "", ".."])
+def test_a_file_outside_the_folder_is_refused(name):
+    text = resigned(lambda content: content["ranks"][0]["file"].update(name=name))
+    with pytest.raises(CheckpointCorruptError, match="not a plain file name"):
+        Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("key", ["plan", "ranks", "state", "world_size"])
+def test_a_missing_part_is_named(key):
+    with pytest.raises(CheckpointCorruptError, match=key):
+        Manifest.from_json(resigned(lambda content: content.pop(key)))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(CheckpointCorruptError, match=r"manifest\.json.*cannot be read"):
+        Manifest.read(tmp_path)
