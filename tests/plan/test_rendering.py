@@ -85,6 +85,10 @@ CASES: dict[str, tuple[dict[str, Any] | str, dict[str, Any]]] = {
     "reference_a_cpu": (REFERENCE_A, {"platform": CPU, "model": unet_facts()}),
     "reference_b_cuda": (REFERENCE_B, {"platform": CUDA, "model": unet_facts()}),
     "reference_b_cpu": (REFERENCE_B, {"platform": CPU, "model": unet_facts()}),
+    "reference_b_bf16_cpu": (
+        REFERENCE_B | {"bf16": {"enabled": True}},
+        {"platform": CPU, "model": unet_facts()},
+    ),
     "reference_c_cuda": (REFERENCE_C, {"platform": CUDA}),
     "reference_c_cpu": (REFERENCE_C, {"platform": CPU}),
     "stage_0_fp32": (zero(stage=0) | {"bf16": {"enabled": False}}, {"platform": CUDA}),

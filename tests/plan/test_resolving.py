@@ -62,6 +62,23 @@ def test_reference_b_keeps_the_users_buffer(reference_b, cuda, unet):
     assert resolved.stage == 3
 
 
+def test_reference_b_in_fp32_is_not_swapped_as_bf16_on_the_cpu_accelerator(reference_b, cpu, unet):
+    for model in (unet, None):
+        resolved = resolve(reference_b, cpu, model=model)
+        assert resolved.precision == "fp32"
+        assert resolved.offload_param == "cpu"
+        assert resolved.nvme_paths == {}
+        assert "zero_optimization.offload_param.device" in warnings(resolved)
+    reference_b["bf16"] = {"enabled": True}
+    assert resolve(reference_b, cpu, model=unet).offload_param == "nvme"
+
+
+def test_fp32_may_swap_where_nothing_is_rounded(reference_b, cuda, cpu):
+    small = ModelFacts.from_shapes([("a", (10, 10))])
+    assert resolve(reference_b, cpu, model=small).offload_param == "nvme"
+    assert resolve(reference_b, cuda, model=small).offload_param == "nvme"
+
+
 def test_reference_c_takes_its_precision_from_the_launcher(reference_c, cuda, tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text(reference_c)

@@ -22,6 +22,7 @@ from zerotune.plan.swapping import (
     fill_nvme_optimizer,
     fill_nvme_param,
     swaps_parameters,
+    without_lossy_swapping,
     without_prefetch,
 )
 
@@ -205,8 +206,10 @@ def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> Zero
     """
     path = "zero_optimization"
     zero = attrs.evolve(zero, stage=filler.stage)
-    if filler.stage == 3 and swaps_parameters(zero, filler, aio):
-        zero = without_prefetch(zero, filler)
+    if filler.stage == 3:
+        zero = without_lossy_swapping(zero, filler, aio)
+        if swaps_parameters(zero, filler, aio):
+            zero = without_prefetch(zero, filler)
     for name, (stages, choose) in _CHOICES.items():
         if filler.stage not in stages:
             zero = filler.drop(zero, path, name, f"has no effect at stage {filler.stage}")

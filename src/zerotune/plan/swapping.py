@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from zerotune.errors import InvalidValueError
 from zerotune.plan import sizing
 from zerotune.plan.facts import ParameterFacts
@@ -26,6 +28,35 @@ def swaps_parameters(zero: ZeroSection, filler: Filler, aio: AioSection | None) 
     stay = _number(section.max_in_cpu)
     swapping = _swapping(filler, aio)
     return stay == 0 if swapping is None else swapping.happens(stay)
+
+
+def without_lossy_swapping(
+    zero: ZeroSection, filler: Filler, aio: AioSection | None
+) -> ZeroSection:
+    """``zero`` with fp32 parameters kept off NVMe where DeepSpeed would round them to bf16.
+
+    Read and measured in DeepSpeed 0.19.8: on an accelerator without fp16 ``zero.Init`` swaps
+    through bf16 buffers whatever the model's type is (``_set_dtype`` lacks parentheses). The
+    forward pass then fails, or, with ``max_in_cpu``, trains on rounded weights in silence.
+    """
+    section = zero.offload_param
+    if section is None or section.device != "nvme":
+        return zero
+    swapping = _swapping(filler, aio)
+    if filler.precision != "fp32" or filler.platform.fp16:
+        return zero
+    if swapping is not None and swapping.largest is None:
+        return zero
+    kept = filler.force(
+        section,
+        "zero_optimization.offload_param",
+        "device",
+        "cpu",
+        "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator without fp16,"
+        " which would lose precision; they wait in host memory instead",
+        severity="warning",
+    )
+    return attrs.evolve(zero, offload_param=kept)
 
 
 def without_prefetch(zero: ZeroSection, filler: Filler) -> ZeroSection:
