@@ -47,8 +47,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--build-missing",
-        action="store_true",
-        help="compile every op that can be compiled here and is not",
+        nargs="*",
+        metavar="OP",
+        help="compile those of the ops named (of all, when none is) that can be and are not",
     )
     parser.add_argument(
         "--allow-rocm", action="store_true", help="let DeepSpeed run on ROCm, untested"
@@ -66,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
             allow_rocm=arguments.allow_rocm, allow_mps=arguments.allow_mps, log=False
         )
         _build(arguments.build, platform)
-        if arguments.build_missing and platform.deepspeed.available:
-            _build(_missing(), platform)
+        if arguments.build_missing is not None and platform.deepspeed.available:
+            _build(_missing(arguments.build_missing), platform)
         from zerotune.cli.checkup import Checkup
 
         checkup = Checkup.of(platform)
@@ -78,10 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if checkup.healthy else 1
 
 
-def _missing() -> list[str]:
+def _missing(wanted: list[str]) -> list[str]:
     from zerotune.backend.ops import op_report
 
-    return [op.name for op in op_report() if op.state in ("buildable", "stale")]
+    missing = [op.name for op in op_report() if op.state in ("buildable", "stale")]
+    return [name for name in missing if not wanted or name in wanted]
 
 
 def _build(names: Iterable[str], platform: Platform) -> None:
