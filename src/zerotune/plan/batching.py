@@ -32,7 +32,7 @@ class Batch:
 
 
 class _Partial(NamedTuple):
-    train: int
+    train: int | None
     micro: int | None
     accumulation: int | None
 
@@ -49,35 +49,19 @@ def solve_batch(
         PlanConflictError: The written numbers contradict each other at this world size.
     """
     decisions: list[Decision] = []
-    train = _number(plan.train_batch_size)
-    micro = _number(plan.train_micro_batch_size_per_gpu)
-    accumulation = _number(plan.gradient_accumulation_steps)
-    if train is None:
-        if micro is None:
-            micro, reason = _first((run.micro_batch_size, "the run says so"), default=1)
-            decisions.append(_filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason))
-        if accumulation is None:
-            accumulation, reason = _known_accumulation(plan, run)
-            decisions.append(
-                _filled(ACCUMULATION, plan.gradient_accumulation_steps, accumulation, reason)
-            )
-        train = micro * accumulation * world_size
-        decisions.append(
-            _filled(
-                TRAIN,
-                plan.train_batch_size,
-                train,
-                f"micro batch {micro} x accumulation {accumulation} x world size {world_size}",
-            )
-        )
-    elif micro is not None and accumulation is not None:
-        if train != micro * accumulation * world_size:
-            raise contradiction(train, micro, accumulation, world_size)
+    known = _Partial(
+        _number(plan.train_batch_size),
+        _number(plan.train_micro_batch_size_per_gpu),
+        _number(plan.gradient_accumulation_steps),
+    )
+    if known.train is None:
+        batch = _solve_without_train(plan, run, world_size, known, decisions)
+    elif known.micro is not None and known.accumulation is not None:
+        batch = Batch(train=known.train, micro=known.micro, accumulation=known.accumulation)
+        if batch.train != batch.micro * batch.accumulation * world_size:
+            raise contradiction(batch.train, batch.micro, batch.accumulation, world_size)
     else:
-        micro, accumulation = _solve_from_train(
-            plan, run, world_size, _Partial(train, micro, accumulation), decisions
-        )
-    batch = Batch(train=train, micro=micro, accumulation=accumulation)
+        batch = _solve_from_train(plan, run, world_size, known, decisions)
     decisions.extend(_overruled(batch, run))
     return batch, decisions
 
@@ -105,47 +89,52 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
     )
 
 
+def _solve_without_train(
+    plan: DeepSpeedPlan,
+    run: RunFacts,
+    world_size: int,
+    known: _Partial,
+    decisions: list[Decision],
+) -> Batch:
+    _, micro, accumulation = known
+    if micro is None:
+        micro, reason = _first((run.micro_batch_size, "the run says so"), default=1)
+        decisions.append(_filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason))
+    if accumulation is None:
+        accumulation = _fill_accumulation(plan, run, decisions)
+    train = micro * accumulation * world_size
+    reason = f"micro batch {micro} x accumulation {accumulation} x world size {world_size}"
+    decisions.append(_filled(TRAIN, plan.train_batch_size, train, reason))
+    return Batch(train=train, micro=micro, accumulation=accumulation)
+
+
 def _solve_from_train(
     plan: DeepSpeedPlan,
     run: RunFacts,
     world_size: int,
     known: _Partial,
     decisions: list[Decision],
-) -> tuple[int, int]:
-    train, micro, accumulation = known
+) -> Batch:
+    train, micro, accumulation = known.train or 0, known.micro, known.accumulation
     if micro is None and accumulation is None:
         micro = run.micro_batch_size
-        if micro is not None:
-            decisions.append(
-                _filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, "the run says so")
-            )
+        if micro is None:
+            accumulation = _fill_accumulation(plan, run, decisions)
         else:
-            accumulation, reason = _known_accumulation(plan, run)
-            decisions.append(
-                _filled(ACCUMULATION, plan.gradient_accumulation_steps, accumulation, reason)
-            )
+            written = plan.train_micro_batch_size_per_gpu
+            decisions.append(_filled(MICRO, written, micro, "the run says so"))
     if micro is not None:
         accumulation = _divide(train, micro, MICRO, ACCUMULATION, world_size)
-        decisions.append(
-            _filled(
-                ACCUMULATION,
-                plan.gradient_accumulation_steps,
-                accumulation,
-                f"train batch {train} / (micro batch {micro} x world size {world_size})",
-            )
-        )
-        return micro, accumulation
-    steps = accumulation or 1
-    micro = _divide(train, steps, ACCUMULATION, MICRO, world_size)
-    decisions.append(
-        _filled(
-            MICRO,
-            plan.train_micro_batch_size_per_gpu,
-            micro,
-            f"train batch {train} / (accumulation {steps} x world size {world_size})",
-        )
-    )
-    return micro, steps
+        key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
+        by = f"micro batch {micro}"
+    else:
+        accumulation = accumulation or 1
+        micro = _divide(train, accumulation, ACCUMULATION, MICRO, world_size)
+        key, written, solved = MICRO, plan.train_micro_batch_size_per_gpu, micro
+        by = f"accumulation {accumulation}"
+    reason = f"train batch {train} / ({by} x world size {world_size})"
+    decisions.append(_filled(key, written, solved, reason))
+    return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
 def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int) -> int:
@@ -169,13 +158,15 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
     )
 
 
-def _known_accumulation(plan: DeepSpeedPlan, run: RunFacts) -> tuple[int, str]:
+def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, decisions: list[Decision]) -> int:
     launched = plan.launch.gradient_accumulation_steps if plan.launch else None
-    return _first(
+    value, reason = _first(
         (run.gradient_accumulation_steps, "the run says so"),
         (_number(launched), "the launcher's file says so"),
         default=1,
     )
+    decisions.append(_filled(ACCUMULATION, plan.gradient_accumulation_steps, value, reason))
+    return value
 
 
 def _first(*sources: tuple[int | None, str], default: int) -> tuple[int, str]:

@@ -56,17 +56,8 @@ def resolve(
         uses_deepspeed=uses_deepspeed,
     )
     plan = _apply_rules(plan, context, decisions)
-    precision, why = decide_precision(plan, run=run, platform=platform)
-    decisions.extend(why)
-    filler = Filler(
-        stage=int(plan.stage),
-        platform=platform,
-        model=model,
-        world_size=world_size,
-        precision=precision,
-        launch_gather=_flag(plan.launch.zero3_save_16bit_model if plan.launch else None),
-    )
-    plan = _filled(plan, filler, run=run, uses_deepspeed=uses_deepspeed)
+    filler = _filler(plan, context, platform)
+    plan = _filled(plan, filler, context)
     return ResolvedPlan(
         requested=requested,
         plan=plan,
@@ -75,8 +66,21 @@ def resolve(
         model=model,
         run=run,
         uses_deepspeed=uses_deepspeed,
-        precision=precision,
+        precision=filler.precision,
         decisions=(*decisions, *filler.decisions),
+    )
+
+
+def _filler(plan: DeepSpeedPlan, context: RuleContext, platform: Platform) -> Filler:
+    precision, why = decide_precision(plan, run=context.run, platform=platform)
+    return Filler(
+        stage=int(plan.stage),
+        platform=platform,
+        model=context.model,
+        world_size=context.world_size,
+        precision=precision,
+        launch_gather=_flag(plan.launch.zero3_save_16bit_model if plan.launch else None),
+        decisions=why,
     )
 
 
@@ -186,15 +190,13 @@ def _apply_rules(
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _filled(
-    plan: DeepSpeedPlan, filler: Filler, *, run: RunFacts, uses_deepspeed: bool
-) -> DeepSpeedPlan:
-    batch, why = solve_batch(plan, run=run, world_size=filler.world_size)
+def _filled(plan: DeepSpeedPlan, filler: Filler, context: RuleContext) -> DeepSpeedPlan:
+    batch, why = solve_batch(plan, run=context.run, world_size=filler.world_size)
     filler.decisions.extend(why)
-    clipping = _clipping(plan, filler, run)
+    clipping = _clipping(plan, filler, context.run)
     bf16, fp16 = fill_precision(plan, filler.precision, filler)
     zero, aio = None, None
-    if uses_deepspeed:
+    if context.uses_deepspeed:
         zero = fill_zero(plan.zero_optimization or ZeroSection(), filler, plan.aio)
         swaps = any(
             section is not None and section.device == "nvme"

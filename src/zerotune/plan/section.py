@@ -139,10 +139,7 @@ def read_section(
         UnknownKeyError: A key that nobody knows.
         PlanConflictError: A key written twice, once under an alias.
     """
-    if not isinstance(raw, Mapping):
-        raise InvalidValueError(
-            "must be an object", key=key or None, value=raw, fix='write {"name": value, …}'
-        )
+    _require_object(raw, key)
     kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
@@ -160,6 +157,13 @@ def read_section(
             raise unknown_key(name, value, path, {*kinds, *cls.passed_through, *cls.aliases})
     with located(key):
         return cls(**values, **({"extra": extra} if extra else {}))
+
+
+def _require_object(raw: Any, key: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise InvalidValueError(
+            "must be an object", key=key or None, value=raw, fix='write {"name": value, …}'
+        )
 
 
 def join(prefix: str, name: str) -> str:
