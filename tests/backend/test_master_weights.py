@@ -42,14 +42,19 @@ def train_hostile(engine: Any, steps: int) -> None:
         engine.step()
 
 
-def inspect(case: Case) -> dict[str, Any]:
+def examine(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write before the first step, then train and read, on one engine."""
+    engine = hostile_engine(case)
+    return edit(engine), inspect(engine)
+
+
+def inspect(engine: Any) -> dict[str, Any]:
     """Train a little; then look at the weights through every door."""
     import torch
 
-    engine = hostile_engine(case)
-    names_before = dict(engine.master_weights.gather())
-    train_hostile(engine, 3)
     master = engine.master_weights
+    names_before = dict(master.gather())
+    train_hostile(engine, 3)
     owned: dict[str, list[tuple[int, int]]] = {}
     states, steps = set(), set()
     for fragment in master.read():
@@ -109,13 +114,19 @@ EXPECTED = {
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_layout_shows_the_same_weights(case: Case, world_size: int) -> None:
-    ranks = run_ranks(inspect, case, world_size=world_size)
+def test_every_layout_shows_the_same_weights_and_trains_what_was_written(case: Case, world_size: int) -> None:
+    results = run_ranks(examine, case, world_size=world_size)
+    for edited, _ in results:
+        assert edited["master"]
+        assert edited["low"]
+        assert edited["states"] == {0.5}
+        assert edited["steps"] == {8}, "the counter goes on from what was written"
+    ranks = [inspected for _, inspected in results]
     for seen in ranks:
         expected = EXPECTED | ({} if case.deepspeed else {"scale": ()})
         assert seen["shapes"] == expected, "frozen left out, tied counted once, full shapes"
         assert seen["states"] == {"exp_avg", "exp_avg_sq"}
-        assert seen["steps"] == {3}
+        assert seen["steps"] == {11}
         assert seen["moved"]
         assert all(value > 0 for value in seen["moments"].values())
         assert seen["agrees"], "low-precision weights are the rounded master weights"
@@ -133,11 +144,10 @@ def test_every_layout_shows_the_same_weights(case: Case, world_size: int) -> Non
             assert all(left[1] == right[0] for left, right in joints), f"{name}: {covered}"
 
 
-def edit(case: Case) -> dict[str, Any]:
+def edit(engine: Any) -> dict[str, Any]:
     """Write values, states and steps before the first step; check what the engine uses."""
     import torch
 
-    engine = hostile_engine(case)
     with engine.master_weights.editing() as fragments:
         for fragment in fragments:
             fragment.value.copy_(pattern(fragment.address))
@@ -168,16 +178,6 @@ def pattern(address: Any) -> Any:
     import torch
 
     return torch.arange(address.start, address.stop, dtype=torch.float32) / 64
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_what_is_written_is_what_trains(case: Case, world_size: int) -> None:
-    for seen in run_ranks(edit, case, world_size=world_size):
-        assert seen["master"]
-        assert seen["low"]
-        assert seen["states"] == {0.5}
-        assert seen["steps"] == {8}, "the counter goes on from what was written"
 
 
 def edit_swapped(nvme_path: str) -> dict[str, Any]:
