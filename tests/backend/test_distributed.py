@@ -26,9 +26,7 @@ TORCHRUN = {
 
 
 def test_a_bare_python_is_one_process() -> None:
-    assert Launch.from_environment({}) == Launch(
-        rank=0, local_rank=0, world_size=1, launched=False
-    )
+    assert Launch.from_environment({}) == Launch(rank=0, local_rank=0, world_size=1, launched=False)
 
 
 def test_a_launcher_is_read() -> None:

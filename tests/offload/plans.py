@@ -28,6 +28,7 @@ def swapping_plan(
     plan = DeepSpeedPlan.from_dict(
         {
             "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
             "zero_optimization": zero,
             "optimizer": {"type": "AdamW", "params": {"lr": lr}},
         }

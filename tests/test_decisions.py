@@ -1,0 +1,53 @@
+"""Decisions are logged once, on rank 0, at the level of their severity."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import pytest
+
+from zerotune.decisions import Decision, announce, render_decisions
+
+
+def decision(severity: str = "note") -> Decision:
+    # A fresh key each time: what was announced in this process is not announced again.
+    return Decision(
+        key=f"k-{uuid.uuid4()}", before="auto", after=3, reason="because", severity=severity
+    )
+
+
+def test_a_decision_reads_as_one_line() -> None:
+    shown = str(Decision(key="zero.stage", before=None, after=2, reason="the default"))
+    assert shown == "zero.stage: unset -> 2 (the default)"
+
+
+def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zerotune")
+    once = decision()
+    announce([once], rank=0)
+    announce([once, once], rank=0)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    assert once.key in caplog.text
+
+
+def test_a_warning_is_logged_as_one(caplog: pytest.LogCaptureFixture) -> None:
+    announce([decision("warning")], rank=0)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_other_ranks_are_silent(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="zerotune")
+    announce([decision("warning")], rank=1)
+    monkeypatch.setenv("RANK", "3")
+    announce([decision("warning")])
+    assert caplog.records == []
+
+
+def test_warnings_are_shown_first() -> None:
+    note, warning = decision(), decision("warning")
+    lines = render_decisions([note, warning]).splitlines()
+    assert warning.key in lines[0]
+    assert note.key in lines[1]
