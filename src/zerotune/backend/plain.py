@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -244,7 +245,10 @@ class PlainEngine(Closing):
 def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     accelerate = require_accelerate()
     launch = Launch.from_environment()
-    hidden = dict.fromkeys(_ACCELERATE_CONFIGURATION)
+    hidden: dict[str, str | None] = dict.fromkeys(_ACCELERATE_CONFIGURATION)
+    # Without this variable accelerate gives each CPU process a share of the machine's cores,
+    # whatever number of threads torch was told to use and whatever cores the process may use.
+    hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
     from datetime import timedelta
 
     handlers = (
@@ -252,7 +256,7 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
         if launch.launched
         else []
     )
-    with environment(**hidden) if hidden else nullcontext():
+    with environment(**hidden):
         return accelerate.Accelerator(
             mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
