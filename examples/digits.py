@@ -80,6 +80,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("outputs/digits"), help="folder for results")
     add("--seed", type=int, default=0)
     add("--require", type=float, default=80.0, help="percentage that must be recognised")
+    # The deepspeed launcher passes it; the environment says the same.
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.offload is None:
         options.offload = "none" if options.no_deepspeed or options.stage == 0 else "cpu"

@@ -1,0 +1,1 @@
+"""Measurements, one command each: ``nox -s bench -- NAME``."""
