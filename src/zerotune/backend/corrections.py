@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -57,6 +58,59 @@ def undo_dummy_step(engine: Any) -> tuple[Decision, ...]:
             "in half precision; it was undone, so that training starts at step 0",
         ),
     )
+
+
+def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
+    """Let every gradient on NVMe begin where direct I/O can read it back.
+
+    DeepSpeed 0.19.8 reads a swapped gradient straight to its place in the sub-group's buffer.
+    Where that is no multiple of the sector size the kernel refuses, nobody looks at the refusal,
+    and the optimizer steps on what the buffer held before: every gradient of 1 MiB or more is
+    wrong, in silence, unless it happens to lie at an aligned offset.
+    """
+    swapper = getattr(engine.optimizer, "optimizer_swapper", None)
+    if swapper is None:
+        return ()
+    swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
+    return (
+        Decision(
+            key="zero_optimization.offload_optimizer.device",
+            before="nvme",
+            after="nvme",
+            reason="gradients are swapped from aligned offsets on; DeepSpeed itself reads others "
+            "back wrong, and their few unaligned elements stay in host memory",
+        ),
+    )
+
+
+def split_aligned(
+    swapper: Any, tensors: list[torch.Tensor], offsets: list[int]
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Cut gradients into parts that swap and parts that stay in memory.
+
+    Replaces ``OptimizerSwapper._adjust_for_misaligned_lengths``, which aligns only the end.
+
+    Args:
+        swapper: DeepSpeed's swapper, for its alignment and its smallest size.
+        tensors: 1-D gradients.
+        offsets: Where each begins in the sub-group.
+
+    Returns:
+        The parts and their offsets.
+    """
+    unit = swapper.numel_alignment
+    parts: list[torch.Tensor] = []
+    places: list[int] = []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        length = tensor.numel()
+        head = min(-offset % unit, length) if swapper.is_swappable_tensor(tensor=tensor) else length
+        body = (length - head) // unit * unit
+        cuts = ((0, head), (head, body), (head + body, length - head - body))
+        for start, size in cuts:
+            if size:
+                parts.append(tensor.narrow(0, start, size))
+                places.append(offset + start)
+    return parts, places
 
 
 def _copy_into(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zerotune.backend.compiling import same_ninja
-from zerotune.backend.corrections import undo_dummy_step
+from zerotune.backend.corrections import align_swapped_gradients, undo_dummy_step
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.environment import environment
@@ -71,7 +71,11 @@ class DeepSpeedEngine(Closing):
         self.resources.enter_context(environment(LOCAL_RANK=str(launch.local_rank)))
         self._engine = _initialize(deepspeed, model, [p for _, p in named], plan)
         self._module = model
-        self._decisions = (*_rounding(plan, rounded), *undo_dummy_step(self._engine))
+        self._decisions = (
+            *_rounding(plan, rounded),
+            *undo_dummy_step(self._engine),
+            *align_swapped_gradients(self._engine),
+        )
         self._master_weights = MasterWeights(
             layout=layout_of_deepspeed(self._engine, rank=self._group.rank),
             group=self._group,

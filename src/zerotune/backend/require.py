@@ -54,6 +54,11 @@ RELIED_ON: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
             "set_grad_positions",
         ),
     ),
+    (
+        "deepspeed.runtime.swap_tensor.optimizer_utils",
+        "OptimizerSwapper",
+        ("_adjust_for_misaligned_lengths", "is_swappable_tensor"),
+    ),
     ("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer", ("step",)),
     ("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", ("step",)),
 )
