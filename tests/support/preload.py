@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 from zerotune.platform import detect_platform
 
@@ -14,3 +15,10 @@ with contextlib.suppress(ImportError):
         # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
         require_deepspeed(accelerator="cpu")
         quiet_deepspeed()
+
+with contextlib.suppress(ImportError):
+    import cpuinfo
+
+    # DeepSpeed asks several times per engine, and each answer starts a process for a second.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()
