@@ -67,5 +67,5 @@ def _as_bytes(numbers: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _as_numbers(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
-    numbers = np.frombuffer(tensor.contiguous().numpy().tobytes(), dtype=dtype)
-    return numbers.copy()
+    numbers: np.ndarray[Any, Any] = np.frombuffer(tensor.contiguous().numpy().tobytes(), dtype)
+    return np.array(numbers)
