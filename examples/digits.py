@@ -232,8 +232,7 @@ def recognised(images: torch.Tensor) -> float:
     return 100 * float((classifier.predict(drawn) == wanted).mean())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
+def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     make(options.output)
     checkpoint, expected = first_half(options)
@@ -250,10 +249,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if share >= options.require else 1
 
 
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        return run(options)
+    except PlanError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
 if __name__ == "__main__":
     # DeepSpeed calls functions of torch.distributed that torch has renamed; once would do.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    try:
-        sys.exit(main())
-    except PlanError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    sys.exit(main())

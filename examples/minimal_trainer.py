@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from zerotune import DeepSpeedPlan, EMAShadow, ImageTensors, Trainer
 
 
-def main(steps: int = 50) -> None:
+def main(steps: int = 50) -> tuple[int, ...]:
     digits = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1
     model = UNet2DModel(
         sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=8,
@@ -29,6 +29,7 @@ def main(steps: int = 50) -> None:
         images = trainer.sample(count=4, steps=10)
     print(report.render())
     print("sampled", tuple(images.shape))
+    return tuple(images.shape)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""What ``zerotune`` exports, and that importing it costs next to nothing."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerotune
+
+NAMES = {
+    "Callback",
+    "ClassConditional",
+    "DataStream",
+    "DeepSpeedPlan",
+    "DenoisingObjective",
+    "EMAShadow",
+    "Engine",
+    "FlowMatchingObjective",
+    "ImageTensors",
+    "MetricsFile",
+    "ModelFacts",
+    "OffloadManager",
+    "OptimizerResolver",
+    "Platform",
+    "ProgressBar",
+    "ResolvedPlan",
+    "RunFacts",
+    "SaveEvery",
+    "Trainer",
+    "Unconditional",
+    "ZeroTuneError",
+    "__version__",
+    "build_engine",
+    "detect_platform",
+    "images_to_grid",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "prepare",
+    "sample",
+    "save_checkpoint",
+}
+HEAVY = ("torch", "deepspeed", "accelerate", "diffusers", "numpy", "attrs", "attr", "rich", "yaml")
+
+
+def run(code: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+def test_the_names_are_these_and_no_others():
+    assert set(zerotune.__all__) == NAMES
+    assert dir(zerotune) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_name_is_there_and_documented(name):
+    value = getattr(zerotune, name)
+    if name != "__version__":
+        assert inspect.getdoc(value)
+        assert value.__name__ == name
+
+
+def test_other_names_are_refused_as_python_does():
+    with pytest.raises(AttributeError, match="has no attribute 'Trainr'"):
+        _ = zerotune.Trainr
+
+
+def test_importing_loads_nothing_heavy_and_starts_no_logging():
+    code = (
+        "import sys, logging, os; before = dict(os.environ); import zerotune, zerotune.errors\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], "
+        "logging.getLogger('zerotune').handlers, before == dict(os.environ))"
+    )
+    assert run(code).strip() == "[] [] True"
+
+
+def test_the_plan_loads_neither_torch_nor_numpy():
+    code = (
+        "import sys, zerotune; zerotune.DeepSpeedPlan, zerotune.OptimizerResolver\n"
+        "print([n for n in ('torch', 'deepspeed', 'accelerate', 'numpy') if n in sys.modules])"
+    )
+    assert run(code).strip() == "[]"
+
+
+def test_importing_takes_less_than_100_ms():
+    code = "import time; t = time.perf_counter(); import zerotune; print(time.perf_counter() - t)"
+    # The best of five: other processes may hold the machine.
+    assert min(float(run(code)) for _ in range(5)) < 0.1
+
+
+def test_the_version_is_the_one_of_the_build_metadata():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    (written,) = re.findall(r'^version = "(.+)"$', text, re.MULTILINE)
+    assert zerotune.__version__ == written

@@ -1,0 +1,116 @@
+"""Reports: arithmetic, text and pictures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from tests.training.fakes import drive, report
+from zerotune.errors import DataError, MissingDependencyError
+from zerotune.training import plot_loss
+from zerotune.training.report import Record
+
+
+def test_rates_and_rows_are_plain_arithmetic():
+    found = report()
+    assert found.steps_per_second == 2.0
+    assert found.samples_per_second == 16.0
+    assert found.time_rows() == [
+        ("data", "25.0 ms", "5 %"),
+        ("forward", "125.0 ms", "25 %"),
+        ("backward", "250.0 ms", "50 %"),
+        ("optimizer", "50.0 ms", "10 %"),
+        ("ema", "25.0 ms", "5 %"),
+        ("rest", "25.0 ms", "5 %"),
+    ]
+    assert found.memory_rows() == [
+        ("weights", "GPU", "1.0 MiB", "bf16"),
+        ("master weights", "host", "2.0 MiB", "fp32"),
+        ("sum", "GPU", "1.0 MiB", "components above"),
+        ("sum", "host", "2.0 MiB", "components above"),
+        ("measured peak", "GPU", "3.00 GiB", "torch"),
+        ("measured before", "host", "512.0 MiB", "libraries, model and data"),
+        ("measured peak", "host", "1.00 GiB", "whole process"),
+    ]
+    assert "4 steps in 2.0 s on 2 processes: 2.00 it/s, 16 samples/s" in found.render()
+
+
+def test_a_report_of_nothing_divides_by_nothing():
+    empty = report(steps=0, losses=(), seconds=0.0, phases={}, memory=())
+    assert empty.steps_per_second == 0.0
+    assert empty.time_rows()[0] == ("data", "0.0 ms", "0 %")
+
+
+def test_the_record_adds_up_and_starts_again_after_a_resume(tmp_path):
+    record = Record()
+    drive(record, steps=range(1, 4))
+    totals = record.totals
+    assert totals["steps"] == 3
+    assert totals["losses"] == (0.5,) * 3
+    assert totals["seconds"] == pytest.approx(0.3)
+    assert totals["phases"]["backward"] == pytest.approx(0.12)
+
+    class At:
+        step = 7
+
+    record.on_resume(At(), tmp_path)
+    assert record.totals["first_step"] == 7
+    assert record.totals["steps"] == 0
+
+
+def test_pictures_are_pictures(tmp_path):
+    loss, memory = report().save(tmp_path / "pictures")
+    for path, width in ((loss, 840), (memory, 960)):
+        with Image.open(path) as image:
+            image.load()
+            assert image.format == "PNG"
+            assert image.width == width
+            colours = image.convert("RGB").getcolors(2**20)
+            assert len(colours) > 50, f"{path.name} is blank"
+            assert max(count for count, _ in colours) < image.width * image.height
+
+
+def test_the_curve_goes_where_the_losses_go(tmp_path):
+    """The highest blue pixel on the left lies above the highest one on the right."""
+    steps = range(1, 101)
+    path = plot_loss(tmp_path / "loss.png", steps=steps, losses=[1 / step for step in steps])
+    with Image.open(path) as image:
+        pixels, width, height = image.convert("RGB").load(), image.width, image.height
+
+    def highest(left, right):
+        return min(
+            y
+            for x in range(int(left * width), int(right * width))
+            # The legend lies in the upper fifth.
+            for y in range(height // 5, height)
+            if pixels[x, y][2] - pixels[x, y][0] > 100
+        )
+
+    assert highest(0.1, 0.3) < highest(0.7, 0.9) - height // 10
+
+
+def test_a_curve_of_nothing_is_refused(tmp_path):
+    with pytest.raises(DataError):
+        plot_loss(tmp_path / "loss.png", steps=[], losses=[])
+    with pytest.raises(DataError):
+        plot_loss(tmp_path / "loss.png", steps=[1, 2], losses=[1.0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r"zerotune\[plot\]"):
+        report().save(tmp_path)
+
+
+def test_plotting_leaves_the_users_backend_alone(tmp_path):
+    code = (
+        "import sys; from zerotune.training import plot_loss\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        f"plot_loss({str(tmp_path / 'loss.png')!r}, steps=[1, 2], losses=[2.0, 1.0])\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,144 @@
+"""Clock, seeds, streams and restored state."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from zerotune.diffusion import DataStream, ImageTensors, RepeatedBatches
+from zerotune.errors import CheckpointMismatchError
+from zerotune.training import Callback, ProgressBar
+from zerotune.training.saving import restore_trainer_state, trainer_state
+from zerotune.training.seeding import generator_from_text, generator_to_text, seed_everything
+from zerotune.training.streams import as_stream
+from zerotune.training.timing import PHASES, StepClock
+
+
+class OneOf:
+    """A process group of ``world_size`` ranks that all say the same."""
+
+    def __init__(self, rank=0, world_size=1):
+        self.rank, self.world_size = rank, world_size
+
+    def gather(self, value):
+        return [value] * self.world_size
+
+
+@pytest.fixture
+def restored_random_state():
+    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+def drawn(generator):
+    return (
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(())),
+        float(torch.rand((), generator=generator)),
+    )
+
+
+@pytest.mark.usefixtures("restored_random_state")
+def test_a_seed_fixes_every_generator_and_ranks_differ():
+    first = drawn(seed_everything(5, rank=0))
+    assert drawn(seed_everything(5, rank=0)) == first
+    for other in (drawn(seed_everything(5, rank=1)), drawn(seed_everything(6, rank=0))):
+        assert all(one != two for one, two in zip(first, other, strict=True))
+
+
+def test_a_generator_goes_through_text():
+    generator = torch.Generator().manual_seed(1)
+    torch.randn(3, generator=generator)
+    text = generator_to_text(generator)
+    expected = torch.randn(5, generator=generator)
+    again = torch.Generator()
+    generator_from_text(again, text)
+    assert torch.equal(torch.randn(5, generator=again), expected)
+
+
+def test_the_clock_adds_up_phases_that_are_entered_again():
+    clock = StepClock(torch.device("cpu"))
+    clock.start()
+    for _ in range(2):
+        with clock.phase("forward"):
+            time.sleep(0.02)
+    with clock.phase("data"):
+        time.sleep(0.01)
+    seconds, phases = clock.finish()
+    assert set(phases) == set(PHASES)
+    assert 0.04 <= phases["forward"] < phases["forward"] + phases["data"] <= seconds
+    assert phases["ema"] == 0.0
+    clock.start()
+    assert clock.finish()[1]["forward"] == 0.0
+
+
+def engine(rank=0, world_size=1, micro=2):
+    group = OneOf(rank, world_size)
+    return SimpleNamespace(group=group, plan=SimpleNamespace(micro_batch_size=micro))
+
+
+def test_data_become_a_stream():
+    dataset = ImageTensors(images=torch.arange(6.0).view(6, 1, 1, 1))
+    halves = [as_stream(dataset, engine=engine(rank, 2), seed=3) for rank in range(2)]
+    assert all(isinstance(half, DataStream) for half in halves)
+    seen = [float(value) for _ in range(3) for half in halves for value in next(half)["images"]]
+    assert sorted(seen[:6]) == [0, 1, 2, 3, 4, 5]
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+    for batches in (loader, list(loader), tuple(loader)):
+        stream = as_stream(batches, engine=engine(), seed=3)
+        assert isinstance(stream, RepeatedBatches)
+        assert next(stream)["images"].flatten().tolist() == [0, 1]
+    assert as_stream(halves[0], engine=engine(), seed=3) is halves[0]
+    assert as_stream(None, engine=engine(), seed=3) is None
+
+
+def state_of(group, stream=None):
+    generator = torch.Generator().manual_seed(8)
+    return trainer_state(stream=stream, generator=generator, seed=8, group=group)
+
+
+def restore(state, group, stream=None, step=4):
+    generator = torch.Generator()
+    decisions = restore_trainer_state(
+        state, stream=stream, generator=generator, step=step, group=group
+    )
+    return float(torch.rand((), generator=generator)), decisions
+
+
+def test_other_ranks_draw_new_noise_and_say_so_but_keep_the_order_of_the_data():
+    stream = DataStream(list(range(6)), micro_batch_size=2)
+    next(stream)
+    state = state_of(OneOf(world_size=2), stream)
+    expected = float(torch.rand((), generator=torch.Generator().manual_seed(8)))
+    assert restore(state, OneOf(world_size=2)) == (expected, ())
+
+    later = DataStream(list(range(6)), micro_batch_size=3, seed=1)
+    first, (decision,) = restore(state, OneOf(), later)
+    assert later.position == 2
+    assert (decision.key, decision.before, decision.after) == ("generators", 2, 1)
+    assert decision.severity == "warning"
+    assert first != expected
+    assert restore(state, OneOf())[0] == first, "fixed by the seed and the step"
+    assert restore(state, OneOf(), step=5)[0] != first
+
+
+def test_a_checkpoint_of_somebody_elses_loop_is_not_a_trainers():
+    with pytest.raises(CheckpointMismatchError, match=r"load_checkpoint into trainer\.engine"):
+        restore({"mine": 1}, OneOf())
+
+
+def test_every_event_of_a_callback_may_be_left_out():
+    events = {name for name in dir(Callback) if name.startswith("on_")}
+    assert events == {"on_fit_start", "on_step_end", "on_fit_end", "on_save", "on_resume"}
+    callback = ProgressBar()
+    callback.on_save(None, None)
+    callback.on_resume(None, None)

@@ -1,0 +1,195 @@
+"""The trainer end to end on the real engines, one and two processes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.ranks import run_ranks
+from tests.training import workers
+from zerotune.training import read_metrics
+
+ENGINES = [
+    pytest.param(True, 1, marks=pytest.mark.deepspeed),
+    pytest.param(True, 2, marks=[pytest.mark.deepspeed, pytest.mark.world_size(2)]),
+    pytest.param(False, 1),
+    pytest.param(False, 2, marks=pytest.mark.world_size(2)),
+]
+_first_losses: dict[int, list[float]] = {}
+
+
+@pytest.mark.parametrize(("deepspeed", "ranks"), ENGINES)
+def test_a_whole_run(deepspeed, ranks, tmp_path):
+    results = run_ranks(workers.whole_run, deepspeed, str(tmp_path), world_size=ranks)
+    first = results[0]
+    losses = first["losses"]
+
+    assert all(result["losses"] == losses for result in results), "the mean is everyone's"
+    assert len(losses) == 5
+    assert len(set(losses)) == 5
+    assert first["report"].losses == tuple(losses)
+    assert first["events"] == ["start 0 of 5", "end", "save checkpoint", "start 5 of 5", "end"]
+    assert first["steps_after"] == 5, "nothing is left to do"
+    assert first["distance"] > 0
+    # Whatever engine and however many ranks: the same data, and on one rank the same noise.
+    expected = _first_losses.setdefault(ranks, losses)
+    assert losses == pytest.approx(expected, rel=5e-5)
+    _check_samples(results)
+    _check_files(tmp_path, losses, ranks)
+    _check_report(first["report"], ranks)
+    _check_memory(
+        [result["memory"] for result in results],
+        replicated=not deepspeed,
+        separate_master=deepspeed,
+    )
+    assert "EMA" in first["explanation"]
+    assert "[ok]" in first["explanation"]
+
+
+def _check_samples(results):
+    averaged, trained = (results[0]["samples"][ema] for ema in (True, False))
+    assert averaged.shape == (3, 1, 8, 8)
+    assert np.isfinite(averaged).all()
+    assert not np.array_equal(averaged, trained)
+    for result in results:
+        assert np.array_equal(result["samples"][True], averaged), "every rank has all images"
+
+
+def _check_memory(found, *, replicated, separate_master):
+    """Parts the plan says, against the tensors themselves, summed over the ranks."""
+    elements = found[0]["elements"]
+    for part, each in (("master weights", 4), ("optimizer states", 8), ("EMA", 4)):
+        said = [memory["parts"][part].nbytes for memory in found]
+        held = [memory[part] for memory in found]
+        if part == "master weights" and not separate_master:
+            assert said == [0] * len(found), "the weights themselves"
+            continue
+        assert len(set(said)) == 1
+        copies = len(found) if replicated else 1
+        assert sum(held) == each * elements * copies
+        # Ranks own equal shares, but for the padding of the last.
+        assert math.isclose(sum(said), sum(held), rel_tol=2e-3)
+        assert sum(said) >= sum(held)
+
+
+def _check_files(folder, losses, ranks):
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line.step for line in lines] == [1, 2, 3, 4, 5]
+    assert [line.loss for line in lines] == losses
+    assert [line.samples for line in lines] == [8, 16, 24, 32, 40]
+    assert [line.lr for line in lines] == pytest.approx([0, 0, 5e-4, 1e-3, 1.5e-3])
+    for line in lines:
+        assert line.applied
+        assert 0 < line.grad_norm < 100
+        assert 0 < line.phases["forward"] < line.seconds
+        assert sum(line.phases.values()) <= line.seconds
+        assert line.host_peak > 50 * 2**20
+        assert line.device_peak is None or line.device_peak > 0
+    for name in ("loss.png", "memory.png"):
+        with Image.open(folder / name) as image:
+            image.load()
+            assert image.width > 500
+            assert len(image.convert("L").getcolors(256)) > 10, f"{name} is blank"
+
+
+def _check_report(report, ranks):
+    assert report.steps == 5
+    assert report.first_step == 0
+    assert report.world_size == ranks
+    assert report.samples_per_second == pytest.approx(8 * 5 / report.seconds)
+    assert report.host_peak >= report.host_before > 0
+    text = report.render()
+    assert "5 steps in" in text
+    assert "master weights" in text
+    assert f"{ranks} process" in text
+
+
+@pytest.mark.parametrize(("deepspeed", "ranks"), [ENGINES[1], ENGINES[2]])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(deepspeed, ranks, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    whole = run_ranks(workers.uninterrupted, deepspeed, folder, world_size=ranks)
+    parts = run_ranks(workers.resumed, deepspeed, folder, world_size=ranks)
+    for (losses, weights), (later, continued, first_step) in zip(whole, parts, strict=True):
+        assert first_step == 3
+        assert later == losses[3:], "bit for bit"
+        for kind in ("master", "ema"):
+            for name, value in weights[kind].items():
+                assert np.array_equal(continued[kind][name], value), (kind, name)
+    assert len(set(whole[0][0])) == 6, "the losses differ from step to step"
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "stage"), [(False, 0), pytest.param(True, 1, marks=pytest.mark.deepspeed)]
+)
+def test_accumulating_four_micro_batches_equals_one_big_batch(deepspeed, stage):
+    (big,) = run_ranks(workers.accumulate, deepspeed, stage, 1)
+    (small,) = run_ranks(workers.accumulate, deepspeed, stage, 4)
+    assert small[0] == pytest.approx(big[0], rel=1e-5)
+    for name, value in big[1].items():
+        assert np.allclose(small[1][name], value, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.world_size(2)
+def test_a_loss_that_is_not_finite_stops_every_rank_before_the_weights_change():
+    for result in run_ranks(workers.diverge, False, world_size=2):
+        assert result["same"]
+        assert result["step"] == 2
+        assert "not finite at step 3 on rank(s) 1;" in result["message"]
+        assert "lower the learning rate" in result["message"]
+
+
+def test_checkpoints_on_the_way(tmp_path):
+    ((events, names),) = run_ranks(workers.saves_every_two_steps, str(tmp_path))
+    assert events[1:-1] == ["save step-00000002", "save step-00000004", "save step-00000006"]
+    assert names == ["step-00000004", "step-00000006"]
+
+
+def test_mistakes_have_one_clear_error_each():
+    (found,) = run_ranks(workers.mistakes)
+    assert found["no data"].startswith("DataError: data = None: there is nothing to train on")
+    assert "'images': 3" in found["batch size"]
+    assert "drop_last=True" in found["batch size"]
+    assert "function has no scheduler" in found["no scheduler"]
+    assert found["not data"].startswith("DataError: data = 'int'")
+    assert found["no checkpoint"].startswith("CheckpointError")
+    assert all("Fix: " in message for message in found.values())
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_the_memory_of_stage_3_is_what_the_ranks_really_hold():
+    found = run_ranks(workers.memory_at, 3, "cpu", world_size=2)
+    _check_memory(found, replicated=False, separate_master=True)
+    assert {part.place for part in found[0]["parts"].values()} == {"host"}
+
+
+@pytest.mark.deepspeed
+def test_prepare_in_a_loop_of_ones_own_twice_in_one_process(tmp_path):
+    (result,) = run_ranks(workers.raw_loop, "cpu", str(tmp_path))
+    assert result["applied"]
+    assert result["losses"][0] == result["losses"][1]
+    assert result["during"] == result["after"] == []
+    assert not result["initialized"]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+@pytest.mark.world_size(2)
+def test_prepare_leases_one_swap_folder_for_all_ranks_and_always_gives_it_back(tmp_path):
+    for result in run_ranks(workers.raw_loop_then_failing, str(tmp_path), world_size=2):
+        assert len(result["during"]) == 1, "one folder of the run, not one per rank"
+        assert result["during"][0].startswith("zerotune-")
+        assert result["losses"][0] == result["losses"][1]
+        assert result["initialized"], "a launcher's group lasts as long as its process"
+        assert result["error"] == "the user's own"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_one_engine_leaves_the_other_its_process_group():
+    ((alive, loss, left),) = run_ranks(workers.two_engines_at_once)
+    assert alive
+    assert loss > 0
+    assert not left

@@ -1,0 +1,303 @@
+"""What the ranks of these tests do; in a module of its own, so that processes can import it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.models import digits_batch, tiny_unet
+from zerotune import (
+    ClassConditional,
+    DeepSpeedPlan,
+    EMAShadow,
+    FlowMatchingObjective,
+    ImageTensors,
+    MetricsFile,
+    Trainer,
+)
+from zerotune.errors import ZeroTuneError
+from zerotune.training import Callback
+
+FAMILY = ClassConditional(null_label=10, dropout=0.2)
+
+
+def dataset(size: int = 22) -> ImageTensors:
+    images, labels = digits_batch(size)
+    return ImageTensors(images=images, labels=labels)
+
+
+def model_with_dropout() -> Any:
+    model = tiny_unet()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+def plan(stage: int = 2, offload: str = "cpu", **changes: Any) -> DeepSpeedPlan:
+    options: dict[str, Any] = {
+        "stage": stage,
+        "offload": offload,
+        "precision": "fp32",
+        "train_batch_size": 8,
+        "micro_batch_size": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 4, "warmup_type": "linear"},
+        },
+    }
+    return DeepSpeedPlan.build(**(options | changes))
+
+
+def trainer(deepspeed: bool = True, wanted: DeepSpeedPlan | None = None, **changes: Any) -> Trainer:
+    if wanted is None:
+        wanted = plan() if deepspeed else plan(stage=0, offload="none")
+    options: dict[str, Any] = {
+        "model": tiny_unet(),
+        "plan": wanted,
+        "data": dataset(),
+        "objective": FlowMatchingObjective(family=FAMILY),
+        "callbacks": [],
+        "deepspeed": deepspeed,
+        "seed": 3,
+    }
+    return Trainer(**(options | changes))
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.events: list[str] = []
+
+    def on_fit_start(self, trainer, *, steps):
+        self.events.append(f"start {trainer.step} of {steps}")
+
+    def on_step_end(self, _trainer, metrics):
+        self.losses.append(metrics.loss)
+
+    def on_save(self, _trainer, path):
+        self.events.append(f"save {path.name}")
+
+    def on_resume(self, _trainer, path):
+        self.events.append(f"resume {path.name}")
+
+    def on_fit_end(self, _trainer):
+        self.events.append("end")
+
+
+def whole_run(deepspeed: bool, folder: str) -> dict[str, Any]:
+    """Train, save, sample, report: what a user does."""
+    losses = Losses()
+    with trainer(
+        deepspeed,
+        ema=EMAShadow(decay=0.9),
+        callbacks=[losses, MetricsFile(Path(folder) / "metrics.jsonl")],
+    ) as running:
+        report = running.fit(steps=5)
+        saved = running.save(Path(folder) / "checkpoint")
+        labels = torch.tensor([3, 1, 4])
+        sampled = {
+            ema: running.sample(labels=labels, steps=2, guidance_scale=1.5, ema=ema)
+            for ema in (True, False)
+        }
+        trained = running.fit(steps=5).steps
+        if running.is_main:
+            report.save(folder)
+        return {
+            "losses": losses.losses,
+            "events": losses.events,
+            "report": report,
+            "steps_after": trained,
+            "saved": saved,
+            "samples": {ema: images.numpy() for ema, images in sampled.items()},
+            "memory": memory(running),
+            "explanation": running.explain(),
+            "distance": running.ema.distance(),
+        }
+
+
+def uninterrupted(deepspeed: bool, folder: str) -> tuple[list[float], dict[str, Any]]:
+    """Six steps, with a checkpoint after three."""
+    with trainer(deepspeed, model=model_with_dropout(), ema=EMAShadow(decay=0.9)) as running:
+        first = running.fit(steps=3).losses
+        running.save(folder)
+        whole = running.fit(steps=6).losses
+        assert whole[:3] == first
+        return list(whole), weights(running)
+
+
+def resumed(deepspeed: bool, folder: str) -> tuple[list[float], dict[str, Any], int]:
+    """The last three of the six, in new processes; seed and model start differently."""
+    model = model_with_dropout()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    with trainer(deepspeed, model=model, ema=EMAShadow(decay=0.9), seed=99) as running:
+        running.resume(folder)
+        report = running.fit(steps=6)
+        return list(report.losses), weights(running), report.first_step
+
+
+def weights(running: Trainer) -> dict[str, Any]:
+    """Master weights and EMA, whole, from every rank."""
+    return {
+        "master": {n: full.numpy() for n, full in running.engine.master_weights.gather()},
+        "ema": {n: full.numpy() for n, full in running.ema.gather()},
+    }
+
+
+def regression(engine: Any, batch: Any, generator: Any) -> torch.Tensor:
+    """A loss without randomness: repeat the image."""
+    images = batch["images"].to(engine.device)
+    times = torch.zeros(len(images))
+    output = engine(images, times, class_labels=batch["labels"]).sample
+    return torch.nn.functional.mse_loss(output, images)
+
+
+def accumulate(deepspeed: bool, stage: int, accumulation: int) -> tuple[list[float], Any]:
+    wanted = plan(stage=stage, offload="none", gradient_accumulation_steps=accumulation)
+    with trainer(deepspeed, wanted, objective=regression, ema=EMAShadow(decay=0.5)) as running:
+        report = running.fit(steps=4)
+        return list(report.losses), weights(running)["master"]
+
+
+def diverge(deepspeed: bool) -> dict[str, Any]:
+    """A loss that is not finite in the third step on the last rank."""
+    calls = []
+
+    def poisoned(engine, batch, generator):
+        calls.append(1)
+        loss = regression(engine, batch, generator)
+        last = engine.group.rank == engine.group.world_size - 1
+        return loss * float("nan") if len(calls) == 3 and last else loss
+
+    with trainer(deepspeed, objective=poisoned) as running:
+        running.fit(steps=2)
+        before = dict(running.engine.master_weights.gather())
+        try:
+            running.fit(steps=4)
+        except ZeroTuneError as error:
+            message = str(error)
+        after = dict(running.engine.master_weights.gather())
+        return {
+            "message": message,
+            "step": running.step,
+            "same": all(torch.equal(before[name], after[name]) for name in before),
+        }
+
+
+def saves_every_two_steps(folder: str) -> tuple[list[str], list[str]]:
+    from zerotune import SaveEvery
+
+    losses = Losses()
+    callbacks = [SaveEvery(steps=2, root=folder, keep=2), losses]
+    with trainer(False, callbacks=callbacks) as running:
+        running.fit(steps=7)
+        running.engine.group.barrier("looking at the folder")
+        return losses.events, sorted(path.name for path in Path(folder).iterdir())
+
+
+def mistakes() -> dict[str, str]:
+    """One message per wrong use; every rank of a run sees the same."""
+    found = {}
+    with trainer(False, data=None) as running:
+        found["no data"] = _message(lambda: running.fit(steps=1))
+    halves = [{"images": torch.zeros(3, 1, 8, 8), "labels": torch.zeros(3).long()}]
+    with trainer(False, data=halves) as running:
+        found["batch size"] = _message(lambda: running.fit(steps=1))
+    with trainer(False, objective=regression) as running:
+        found["no scheduler"] = _message(lambda: running.sample(count=1))
+    found["not data"] = _message(lambda: trainer(False, data=7))
+    with trainer(False) as running:
+        found["no checkpoint"] = _message(lambda: running.resume("nowhere"))
+    return found
+
+
+def _message(work: Any) -> str:
+    try:
+        work()
+    except ZeroTuneError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def memory(running: Trainer) -> dict[str, Any]:
+    """What the bookkeeping says, and what really lies there. Collective."""
+    master = running.engine.master_weights
+    fragments = [
+        (fragment.value.nbytes, sum(state.nbytes for state in fragment.states.values()))
+        for fragment in master.read()
+    ]
+    return {
+        "parts": {part.component: part for part in running.report().memory},
+        "master weights": sum(value for value, _ in fragments),
+        "optimizer states": sum(states for _, states in fragments),
+        "EMA": running.ema.nbytes,
+        "elements": sum(torch.Size(shape).numel() for shape in master.parameters.values()),
+    }
+
+
+def memory_at(stage: int, offload: str) -> dict[str, Any]:
+    with trainer(True, plan(stage=stage, offload=offload), ema=EMAShadow(decay=0.5)) as running:
+        running.fit(steps=1)
+        return memory(running)
+
+
+def raw_loop(offload: str, root: str) -> dict[str, Any]:
+    """``prepare`` in a loop of one's own; two engines, one after the other."""
+    import torch.distributed as dist
+
+    import zerotune
+
+    wanted = plan(stage=3 if offload == "nvme" else 2, offload=offload)
+    found: dict[str, Any] = {"losses": []}
+    for _ in range(2):
+        with zerotune.prepare(
+            model=tiny_unet(), plan=wanted, offload=zerotune.OffloadManager(root=root)
+        ) as engine:
+            stream = zerotune.DataStream(
+                dataset(),
+                micro_batch_size=engine.plan.micro_batch_size,
+                rank=engine.group.rank,
+                world_size=engine.group.world_size,
+            )
+            engine.backward(regression(engine, next(stream), None))
+            found["applied"] = engine.step().applied
+            loss = regression(engine, next(stream), None).item()
+            found["losses"].append(loss)
+            found["during"] = sorted(path.name for path in Path(root).iterdir())
+        engine.close()
+        found["initialized"] = dist.is_initialized()
+    found["after"] = sorted(path.name for path in Path(root).iterdir())
+    return found
+
+
+def raw_loop_then_failing(root: str) -> dict[str, Any]:
+    """An exception inside the block also gives the swap folder back."""
+    import zerotune
+
+    found = raw_loop("nvme", root)
+    try:
+        with zerotune.prepare(
+            model=tiny_unet(),
+            plan=plan(stage=3, offload="nvme"),
+            offload=zerotune.OffloadManager(root=root),
+        ):
+            raise KeyError("the user's own")
+    except KeyError as error:
+        found["error"] = error.args[0]
+    return found
+
+
+def two_engines_at_once() -> tuple[bool, float, bool]:
+    import torch.distributed as dist
+
+    first, second = trainer(False), trainer(False)
+    first.close()
+    alive = dist.is_initialized()
+    loss = second.fit(steps=1).losses[0]
+    second.close()
+    return alive, loss, dist.is_initialized()
