@@ -39,8 +39,33 @@ class BufferedNet(HostileNet):
         return output + self.average.to(output.dtype)
 
 
+class WideNet(BufferedNet):
+    """With layers of more than 1 MiB on each of two ranks: DeepSpeed swaps nothing smaller."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed, scalar=False)
+        self.entry = torch.nn.Linear(49, 760)
+        self.wide = torch.nn.ModuleList(torch.nn.Linear(760, 760) for _ in range(2))
+        self.exit = torch.nn.Linear(760, 49)
+
+    def forward(self, x_b77: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.entry(x_b77.flatten(1)))
+        for layer in self.wide:
+            hidden = torch.tanh(layer(hidden))
+        return super().forward(x_b77) + self.exit(hidden).view_as(x_b77)
+
+
 def hostile(case: Case, seed: int) -> Any:
+    if case.offload == "nvme":
+        return start(case, WideNet(seed))
     return start(case, BufferedNet(seed, scalar=not case.deepspeed))
+
+
+def swapped_groups(engine: Any) -> int:
+    """Sub-groups of the optimizer that lie on NVMe now."""
+    wrapper = getattr(getattr(engine, "deepspeed_engine", None), "optimizer", None)
+    groups = getattr(wrapper, "fp32_partitioned_groups_flat", ())
+    return sum(group.numel() == 0 for group in groups)
 
 
 def reseed(seed: int) -> None:
@@ -80,13 +105,21 @@ def everything(engine: Any, ema: Any) -> dict[str, Any]:
     for key, tensor in ema.state_dict().items():
         found[f"ema {key}"] = fingerprint(tensor)
     for name, parameter in engine.module.named_parameters():
-        held = getattr(parameter, "ds_tensor", parameter)
-        found[f"low {name}"] = (tuple(parameter.shape), fingerprint(held))
+        found[f"low {name}"] = (tuple(parameter.shape), fingerprint(held_part(parameter, engine)))
     for name, buffer in engine.module.named_buffers():
         if name != "scratch":
             found[f"buffer {name}"] = fingerprint(buffer)
     found["random"] = (torch.rand(2).tolist(), np.random.rand(), random.random())
     return found
+
+
+def held_part(parameter: Any, engine: Any) -> torch.Tensor:
+    """This rank's part of a low-precision weight, without stage 3's padding."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter
+    size = parameter.ds_tensor.ds_numel
+    left = parameter.ds_numel - size * engine.group.rank
+    return parameter.ds_tensor.narrow(0, 0, max(0, min(size, left)))
 
 
 def shadow_of(engine: Any) -> EMAShadow:
@@ -102,24 +135,25 @@ def uninterrupted(case: Case, folder: str) -> dict[str, Any]:
     path = save_checkpoint(
         folder, engine=engine, extra={"position": [BEFORE, 0.1]}, shadows={"ema": ema}
     )
-    whole = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    whole = {name for name, p in engine.module.named_parameters() if p.numel()}
     losses = train(engine, ema, AFTER)
     result = {
         "losses": losses,
         "path": str(path),
         "whole": whole,
+        "swapped": swapped_groups(engine),
         **everything(engine, ema),
     }
     engine.close()
     return result
 
 
-def resumed(case: Case, folder: str) -> dict[str, Any]:
-    """Load into an engine that has gone its own way for a step, then train on."""
+def resumed(case: Case, folder: str, astray: int) -> dict[str, Any]:
+    """Load into another model's engine, ``astray`` steps into its own training, and go on."""
     engine = hostile(case, seed=1)
     ema = shadow_of(engine)
     reseed(7)
-    train(engine, ema, 1)
+    train(engine, ema, astray)
     contents = load_checkpoint(folder, engine=engine, shadows={"ema": ema})
     losses = train(engine, ema, AFTER)
     result = {"losses": losses, "extra": contents.extra, "decisions": contents.decisions}

@@ -12,31 +12,48 @@ from tests.checkpoint.runs import BEFORE, resumed, uninterrupted
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 
-SUB_GROUPS = (("sub_group_size", 100),)
+# Several sub-groups, and every parameter partitioned although the model is tiny.
+PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0))
+# Biases and scalars stay whole on every rank, as they do in a real model.
+PERSISTENT = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 20))
 
 CASES = [
     (PLAIN, 1),
     (attrs.evolve(PLAIN, precision="bf16", accumulation=2), 2),
-    (Case(stage=0, precision="bf16"), 1),
-    (Case(stage=0), 2),
+    (Case(stage=0), 1),
+    (Case(stage=0, precision="bf16"), 2),
     (Case(stage=1), 2),
     (Case(stage=1, precision="bf16"), 1),
     (Case(stage=2, precision="bf16", accumulation=2), 2),
-    (Case(stage=2, offload="cpu"), 2),
-    (Case(stage=2, offload="cpu", precision="bf16"), 1),
-    (Case(stage=3, overrides=SUB_GROUPS), 2),
-    (Case(stage=3, offload="cpu", offload_param="cpu", precision="bf16"), 1),
+    (Case(stage=2, offload="cpu"), 1),
+    (Case(stage=2, offload="cpu", precision="bf16"), 2),
+    (Case(stage=3, overrides=PARTITIONED), 2),
+    (Case(stage=3, precision="bf16", overrides=PERSISTENT), 2),
+    (
+        Case(
+            stage=3,
+            offload="cpu",
+            offload_param="cpu",
+            precision="bf16",
+            accumulation=2,
+            overrides=PARTITIONED,
+        ),
+        1,
+    ),
 ]
 
 
-def check(case: Case, world_size: int, folder: Path) -> None:
+def check(case: Case, world_size: int, folder: Path, *, astray: int = 0) -> list[dict[str, Any]]:
     expected = run_ranks(uninterrupted, case, str(folder), world_size=world_size)
-    actual = run_ranks(resumed, case, str(folder), world_size=world_size)
+    actual = run_ranks(resumed, case, str(folder), astray, world_size=world_size)
     for rank in range(world_size):
         compare(expected[rank], actual[rank])
-    if case.stage == 3:
-        # Otherwise nothing was partitioned, and the test would show nothing.
-        assert all(result["whole"] == 0 for result in expected)
+    # Otherwise nothing was partitioned at stage 3, and the test would show nothing.
+    if PARTITIONED[1] in case.overrides:
+        assert all(not result["whole"] for result in expected)
+    elif case.stage == 3:
+        assert all(0 < len(result["whole"]) < 9 for result in expected)
+    return expected
 
 
 def compare(expected: dict[str, Any], actual: dict[str, Any]) -> None:
@@ -47,7 +64,7 @@ def compare(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     differing = [
         name
         for name in {**expected, **actual}
-        if name not in ("path", "whole", "extra", "decisions")
+        if name not in ("path", "whole", "swapped", "extra", "decisions")
         and expected.get(name) != actual.get(name)
     ]
     assert not differing
@@ -58,7 +75,8 @@ def compare(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     ("case", "world_size"), CASES, ids=[f"{case}-{world_size}" for case, world_size in CASES]
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(case, world_size, tmp_path):
-    check(case, world_size, tmp_path / "step-00000003")
+    # Into a fresh engine with one process, into one that has stepped already with two.
+    check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
 
 
 @pytest.mark.deepspeed
@@ -68,6 +86,11 @@ def test_a_resumed_run_with_nvme_equals_an_uninterrupted_one(world_size, tmp_pat
     swap = tmp_path / "swap"
     swap.mkdir()
     case = Case(
-        stage=3, offload="nvme", offload_param="cpu", nvme_path=str(swap), overrides=SUB_GROUPS
+        stage=3,
+        offload="nvme",
+        offload_param="nvme",
+        nvme_path=str(swap),
+        overrides=(("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0)),
     )
-    check(case, world_size, tmp_path / "step-00000003")
+    results = check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
+    assert all(result["swapped"] >= 2 for result in results)
