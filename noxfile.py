@@ -85,7 +85,8 @@ def tests(session: nox.Session) -> None:
         run(session, *FORMAT)
         run(session, *TYPES)
         run(session, *LAYERS)
-    run(session, "-m", "pytest", *session.posargs)
+    # Two at a time, a module each: most tests wait for one single-threaded process.
+    run(session, "-m", "pytest", *(session.posargs or ["-n", "2", "--dist", "loadscope"]))
 
 
 @nox.session(python=PYTHON)
