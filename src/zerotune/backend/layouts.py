@@ -331,10 +331,13 @@ class ShardedLayout(MasterLayout):
 
     @override
     def refresh(self) -> None:
+        # Whole copies must follow the shards: those of small parameters, which every rank keeps,
+        # and those that a forward pass in evaluation mode leaves behind.
         persistent = self._wrapper.persistent_parameters
         if persistent:
-            # Small parameters stay whole on every rank; the copies must follow the shards.
             persistent[0].partition(persistent)
+        self._wrapper.empty_partition_cache()
+        if persistent:
             persistent[0].all_gather(persistent)
 
 

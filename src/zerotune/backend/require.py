@@ -50,6 +50,7 @@ RELIED_ON: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
             "_optimizer_states_and_gradient_swap_out",
             "_release_swap_buffers",
             "_reassign_or_swap_out_partitioned_parameters",
+            "empty_partition_cache",
             "get_param_id",
             "set_grad_positions",
         ),
