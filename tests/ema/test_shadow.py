@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.models import HostileNet, tiny_unet
 
+from tests.support.models import HostileNet, tiny_unet
 from zerotune.ema import ConstantDecay, EMAShadow, RampDecay, WarmupDecay
 from zerotune.errors import EMAError, EngineError, InvalidValueError
 

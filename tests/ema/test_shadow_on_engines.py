@@ -1,0 +1,80 @@
+"""EMAShadow on the real engines: parity with float64, exact exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+
+from tests.ema.engines import follow, foreign
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN, Case
+
+# Every parameter partitioned although the model is tiny, in several sub-groups.
+PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0))
+PERSISTENT = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 20))
+
+CASES = [
+    (PLAIN, 1),
+    (attrs.evolve(PLAIN, precision="bf16"), 2),
+    (Case(stage=0, precision="bf16"), 1),
+    (Case(stage=1), 2),
+    (Case(stage=2, precision="bf16"), 1),
+    (Case(stage=2, offload="cpu", precision="bf16"), 2),
+    (Case(stage=3, overrides=PARTITIONED), 2),
+    (Case(stage=3, offload="cpu", precision="bf16", overrides=PERSISTENT), 1),
+]
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    for seen in results:
+        assert seen["fast"] <= 1e-6
+        assert seen["slow"] <= 1e-6
+        claims = {name: value for name, value in seen.items() if isinstance(value, bool)}
+        claims.pop("replicated")
+        assert all(claims.values()), claims
+        assert 0 < seen["distance"] == results[0]["distance"] < 1
+    share = sum(seen["nbytes"] for seen in results)
+    copies = len(results) if results[0]["replicated"] else 1
+    # 4 bytes per element, over all ranks: nothing twice, nothing padded.
+    assert share == 4 * results[0]["numel"] * copies
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("case", "world_size"), CASES, ids=[f"{case}-{world_size}" for case, world_size in CASES]
+)
+def test_the_shadow_follows_and_changes_places_exactly(case, world_size):
+    results = run_ranks(follow, case, world_size=world_size)
+    check(results)
+    for seen in results:
+        assert seen["replicated"] == (case.stage == 0)
+        if case.overrides == PARTITIONED:
+            assert not seen["whole"]
+        elif case.overrides == PERSISTENT:
+            assert 0 < len(seen["whole"]) < 9
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_shadow_follows_weights_on_nvme(world_size, tmp_path):
+    case = Case(
+        stage=3,
+        offload="nvme",
+        offload_param="nvme",
+        nvme_path=str(tmp_path),
+        overrides=(("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0)),
+    )
+    results = run_ranks(follow, case, world_size=world_size)
+    check(results)
+    assert all(seen["swapped"] >= 2 and not seen["whole"] for seen in results)
+
+
+@pytest.mark.deepspeed
+def test_a_slow_shadow_of_bf16_training_moves_in_a_loop_of_ones_own():
+    (seen,) = run_ranks(foreign, Case(stage=2, precision="bf16", lr=1e-2))
+    assert seen["moved"] > 0.95
+    # What averaging in the precision of the weights would have done.
+    assert seen["bf16_stuck"] > 0.95
