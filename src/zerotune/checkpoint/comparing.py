@@ -60,7 +60,7 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     saved, running = manifest.plan, plan_record(engine)
     pairs = [
         *_pairs("optimizer.params", saved.optimizer["params"], running.optimizer["params"]),
-        *_pairs("scheduler", saved.scheduler or {}, running.scheduler or {}),
+        *_pairs("scheduler", _flat(saved.scheduler), _flat(running.scheduler)),
     ]
     return tuple(
         Decision(
@@ -99,6 +99,13 @@ def _differences(
 def _listed(names: list[str]) -> str:
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _flat(scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
+    if scheduler is None:
+        return {"type": None}
+    params = {f"params.{key}": value for key, value in scheduler["params"].items()}
+    return {"type": scheduler["name"], **params}
 
 
 def _pairs(

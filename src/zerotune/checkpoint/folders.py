@@ -124,7 +124,7 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
     """The folder that holds the checkpoint called ``directory``, and its manifest.
 
     Usually ``directory`` itself. When a process was killed between the two renames that replace a
-    checkpoint, the whole one beside it.
+    checkpoint, the newest whole one beside it.
 
     Raises:
         CheckpointError: There is no checkpoint of this name.
@@ -135,11 +135,11 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         return path, Manifest.read(path)
     if path.exists():
         raise _no_checkpoint(path)
-    for kind in ("tmp", "old"):
-        for sibling in _leftovers(path.parent, name=path.name, kinds=(kind,)):
-            if (manifest := _whole(sibling)) is not None:
-                logger.warning("%s was not renamed when it was saved; using %s", path, sibling)
-                return sibling, manifest
+    beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
+    for sibling in sorted(beside, key=_written, reverse=True):
+        if (manifest := _whole(sibling)) is not None:
+            logger.warning("%s was not renamed when it was saved; using %s", path, sibling)
+            return sibling, manifest
     raise CheckpointError(
         "does not exist",
         key=str(path),
@@ -259,6 +259,14 @@ def _leftovers(
         if wanted and path.is_dir() and not path.is_symlink():
             found.append(path)
     return found
+
+
+def _written(folder: Path) -> int:
+    """When a folder's manifest was written, in nanoseconds; 0 when it has none."""
+    try:
+        return (folder / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _whole(folder: Path) -> Manifest | None:

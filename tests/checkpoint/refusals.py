@@ -1,0 +1,182 @@
+"""Everything that can go wrong with one checkpoint, tried in one process with a real engine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import torch
+
+from tests.checkpoint.runs import everything, hostile, reseed, shadow_of, train
+from tests.support.models import HostileNet
+from tests.support.runs import PLAIN, Case, start
+from zerotune.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from zerotune.checkpoint.tensorfile import TensorFileWriter
+from zerotune.ema import EMAShadow
+
+
+def told(action: Callable[[], Any]) -> str:
+    """Class and message of the error an action ends with; empty when it works."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the result
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Tried:
+    """One trained engine, one good checkpoint of it, and what happens to copies of that."""
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root)
+        self.engine = hostile(attrs.evolve(PLAIN, accumulation=2), seed=0)
+        self.ema = shadow_of(self.engine)
+        reseed(0)
+        train(self.engine, self.ema, 2)
+        self.good = save_checkpoint(
+            self.root / "good", engine=self.engine, shadows={"ema": self.ema}
+        )
+        train(self.engine, self.ema, 1)
+        self.found: dict[str, Any] = {}
+
+    def load(self, folder: Path, **arguments: Any) -> Any:
+        arguments.setdefault("shadows", {"ema": self.ema})
+        return load_checkpoint(folder, engine=self.engine, **arguments)
+
+    def save(self, folder: Path, **arguments: Any) -> Path:
+        return save_checkpoint(folder, engine=self.engine, **arguments)
+
+    def damage(self, name: str, harm: Callable[[Path], Any]) -> None:
+        """Harm a copy of the good checkpoint; it must be noticed and change nothing."""
+        folder = self.root / name
+        shutil.copytree(self.good, folder)
+        harm(folder)
+        before = everything(self.engine, self.ema)
+        self.found[f"load {name}"] = told(lambda: self.load(folder))
+        self.found[f"verify {name}"] = told(lambda: verify_checkpoint(folder))
+        after = everything(self.engine, self.ema)
+        before.pop("random"), after.pop("random")
+        self.found[f"unchanged {name}"] = before == after
+
+    def refuse(self, name: str, action: Callable[[], Any]) -> None:
+        self.found[name] = told(action)
+
+    def finish(self) -> dict[str, Any]:
+        self.found["left"] = sorted(path.name for path in self.root.iterdir())
+        self.found["good"] = told(lambda: verify_checkpoint(self.good))
+        self.engine.close()
+        return self.found
+
+
+def tensor_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.safetensors")
+    return path
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def damaged(root: str) -> dict[str, Any]:
+    tried = Tried(root)
+    tried.damage("flipped", lambda folder: flip(tensor_file(folder), -1000))
+    tried.damage("header", lambda folder: flip(tensor_file(folder), 40))
+    tried.damage("truncated", lambda folder: os.truncate(tensor_file(folder), 5000))
+    tried.damage("missing", lambda folder: tensor_file(folder).unlink())
+    tried.damage("manifest", lambda folder: flip(folder / "manifest.json", 700))
+    tried.damage("beheaded", lambda folder: (folder / "manifest.json").unlink())
+    return tried.finish()
+
+
+def refused(root: str) -> dict[str, Any]:
+    """What save and load refuse, with the reason."""
+    tried = Tried(root)
+    path, engine, ema = tried.root / "new", tried.engine, tried.ema
+    for name, extra in {
+        "tensor": {"a": [1, torch.zeros(1)]},
+        "nan": {"a": {"b": float("nan")}},
+        "key": {"a": {1: 2}},
+    }.items():
+        tried.refuse(f"extra {name}", lambda extra=extra: tried.save(path, extra=extra))
+    tried.refuse("shadow name", lambda: tried.save(path, shadows={"a/b": ema}))
+    engine.backward(engine(torch.randn(4, 7, 7)).pow(2).mean())
+    engine.step()
+    tried.refuse("accumulating", lambda: tried.save(path))
+    engine.backward(engine(torch.randn(4, 7, 7)).pow(2).mean())
+    engine.step()
+    with ema.swapped_in():
+        tried.refuse("swapped in", lambda: tried.save(path, shadows={"ema": ema}))
+    (tried.root / "mine").mkdir()
+    (tried.root / "mine" / "thesis.txt").write_text("precious")
+    tried.refuse("not ours", lambda: tried.save(tried.root / "mine"))
+    tried.refuse("a file", lambda: tried.save(tried.root / "mine" / "thesis.txt"))
+    (tried.root / "link").symlink_to(tried.good)
+    tried.refuse("a link", lambda: tried.save(tried.root / "link"))
+    full = shutil.disk_usage(tried.root)._replace(free=2**24 + 1000)
+    with mock.patch("shutil.disk_usage", return_value=full):
+        tried.refuse("disk too small", lambda: tried.save(path))
+    with failing_write(8_000):
+        tried.refuse("disk full", lambda: tried.save(tried.good))
+    tried.refuse("no such folder", lambda: tried.load(tried.root / "none"))
+    tried.refuse("no checkpoint", lambda: tried.load(tried.root / "mine"))
+    tried.refuse("parent", lambda: tried.load(steps_root(tried)))
+    other = EMAShadow(decay=0.5).attach(engine)
+    tried.refuse("unknown shadow", lambda: tried.load(tried.good, shadows={"slow": other}))
+    tried.found["shadow left out"] = [str(d) for d in tried.load(tried.good, shadows={}).decisions]
+    return tried.finish()
+
+
+def steps_root(tried: Tried) -> Path:
+    root = tried.root / "steps"
+    shutil.copytree(tried.good, root / "step-00000002")
+    return root
+
+
+@contextmanager
+def failing_write(after: int) -> Iterator[None]:
+    """Make writing fail once so many bytes of tensors have been written."""
+    real, left = TensorFileWriter._write, [after]
+
+    def write(writer: TensorFileWriter, piece: memoryview) -> None:
+        left[0] -= len(piece)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(writer._path))
+        real(writer, piece)
+
+    with mock.patch.object(TensorFileWriter, "_write", write):
+        yield
+
+
+def other_model(folder: str) -> str:
+    """Load a checkpoint of ``BufferedNet`` into a model that differs in every way."""
+
+    class Another(HostileNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = torch.nn.Linear(13, 8)
+            self.third = torch.nn.Linear(2, 2)
+            self.scale.requires_grad_(False)
+            self.register_buffer("calls", torch.zeros(2))
+
+    engine = start(attrs.evolve(PLAIN, accumulation=2), Another())
+    error = told(lambda: load_checkpoint(folder, engine=engine))
+    engine.close()
+    return error
+
+
+def other_plan(folder: str, case: Case) -> Any:
+    """Load a checkpoint of the plain engine under another plan; the error or the decisions."""
+    engine = hostile(case, seed=0)
+    contents: list[Any] = []
+    error = told(lambda: contents.append(load_checkpoint(folder, engine=engine)))
+    engine.close()
+    return error or [str(decision) for decision in contents[0].decisions]

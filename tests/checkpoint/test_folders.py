@@ -1,0 +1,172 @@
+"""Names, replacement, leftovers, pruning: on small checkpoints made without an engine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.checkpoint.samples import fill, publish
+from zerotune.checkpoint import latest_checkpoint, prune, step_folder, verify_checkpoint
+from zerotune.checkpoint.folders import Staging, check_space, checked_path, find_checkpoint
+from zerotune.errors import CheckpointError
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def steps(root, *numbers):
+    return [publish(step_folder(root, number)) for number in numbers]
+
+
+def test_a_checkpoint_appears_whole_under_its_name(tmp_path):
+    final = tmp_path / "deep" / "run" / "step-00000001"
+    staging = Staging(final)
+    assert not final.exists()
+    fill(staging.path)
+    staging.publish()
+    assert names(final.parent) == ["step-00000001"]
+    assert verify_checkpoint(final).extra == {"epoch": 1}
+
+
+def test_a_former_checkpoint_is_replaced(tmp_path):
+    final = publish(tmp_path / "last", extra={"number": 1})
+    assert publish(final, extra={"number": 2}) == final
+    assert names(tmp_path) == ["last"]
+    assert verify_checkpoint(final).extra == {"number": 2}
+
+
+def test_an_abandoned_save_leaves_the_former_checkpoint(tmp_path):
+    final = publish(tmp_path / "last", extra={"number": 1})
+    staging = Staging(final)
+    fill(staging.path)
+    staging.abandon()
+    assert names(tmp_path) == ["last"]
+    assert verify_checkpoint(final).extra == {"number": 1}
+
+
+def test_an_empty_folder_may_become_a_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
+    publish(tmp_path / "empty")
+    assert names(tmp_path) == ["empty"]
+
+
+@pytest.mark.parametrize("name", ["a.tmp-0123456789ab", "a.old-0123456789ab", "/"])
+def test_names_used_while_writing_are_refused(tmp_path, name):
+    with pytest.raises(CheckpointError, match="cannot be the name"):
+        checked_path(tmp_path / name)
+
+
+def test_the_newest_whole_checkpoint_is_the_latest(tmp_path):
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+    assert latest_checkpoint(tmp_path) is None
+    # 100,000,000 steps need nine digits; they are newer although they sort first as text.
+    ordered = steps(tmp_path, 5, 20, 99_999_999, 100_000_000)
+    assert latest_checkpoint(tmp_path) == ordered[-1]
+    assert ordered[0].name == "step-00000005"
+
+
+def test_broken_and_foreign_folders_are_passed_over(tmp_path, caplog):
+    good, truncated, headless = steps(tmp_path, 1, 2, 3)
+    os.truncate(truncated / "rank-0.safetensors", 10)
+    (headless / "manifest.json").write_text("{}")
+    (tmp_path / "step-best").mkdir()
+    (tmp_path / "step-00000009").mkdir()
+    (tmp_path / "notes.txt").write_text("step-00000010")
+    assert latest_checkpoint(tmp_path) == good
+    assert "rank-0.safetensors: has 10 bytes" in caplog.text
+    assert "not the manifest of a zerotune checkpoint" in caplog.text
+
+
+def test_a_whole_folder_stands_in_until_the_rename(tmp_path, caplog):
+    final = tmp_path / "step-00000004"
+    publish(final, extra={"number": 1})
+    final.rename(tmp_path / "step-00000004.old-000000000001")
+    assert find_checkpoint(final)[1].extra == {"number": 1}
+    newer = tmp_path / "step-00000004.tmp-000000000002"
+    newer.mkdir()
+    assert find_checkpoint(final)[1].extra == {"number": 1}
+    fill(newer, extra={"number": 2})
+    assert find_checkpoint(final) == (newer, verify_checkpoint(newer.parent / "step-00000004"))
+    assert latest_checkpoint(tmp_path) == final
+    assert "was not renamed when it was saved" in caplog.text
+
+
+def test_a_finished_save_removes_what_killed_ones_left(tmp_path):
+    final = publish(tmp_path / "a")
+    for name in ("a.tmp-000000000001", "a.old-000000000002", "b.tmp-000000000003"):
+        (tmp_path / name).mkdir()
+    publish(final)
+    assert names(tmp_path) == ["a", "b.tmp-000000000003"]
+
+
+def test_saves_in_progress_are_left_alone(tmp_path):
+    steps(tmp_path, 1)
+    other = Staging(step_folder(tmp_path, 2))
+    fill(other.path)
+    publish(step_folder(tmp_path, 2))
+    assert prune(tmp_path, keep=1) == (step_folder(tmp_path, 1),)
+    assert names(tmp_path) == ["step-00000002", other.path.name]
+    other.abandon()
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_prune_keeps_the_newest_whole_ones(tmp_path):
+    made = steps(tmp_path, 1, 2, 3, 4, 5)
+    os.truncate(made[3] / "rank-0.safetensors", 10)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "step-00000007").mkdir()
+    assert prune(tmp_path, keep=2) == (made[1], made[0])
+    # The truncated one is not counted and not removed: somebody may want to look at it.
+    assert names(tmp_path) == [
+        "mine",
+        "step-00000003",
+        "step-00000004",
+        "step-00000005",
+        "step-00000007",
+    ]
+    assert prune(tmp_path, keep=2) == ()
+
+
+def test_prune_clears_dead_leftovers_but_no_stand_in(tmp_path):
+    publish(step_folder(tmp_path, 8)).rename(tmp_path / "step-00000008.old-000000000001")
+    steps(tmp_path, 7)
+    for name in ("step-00000007.tmp-000000000002", "step-00000003.trash-000000000003"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.safetensors").write_bytes(b"half")
+    prune(tmp_path, keep=3)
+    assert names(tmp_path) == ["step-00000007", "step-00000008.old-000000000001"]
+    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 8)
+
+
+def test_links_are_never_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("text")
+    root = tmp_path / "root"
+    steps(root, 1)
+    (root / "step-00000001.tmp-000000000001").symlink_to(precious)
+    publish(step_folder(root, 1))
+    prune(root, keep=1)
+    assert (precious / "thesis.txt").read_text() == "text"
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_prune_keeps_at_least_one(tmp_path, keep):
+    steps(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="1 or more"):
+        prune(tmp_path, keep=keep)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_disk_that_is_too_small_is_named(tmp_path):
+    check_space(tmp_path, 1000)
+    with pytest.raises(CheckpointError, match=r"takes 1,048,576\.00 GiB and .* are free"):
+        check_space(tmp_path, 2**50)
+
+
+def test_deepspeed_checkpoints_are_recognised(tmp_path):
+    (tmp_path / "latest").write_text("global_step5")
+    with pytest.raises(CheckpointError, match="DeepSpeed's own checkpoint"):
+        find_checkpoint(tmp_path)

@@ -1,0 +1,98 @@
+"""SIGKILL at every point of a save that replaces a checkpoint: a whole one always remains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoint.runs import hostile
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN
+
+MOMENTS = (
+    (os, "fsync"),
+    (Path, "mkdir"),
+    (Path, "rename"),
+    (Path, "unlink"),
+    (shutil, "rmtree"),
+    (os, "unlink"),
+)
+
+
+def kill_at(moment: int) -> None:
+    """Kill this process before the given one of everything it does to the disk."""
+    from zerotune.checkpoint.tensorfile import TensorFileWriter
+
+    left = [moment]
+
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return act
+
+    for owner, name in (*MOMENTS, (TensorFileWriter, "_write")):
+        setattr(owner, name, deadly(getattr(owner, name)))
+
+
+def mark(engine: Any, number: int) -> None:
+    """Make weights that tell which save they belong to."""
+    with engine.master_weights.editing() as fragments:
+        for fragment in fragments:
+            fragment.value.fill_(number)
+
+
+def save_and_die(engine: Any, folder: Path, *, number: int, moment: int) -> bool:
+    """Save in a child process that is killed on the way; whether it came to the end."""
+    from zerotune.checkpoint import save_checkpoint
+
+    child = os.fork()
+    if child == 0:
+        try:
+            mark(engine, number)
+            kill_at(moment)
+            save_checkpoint(folder, engine=engine, extra={"number": number})
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL
+    return os.WIFEXITED(status)
+
+
+def survivors(root: str) -> dict[str, Any]:
+    from zerotune.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+
+    engine = hostile(PLAIN, seed=0)
+    folder = Path(root) / "step-00000007"
+    mark(engine, 0)
+    save_checkpoint(folder, engine=engine, extra={"number": 0})
+    seen, stood_in, moment, complete = [], 0, 0, False
+    while not complete:
+        complete = save_and_die(engine, folder, number=moment + 1, moment=moment)
+        stood_in += not folder.exists()
+        assert latest_checkpoint(root) == folder
+        number = load_checkpoint(folder, engine=engine).extra["number"]
+        values = {float(value) for f in engine.master_weights.read() for value in f.value}
+        assert values == {float(number)}, "weights of another save than the manifest's"
+        assert number in (moment + 1, *seen[-1:], 0)
+        seen.append(number)
+        moment += 1
+    leftovers = [path.name for path in Path(root).iterdir()]
+    engine.close()
+    return {"seen": seen, "moments": moment, "stood_in": stood_in, "leftovers": leftovers}
+
+
+def test_a_whole_checkpoint_survives_every_kill(tmp_path):
+    (result,) = run_ranks(survivors, str(tmp_path))
+    assert result["moments"] > 30, "the kills did not come in the midst of the save"
+    assert len(set(result["seen"])) > 1
+    assert result["seen"][-1] == result["moments"]
+    assert result["stood_in"] >= 1, "no kill came between the two renames"
+    assert result["leftovers"] == ["step-00000007"]

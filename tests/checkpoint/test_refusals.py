@@ -1,0 +1,121 @@
+"""Damaged and foreign checkpoints, and saves that cannot be: one clear error each."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import attrs
+import pytest
+
+from tests.checkpoint import refusals
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> dict[str, Any]:
+    return run_ranks(refusals.damaged, str(tmp_path_factory.mktemp("damaged")))[0]
+
+
+@pytest.fixture(scope="module")
+def refused_in(tmp_path_factory) -> Any:
+    return tmp_path_factory.mktemp("refused")
+
+
+@pytest.fixture(scope="module")
+def refused(refused_in) -> dict[str, Any]:
+    return run_ranks(refusals.refused, str(refused_in))[0]
+
+
+FILE = r"rank-00000-of-00001\.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        ("flipped", rf"CheckpointCorruptError: .*flipped/{FILE}: was altered"),
+        ("header", rf"CheckpointCorruptError: .*header/{FILE}: was altered"),
+        ("truncated", rf"CheckpointCorruptError: .*{FILE}: has 5000 bytes instead of \d+"),
+        ("missing", rf"CheckpointCorruptError: .*{FILE}: is missing"),
+        ("manifest", r"CheckpointCorruptError: .*manifest/manifest\.json: "),
+        ("beheaded", r"CheckpointError: .*beheaded: is no checkpoint \(no manifest\.json"),
+    ],
+)
+def test_damage_is_found_before_anything_is_loaded(damaged, harm, message):
+    assert re.match(message, damaged[f"load {harm}"])
+    assert re.match(message, damaged[f"verify {harm}"])
+    assert damaged[f"unchanged {harm}"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("extra tensor", r"extra\.a\[1\] = tensor\(\[0\.\]\): JSON cannot hold it"),
+        ("extra nan", r"extra\.a\.b = nan: JSON cannot hold it"),
+        ("extra key", r"extra\.a = 1: JSON has only text keys.*write '1'"),
+        ("shadow name", r"shadows = 'a/b'"),
+        ("accumulating", r"gradient_accumulation_steps = 2: 1 of 2 micro batches"),
+        ("not ours", r"mine: exists and is no checkpoint, so it is not replaced"),
+        ("a file", r"thesis\.txt: exists and is no checkpoint"),
+        ("a link", r"link: is a symbolic link.*give the folder itself, .*good"),
+        ("disk too small", r"the checkpoint takes .* MiB and 16\.0 MiB are free.*prune"),
+        ("disk full", r"OSError: .*No space left on device: .*rank-00000-of-00001"),
+        ("no such folder", r"none: does not exist.*latest_checkpoint"),
+        ("no checkpoint", r"mine: is no checkpoint"),
+        ("parent", r"steps: is no checkpoint.*did you mean .*step-00000002"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(refused, what, message):
+    assert refused[what].startswith("CheckpointError: ")
+    assert re.search(message, refused[what]), refused[what]
+
+
+def test_averaged_weights_are_not_saved_as_trained_ones(refused):
+    assert refused["swapped in"].startswith("EMAError: state_dict(): the shadow holds the trained")
+
+
+def test_shadows_are_matched_by_name(refused):
+    assert "CheckpointMismatchError: shadows = ['slow']" in refused["unknown shadow"]
+    assert "it has ['ema']" in refused["unknown shadow"]
+    (decision,) = refused["shadow left out"]
+    assert decision.startswith("shadows.ema: 'saved' -> unset")
+
+
+def test_failed_saves_leave_nothing_but_the_good_checkpoint(refused):
+    assert refused["left"] == ["good", "link", "mine", "steps"]
+    assert refused["good"] == ""
+
+
+def test_another_model_is_explained_by_name(refused, refused_in):
+    (error,) = run_ranks(refusals.other_model, str(refused_in / "good"))
+    assert error.startswith("CheckpointMismatchError: model = 'Another'")
+    assert "parameters missing from it: third.weight, third.bias" in error
+    assert "parameters only in it: scale" in error
+    assert "second.weight (7, 13) instead of (8, 13)" in error
+    assert "second.bias (7,) instead of (8,)" in error
+    assert "buffers only in it: average" in error
+    assert "calls () instead of (2,)" in error
+
+
+def test_another_plan_is_explained_by_key(refused, refused_in):
+    folder = str(refused_in / "good")
+    (error,) = run_ranks(refusals.other_plan, folder, attrs.evolve(PLAIN, precision="bf16"))
+    assert error.startswith("CheckpointMismatchError: precision = 'bf16'")
+    assert "precision was 'fp32', now 'bf16'" in error
+    assert "gradient_accumulation_steps was 2, now 1" in error
+    assert "resume with precision='fp32', gradient_accumulation_steps=2" in error
+
+
+def test_a_changed_learning_rate_is_used_and_reported(refused, refused_in):
+    case = attrs.evolve(PLAIN, accumulation=2, lr=5e-4)
+    (decisions,) = run_ranks(refusals.other_plan, str(refused_in / "good"), case)
+    assert any(d.startswith("optimizer.params.lr: 0.001 -> 0.0005") for d in decisions)
+    assert any(d.startswith("shadows.ema") for d in decisions)
+
+
+def test_another_world_size_is_explained(refused, refused_in):
+    case = attrs.evolve(PLAIN, accumulation=2)
+    for error in run_ranks(refusals.other_plan, str(refused_in / "good"), case, world_size=2):
+        assert "world_size was 1, now 2" in error
+        assert "resume with world_size=1" in error
