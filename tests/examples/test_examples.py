@@ -94,6 +94,23 @@ def test_the_demo_under_torchrun(tmp_path):
     assert "recognised" in output
 
 
+@pytest.mark.gpu
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    "arguments", [[], ["--stage", "3"], ["--stage", "1", "--offload", "none"], ["--no-deepspeed"]]
+)
+def test_the_demo_on_a_gpu(arguments, tmp_path):
+    output = launch(
+        [str(EXAMPLES / "digits.py"), *SMOKE, *EASY, *arguments, "--output", str(tmp_path)]
+    )
+    check_results(tmp_path)
+    assert "precision       bf16" in output
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    for metrics in map(json.loads, lines):
+        assert metrics["device_peak"] > 2**20
+        assert 0 < metrics["phases"]["forward"] < metrics["seconds"]
+
+
 def digits_with_stderr(arguments: list[str]) -> tuple[int, str]:
     text = io.StringIO()
     with contextlib.redirect_stderr(text):

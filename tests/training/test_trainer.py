@@ -193,3 +193,12 @@ def test_closing_one_engine_leaves_the_other_its_process_group():
     assert alive
     assert loss > 0
     assert not left
+
+
+@pytest.mark.parametrize("deepspeed", [False, pytest.param(True, marks=pytest.mark.deepspeed)])
+def test_a_start_that_fails_leaves_nothing_behind(deepspeed):
+    ((message, initialized, local_rank),) = run_ranks(workers.failed_start, deepspeed)
+    assert message != "no error"
+    assert "Fix: " in message
+    assert not initialized
+    assert local_rank is None

@@ -301,3 +301,14 @@ def two_engines_at_once() -> tuple[bool, float, bool]:
     loss = second.fit(steps=1).losses[0]
     second.close()
     return alive, loss, dist.is_initialized()
+
+
+def failed_start(deepspeed: bool) -> tuple[str, bool, str | None]:
+    """Nothing is trainable: the engine finds out when it has started the process group."""
+    import os
+
+    import torch.distributed as dist
+
+    model = tiny_unet().requires_grad_(False)
+    message = _message(lambda: trainer(deepspeed, model=model))
+    return message, dist.is_initialized(), os.environ.get("LOCAL_RANK")

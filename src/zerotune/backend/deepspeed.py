@@ -52,6 +52,10 @@ class DeepSpeedEngine(Closing):
         self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
     ) -> None:
         super().__init__()
+        with self._starting():
+            self._start(model, plan, timeout_s)
+
+    def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         _check_plan(plan)
         accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
         deepspeed = require_deepspeed(accelerator=accelerator)
@@ -61,6 +65,7 @@ class DeepSpeedEngine(Closing):
         self._group = ProcessGroup(
             backend=_COMMUNICATION.get(accelerator, "gloo"), launch=launch, timeout_s=timeout_s
         )
+        self.resources.callback(self._group.close)
         _check_world(plan, self._group)
         named = trainable_parameters(model)
         if not named:
@@ -194,7 +199,6 @@ class DeepSpeedEngine(Closing):
 
     def _release(self) -> None:
         self._engine.destroy()
-        self._group.close()
 
     def _checks(self) -> Checks:
         engine, plan, checks = self._engine, self._plan, Checks()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from typing_extensions import Self
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 class Closing(ABC):
     """Makes an engine a context manager that carries what it depends on.
 
-    ``resources`` holds what must outlive the engine and end with it: the lease of its swap
-    folder, a process group made before it. They end in reverse order after the engine itself,
+    ``resources`` holds what must outlive the engine and end with it: the process group, the
+    lease of its swap folder. They end in reverse order after the engine itself,
     and learn of the exception when there is one.
     """
 
@@ -24,9 +25,19 @@ class Closing(ABC):
         self.resources = ExitStack()
         self._closed = False
 
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """What a failed start has taken is given back."""
+        try:
+            yield
+        except BaseException:
+            self._closed = True
+            self.resources.close()
+            raise
+
     @abstractmethod
     def _release(self) -> None:
-        """Free buffers and leave the process group; called once."""
+        """Free buffers; called once, before ``resources`` end."""
 
     def close(self) -> None:
         """Free buffers and, if this engine started it, the process group. May be repeated."""

@@ -55,6 +55,10 @@ class PlainEngine(Closing):
         self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
     ) -> None:
         super().__init__()
+        with self._starting():
+            self._start(model, plan, timeout_s)
+
+    def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         if plan.optimizer is None:
             raise EngineError(
                 "the plan has no optimizer choice",
@@ -66,6 +70,7 @@ class PlainEngine(Closing):
         self._accelerator = _accelerator(plan, timeout_s)
         backend = "nccl" if self._accelerator.device.type == "cuda" else "gloo"
         self._group = ProcessGroup(backend=backend, timeout_s=timeout_s)
+        self.resources.callback(self._group.close)
         model.to(self._accelerator.device)
         named = trainable_parameters(model)
         if not named:
@@ -201,7 +206,6 @@ class PlainEngine(Closing):
     def _release(self) -> None:
         self._close_micro_batch()
         self._accelerator.free_memory()
-        self._group.close()
 
     def _open_micro_batch(self) -> None:
         if self._micro_batch is None:
