@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_every_layout_shows_the_same_weights_and_trains_what_was_written(
         else:
             assert covered[0][0] == 0
             assert covered[-1][1] == numel
-            joints = zip(covered, covered[1:], strict=False)
+            joints = itertools.pairwise(covered)
             assert all(left[1] == right[0] for left, right in joints), f"{name}: {covered}"
 
 

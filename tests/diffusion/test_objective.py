@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
-from tests.support.models import digits_batch, tiny_unet
 
+from tests.support.models import digits_batch, tiny_unet
 from zerotune.diffusion import (
     ClassConditional,
     DenoisingObjective,

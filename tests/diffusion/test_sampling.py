@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, FlowMatchEulerDiscreteScheduler
-from tests.support.models import tiny_unet
 
+from tests.support.models import tiny_unet
 from zerotune.diffusion import ClassConditional, images_to_grid, sample
 from zerotune.errors import InvalidValueError
 

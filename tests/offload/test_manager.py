@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.offload.plans import plain_plan, swapping_plan
 
+from tests.offload.plans import plain_plan, swapping_plan
 from zerotune.errors import OffloadError, UnresolvedPlanError
 from zerotune.offload import OffloadManager, find_leases
 from zerotune.plan import DeepSpeedPlan

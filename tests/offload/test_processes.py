@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.offload.plans import swapping_plan
 
+from tests.offload.plans import swapping_plan
 from zerotune.offload import OffloadManager, find_leases
 from zerotune.offload.record import run_id_of
 

@@ -94,8 +94,9 @@ class MasterLayout(ABC):
     @property
     @abstractmethod
     def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and full shape of every trainable parameter, in an order all ranks share and
-        that never leaves a slab and comes back.
+        """Name and full shape of every trainable parameter.
+
+        In an order that all ranks share and that never leaves a slab and comes back.
         """
 
     @abstractmethod
