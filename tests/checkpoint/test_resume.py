@@ -23,23 +23,11 @@ CASES = [
     (Case(stage=0), 1),
     (Case(stage=0, precision="bf16"), 2),
     (Case(stage=1), 2),
-    (Case(stage=1, precision="bf16"), 1),
     (Case(stage=2, precision="bf16", accumulation=2), 2),
     (Case(stage=2, offload="cpu"), 1),
     (Case(stage=2, offload="cpu", precision="bf16"), 2),
     (Case(stage=3, overrides=PARTITIONED), 2),
-    (Case(stage=3, precision="bf16", overrides=PERSISTENT), 2),
-    (
-        Case(
-            stage=3,
-            offload="cpu",
-            offload_param="cpu",
-            precision="bf16",
-            accumulation=2,
-            overrides=PARTITIONED,
-        ),
-        1,
-    ),
+    (Case(stage=3, offload="cpu", offload_param="cpu", precision="bf16", overrides=PERSISTENT), 1),
 ]
 
 

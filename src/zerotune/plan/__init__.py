@@ -1,26 +1,53 @@
 """Plans: what a DeepSpeed configuration says, what will run, and why.
 
-Values only: nothing here loads torch or deepspeed.
+Values only: nothing here loads torch or deepspeed. Names are loaded on first use.
 """
 
 from __future__ import annotations
 
-from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
-from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-from zerotune.plan.facts import ModelFacts, ParameterFacts, RunFacts
-from zerotune.plan.kinds import AUTO
-from zerotune.plan.resolved import ResolvedPlan
-from zerotune.plan.rules import Finding, Rule, RuleContext, all_rules
-from zerotune.plan.sections import (
-    AioSection,
-    Bf16Section,
-    Fp16Section,
-    LaunchSection,
-    OffloadSection,
-    OptimizerSection,
-    SchedulerSection,
-    ZeroSection,
-)
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.facts import ModelFacts, ParameterFacts, RunFacts
+    from zerotune.plan.kinds import AUTO
+    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.rules import Finding, Rule, RuleContext, all_rules
+    from zerotune.plan.sections import (
+        AioSection,
+        Bf16Section,
+        Fp16Section,
+        LaunchSection,
+        OffloadSection,
+        OptimizerSection,
+        SchedulerSection,
+        ZeroSection,
+    )
+
+_HOMES: Final = {
+    "AUTO": "kinds",
+    "DeepSpeedPlan": "deepspeed_plan",
+    "ResolvedPlan": "resolved",
+    "ModelFacts": "facts",
+    "ParameterFacts": "facts",
+    "RunFacts": "facts",
+    "OptimizerChoice": "choices",
+    "SchedulerChoice": "choices",
+    "ZeroSection": "sections",
+    "OffloadSection": "sections",
+    "Bf16Section": "sections",
+    "Fp16Section": "sections",
+    "OptimizerSection": "sections",
+    "SchedulerSection": "sections",
+    "AioSection": "sections",
+    "LaunchSection": "sections",
+    "Rule": "rules",
+    "RuleContext": "rules",
+    "Finding": "rules",
+    "all_rules": "rules",
+}
 
 __all__ = [
     "AUTO",
@@ -44,3 +71,15 @@ __all__ = [
     "Finding",
     "all_rules",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
