@@ -51,7 +51,6 @@ from zerotune.training import plot_loss, read_metrics
 
 CLASSES = 10
 NULL_LABEL = CLASSES
-PER_CLASS = 20
 PEAK_LR = 2e-3
 WARMUP_STEPS = 50
 SAMPLING_STEPS = 10
@@ -79,6 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--accumulation", type=int, default=1, help="forward passes per step")
     add("--output", type=Path, default=Path("outputs/digits"), help="folder for results")
     add("--seed", type=int, default=0)
+    add("--per-class", type=int, default=20, help="digits drawn of each class")
     add("--require", type=float, default=80.0, help="percentage that must be recognised")
     # The deepspeed launcher passes it; the environment says the same.
     add("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -191,9 +191,8 @@ def second_half(
             )
         report = trainer.fit(steps=options.steps)
         trainer.save(checkpoint)
-        labels = torch.arange(CLASSES).repeat_interleave(PER_CLASS)
         images = trainer.sample(
-            labels=labels,
+            labels=wanted_labels(options),
             steps=SAMPLING_STEPS,
             guidance_scale=GUIDANCE_SCALE,
             seed=options.seed,
@@ -206,7 +205,10 @@ def second_half(
 
 def write_pictures(options: argparse.Namespace, images: torch.Tensor) -> None:
     grid = images_to_grid(
-        images, columns=PER_CLASS, row_labels=[str(digit) for digit in range(CLASSES)], upscale=6
+        images,
+        columns=options.per_class,
+        row_labels=[str(digit) for digit in range(CLASSES)],
+        upscale=6,
     )
     grid.save(options.output / "digits.png")
     history = read_metrics(options.output / "metrics.jsonl")
@@ -217,19 +219,22 @@ def write_pictures(options: argparse.Namespace, images: torch.Tensor) -> None:
     )
 
 
-def recognised(images: torch.Tensor) -> float:
+def wanted_labels(options: argparse.Namespace) -> torch.Tensor:
+    return torch.arange(CLASSES).repeat_interleave(options.per_class)
+
+
+def recognised(images: torch.Tensor, labels: torch.Tensor) -> float:
     """Percentage of generated digits that a classifier of real ones takes for what they are."""
     data = load_digits()
-    pixels, held_out, labels, true = train_test_split(
+    pixels, held_out, classes, true = train_test_split(
         data.data, data.target, test_size=0.25, random_state=0, stratify=data.target
     )
-    classifier = SVC(gamma=0.001).fit(pixels, labels)
+    classifier = SVC(gamma=0.001).fit(pixels, classes)
     print(
         f"the classifier reads {100 * classifier.score(held_out, true):.1f} % of unseen real digits"
     )
     drawn = ((images + 1) * 8).clamp(0, 16).flatten(1).numpy()
-    wanted = torch.arange(CLASSES).repeat_interleave(PER_CLASS).numpy()
-    return 100 * float((classifier.predict(drawn) == wanted).mean())
+    return 100 * float((classifier.predict(drawn) == labels.numpy()).mean())
 
 
 def run(options: argparse.Namespace) -> int:
@@ -240,7 +245,7 @@ def run(options: argparse.Namespace) -> int:
     if not is_main:
         return 0
     write_pictures(options, images)
-    share = recognised(images)
+    share = recognised(images, wanted_labels(options))
     print(
         f"recognised {share:.1f} % of {len(images)} generated digits "
         f"(required: {options.require:g} %) after {time.perf_counter() - started:.0f} s"

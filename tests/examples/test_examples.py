@@ -16,7 +16,7 @@ from PIL import Image
 from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMOKE = ["--steps", "4", "--batch-size", "8"]
+SMOKE = ["--steps", "4", "--batch-size", "8", "--per-class", "2"]
 EASY = ["--require", "0"]
 CASES = [
     pytest.param(["--no-deepspeed"], id="plain"),
