@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.layouts import ModuleLayout, full_shape, layout_of_deepspeed
+from zerotune.backend.layouts import ParameterLayout, full_shape, layout_of_deepspeed
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.errors import EngineError
 
@@ -62,7 +62,7 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
             )
     # Replicas hold the same weights, so nothing needs to be exchanged.
     return MasterWeights(
-        layout=ModuleLayout(module=module),
+        layout=ParameterLayout(module=module),
         group=ProcessGroup.alone(),
         device=next((p.device for p in module.parameters()), torch.device("cpu")),
     )

@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from zerotune.backend.master_weights import FragmentAddress, MasterLayout, Slab
+from zerotune.backend.states import OptimizerStates
 from zerotune.errors import EngineError, UnsupportedEngineError
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -29,68 +30,18 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-class OptimizerStates:
-    """States and counters of a torch-style optimizer for one key tensor."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._tensor_steps = type(optimizer).__module__.startswith("torch.optim")
-
-    def tensors(self, key: torch.Tensor, *, numel: int) -> dict[str, torch.Tensor]:
-        """States with one element per weight."""
-        state = self._optimizer.state.get(key, {})
-        return {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name != "step" and value.numel() == numel
-        }
-
-    def step(self, key: torch.Tensor) -> int | None:
-        """Updates counted for ``key``.
-
-        FusedAdam keeps one counter per group, on the last tensor of the group, while all
-        tensors of the group are updated together; the largest is the true one.
-        """
-        peers: list[torch.Tensor] = [key]
-        for group in self._optimizer.param_groups:
-            if any(key is other for other in group["params"]):
-                peers = group["params"]
-        states = (self._optimizer.state.get(peer, {}) for peer in peers)
-        steps = [int(state["step"]) for state in states if "step" in state]
-        return max(steps, default=None)
-
-    def create(self, key: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Zero-filled states, as the optimizer itself would make at its first step."""
-        state = self._optimizer.state[key]
-        for name in names:
-            state.setdefault(name, torch.zeros_like(key.data, requires_grad=False))
-        state.setdefault("step", self._counter(0))
-        return self.tensors(key, numel=key.numel())
-
-    def set_step(self, key: torch.Tensor, step: int) -> None:
-        """Set the counter of ``key``."""
-        state = self._optimizer.state[key]
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"].fill_(step)
-        else:
-            state["step"] = self._counter(step)
-
-    def _counter(self, step: int) -> Any:
-        return torch.tensor(float(step)) if self._tensor_steps else step
-
-
 class ResidentLayout(MasterLayout):
     """Slabs that always lie in memory: all engines but ZeRO-3 with NVMe."""
 
     def __init__(
         self,
         *,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         slabs: list[torch.Tensor],
         addresses: tuple[FragmentAddress, ...],
         order: tuple[tuple[str, tuple[int, ...]], ...],
     ) -> None:
-        self._states = OptimizerStates(optimizer)
+        self._optimizer = optimizer
         self._slabs = slabs
         self._addresses = addresses
         self._order = order
@@ -111,21 +62,9 @@ class ResidentLayout(MasterLayout):
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         key = self._slabs[slab]
-        yield Slab(
-            value=key.data,
-            states=self._states.tensors(key, numel=key.numel()),
-            step=self._states.step(key),
-        )
+        yield Slab(value=key.data, states=OptimizerStates(self._optimizer, key))
 
     writing = reading
-
-    @override
-    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        return self._states.create(self._slabs[slab], names)
-
-    @override
-    def set_step(self, slab: int, step: int) -> None:
-        self._states.set_step(self._slabs[slab], step)
 
     @override
     def refresh(self) -> None:
@@ -133,11 +72,16 @@ class ResidentLayout(MasterLayout):
 
 
 class ParameterLayout(ResidentLayout):
-    """The parameters are the master weights: the plain engine, and stage 0 in fp32."""
+    """The parameters are the master weights: the plain engine, and stage 0 in fp32.
+
+    Without an optimizer: a module nobody trains through an engine.
+    """
 
     replicated = True
 
-    def __init__(self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         named = trainable_parameters(module)
         super().__init__(
             optimizer=optimizer,
@@ -147,26 +91,6 @@ class ParameterLayout(ResidentLayout):
                 for index, (name, parameter) in enumerate(named)
             ),
             order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
-        )
-
-
-class ModuleLayout(ParameterLayout):
-    """A module nobody trains through an engine: weights only, no optimizer states."""
-
-    def __init__(self, *, module: torch.nn.Module) -> None:
-        # torch's base class refuses an empty list; a module without parameters has no states
-        # to look up either.
-        parameters: list[torch.Tensor] = [p for _, p in trainable_parameters(module)]
-        parameters = parameters or [torch.zeros(0)]
-        super().__init__(module=module, optimizer=torch.optim.Optimizer(parameters, {}))
-
-    @override
-    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        raise EngineError(
-            "a plain module has no optimizer whose states could be made",
-            key=self.addresses[slab].name,
-            value=names,
-            fix="use the engine's master weights",
         )
 
 
@@ -253,7 +177,6 @@ class ShardedLayout(MasterLayout):
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any, rank: int) -> None:
         self._wrapper = wrapper
-        self._states = OptimizerStates(wrapper.optimizer)
         addresses, order = [], []
         names = _names(module)
         for sub_group, parameters in enumerate(wrapper.fp16_groups):
@@ -312,22 +235,10 @@ class ShardedLayout(MasterLayout):
             wrapper._optimizer_states_and_gradient_swap_in(slab)
         try:
             _check_master(key, f"sub-group {slab}")
-            yield Slab(
-                value=key.data,
-                states=self._states.tensors(key, numel=key.numel()),
-                step=self._states.step(key),
-            )
+            yield Slab(value=key.data, states=OptimizerStates(wrapper.optimizer, key))
         finally:
             if swapped:
                 leave(slab)
-
-    @override
-    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        return self._states.create(self._wrapper.fp32_partitioned_groups_flat[slab], names)
-
-    @override
-    def set_step(self, slab: int, step: int) -> None:
-        self._states.set_step(self._wrapper.fp32_partitioned_groups_flat[slab], step)
 
     @override
     def refresh(self) -> None:

@@ -11,11 +11,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 
 import attrs
 import torch
+from typing_extensions import override
 
 from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.states import OptimizerStates
 from zerotune.errors import EngineError
 
 
@@ -53,6 +56,15 @@ class FragmentAddress:
 
 
 @attrs.frozen(kw_only=True, eq=False)
+class Slab:
+    """A flat fp32 tensor with what the optimizer keeps for it."""
+
+    value: torch.Tensor
+    """fp32; any shape, contiguous."""
+    states: OptimizerStates
+
+
+@attrs.frozen(kw_only=True, eq=False)
 class Fragment:
     """One rank's part of one parameter, in memory now.
 
@@ -62,22 +74,53 @@ class Fragment:
     address: FragmentAddress
     value: torch.Tensor
     """fp32, 1-D, ``address.numel`` elements."""
-    states: Mapping[str, torch.Tensor]
-    """Optimizer states by name (``exp_avg``, ``exp_avg_sq``, …), 1-D, as long as ``value``;
-    empty before the first step."""
-    step: int | None
-    """Updates this fragment has seen; ``None`` where the optimizer does not count."""
+    _slab: Slab = attrs.field(alias="slab")
+
+    @property
+    def states(self) -> Mapping[str, torch.Tensor]:
+        """Optimizer states by name (``exp_avg``, ``exp_avg_sq``, …), 1-D, as long as ``value``.
+
+        Empty before the first step.
+        """
+        states = self._slab.states.tensors
+        return {name: _narrow(state, self.address) for name, state in states.items()}
+
+    @property
+    def step(self) -> int | None:
+        """Updates this fragment has seen; ``None`` where the optimizer does not count."""
+        return self._slab.states.step
+
+    @property
+    def scalars(self) -> Mapping[str, float]:
+        """Single numbers the optimizer keeps beside the weights, by name."""
+        return self._slab.states.scalars
+
+    @property
+    def other_states(self) -> tuple[str, ...]:
+        """Names of states that cannot be divided like the weights, and so are not in ``states``."""
+        return self._slab.states.others
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Slab:
-    """A flat fp32 tensor with its optimizer states, as the optimizer sees it."""
+class EditableFragment(Fragment):
+    """A fragment that may be written in place, and whose states may be created."""
 
-    value: torch.Tensor
-    """fp32; any shape, contiguous."""
-    states: dict[str, torch.Tensor]
-    """Tensors with as many elements as ``value``."""
-    step: int | None
+    def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
+        """The states, created as zeros when the optimizer has not stepped yet.
+
+        States are made for the whole slab at once; the views returned are this fragment's.
+        """
+        if not set(names) <= set(self._slab.states.tensors):
+            self._slab.states.create(names)
+        return self.states
+
+    def set_step(self, step: int) -> None:
+        """Set the update counter of the slab this fragment lies in."""
+        self._slab.states.set_step(step)
+
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Set the single numbers of the slab this fragment lies in."""
+        self._slab.states.set_scalars(scalars)
 
 
 class MasterLayout(ABC):
@@ -108,14 +151,6 @@ class MasterLayout(ABC):
         """Bring a slab into memory; what is written to it stays."""
 
     @abstractmethod
-    def create_states(self, slab: int, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """Make zero-filled states for a resident slab that has none yet; returns its states."""
-
-    @abstractmethod
-    def set_step(self, slab: int, step: int) -> None:
-        """Set the update counter of a resident slab."""
-
-    @abstractmethod
     def refresh(self) -> None:
         """Recompute the low-precision weights of the model from the master weights.
 
@@ -123,25 +158,30 @@ class MasterLayout(ABC):
         """
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class EditableFragment(Fragment):
-    """A fragment that may be written in place, and whose states may be created."""
+class _Untracked(AbstractContextManager[Slab]):
+    """Enters and leaves a context without gradients, but lets the block keep its own mode.
 
-    _layout: MasterLayout = attrs.field(alias="layout")
+    ``torch.no_grad`` around a ``yield`` would reach into the caller's loop, and two interleaved
+    iterations would leave gradients switched off.
+    """
 
-    def ensure_states(self, names: tuple[str, ...]) -> Mapping[str, torch.Tensor]:
-        """The states, created as zeros when the optimizer has not stepped yet.
+    def __init__(self, context: AbstractContextManager[Slab]) -> None:
+        self._context = context
 
-        States are made for the whole slab at once; the views returned are this fragment's.
-        """
-        if all(name in self.states for name in names):
-            return self.states
-        states = self._layout.create_states(self.address.slab, names)
-        return {name: _narrow(state, self.address) for name, state in states.items()}
+    @override
+    def __enter__(self) -> Slab:
+        with torch.no_grad():
+            return self._context.__enter__()
 
-    def set_step(self, step: int) -> None:
-        """Set the update counter of the slab this fragment lies in."""
-        self._layout.set_step(self.address.slab, step)
+    @override
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        with torch.no_grad():
+            return self._context.__exit__(kind, error, traceback)
 
 
 class MasterWeights:
@@ -185,14 +225,9 @@ class MasterWeights:
     def read(self) -> Iterator[Fragment]:
         """This rank's fragments, one slab in memory at a time. Not to be written."""
         for index, addresses in self._by_slab():
-            with torch.no_grad(), self._layout.reading(index) as slab:
+            with _Untracked(self._layout.reading(index)) as slab:
                 for address in addresses:
-                    yield Fragment(
-                        address=address,
-                        value=_narrow(slab.value, address),
-                        states=_narrow_states(slab, address),
-                        step=slab.step,
-                    )
+                    yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
 
     @contextmanager
     def editing(self) -> Iterator[Iterator[EditableFragment]]:
@@ -216,14 +251,10 @@ class MasterWeights:
 
     def _editable(self) -> Generator[EditableFragment, None, None]:
         for index, addresses in self._by_slab():
-            with torch.no_grad(), self._layout.writing(index) as slab:
+            with _Untracked(self._layout.writing(index)) as slab:
                 for address in addresses:
                     yield EditableFragment(
-                        address=address,
-                        value=_narrow(slab.value, address),
-                        states=_narrow_states(slab, address),
-                        step=slab.step,
-                        layout=self._layout,
+                        address=address, value=_narrow(slab.value, address), slab=slab
                     )
 
     def gather(
@@ -280,7 +311,3 @@ def _value_of(fragment: Fragment) -> torch.Tensor:
 
 def _narrow(flat: torch.Tensor, address: FragmentAddress) -> torch.Tensor:
     return flat.detach().view(-1).narrow(0, address.offset, address.numel)
-
-
-def _narrow_states(slab: Slab, address: FragmentAddress) -> dict[str, torch.Tensor]:
-    return {name: _narrow(state, address) for name, state in slab.states.items()}

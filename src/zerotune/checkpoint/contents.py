@@ -116,7 +116,8 @@ class RankContents:
         """Name and tensor, one sub-group of the master weights in memory at a time."""
         if self.fragments:
             for record, fragment in zip(self.fragments, engine.master_weights.read(), strict=True):
-                values = (fragment.value, *(fragment.states[name] for name in record.states))
+                states = fragment.states
+                values = (fragment.value, *(states[name] for name in record.states))
                 yield from zip(_keys(record), values, strict=True)
         yield from self.others.items()
 
@@ -126,8 +127,15 @@ def _keys(record: FragmentRecord) -> list[str]:
 
 
 def _record(fragment: Fragment) -> FragmentRecord:
-    address = fragment.address
-    for name, state in fragment.states.items():
+    address, states = fragment.address, fragment.states
+    if fragment.other_states:
+        raise CheckpointError(
+            f"the optimizer keeps {', '.join(fragment.other_states)}, which no checkpoint can "
+            "divide like the weights",
+            key=address.name,
+            fix="train with an optimizer that keeps one number per weight, such as AdamW",
+        )
+    for name, state in states.items():
         if state.dtype != torch.float32:
             raise CheckpointError(
                 f"optimizer state {name!r} is {state.dtype}; only fp32 states are saved",
@@ -139,7 +147,8 @@ def _record(fragment: Fragment) -> FragmentRecord:
         start=address.start,
         numel=address.numel,
         step=fragment.step,
-        states=tuple(sorted(fragment.states)),
+        states=tuple(sorted(states)),
+        scalars=plain_data(fragment.scalars, address.name),
     )
 
 

@@ -172,16 +172,18 @@ class _Load:
 def _restore_fragment(reader: CheckpointReader, fragment: EditableFragment) -> None:
     address = fragment.address
     reader.master(fragment.value, address.name, address.start)
-    names, step = reader.states(address.name)
-    states = fragment.ensure_states(names) if names else fragment.states
+    record = reader.record(address.name)
+    states = fragment.ensure_states(record.states)
     for name, state in states.items():
-        if name in names:
+        if name in record.states:
             reader.optimizer_state(state, name, address.name, address.start)
         else:
             state.zero_()
+    if record.scalars:
+        fragment.set_scalars(record.scalars)
     if states:
         # A counter without states would look to the optimizer like states it has made.
-        fragment.set_step(step or 0)
+        fragment.set_step(record.step or 0)
 
 
 def _check_hash(folder: Path, record: RankRecord) -> None:

@@ -46,6 +46,8 @@ class FragmentRecord:
     """Updates it has seen; ``None`` where the optimizer does not count."""
     states: tuple[str, ...] = attrs.field(converter=_tuple)
     """Optimizer states saved beside its value."""
+    scalars: Mapping[str, float] = attrs.field(factory=dict)
+    """Single numbers the optimizer keeps for it."""
 
     @property
     def stop(self) -> int:

@@ -61,14 +61,13 @@ class CheckpointReader:
     ) -> None:
         self._open.close()
 
-    def states(self, name: str) -> tuple[tuple[str, ...], int | None]:
-        """Names of the optimizer states saved for a parameter, and its update counter."""
+    def record(self, name: str) -> FragmentRecord:
+        """What the manifest says of a parameter's optimizer states, by its first part."""
         if name not in self._parts:
             raise CheckpointCorruptError(
                 "is in no file", key=MASTER + name, fix="use another checkpoint"
             )
-        first, _ = self._parts[name][0]
-        return first.states, first.step
+        return self._parts[name][0][0]
 
     def master(self, into: torch.Tensor, name: str, start: int) -> None:
         """Copy master weights into a 1-D tensor, from element ``start`` of the parameter on."""

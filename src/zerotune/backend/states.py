@@ -1,0 +1,124 @@
+"""What a torch-style optimizer keeps for one of the tensors it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerotune.errors import EngineError
+
+
+class OptimizerStates:
+    """States, counters and other things an optimizer keeps for one tensor.
+
+    Everything is looked up when it is asked for: an EMA, which asks for nothing, pays nothing.
+
+    Args:
+        optimizer: A ``torch.optim.Optimizer``, DeepSpeed's included; ``None`` for weights that
+            nothing optimizes.
+        key: The tensor, as the optimizer's groups hold it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
+        self._optimizer = optimizer
+        self._key = key
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """fp32 states with one element per weight, by name; empty before the first step."""
+        return {
+            name: value
+            for name, value in self._state.items()
+            if _is_tensor(name, value) and value.numel() == self._key.numel()
+        }
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """Single numbers that accompany the weights, such as NAdam's ``mu_product``."""
+        return {
+            name: float(value)
+            for name, value in self._state.items()
+            if _is_tensor(name, value) and value.numel() == 1 != self._key.numel()
+        }
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Names of what cannot be divided like the weights, such as Adafactor's row sums."""
+        known = {"step", *self.tensors, *self.scalars}
+        return tuple(
+            name for name, value in self._state.items() if name not in known and value is not None
+        )
+
+    @property
+    def step(self) -> int | None:
+        """Updates counted; ``None`` where the optimizer does not count.
+
+        FusedAdam keeps one counter per group, on the last tensor of the group that had a
+        gradient, while all of them are updated together; the largest is the true one.
+        """
+        if self._optimizer is None:
+            return None
+        peers: list[torch.Tensor] = [self._key]
+        if not self._counts_each:
+            for group in self._optimizer.param_groups:
+                if any(self._key is other for other in group["params"]):
+                    peers = group["params"]
+        states = (self._optimizer.state.get(peer, {}) for peer in peers)
+        steps = [int(state["step"]) for state in states if "step" in state]
+        return max(steps, default=None)
+
+    def create(self, names: tuple[str, ...]) -> None:
+        """Make zero-filled states, as the optimizer itself would at its first step."""
+        state = self._writable
+        for name in names:
+            state.setdefault(name, torch.zeros_like(self._key.data, requires_grad=False))
+        state.setdefault("step", self._counter(0))
+
+    def set_step(self, step: int) -> None:
+        """Set the counter."""
+        state = self._writable
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].fill_(step)
+        else:
+            state["step"] = self._counter(step)
+
+    def set_scalars(self, scalars: Mapping[str, float]) -> None:
+        """Set the single numbers that accompany the weights."""
+        state = self._writable
+        for name, value in scalars.items():
+            if isinstance(state.get(name), torch.Tensor):
+                state[name].fill_(value)
+            else:
+                state[name] = _scalar(value)
+
+    @property
+    def _state(self) -> Mapping[str, Any]:
+        return {} if self._optimizer is None else self._optimizer.state.get(self._key, {})
+
+    @property
+    def _writable(self) -> dict[str, Any]:
+        if self._optimizer is None:
+            raise EngineError(
+                "a plain module has no optimizer whose states could be set",
+                key="master_weights",
+                fix="use the engine's master weights",
+            )
+        state: dict[str, Any] = self._optimizer.state[self._key]
+        return state
+
+    @property
+    def _counts_each(self) -> bool:
+        return type(self._optimizer).__module__.startswith("torch.optim")
+
+    def _counter(self, step: int) -> Any:
+        return _scalar(step) if self._counts_each else step
+
+
+def _is_tensor(name: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and name != "step"
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(float(value), dtype=torch.float32)
