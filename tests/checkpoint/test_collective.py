@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests.checkpoint.refusals import failing_write, told
 from tests.checkpoint.runs import hostile
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import PLAIN
 
 
@@ -47,6 +50,36 @@ def test_a_save_on_the_main_rank_only_names_the_missing_one(tmp_path):
 
 def test_a_save_on_another_rank_only_names_the_main_one(tmp_path):
     check_alone(tmp_path, saver=1)
+
+
+def save_with_a_dying_rank(root: str) -> None:
+    """Rank 1 is gone in the midst of writing; rank 0 writes down what it was told."""
+    from zerotune.checkpoint import save_checkpoint
+    from zerotune.checkpoint.tensorfile import TensorFileWriter
+
+    engine = hostile(PLAIN, seed=0)
+    folder = Path(root) / "step"
+    save_checkpoint(folder, engine=engine, extra={"number": 1})
+    if engine.group.rank == 1:
+        with mock.patch.object(TensorFileWriter, "append", side_effect=lambda *_: os._exit(3)):
+            save_checkpoint(folder, engine=engine)
+    began = time.monotonic()
+    error = told(lambda: save_checkpoint(folder, engine=engine))
+    (Path(root) / "told.txt").write_text(f"{time.monotonic() - began:.1f} s: {error}")
+
+
+def test_a_rank_that_dies_while_saving_is_named(tmp_path):
+    from zerotune.checkpoint import verify_checkpoint
+
+    with pytest.raises(RanksFailed, match="rank 1: died with exit code 3"):
+        run_ranks(save_with_a_dying_rank, str(tmp_path), world_size=2)
+    seconds, error = (tmp_path / "told.txt").read_text().split(" s: ", maxsplit=1)
+    assert float(seconds) < 30
+    assert error.startswith("CollectiveError: ")
+    assert "write the weights" in error
+    assert re.search(r"[Rr]anks? 1\b", error)
+    assert verify_checkpoint(tmp_path / "step").extra == {"number": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step", "told.txt"]
 
 
 def trouble(root: str) -> dict[str, Any]:

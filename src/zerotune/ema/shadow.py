@@ -129,7 +129,7 @@ class EMAShadow:
         if self._steps % self._update_every:
             return
         decay = self._decay_at(self._steps)
-        watch = UpdateWatch(decay=decay) if self._checked < _CHECKED_UPDATES else None
+        watch = UpdateWatch(decay=decay) if self._to_be_checked() else None
         for fragment in master.read():
             shadow = self._of(fragment)
             value = fragment.value.to(shadow.device)
@@ -251,6 +251,13 @@ class EMAShadow:
             update_every=self._update_every,
             start_after=self._start_after,
         )
+
+    def _to_be_checked(self) -> bool:
+        # While a warm-up keeps the weights still, an update proves nothing; asking each time
+        # would double the cost of a long one.
+        update = self._steps // self._update_every
+        early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
+        return early and self._checked < _CHECKED_UPDATES
 
     def _of(self, fragment: Fragment) -> torch.Tensor:
         return self._tensors[fragment.address.key]
