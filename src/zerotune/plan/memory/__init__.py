@@ -1,0 +1,1 @@
+"""The memory a plan needs, by component: values, arithmetic and reports."""

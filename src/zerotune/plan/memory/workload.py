@@ -1,0 +1,29 @@
+"""What one training step works on, as far as memory is concerned."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+EMAPlace = Literal["none", "host", "device", "nvme"]
+
+
+@attrs.frozen(kw_only=True)
+class Workload:
+    """Batch, resolution and what runs beside the optimizer."""
+
+    batch: int = 1
+    """Samples per forward pass and rank."""
+    height: int | None = None
+    """Pixels; ``None``: the activations are not estimated."""
+    width: int | None = None
+    """Pixels."""
+    gradient_checkpointing: bool = True
+    """Whether blocks are recomputed in the backward pass."""
+    ema: EMAPlace = "none"
+    """Where an ``EMAShadow`` keeps its fp32 copy."""
+    frozen_bytes: int = 0
+    """Bytes of frozen parts (VAE, text encoders) that stay on the device."""
+    ranks_per_machine: int | None = None
+    """Processes that share the host RAM; ``None``: all of them."""
