@@ -1,0 +1,80 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+from typing import Final
+
+from zerotune.errors import InvalidValueError
+
+_PREFIXES: Final = "kmgtp"
+_UNITS: Final[dict[str, int]] = {
+    "b": 1,
+    "byte": 1,
+    "bytes": 1,
+    **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
+}
+_SHOWN: Final = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+_LARGEST: Final = 2**63 - 1
+_FORMS: Final = 'write a size such as "12GiB" (2^30 bytes each) or "24 GB" (10^9), or whole bytes'
+# No exponents: "1e999999999 GB" would take for ever to multiply out.
+_WRITTEN: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", re.ASCII)
+
+
+def parse_size(value: int | float | str, *, key: str) -> int:
+    """Read an amount of memory.
+
+    Args:
+        value: Bytes as a whole number, or text: a number and one of ``B``, ``kB``, ``MB``,
+            ``GB``, ``TB``, ``PB`` (powers of 1000), ``KiB``, ``MiB``, ``GiB``, ``TiB``, ``PiB``
+            (powers of 1024); case and blanks do not matter.
+        key: Name of the setting, for the message.
+
+    Returns:
+        Bytes; a fraction of a byte is dropped.
+
+    Raises:
+        InvalidValueError: Anything else: no unit (a bare ``"12"`` would be 12 bytes), ``"12G"``
+            (which may mean either), a negative number, or more than 2^63 - 1 bytes.
+    """
+    nbytes = _from_text(value, key) if isinstance(value, str) else _from_number(value, key)
+    if not 0 <= nbytes <= _LARGEST:
+        raise InvalidValueError("is not an amount of memory", key=key, value=value, fix=_FORMS)
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """``nbytes`` with two decimals in the largest of KiB, MiB and GiB it fills, else in bytes."""
+    for unit, size in _SHOWN:
+        # Rounded first, so that it never reads "1024.00 MiB".
+        if round(abs(nbytes) / size, 2) >= 1:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def _from_number(value: float, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidValueError("is not a size", key=key, value=value, fix=_FORMS)
+    if not math.isfinite(value) or value != int(value):
+        raise InvalidValueError("is not a whole number of bytes", key=key, value=value, fix=_FORMS)
+    return int(value)
+
+
+def _from_text(text: str, key: str) -> int:
+    match = _WRITTEN.fullmatch(text.strip().lower())
+    if match is None:
+        raise InvalidValueError("is not a size", key=key, value=text, fix=_FORMS)
+    number, unit = Fraction(match[1]), match[2]
+    if unit in _UNITS:
+        return int(number * _UNITS[unit])
+    if not unit and number == 0:
+        return 0
+    if not unit:
+        raise InvalidValueError("has no unit", key=key, value=text, fix=_FORMS)
+    if unit in _PREFIXES:
+        reason = f"may mean {unit.upper()}B or {unit.upper()}iB"
+        raise InvalidValueError(reason, key=key, value=text, fix=_FORMS)
+    raise InvalidValueError("has a unit nobody knows", key=key, value=text, fix=_FORMS)

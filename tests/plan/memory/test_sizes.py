@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.errors import InvalidValueError
+from zerotune.plan.memory.sizes import format_size, parse_size
+
+LARGEST = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("written", "nbytes"),
+    [
+        (0, 0),
+        (7, 7),
+        (2e9, 2_000_000_000),
+        ("0", 0),
+        ("512 B", 512),
+        ("1byte", 1),
+        ("3 bytes", 3),
+        ("1kB", 1000),
+        ("1KiB", 1024),
+        ("10 MB", 10_000_000),
+        ("12GiB", 12 * 1024**3),
+        (" 12 gib ", 12 * 1024**3),
+        ("24 GB", 24 * 10**9),
+        ("1.5GiB", 3 * 1024**3 // 2),
+        ("0.1 kB", 100),
+        ("2TB", 2 * 10**12),
+        ("1TiB", 1024**4),
+        ("1PiB", 1024**5),
+        ("1.9 B", 1),
+        (f"{LARGEST} B", LARGEST),
+    ],
+)
+def test_what_people_write(written, nbytes):
+    assert parse_size(written, key="vram") == nbytes
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("12", "has no unit"),
+        ("12G", "may mean GB or GiB"),
+        ("12 GBit", "has a unit nobody knows"),
+        ("twelve", "is not a size"),
+        ("", "is not a size"),
+        ("-1 GB", "is not a size"),
+        ("1e999999999 GB", "is not a size"),
+        ("1,5 GB", "is not a size"),
+        ("٣ GB", "is not a size"),
+        ("9" * 20 + "GiB", "is not an amount of memory"),
+        (-1, "is not an amount of memory"),
+        (2**63, "is not an amount of memory"),
+        (1.5, "is not a whole number of bytes"),
+        (float("nan"), "is not a whole number of bytes"),
+        (float("inf"), "is not a whole number of bytes"),
+        (True, "is not a size"),
+        (None, "is not a size"),
+    ],
+)
+def test_what_is_refused(written, reason):
+    with pytest.raises(InvalidValueError) as caught:
+        parse_size(written, key="vram")
+
+    assert reason in caught.value.reason
+    assert caught.value.key == "vram"
+    assert '"12GiB"' in caught.value.fix
+    assert '"24 GB"' in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1018, "1018 B"),
+        (1024, "1.00 KiB"),
+        (1024**2 - 1, "1.00 MiB"),
+        (1024**3 - 1, "1.00 GiB"),
+        (12 * 1024**3, "12.00 GiB"),
+        (5 * 1024**4, "5120.00 GiB"),
+        (-3 * 1024**3, "-3.00 GiB"),
+    ],
+)
+def test_how_sizes_are_shown(nbytes, text):
+    assert format_size(nbytes) == text
+
+
+@given(st.integers(min_value=0, max_value=LARGEST // 2))
+def test_what_is_shown_can_be_read(nbytes):
+    read = parse_size(format_size(nbytes), key="size")
+
+    assert abs(read - nbytes) <= max(nbytes * 0.0051, 0)
+
+
+@given(
+    st.integers(min_value=0, max_value=10**6),
+    st.sampled_from(["B", "kB", "KiB", "mb", "MiB", "GB", "gib", "TB"]),
+    st.sampled_from(["", " ", "  "]),
+)
+def test_units_are_exact(number, unit, blank):
+    sizes = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    sizes |= {"kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+    assert parse_size(f"{number}{blank}{unit}", key="size") == number * sizes[unit.lower()]
+
+
+@given(st.one_of(st.text(), st.floats(), st.integers(), st.booleans()))
+def test_a_size_or_an_error_of_ours(written):
+    try:
+        nbytes = parse_size(written, key="size")
+    except InvalidValueError:
+        return
+    assert isinstance(nbytes, int)
+    assert 0 <= nbytes <= LARGEST
