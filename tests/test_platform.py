@@ -159,7 +159,7 @@ class TestCuda:
     def test_precision_is_what_the_oldest_device_runs(self, devices, bf16, fp16):
         found = detect(facts=cuda(*devices))
 
-        assert (found.bf16, found.fp16) == (bf16, fp16)
+        assert (found.bf16, found.native_bf16, found.fp16) == (bf16, bf16, fp16)
 
     def test_a_missing_driver_means_cpu_with_the_reason(self):
         found = detect(facts=cuda(error="Found no NVIDIA driver on your system."))
@@ -302,6 +302,21 @@ class TestCpu:
         found = detect(facts=TorchFacts(cpu_fp16=native))
 
         assert (found.bf16, found.fp16) == (True, native)
+
+    @pytest.mark.parametrize(
+        ("cpuinfo", "native"),
+        [
+            ("model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f avx512_bf16\n", True),
+            ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", True),
+            ("Features\t: fp asimd bf16 i8mm\n", True),
+            ("flags\t\t: fpu avx2 avx512f\nbugs\t\t: bf16\n", False),
+            ("", False),
+        ],
+    )
+    def test_bf16_always_runs_and_is_native_where_the_kernel_says_so(self, cpuinfo, native):
+        found = detect(files={"/proc/cpuinfo": cpuinfo})
+
+        assert (found.bf16, found.native_bf16) == (True, native)
 
     def test_windows_has_no_deepspeed(self):
         found = detect(system_name="Windows", machine_name="AMD64", facts=cuda(RTX_4090))
@@ -511,7 +526,8 @@ class TestSynthetic:
 
         assert (made.accelerator, made.devices, made.vram) == ("cpu", (), None)
         assert made.deepspeed.environment == {"DS_ACCELERATOR": "cpu"}
-        assert (made.bf16, made.fp16) == (True, False)
+        assert (made.bf16, made.native_bf16, made.fp16) == (True, False, False)
+        assert Platform.synthetic(native_bf16=True).native_bf16
         assert made.host_memory.available == made.host_memory.total == 64 * GIB
 
     @pytest.mark.parametrize(
@@ -530,6 +546,8 @@ class TestSynthetic:
         assert [device.total_memory for device in made.devices] == [8 * GIB, 8 * GIB]
         assert made.vram == 8 * GIB
         assert made.fp16
+        assert made.native_bf16
+        assert not Platform.synthetic(accelerator, bf16=False).native_bf16
         assert made.deepspeed.accelerator == name
 
     def test_memory(self):

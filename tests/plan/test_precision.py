@@ -10,6 +10,7 @@ from zerotune.platform import Platform
 CUDA = Platform.synthetic("cuda")
 OLD_CUDA = Platform.synthetic("cuda", bf16=False)
 CPU = Platform.synthetic("cpu")
+NEW_CPU = Platform.synthetic("cpu", native_bf16=True)
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True}}
@@ -35,6 +36,10 @@ def decide(config, platform=CUDA, run=None, launch=None):
         (OFF, CUDA, None, None, "fp32"),
         (AUTO, CUDA, None, None, "bf16"),
         (AUTO, OLD_CUDA, None, None, "fp32"),
+        (AUTO, CPU, None, None, "fp32"),
+        (AUTO, NEW_CPU, None, None, "bf16"),
+        (AUTO, CPU, "bf16", None, "bf16"),
+        (BF16, CPU, None, None, "bf16"),
         (AUTO, CUDA, "fp16", None, "fp16"),
         (AUTO, CUDA, "fp16", "bf16", "fp16"),
         (AUTO, CUDA, None, "fp16", "fp16"),
@@ -58,6 +63,14 @@ def test_the_configuration_stands_before_the_run_and_says_so(config, used):
     assert precision == used
     assert (decisions[0].before, decisions[0].after) == ("fp16", used)
     assert decisions[0].severity == "warning"
+
+
+def test_a_cpu_that_would_emulate_bf16_says_so():
+    (decision,) = decide(AUTO, CPU)[1]
+    assert (decision.key, decision.after) == ("precision", "fp32")
+    assert "would emulate" in decision.reason
+    off = {"bf16": {"enabled": False}, "fp16": {"enabled": "auto"}}
+    assert decide(off, CPU)[1][0].reason == "the configuration switches bf16 off"
 
 
 def test_fp16_on_the_cpu_accelerator_becomes_bf16_with_a_warning():

@@ -31,8 +31,8 @@ def decide_precision(
     """The precision that trains: ``"bf16"``, ``"fp16"`` or ``"fp32"``, and why.
 
     What the configuration enables stands. ``"auto"`` is filled from the run, then from the
-    launcher's file, then from the platform: bf16 where it works, else fp32; fp16 only when
-    asked, because it needs loss scaling.
+    launcher's file, then from the platform: bf16 where the hardware computes in it, else fp32;
+    fp16 only when asked, because it needs loss scaling.
 
     Raises:
         InvalidValueError: ``run.mixed_precision`` is not a precision.
@@ -55,10 +55,22 @@ def decide_precision(
     if AUTO not in (*written.values(), launched, run.mixed_precision):
         decisions.append(_chosen("fp32", "no precision is on, which DeepSpeed reads as fp32"))
         return "fp32", decisions
-    best = "bf16" if platform.bf16 and written["bf16"] is not False else "fp32"
-    why = "can compute in bf16" if platform.bf16 else "cannot compute in bf16"
-    decisions.append(_chosen(best, f"this platform ({platform.accelerator}) {why}"))
+    allowed = written["bf16"] is not False
+    best = "bf16" if allowed and platform.bf16 and platform.native_bf16 else "fp32"
+    reason = _what_it_computes(platform) if allowed else "the configuration switches bf16 off"
+    decisions.append(_chosen(best, reason))
     return best, decisions
+
+
+def _what_it_computes(platform: Platform) -> str:
+    who = f"this platform ({platform.accelerator})"
+    if platform.bf16 and not platform.native_bf16:
+        # Forward and backward of one layer on an AVX2 core: linear 9.5, convolution 45 times.
+        return (
+            f"{who} has no bf16 arithmetic (AVX512_BF16, AMX) and would emulate it, many times"
+            " slower than fp32; write bf16.enabled = true to rehearse bf16"
+        )
+    return f"{who} {'can' if platform.bf16 else 'cannot'} compute in bf16"
 
 
 def fill_precision(

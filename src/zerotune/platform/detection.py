@@ -14,6 +14,8 @@ from zerotune.platform.support import Situation, deepspeed_support
 
 _DISTRIBUTIONS: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 _CAP_IPC_LOCK: Final = 14
+_BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""What Linux calls bf16 arithmetic on x86 (the first two) and on ARM."""
 _INITIAL_NAMESPACE: Final = ["0", "0", "4294967295"]
 
 
@@ -65,6 +67,7 @@ def detect_platform(
         versions=_versions(probe),
         torch_build=_torch_build(torch),
         bf16=hardware.bf16,
+        native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or _cpu_computes_bf16(probe)),
         fp16=hardware.fp16,
         deepspeed=support,
         decisions=(*hardware.decisions, *decisions),
@@ -97,6 +100,14 @@ def _may_lock_everything(probe: PlatformProbe) -> bool:
     if capabilities is None or not int(capabilities.group(1), 16) >> _CAP_IPC_LOCK & 1:
         return False
     return (probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
+
+
+def _cpu_computes_bf16(probe: PlatformProbe) -> bool:
+    for line in (probe.read_text("/proc/cpuinfo") or "").splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in {"flags", "Features"}:
+            return not _BF16_FLAGS.isdisjoint(flags.split())
+    return False
 
 
 def _usable_cores(cores: Cores, probe: PlatformProbe) -> int:

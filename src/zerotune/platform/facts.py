@@ -121,6 +121,8 @@ class Platform:
     """What the installed torch was built for (``"cuda 12.8"``, ``"rocm 6.4"``, ``"cpu"``)."""
     bf16: bool
     """Whether the hardware runs bf16; emulation on a GPU does not count."""
+    native_bf16: bool
+    """Whether it has arithmetic for bf16; a CPU without it emulates, many times slower."""
     fp16: bool
     """Whether the hardware runs fp16 and DeepSpeed accepts it."""
     deepspeed: DeepSpeedSupport
@@ -145,6 +147,7 @@ class Platform:
         memlock_limit: int | None = None,
         cores: int = 8,
         bf16: bool = True,
+        native_bf16: bool | None = None,
         fp16: bool | None = None,
         versions: Mapping[str, str] | None = None,
         deepspeed: bool | DeepSpeedSupport = True,
@@ -162,6 +165,8 @@ class Platform:
             memlock_limit: Bytes that may be locked; ``None`` for no limit.
             cores: Physical cores, each counted once.
             bf16: Whether the hardware runs bf16.
+            native_bf16: Whether it does so without emulation; by default everything that runs
+                bf16 but ``"cpu"`` does.
             fp16: Whether it runs fp16; by default everything but ``"cpu"`` does.
             versions: Installed versions; none by default.
             deepspeed: Whether DeepSpeed runs there, or a full account of it.
@@ -191,6 +196,7 @@ class Platform:
             usable_cores=cores,
             versions=versions or {},
             bf16=bf16,
+            native_bf16=bf16 and accelerator != "cpu" if native_bf16 is None else native_bf16,
             fp16=accelerator != "cpu" if fp16 is None else fp16,
             deepspeed=_synthetic_support(accelerator, deepspeed),
             decisions=decisions,
