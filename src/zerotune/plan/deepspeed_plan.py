@@ -26,6 +26,7 @@ from zerotune.plan.sections import (
 )
 
 if TYPE_CHECKING:
+    from zerotune.plan.comparing import PlanDifference
     from zerotune.plan.resolved import ResolvedPlan
     from zerotune.plan.rules import Finding
     from zerotune.platform import Platform
@@ -280,8 +281,35 @@ class DeepSpeedPlan(Section):
 
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
-    def explain(self) -> str:
-        """What this plan means, as text."""
+    def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
+        """What this plan means and what the rules have to say about it, as text.
+
+        Args:
+            world_size: Number of ranks the rules are to think of.
+            platform: The machine; rules that need one are skipped without it.
+        """
         from zerotune.plan.explaining import explain_plan
 
-        return explain_plan(self)
+        return explain_plan(self, world_size=world_size, platform=platform)
+
+    def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
+        """The same as ``explain``, as Markdown tables."""
+        from zerotune.plan.explaining_markdown import plan_markdown
+
+        return plan_markdown(self, world_size=world_size, platform=platform)
+
+    def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
+        """The same as ``explain``, as plain data that JSON can hold."""
+        from zerotune.plan.explaining import summarise_plan
+
+        return summarise_plan(self, world_size=world_size, platform=platform)
+
+    def diff(self, other: DeepSpeedPlan) -> PlanDifference:
+        """What ``other`` says otherwise; false when the plans are equal.
+
+        Raises:
+            InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
+        """
+        from zerotune.plan.comparing import diff_plans
+
+        return diff_plans(self, other)

@@ -7,11 +7,17 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerotune.decisions import Decision, render_decisions
+from zerotune.errors import UNSET
 from zerotune.plan.filling import DEEPSPEED_DEFAULT
 
 if TYPE_CHECKING:
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
     from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.rules import Finding
+    from zerotune.platform import Platform
+
+Row = tuple[str, str]
+"""A label and a value, both in words."""
 
 _PARTITIONED = {
     0: "nothing is partitioned; every rank holds everything",
@@ -28,29 +34,52 @@ _PLACES = {
 }
 
 
-def explain_plan(plan: DeepSpeedPlan) -> str:
-    """What a plan asks for, as text."""
-    train, micro, accumulation = (
-        _show(plan.train_batch_size),
-        _show(plan.train_micro_batch_size_per_gpu),
-        _show(plan.gradient_accumulation_steps),
+def explain_plan(
+    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
+) -> str:
+    """What a plan asks for, and what the rules have to say about it, as text."""
+    return "\n".join(
+        [
+            f"Plan from {plan.source}",
+            *_row_lines(plan_rows(plan)),
+            *_decision_lines(plan.decisions),
+            *_finding_lines(plan.check(world_size=world_size, platform=platform)),
+        ]
     )
-    lines = [
-        f"Plan from {plan.source}",
-        f"  ZeRO stage      {plan.stage}: {_PARTITIONED[plan.stage]}",
-        f"  optimizer lives {_PLACES[plan.offload_optimizer_device]}",
-        f"  parameters wait {_PLACES[plan.offload_param_device]}",
-        f"  precision       {plan.precision}",
-        f"  batch           {_batch(train, micro, accumulation, 'world size')}",
-        f"  clipping        {_show(plan.gradient_clipping)}",
-        f"  optimizer       {_section(plan.optimizer)}",
-        f"  scheduler       {_section(plan.scheduler)}",
-    ]
-    return "\n".join([*lines, *_decision_lines(plan.decisions)])
 
 
 def explain_resolved(resolved: ResolvedPlan) -> str:
     """What will run, and why, as text."""
+    return "\n".join(
+        [
+            f"Resolved plan from {resolved.requested.source}",
+            *_row_lines(resolved_rows(resolved)),
+            *_decision_lines(resolved.decisions),
+        ]
+    )
+
+
+def plan_rows(plan: DeepSpeedPlan) -> list[Row]:
+    """What a plan asks for, as pairs of a label and a value in words."""
+    batch = (
+        _show(plan.train_batch_size),
+        _show(plan.train_micro_batch_size_per_gpu),
+        _show(plan.gradient_accumulation_steps),
+    )
+    return [
+        ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
+        ("optimizer lives", _PLACES[plan.offload_optimizer_device]),
+        ("parameters wait", _PLACES[plan.offload_param_device]),
+        ("precision", plan.precision),
+        ("batch", _batch(*batch, "world size")),
+        ("clipping", _show(plan.gradient_clipping)),
+        ("optimizer", _section(plan.optimizer)),
+        ("scheduler", _section(plan.scheduler)),
+    ]
+
+
+def resolved_rows(resolved: ResolvedPlan) -> list[Row]:
+    """What will run, as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
         resolved.train_batch_size,
@@ -59,25 +88,59 @@ def explain_resolved(resolved: ResolvedPlan) -> str:
         f"world size {resolved.world_size}",
     )
     engine = "DeepSpeed" if resolved.uses_deepspeed else "plain engine (DeepSpeed is off)"
-    lines = [
-        f"Resolved plan from {resolved.requested.source}",
-        f"  engine          {engine}, {_ranks(resolved.world_size)}",
-        f"  ZeRO stage      {stage}: {_PARTITIONED[stage]}",
-        f"  optimizer lives {_PLACES[resolved.offload_optimizer]}{_folder(resolved, 'optimizer')}",
-        f"  parameters wait {_PLACES[resolved.offload_param]}{_folder(resolved, 'param')}",
-        f"  precision       {resolved.precision}",
-        f"  batch           {_batch(*batch)}",
-        f"  clipping        {resolved.gradient_clipping or 'off'}",
-        f"  optimizer       {_optimizer(resolved)}",
-        f"  scheduler       {_scheduler(resolved)}",
+    rows = [
+        ("engine", f"{engine}, {_ranks(resolved.world_size)}"),
+        ("ZeRO stage", f"{stage}: {_PARTITIONED[stage]}"),
+        ("optimizer lives", _PLACES[resolved.offload_optimizer] + _folder(resolved, "optimizer")),
+        ("parameters wait", _PLACES[resolved.offload_param] + _folder(resolved, "param")),
+        ("precision", resolved.precision),
+        ("batch", _batch(*batch)),
+        ("clipping", str(resolved.gradient_clipping or "off")),
+        ("optimizer", _optimizer(resolved)),
+        ("scheduler", _scheduler(resolved)),
     ]
     if resolved.model is not None:
         model = resolved.model
-        lines.append(
-            f"  model           {model.name}: {model.numel:,} elements in"
-            f" {len(model.parameters)} parameters, {model.trainable_numel:,} trainable"
+        numbers = (
+            f"{model.numel:,} elements in {len(model.parameters)} parameters,"
+            f" {model.trainable_numel:,} trainable"
         )
-    return "\n".join([*lines, *_decision_lines(resolved.decisions)])
+        rows.append(("model", f"{model.name}: {numbers}"))
+    return rows
+
+
+def describe(resolved: ResolvedPlan) -> str:
+    """A resolved plan in one line."""
+    parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
+    if not resolved.uses_deepspeed:
+        parts = ["plain engine"]
+    if resolved.offload_optimizer != "none":
+        parts.append(f"optimizer {_PLACES[resolved.offload_optimizer]}")
+    if resolved.offload_param != "none":
+        parts.append(f"parameters {_PLACES[resolved.offload_param]}")
+    return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
+
+
+def summarise_plan(
+    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
+) -> dict[str, Any]:
+    """What a plan asks for, as plain data that JSON can hold."""
+    findings = plan.check(world_size=world_size, platform=platform)
+    return {
+        "source": plan.source,
+        "stage": plan.stage,
+        "offload_optimizer": plan.offload_optimizer_device,
+        "offload_param": plan.offload_param_device,
+        "precision": plan.precision,
+        "train_batch_size": plan.train_batch_size,
+        "micro_batch_size": plan.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "gradient_clipping": plan.gradient_clipping,
+        "optimizer": _written(plan.optimizer),
+        "scheduler": _written(plan.scheduler),
+        "decisions": [decision_data(decision) for decision in plan.decisions],
+        "findings": [finding_data(finding) for finding in findings],
+    }
 
 
 def summarise(resolved: ResolvedPlan) -> dict[str, Any]:
@@ -111,6 +174,37 @@ def decision_data(decision: Decision) -> dict[str, Any]:
     }
 
 
+def finding_data(finding: Finding) -> dict[str, Any]:
+    """A finding of the rules as plain data."""
+    return {
+        "rule": finding.rule,
+        "severity": finding.severity,
+        "key": finding.key,
+        "value": None if finding.value is UNSET else _plain(finding.value),
+        "reason": finding.reason,
+        "fix": finding.fix,
+    }
+
+
+def told_and_defaults(
+    decisions: Iterable[Decision],
+) -> tuple[list[Decision], list[Decision]]:
+    """Decisions worth telling, warnings first, and those that write DeepSpeed's own defaults."""
+    everything = list(decisions)
+    told = [decision for decision in everything if decision.reason != DEEPSPEED_DEFAULT]
+    defaults = [decision for decision in everything if decision.reason == DEEPSPEED_DEFAULT]
+    return sorted(told, key=lambda decision: decision.severity != "warning"), defaults
+
+
+def _row_lines(rows: Iterable[Row]) -> list[str]:
+    return [f"  {label:<15} {value}" for label, value in rows]
+
+
+def _finding_lines(findings: Iterable[Finding]) -> list[str]:
+    lines = [f"  {finding}" for finding in findings]
+    return ["findings:", *lines] if lines else []
+
+
 def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -122,9 +216,7 @@ def _plain(value: Any) -> Any:
 
 
 def _decision_lines(decisions: Iterable[Decision]) -> list[str]:
-    everything = list(decisions)
-    defaults = [decision for decision in everything if decision.reason == DEEPSPEED_DEFAULT]
-    told = [decision for decision in everything if decision.reason != DEEPSPEED_DEFAULT]
+    told, defaults = told_and_defaults(decisions)
     lines = ["decisions:", render_decisions(told)] if told else []
     if defaults:
         keys = ", ".join(f"{decision.key} = {decision.after}" for decision in defaults)
@@ -173,6 +265,12 @@ def _scheduler(resolved: ResolvedPlan) -> str:
         return "none; the learning rate is constant"
     params = ", ".join(f"{key}={value}" for key, value in resolved.scheduler.params.items())
     return f"{resolved.scheduler.name}({params})"
+
+
+def _written(section: Any) -> dict[str, Any] | None:
+    if section is None:
+        return None
+    return {"name": section.type, "params": _plain(section.params or {})}
 
 
 def _choice(choice: Any) -> dict[str, Any] | None:

@@ -47,10 +47,8 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
     Raises:
         UnresolvedPlanError: Something is still ``"auto"`` or missing.
     """
-    config = resolved.plan.to_deepspeed()
-    _render_choices(resolved, config)
+    config = written(resolved)
     _render_folders(resolved, config, folders=folders)
-    config = {key: value for key, value in config.items() if not key.startswith("_")}
     for path in automatic_paths(config):
         raise UnresolvedPlanError(
             "is still automatic in the rendered configuration",
@@ -59,6 +57,13 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
             fix=_fix_for(path),
         )
     return config
+
+
+def written(resolved: ResolvedPlan) -> dict[str, Any]:
+    """The configuration as far as it is known; unlike ``render``, it asks for nothing."""
+    config = resolved.plan.to_deepspeed()
+    _render_choices(resolved, config)
+    return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def automatic_paths(value: Any, path: str = "") -> list[str]:

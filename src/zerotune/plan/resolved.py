@@ -18,6 +18,7 @@ from zerotune.plan.section import as_tuple, evolved
 from zerotune.plan.sections import OffloadSection
 
 if TYPE_CHECKING:
+    from zerotune.plan.comparing import PlanDifference
     from zerotune.platform import Platform
 
 
@@ -193,11 +194,31 @@ class ResolvedPlan:
 
         return explain_resolved(self)
 
+    def explain_markdown(self) -> str:
+        """What will run, why, and what the rules have to say about it, as Markdown tables."""
+        from zerotune.plan.explaining_markdown import resolved_markdown
+
+        return resolved_markdown(self)
+
     def summary(self) -> dict[str, Any]:
         """What will run, as plain data."""
         from zerotune.plan.explaining import summarise
 
         return summarise(self)
+
+    def diff(self, other: ResolvedPlan) -> PlanDifference:
+        """What runs otherwise in ``other``; false when the same would be trained.
+
+        The rendered configurations are compared, with their swap folders, and the engine, the
+        world size, the optimizer and the schedule; reasons are not. Neither plan need be
+        complete.
+
+        Raises:
+            InvalidValueError: ``other`` is not a ``ResolvedPlan``.
+        """
+        from zerotune.plan.comparing import diff_resolved
+
+        return diff_resolved(self, other)
 
 
 def _integer(value: Any, key: str) -> int:

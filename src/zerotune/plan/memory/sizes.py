@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Final
 
@@ -53,6 +54,17 @@ def format_size(nbytes: int) -> str:
         if round(abs(nbytes) / size, 2) >= 1:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes} B"
+
+
+def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
+    """The unit in which all of ``sizes`` can be compared: GiB, unless all of them are small.
+
+    Returns:
+        Its name, and its size in bytes.
+    """
+    largest = max(sizes, default=0)
+    fitting = (unit for unit in _SHOWN if round(largest / unit[1], 1) >= 0.1)
+    return next(fitting, _SHOWN[0] if largest == 0 else _SHOWN[-1])
 
 
 def _from_number(value: float, key: str) -> int:
