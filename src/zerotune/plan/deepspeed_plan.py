@@ -14,7 +14,7 @@ from zerotune.plan import known_keys
 from zerotune.plan.facts import ModelFacts, RunFacts
 from zerotune.plan.kinds import AUTO, Auto, Boolean, Integer, Number
 from zerotune.plan.normalising import legacy_zero
-from zerotune.plan.section import Nested, Section, as_tuple, extra_keys, setting
+from zerotune.plan.section import Nested, Section, as_tuple, extra_keys, said, setting
 from zerotune.plan.sections import (
     AioSection,
     Bf16Section,
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 def _check_launch(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None:
         Nested(LaunchSection).check(value, attribute.name)
+
+
+def _launch_said(launch: LaunchSection | None) -> Section | None:
+    """What of a launch section matters for "says the same": not the name of a file."""
+    if launch is not None:
+        launch = attrs.evolve(launch, distributed_type=None, deepspeed_config_file=None)
+    return said(launch)
 
 
 @attrs.frozen(kw_only=True)
@@ -72,7 +79,9 @@ class DeepSpeedPlan(Section):
     """Log the time of forward, backward and step."""
     extra: Mapping[str, Any] = extra_keys()
 
-    launch: LaunchSection | None = attrs.field(default=None, validator=_check_launch)
+    launch: LaunchSection | None = attrs.field(
+        default=None, validator=_check_launch, eq=_launch_said
+    )
     """What a launcher's or trainer's file adds; never sent to DeepSpeed."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple, eq=False)
     """What reading changed, and why."""

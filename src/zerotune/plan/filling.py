@@ -47,8 +47,6 @@ class Filler:
     model: ModelFacts | None
     world_size: int
     precision: str
-    launch_gather: bool | None = None
-    """``zero3_save_16bit_model`` of an accelerate YAML."""
     decisions: list[Decision] = attrs.field(factory=list)
 
     @property
@@ -150,9 +148,7 @@ def _sub_group(_filler: Filler, zero: ZeroSection) -> tuple[int, str]:
     return sizing.SUB_GROUP, "bounds the temporaries of the optimizer step"
 
 
-def _gather(filler: Filler, _zero: ZeroSection) -> tuple[bool, str]:
-    if filler.launch_gather is not None:
-        return filler.launch_gather, "zero3_save_16bit_model of the launcher's file says so"
+def _gather(_filler: Filler, _zero: ZeroSection) -> tuple[bool, str]:
     return False, "zerotune exports without gathering; " + DEEPSPEED_DEFAULT
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -18,14 +18,15 @@ from zerotune.plan.normalising import normalise_top_level
 from zerotune.plan.section import modelled, read_section
 from zerotune.plan.sections import LaunchSection
 
-_WRAPPERS = ("deepspeed_config", "deepspeed_config_file", "deepspeed")
-_TRAINER_KEYS = {
+WRAPPERS = ("deepspeed_config", "deepspeed_config_file", "deepspeed")
+TRAINER_KEYS = {
     "mixed_precision": "mixed_precision",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "max_grad_norm": "gradient_clipping",
     "gradient_clipping": "gradient_clipping",
 }
 """Key of a trainer's own file to the launch setting it is."""
+_ENOUGH_KEYS = 3
 
 
 def plan_from_mapping(
@@ -43,13 +44,43 @@ def plan_from_mapping(
         raise InvalidValueError(
             f"{source} must hold an object", value=config, fix='write {"train_batch_size": …}'
         )
-    wrapper = next((key for key in config if _undashed(key) in _WRAPPERS), None)
+    wrapper = wrapper_of(config)
     if wrapper is not None:
+        from zerotune.plan.accelerate_block import is_accelerate, plan_from_settings
+
+        if is_accelerate(config) and isinstance(config[wrapper], Mapping):
+            return plan_from_settings(config, source=source, folder=folder)
         return _unwrapped(config, wrapper, source=source, also_known=also_known, folder=folder)
+    _refuse_something_else(config, source, also_known)
     decisions: list[Decision] = []
     raw = normalise_top_level(config, decisions)
     plan = read_section(DeepSpeedPlan, raw, key="", decisions=decisions, also_known=also_known)
     return attrs.evolve(plan, decisions=decisions, source=source)
+
+
+def wrapper_of(config: Mapping[Any, Any]) -> str | None:
+    """The key under which a trainer's file holds its DeepSpeed configuration, as written."""
+    return next((key for key in config if undashed(key) in WRAPPERS), None)
+
+
+def _refuse_something_else(
+    config: Mapping[Any, Any], source: str, also_known: Collection[str]
+) -> None:
+    """Refuse a file of another kind as a whole, and not by its first key."""
+    import difflib
+
+    names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
+    known = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    known |= {*DeepSpeedPlan.passed_through, *DeepSpeedPlan.aliases, *also_known}
+    if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
+        return
+    if any(difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6) for name in names[:20]):
+        return
+    raise InvalidValueError(
+        f"{source} holds no DeepSpeed configuration: none of its keys is one of DeepSpeed's",
+        value=", ".join(names[:5]),
+        fix="give the file that holds zero_optimization or train_batch_size",
+    )
 
 
 def plan_from_json(path_or_text: str | os.PathLike[str]) -> DeepSpeedPlan:
@@ -104,12 +135,59 @@ def find_file(written: str, folder: Path | None, *, key: str) -> Path:
     Raises:
         PlanFileError: Neither place has it; the message lists both.
     """
-    places = [Path(written)] if folder is None else [folder / written, Path(written)]
+    places = _places(written, folder)
     for place in places:
         if _is_file(place):
             return place
     read_text(places[-1], key=key, tried=list(dict.fromkeys(places)))
     return places[-1]
+
+
+class Named(NamedTuple):
+    """What a setting that names a configuration leads to."""
+
+    value: Any
+    sentences: list[str]
+    """Liberties that were tolerated."""
+    source: str
+    """Name for messages."""
+    folder: Path | None
+    """Folder of the file; ``None`` when the setting is the configuration itself."""
+
+
+def read_named(written: str, folder: Path | None, *, key: str) -> Named:
+    """The configuration that a setting names: JSON text, the path of a file, or base64 of JSON.
+
+    accelerate and transformers accept all three (``HfDeepSpeedConfig``).
+
+    Raises:
+        PlanFileError: It is neither JSON, nor base64 of it, nor a file in any of the places.
+        PlanSyntaxError: Not JSON.
+    """
+    encoded = None if written.lstrip().startswith("{") else _decoded(written, folder)
+    text = written if written.lstrip().startswith("{") else encoded
+    if text is not None:
+        return Named(*parse_json(text, source=key), source=f"the text of {key}", folder=None)
+    path = find_file(written, folder, key=key)
+    value, sentences = parse_json(read_text(path, key=key), source=str(path))
+    return Named(value, sentences, source=str(path), folder=path.parent)
+
+
+def _decoded(written: str, folder: Path | None) -> str | None:
+    import base64
+    import binascii
+
+    if any(_is_file(place) for place in _places(written, folder)):
+        return None
+    try:
+        text = base64.urlsafe_b64decode(written).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _places(written: str, folder: Path | None) -> list[Path]:
+    return [Path(written)] if folder is None else [folder / written, Path(written)]
 
 
 def _is_file(place: Path) -> bool:
@@ -163,16 +241,13 @@ def _unwrapped(
     folder: Path | None,
 ) -> DeepSpeedPlan:
     inner = config[wrapper]
-    if isinstance(inner, str) and not inner.lstrip().startswith("{"):
-        path = find_file(inner, folder, key=wrapper)
-        text: str | None = read_text(path, key=wrapper)
-        source, folder = str(path), path.parent
-    else:
-        text = inner if isinstance(inner, str) else None
-        source = f"{source} ({wrapper})"
     sentences: list[str] = []
-    if text is not None:
-        inner, sentences = parse_json(text, source=source)
+    if isinstance(inner, str):
+        inner, sentences, named, inside = read_named(inner, folder, key=wrapper)
+        source = f"{source} ({wrapper})" if inside is None else named
+        folder = inside or folder
+    else:
+        source = f"{source} ({wrapper})"
     if not isinstance(inner, Mapping):
         raise InvalidValueError(
             "must hold a DeepSpeed configuration",
@@ -180,23 +255,24 @@ def _unwrapped(
             value=inner,
             fix="write an object, JSON text, or the path of a JSON file",
         )
-    if any(_undashed(key) in _WRAPPERS for key in inner):
+    if any(undashed(key) in WRAPPERS for key in inner):
         raise InvalidValueError(
             "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
         )
     plan = plan_from_mapping(inner, source=source, also_known=also_known, folder=folder)
     decisions: list[Decision] = []
     around = {
-        _TRAINER_KEYS[_undashed(key)]: _plain_auto(value)
+        TRAINER_KEYS[undashed(key)]: _plain_auto(value)
         for key, value in config.items()
-        if _undashed(key) in _TRAINER_KEYS and value is not None
+        if undashed(key) in TRAINER_KEYS and value is not None
     }
     launch = read_launch(around, decisions)
     found = (*tolerated(sentences, source), *decisions, *plan.decisions)
     return attrs.evolve(fill_from_launch(plan, launch), decisions=found)
 
 
-def _undashed(key: Any) -> str:
+def undashed(key: Any) -> str:
+    """A key of a trainer's file without leading dashes; ``""`` for what is no text."""
     return key.lstrip("-") if isinstance(key, str) else ""
 
 

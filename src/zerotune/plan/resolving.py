@@ -79,7 +79,6 @@ def _filler(plan: DeepSpeedPlan, context: RuleContext, platform: Platform) -> Fi
         model=context.model,
         world_size=context.world_size,
         precision=precision,
-        launch_gather=_flag(plan.launch.zero3_save_16bit_model if plan.launch else None),
         decisions=why,
     )
 
@@ -257,7 +256,3 @@ def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
             return float(value)
     filler.note(key, written, DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
     return DEFAULT_CLIPPING
-
-
-def _flag(value: Any) -> bool | None:
-    return value if isinstance(value, bool) else None

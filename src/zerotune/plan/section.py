@@ -45,7 +45,13 @@ class Section:
 
 def setting(kind: Kind) -> Any:
     """Declare a modelled key of a section; unset by default."""
-    return attrs.field(default=None, validator=_check, metadata={"kind": kind})
+    eq = said if isinstance(kind, Nested) else True
+    return attrs.field(default=None, validator=_check, eq=eq, metadata={"kind": kind})
+
+
+def said(section: Section | None) -> Section | None:
+    """A section as comparisons see it: an empty one says as little as none at all."""
+    return None if section is None or section == type(section)() else section
 
 
 def extra_keys() -> Any:

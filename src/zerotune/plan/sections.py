@@ -255,10 +255,8 @@ class LaunchSection(Section):
     """Micro batches per step, given outside the DeepSpeed block."""
     gradient_clipping: float | Auto | None = setting(Number())
     """Largest gradient norm, given outside the DeepSpeed block."""
-    zero3_init_flag: bool | Auto | None = setting(Boolean())
+    zero3_init_flag: bool | None = setting(Boolean(auto=False))
     """Build the model inside ``deepspeed.zero.Init``; stage 3 only."""
-    zero3_save_16bit_model: bool | Auto | None = setting(Boolean())
-    """Gather 16-bit weights when saving; stage 3 only."""
     deepspeed_config_file: str | None = setting(Text())
     """The file the plan was really read from."""
     deepspeed_moe_layer_cls_names: str | None = setting(Text(empty=True))

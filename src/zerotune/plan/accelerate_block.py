@@ -1,0 +1,301 @@
+"""The settings of ``accelerate config``, from whatever file holds them, read as a plan.
+
+What each key does is what ``accelerate launch`` and ``DeepSpeedPlugin`` of accelerate 1.15 do
+with it (``utils/launch.py``, ``utils/dataclasses.py``), except where they lose what was written:
+that is kept, and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, PlanConflictError
+from zerotune.plan import known_keys
+from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+from zerotune.plan.reading import (
+    fill_from_launch,
+    plan_from_mapping,
+    read_launch,
+    read_named,
+    tolerated,
+)
+from zerotune.plan.section import modelled, unknown_key
+from zerotune.plan.sections import LaunchSection
+
+BLOCK = "deepspeed_config"
+FILE = "deepspeed_config_file"
+DEFAULT_STAGE = 2
+"""The stage ``DeepSpeedPlugin`` takes when nothing is written."""
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+DEEPSPEED_IN_BLOCK = frozenset({"gradient_accumulation_steps", "gradient_clipping"})
+ZERO_IN_BLOCK = frozenset(
+    {
+        "zero_stage",
+        "offload_optimizer_device",
+        "offload_optimizer_nvme_path",
+        "offload_param_device",
+        "offload_param_nvme_path",
+        "zero3_save_16bit_model",
+    }
+)
+LAUNCH_IN_BLOCK = known_keys.ACCELERATE_BLOCK - DEEPSPEED_IN_BLOCK - ZERO_IN_BLOCK
+"""Keys of the block that never reach DeepSpeed."""
+TOP_LEVEL = frozenset(
+    {
+        "distributed_type",
+        "mixed_precision",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        *(known_keys.LAUNCH - known_keys.ACCELERATE_BLOCK),
+    }
+)
+"""Keys accelerate accepts beside the block."""
+
+
+def is_accelerate(content: Mapping[Any, Any]) -> bool:
+    """Whether an object with a ``deepspeed_config`` is accelerate's and not a trainer's."""
+    return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
+
+
+def plan_from_settings(
+    content: Mapping[Any, Any], *, source: str, folder: Path | None
+) -> DeepSpeedPlan:
+    """Read the settings of ``accelerate config``.
+
+    Args:
+        content: The settings.
+        source: Name used in messages.
+        folder: Where a relative ``deepspeed_config_file`` is looked up first.
+
+    Raises:
+        PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
+    """
+    block = content.get(BLOCK)
+    if not isinstance(block, Mapping):
+        raise InvalidValueError(
+            f"{source} has no DeepSpeed settings",
+            key=BLOCK,
+            value=block,
+            fix=f"add a {BLOCK} block with a zero_stage, or choose DeepSpeed in"
+            " `accelerate config`",
+        )
+    around = {key: value for key, value in content.items() if key != BLOCK}
+    decisions: list[Decision] = []
+    launched, config, config_source, inside = _split(block, folder, decisions)
+    _check_known(around, decisions)
+    _use_deepspeed(around, decisions)
+    if _names_file(block):
+        _precision_beside_file(around, decisions)
+    launch = read_launch({**around, **launched}, decisions)
+    plan = plan_from_mapping(config, source=config_source or source, folder=inside or folder)
+    plan = attrs.evolve(plan, decisions=(*decisions, *plan.decisions))
+    return fill_from_launch(plan, launch)
+
+
+def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict[str, Any]:
+    """``zero_optimization`` as accelerate's own keys say it."""
+    zero: dict[str, Any] = {"stage": block.get("zero_stage")}
+    if zero["stage"] is None:
+        zero["stage"] = DEFAULT_STAGE
+        decisions.append(
+            Decision(
+                key="zero_optimization.stage",
+                before=None,
+                after=DEFAULT_STAGE,
+                reason="accelerate's default where no zero_stage is written",
+            )
+        )
+    for part in ("optimizer", "param"):
+        section = {
+            name: block[f"offload_{part}_{name}"]
+            for name in ("device", "nvme_path")
+            if f"offload_{part}_{name}" in block
+        }
+        if section:
+            zero[f"offload_{part}"] = section
+    if block.get("zero3_save_16bit_model") is not None:
+        zero[GATHER] = block["zero3_save_16bit_model"]
+    return zero
+
+
+def _split(
+    block: Mapping[Any, Any], folder: Path | None, decisions: list[Decision]
+) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
+    """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
+    launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
+    config = {key: block[key] for key in block if key in DEEPSPEED_IN_BLOCK}
+    inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
+    source, inside = None, None
+    if _names_file(block):
+        _refuse_beside_file(block)
+        config, source, inside = read_config_file(block[FILE], folder, f"{BLOCK}.{FILE}", decisions)
+        if inside is None:  # the settings themselves, which are no name of a file
+            del launched[FILE]
+    else:
+        launched.pop(FILE, None)
+        if ZERO_IN_BLOCK & block.keys() or "zero_optimization" not in inline:
+            config["zero_optimization"] = zero_from_block(block, decisions)
+        _lost_by_accelerate(block, decisions)
+    if inline:
+        config = _with_inline(config, inline, decisions)
+    return launched, config, source, inside
+
+
+def _names_file(block: Mapping[Any, Any]) -> bool:
+    return block.get(FILE) not in (None, "none", "")
+
+
+def _refuse_beside_file(block: Mapping[Any, Any]) -> None:
+    beside = sorted(key for key in block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
+    if beside:
+        raise PlanConflictError(
+            f"accelerate refuses other settings beside the file: {', '.join(beside)}",
+            key=f"{BLOCK}.{FILE}",
+            value=block[FILE],
+            fix="write them in the file, and remove them here",
+        )
+
+
+def read_config_file(
+    written: Any, folder: Path | None, key: str, decisions: list[Decision]
+) -> tuple[dict[str, Any], str, Path | None]:
+    """What a ``deepspeed_config_file`` holds, its name, and its folder when it is a file."""
+    if not isinstance(written, str):
+        raise InvalidValueError("must be a path", key=key, value=written, fix="write a path")
+    named = read_named(written, folder, key=key)
+    decisions.extend(tolerated(named.sentences, named.source))
+    if not isinstance(named.value, Mapping):
+        raise InvalidValueError(
+            "must name a file with a DeepSpeed configuration",
+            key=key,
+            value=written,
+            fix="write an object in that file",
+        )
+    return dict(named.value), named.source, named.folder
+
+
+def _with_inline(
+    config: dict[str, Any], inline: dict[str, Any], decisions: list[Decision]
+) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in inline.items():
+        if not isinstance(key, str):
+            raise InvalidValueError(
+                "has a key that is not text", key=BLOCK, value=key, fix="write it in quotes"
+            )
+        if key not in _plan_keys():
+            raise unknown_key(
+                key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | _plan_keys()
+            )
+        if key in merged and merged[key] != value:
+            raise PlanConflictError(
+                "is written both in accelerate's form and in DeepSpeed's own",
+                key=f"{BLOCK}.{key}",
+                value=value,
+                fix="keep one of the two forms",
+            )
+        merged[key] = value
+    decisions.append(
+        Decision(
+            key=BLOCK,
+            before=f"DeepSpeed's own keys {', '.join(inline)}",
+            after="kept",
+            reason="accelerate would discard them in silence",
+            severity="warning",
+        )
+    )
+    return merged
+
+
+def _lost_by_accelerate(block: Mapping[Any, Any], decisions: list[Decision]) -> None:
+    for part in ("optimizer", "param"):
+        name = f"offload_{part}_nvme_path"
+        if isinstance(block.get(name), str) and block[name].strip().lower() not in ("", "none"):
+            decisions.append(
+                Decision(
+                    key=f"zero_optimization.offload_{part}.nvme_path",
+                    before=block[name],
+                    after=block[name],
+                    reason="`accelerate launch` does not pass this path on and would swap into a"
+                    ' folder called "none"; zerotune keeps it',
+                )
+            )
+    clipping = block.get("gradient_clipping")
+    if isinstance(clipping, int | float) and clipping == 0:
+        decisions.append(
+            Decision(
+                key="gradient_clipping",
+                before=clipping,
+                after=0,
+                reason="accelerate takes 0 for not written, and DeepSpeed then clips at its own"
+                " default; zerotune does not clip",
+                severity="warning",
+            )
+        )
+
+
+def _use_deepspeed(around: dict[Any, Any], decisions: list[Decision]) -> None:
+    written = around.get("distributed_type")
+    if isinstance(written, str) and written.upper() == "DEEPSPEED":
+        return
+    around["distributed_type"] = "DEEPSPEED"
+    reason = (
+        "accelerate refuses a file without it"
+        if written is None
+        else f"accelerate would not look at {BLOCK} at all"
+    )
+    decisions.append(
+        Decision(
+            key="launch.distributed_type",
+            before=written,
+            after="DEEPSPEED",
+            reason=f"{reason}; there is a {BLOCK}, so it is read",
+            severity="warning",
+        )
+    )
+
+
+def _precision_beside_file(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
+    written = around.get("mixed_precision")
+    if written is not None:
+        decisions.append(
+            Decision(
+                key="launch.mixed_precision",
+                before=written,
+                after="kept",
+                reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
+                ' too; zerotune fills "auto" from it',
+                severity="warning",
+            )
+        )
+
+
+def _check_known(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
+    known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
+    for key, value in around.items():
+        name = key if isinstance(key, str) else repr(key)
+        if name not in known and name not in LaunchSection.aliases:
+            raise unknown_key(name, value, name, known)
+        if name not in TOP_LEVEL:
+            decisions.append(
+                Decision(
+                    key=f"launch.{name}",
+                    before=value,
+                    after="kept",
+                    reason=f"accelerate refuses this key outside of {BLOCK}",
+                    severity="warning",
+                )
+            )
+
+
+def _plan_keys() -> frozenset[str]:
+    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
