@@ -79,7 +79,7 @@ def memory_bars(estimate: MemoryEstimate, *, budget: Budget | None = None, width
     unlimited = max((fit.needed for fit in every if fit.available is None), default=0)
     lines = []
     for fit, text in zip(every, words, strict=True):
-        held = [(letters[item.component], item.nbytes) for item in estimate.peak(fit.place).items]
+        held = [(letters[name], size) for name, size in merged(estimate.peak(fit.place).items)]
         full = max(fit.needed, unlimited if fit.available is None else fit.available)
         lines.append(f"{fit.place:<8}[{_bar(held, fit, full, columns)}]  {text}")
     return "\n".join(lines)

@@ -29,17 +29,19 @@ from zerotune.plan.memory.workload import Workload
 
 _WIDTH: Final = 100
 _EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
-_DURING: Final[Mapping[Phase, str]] = {
+DURING: Final[Mapping[Phase, str]] = {
     "initialization": "during set-up",
     "forward and backward": "in the forward and backward pass",
     "optimizer step": "in the optimizer step",
     "checkpoint": "while a checkpoint is written",
 }
+"""Each phase as an end of a sentence."""
 PLACE_NAMES: Final[Mapping[Place, str]] = {
     "device": "device",
     "host": "host",
     "nvme": "NVMe",
 }
+"""Each place as it is written in a sentence."""
 
 
 def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
@@ -125,6 +127,13 @@ def subject(estimate: MemoryEstimate) -> str:
     return named + describe_workload(estimate.workload)
 
 
+def peak_words(estimate: MemoryEstimate, place: Place) -> str:
+    """When a place holds most, as an end of a sentence."""
+    if len(set(_totals(estimate, place).values())) == 1:
+        return "at any time"
+    return f"at the peak, {DURING[estimate.peak(place).phase]}"
+
+
 def describe_workload(workload: Workload) -> str:
     """The workload in one line."""
     parts = [f"batch {workload.batch}"]
@@ -177,7 +186,7 @@ def _place_lines(estimate: MemoryEstimate, place: Place) -> Iterator[str]:
     peak = estimate.peak(place)
     letters = component_letters(estimate)
     name = PLACE_NAMES[place]
-    yield f"{name}: {peak.nbytes / size:.2f} {unit} at the peak, {_DURING[peak.phase]}"
+    yield f"{name}: {peak.nbytes / size:.2f} {unit} {peak_words(estimate, place)}"
     for item in peak.items:
         yield from _item_lines(letters[item.component], item, size, _remarks(item))
     others = [item for item in _all_at(estimate, place) if peak.phase not in item.phases]
@@ -186,6 +195,8 @@ def _place_lines(estimate: MemoryEstimate, place: Place) -> Iterator[str]:
             " ", item, size, f"only {_when(item)}; {_remarks(item)}".rstrip("; ")
         )
     totals = _totals(estimate, place)
+    if len(set(totals.values())) == 1:
+        return
     by_phase = ", ".join(f"{phase} {nbytes / size:.2f}" for phase, nbytes in totals.items())
     yield from _wrapped(f"    by phase, {unit}: {by_phase}", indent="      ")
 
@@ -207,7 +218,7 @@ def _remarks(item: MemoryItem) -> str:
 
 
 def _when(item: MemoryItem) -> str:
-    held = [_DURING[phase] for phase in PHASES if phase in item.phases]
+    held = [DURING[phase] for phase in PHASES if phase in item.phases]
     return " and ".join(held) or "never"
 
 

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+
+import attrs
+
+from zerotune.plan.memory.reporting import explain_estimate, markdown_estimate
+from zerotune.platform import GIB
+
+
+def test_data_is_complete_and_json(estimate):
+    data = estimate.to_dict()
+
+    assert json.loads(json.dumps(data)) == data
+    device = data["places"]["device"]
+    assert device["peak"] == estimate.device == 7.5 * GIB
+    assert device["phase"] == "initialization"
+    assert device["phases"] == {
+        "initialization": 7.5 * GIB,
+        "forward and backward": 6.5 * GIB,
+        "optimizer step": 4.5 * GIB,
+        "checkpoint": 4 * GIB,
+    }
+    assert [part["component"] for part in device["components"]] == [
+        "weights", "flat copy", "activations", "buckets",
+    ]  # fmt: skip
+    assert [part["at_peak"] for part in device["components"]] == [True, True, False, False]
+    assert data["places"]["host"]["components"][1] == {
+        "component": "master weights",
+        "nbytes": 8 * GIB,
+        "pinned": True,
+        "at_peak": True,
+        "phases": ["initialization", "forward and backward", "optimizer step", "checkpoint"],
+        "note": "",
+    }
+    assert data["places"]["nvme"] == {
+        "peak": 0,
+        "phase": "initialization",
+        "phases": dict.fromkeys(device["phases"], 0),
+        "components": [],
+    }
+    assert data["pinned"] == 8 * GIB
+    assert data["model"] == {"name": "UNet", "elements": 2_000_000, "trainable_elements": 2_000_000}
+    assert data["plan"]["title"] == "ZeRO-2, optimizer in host memory, bf16, 1 process"
+    assert data["workload"]["width"] == 768
+
+
+def test_text_tells_what_is_held_when(estimate):
+    text = estimate.explain()
+
+    assert text.splitlines()[:3] == [
+        "Memory per rank: ZeRO-2, optimizer in host memory, bf16, 1 process",
+        "  UNet (2.0 million parameters), batch 2, 768 x 512 pixels, with gradient checkpointing",
+        "",
+    ]
+    assert "device: 7.50 GiB at the peak, during set-up" in text
+    assert "  W      4.00  weights            bf16" in text
+    assert (
+        "         2.00  activations        only in the forward and backward pass; blocks recomputed"
+        in text
+    )
+    assert "         0.50  buckets            only in the forward and backward pass and" in text
+    assert "by phase, GiB: initialization 7.50, forward and backward 6.50" in text
+    assert "host: 24.00 GiB at any time" in text
+    assert "  M      8.00  master weights     pinned" in text
+    assert "NVMe" not in text
+
+
+def test_text_fits_any_terminal(estimate, make_item):
+    long = make_item("activations", "device", 1, note="a note that goes on and on " * 12)
+    text = explain_estimate(attrs.evolve(estimate, items=(*estimate.items, long)))
+
+    assert text.isascii()
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "\n\n\n" not in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_the_workload_is_named(make_estimate):
+    text = make_estimate(height=None, width=None, ema="nvme").explain()
+    assert "batch 2, activations not estimated, EMA in files (NVMe)" in text
+    assert "without gradient checkpointing" in make_estimate(gradient_checkpointing=False).explain()
+
+
+def test_markdown_has_a_row_for_each_place_and_component(estimate):
+    text = markdown_estimate(estimate, budget={"device": 8 * GIB})
+
+    assert "| place | peak, GiB | budget, GiB | left, GiB | when |" in text
+    assert "| device | 7.50 | 8.00 | 0.50 | initialization |" in text
+    assert "| host | 24.00 |  |  | initialization |" in text
+    assert "| device | activations | 2.00 | forward and backward | blocks recomputed |" in text
+    assert "| host | optimizer states | 16.00 | always | exp\\_avg" not in text
+    assert "| host | optimizer states | 16.00 | always | exp_avg and exp_avg_sq |" in text
