@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import PlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, known_keys
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RuleContext, RunFacts, known_keys
+from zerotune.plan.rules import check_plan
 from zerotune.plan.section import modelled
 from zerotune.plan.sections import (
     AioSection,
@@ -58,6 +59,22 @@ ZERO_KEYS = {
     "cpu_offload_params",
     "cpu_offload_use_pin_memory",
 }
+SCHEDULES = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(["WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest", "x"]),
+        "params": st.dictionaries(
+            st.sampled_from(
+                [
+                    "warmup_num_steps",
+                    "total_num_steps",
+                    "cycle_first_step_size",
+                    "cycle_second_step_size",
+                ]
+            ),
+            JUNK,
+        ),
+    }
+)
 CONFIGS = st.fixed_dictionaries(
     {},
     optional={
@@ -78,7 +95,9 @@ CONFIGS = st.fixed_dictionaries(
         "fp16": section(names(Fp16Section), SCALARS) | SCALARS,
         "aio": section([*names(AioSection), "thread_count"], SCALARS),
         "optimizer": section([*names(OptimizerSection), "name"], JUNK) | SCALARS,
-        "scheduler": JUNK,
+        "scheduler": JUNK | SCHEDULES,
+        "gradient_allreduce_op": SCALARS,
+        "activation_checkpointing": JUNK,
         "wandb": JUNK,
         "amp": JUNK,
         "deepspeed_config": JUNK,
@@ -127,6 +146,29 @@ def test_what_is_written_reads_the_same(config):
     assert again.decisions == ()
     assert DeepSpeedPlan.from_json(plan.to_json()).to_deepspeed() == written
     assert plan.explain()
+
+
+STEPS = st.none() | st.integers(0, 5000)
+
+
+@SLOW
+@given(CONFIGS, st.none() | PLATFORMS, MODELS, st.integers(1, 5), STEPS)
+def test_checking_finds_and_raises_nothing(config, platform, model, world_size, steps):
+    plan = plan_or_error(config)
+    if plan is None:
+        return
+    context = RuleContext(
+        world_size=world_size, platform=platform, model=model, run=RunFacts(total_steps=steps)
+    )
+    for finding in check_plan(plan, context):
+        assert finding.reason
+        assert str(finding)
+        assert isinstance(finding.as_error(), PlanError)
+        assert finding.as_decision().reason
+    assert [str(each) for each in plan.check(world_size=world_size, platform=platform)] == [
+        str(each)
+        for each in check_plan(plan, RuleContext(world_size=world_size, platform=platform))
+    ]
 
 
 @SLOW

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from zerotune.errors import PlanConflictError, PlanError
+from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
 from zerotune.plan import DeepSpeedPlan, Finding, LaunchSection, RuleContext, RunFacts, all_rules
 from zerotune.platform import Platform
 
@@ -31,7 +33,20 @@ def test_every_rule_has_an_id_of_its_own_and_a_sentence():
     for rule in all_rules():
         assert rule.id == rule.id.lower()
         assert rule.summary.endswith(".")
+        assert rule.advice.endswith(".")
         assert rule.severity in ("error", "warning", "note")
+
+
+def test_every_rule_has_a_test():
+    here = Path(__file__).parent
+    tested = "".join(file.read_text() for file in (Path(__file__), *here.glob("rulebook/test_*")))
+    assert [rule for rule in RULES if f'"{rule}"' not in tested] == []
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 1.0])
+def test_rules_are_not_asked_about_no_ranks(world_size):
+    with pytest.raises(InvalidValueError):
+        RuleContext(world_size=world_size)
 
 
 def test_a_plain_plan_has_nothing_to_report():
@@ -223,6 +238,7 @@ def test_check_reports_errors_first_and_raises_nothing():
             **zero(stage=2, offload_param={"device": "cpu"}, offload_optimizer={"device": "nvme"}),
             "bf16": {"enabled": True},
             "fp16": {"enabled": True},
+            "gradient_clipping": 1.0,
         }
     )
     severities = [finding.severity for finding in plan.check()]

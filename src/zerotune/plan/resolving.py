@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from zerotune.decisions import Decision
-from zerotune.errors import UNSET, InvalidValueError, UnresolvedPlanError
+from zerotune.errors import UNSET, UnresolvedPlanError
 from zerotune.plan.batching import ACCUMULATION, MICRO, TRAIN, solve_batch
 from zerotune.plan.facts import ModelFacts, RunFacts
 from zerotune.plan.filling import Filler, fill_aio, fill_zero
-from zerotune.plan.kinds import AUTO, is_integer, is_number
+from zerotune.plan.kinds import AUTO, is_number
 from zerotune.plan.precision import decide_precision, fill_precision
 from zerotune.plan.rendering import automatic_paths
 from zerotune.plan.resolved import ResolvedPlan
-from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.plan.rules import RuleContext, check_plan, check_world_size
 from zerotune.plan.section import evolved
 from zerotune.plan.sections import OffloadSection, ZeroSection
 
@@ -36,7 +36,7 @@ def resolve(
     deepspeed: bool,
 ) -> ResolvedPlan:
     """See ``DeepSpeedPlan.resolve``."""
-    _check_world_size(world_size)
+    check_world_size(world_size)
     if platform is None:
         from zerotune.platform import detect_platform
 
@@ -81,16 +81,6 @@ def _filler(plan: DeepSpeedPlan, context: RuleContext, platform: Platform) -> Fi
         precision=precision,
         decisions=why,
     )
-
-
-def _check_world_size(world_size: Any) -> None:
-    if not is_integer(world_size) or world_size < 1:
-        raise InvalidValueError(
-            "must be a whole number of at least 1",
-            key="world_size",
-            value=world_size,
-            fix="pass the number of processes that train together",
-        )
 
 
 def _without_deepspeed(
@@ -159,11 +149,11 @@ def _without_inactive_offload(plan: DeepSpeedPlan, decisions: list[Decision]) ->
     for name in ("offload_optimizer", "offload_param"):
         section: OffloadSection | None = getattr(zero, name)
         if section is not None and section.device in (None, "none", AUTO):
-            if section.device == AUTO:
+            if section.device != "none":
                 decisions.append(
                     Decision(
                         key=f"zero_optimization.{name}.device",
-                        before=AUTO,
+                        before=section.device,
                         after="none",
                         reason="which is what DeepSpeed makes of it; name a device to offload",
                         severity="warning",
@@ -180,7 +170,7 @@ def _apply_rules(
     for finding in check_plan(plan, context):
         if finding.severity == "error":
             raise finding.as_error()
-        if finding.severity == "note":
+        if finding.severity == "note" or finding.recorded_elsewhere:
             continue
         decisions.append(finding.as_decision())
         section, _, name = finding.key.partition(".")

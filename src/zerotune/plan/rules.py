@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from zerotune.decisions import Decision
-from zerotune.errors import UNSET, PlanConflictError, PlanError
+from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, PlanError
 from zerotune.plan.facts import ModelFacts, RunFacts
+from zerotune.plan.kinds import is_integer
 
 if TYPE_CHECKING:
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
@@ -24,11 +25,26 @@ RuleSeverity = Literal["error", "warning", "note"]
 _ORDER: dict[RuleSeverity, int] = {"error": 0, "warning": 1, "note": 2}
 
 
+def check_world_size(world_size: Any) -> None:
+    """Raise ``InvalidValueError`` unless that many ranks can train."""
+    if not is_integer(world_size) or world_size < 1:
+        raise InvalidValueError(
+            "must be a whole number of at least 1",
+            key="world_size",
+            value=world_size,
+            fix="pass the number of processes that train together",
+        )
+
+
+def _check_world_size(_instance: object, _attribute: Any, value: Any) -> None:
+    check_world_size(value)
+
+
 @attrs.frozen(kw_only=True)
 class RuleContext:
     """What a rule may look at besides the plan."""
 
-    world_size: int = 1
+    world_size: int = attrs.field(default=1, validator=_check_world_size)
     platform: Platform | None = None
     model: ModelFacts | None = None
     run: RunFacts = attrs.field(factory=RunFacts)
@@ -51,6 +67,8 @@ class Finding:
     fix: str
     after: Any = UNSET
     """What resolution makes of it; ``None``: left out; unset: it stays."""
+    recorded_elsewhere: bool = attrs.field(default=False, eq=False)
+    """Whether resolution or the optimizer's settling records a decision of its own on it."""
     error: PlanError | None = attrs.field(default=None, eq=False)
     """The error to raise when it is not the usual ``PlanConflictError``."""
 
@@ -84,7 +102,9 @@ class Rule:
     id: str
     severity: RuleSeverity
     summary: str
-    """One sentence for the documentation."""
+    """What is wrong, in one sentence for the documentation."""
+    advice: str
+    """Why, and what to do about it, for the documentation."""
     check: _Check
     only_deepspeed: bool
     """Whether it concerns only runs that DeepSpeed trains."""
@@ -99,9 +119,10 @@ class Rule:
 class Report:
     """Makes the findings of one rule; passed to nobody but rule functions."""
 
-    def __init__(self, rule: str, severity: RuleSeverity) -> None:
+    def __init__(self, rule: str, severity: RuleSeverity, recorded_elsewhere: bool) -> None:
         self._rule = rule
         self._severity: RuleSeverity = severity
+        self._recorded_elsewhere = recorded_elsewhere
 
     def __call__(
         self, key: str, value: Any, reason: str, fix: str, *, after: Any = UNSET
@@ -115,6 +136,7 @@ class Report:
             reason=reason,
             fix=fix,
             after=after,
+            recorded_elsewhere=self._recorded_elsewhere,
         )
 
     def error(self, error: PlanError) -> Finding:
@@ -136,18 +158,33 @@ _registered: list[Rule] = []
 
 
 def rule(
-    rule_id: str, severity: RuleSeverity, *, only_deepspeed: bool = True
+    rule_id: str,
+    severity: RuleSeverity,
+    *,
+    only_deepspeed: bool = True,
+    recorded_elsewhere: bool = False,
 ) -> Callable[[_Function], _Function]:
-    """Register a rule; the first line of the function's docstring is its summary."""
+    """Register a rule.
+
+    The first line of the function's docstring says what is wrong, the rest what to do about it.
+
+    Args:
+        rule_id: The rule's name.
+        severity: What a finding means; see the module.
+        only_deepspeed: Whether it concerns only runs that DeepSpeed trains.
+        recorded_elsewhere: Whether whoever repairs it records the decision, so that a warning of
+            this rule must not become a second one.
+    """
+    report = Report(rule_id, severity, recorded_elsewhere)
 
     def register(function: _Function) -> _Function:
-        report = Report(rule_id, severity)
-        summary = (function.__doc__ or "").strip().splitlines()[0]
+        summary, _, advice = (function.__doc__ or "").strip().partition("\n")
         _registered.append(
             Rule(
                 id=rule_id,
                 severity=severity,
                 summary=summary,
+                advice=" ".join(advice.split()),
                 check=lambda plan, context: function(plan, context, report),
                 only_deepspeed=only_deepspeed,
             )

@@ -1,0 +1,37 @@
+"""What one rule finds in a configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerotune.plan import DeepSpeedPlan, Finding, LaunchSection, RuleContext, all_rules
+
+RULES = {rule.id: rule for rule in all_rules()}
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def read(config: dict[str, Any], **launch: Any) -> DeepSpeedPlan:
+    plan = DeepSpeedPlan.from_dict(config)
+    if not launch:
+        return plan
+    import attrs
+
+    return attrs.evolve(plan, launch=LaunchSection(**launch))
+
+
+def find(rule: str, plan: DeepSpeedPlan | dict[str, Any], **context: Any) -> list[Finding]:
+    if isinstance(plan, dict):
+        plan = DeepSpeedPlan.from_dict(plan)
+    return RULES[rule](plan, RuleContext(**context))
+
+
+def one(rule: str, plan: DeepSpeedPlan | dict[str, Any], **context: Any) -> Finding:
+    (finding,) = find(rule, plan, **context)
+    assert finding.rule == rule
+    assert finding.severity == RULES[rule].severity
+    assert finding.reason
+    assert finding.fix
+    return finding

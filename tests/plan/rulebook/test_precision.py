@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.rulebook.findings import find, one, read, zero
+from zerotune.errors import PlanConflictError
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import Platform
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True}}
+CPU = Platform.synthetic("cpu")
+CUDA = Platform.synthetic("cuda")
+OLD = Platform.synthetic("cuda", bf16=False, fp16=False)
+
+
+def test_precision_unsupported_is_the_error_resolving_raises():
+    finding = one("precision-unsupported", BF16, platform=OLD)
+    assert finding.key == "bf16.enabled"
+    with pytest.raises(PlanConflictError) as caught:
+        DeepSpeedPlan.from_dict(BF16).resolve(platform=OLD)
+    assert str(caught.value) == str(finding.as_error())
+
+
+@pytest.mark.parametrize(
+    ("config", "platform"),
+    [(BF16, CUDA), (FP16, CPU), (BF16, None), ({**BF16, **FP16}, OLD), ({}, OLD)],
+)
+def test_precision_that_works_or_is_another_rules_is_left_alone(config, platform):
+    assert find("precision-unsupported", config, platform=platform) == []
+
+
+def test_fp16_on_the_cpu_is_said_once_by_resolving():
+    assert one("fp16-on-cpu", FP16, platform=CPU).recorded_elsewhere
+    assert find("fp16-on-cpu", FP16, platform=Platform.synthetic("cpu", fp16=True)) == []
+    assert find("fp16-on-cpu", FP16, platform=CUDA) == find("fp16-on-cpu", FP16) == []
+    resolved = DeepSpeedPlan.from_dict(FP16).resolve(platform=CPU)
+    assert [each.key for each in resolved.decisions].count("fp16.enabled") == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "found"),
+    [(CPU, 1), (Platform.synthetic("cpu", native_bf16=True), 0), (CUDA, 0), (None, 0)],
+)
+def test_bf16_emulated(platform, found):
+    assert len(find("bf16-emulated", BF16, platform=platform)) == found
+    assert find("bf16-emulated", {}, platform=platform) == []
+
+
+@pytest.mark.parametrize(
+    ("fp16", "found"),
+    [
+        ({"enabled": True, "loss_scale": 128}, 1),
+        ({"enabled": True, "loss_scale": 0}, 0),
+        ({"enabled": True}, 0),
+        ({"enabled": True, "loss_scale": "auto"}, 0),
+        ({"enabled": False, "loss_scale": 128}, 0),
+    ],
+)
+def test_fp16_fixed_loss_scale(fp16, found):
+    assert len(find("fp16-fixed-loss-scale", {"fp16": fp16})) == found
+
+
+def test_bf16_master_weights_stay_on_the_device_only_with_bf16_states():
+    section = {"enabled": True, "bf16_master_weights_and_grads": True}
+    config = {**zero(stage=2), "bf16": section}
+    assert find("bf16-master-weights", config)
+    section["bf16_optimizer_states"] = True
+    assert find("bf16-master-weights", config) == []
+    assert find("bf16-master-weights", {**zero(stage=0), "bf16": section})
+
+
+def test_master_weights_of_two_precisions():
+    config = {
+        **zero(stage=2, offload_optimizer={"device": "cpu"}),
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "fp16": {"fp16_master_weights_and_grads": True},
+    }
+    assert "refuses both" in one("bf16-master-weights", config).reason
+
+
+def test_a_launchers_fp8_is_one_error():
+    plan = read({}, mixed_precision="fp8")
+    assert find("precision-unsupported", plan, platform=CUDA) == []
+    assert one("precision-conflict", plan).key == "launch.mixed_precision"

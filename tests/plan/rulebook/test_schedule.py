@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.rulebook.findings import find, one
+from zerotune.optim.resolver import OptimizerResolver
+from zerotune.plan import DeepSpeedPlan, RunFacts
+from zerotune.platform import Platform
+
+
+def schedule(name, **params):
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": name, "params": params},
+    }
+
+
+@pytest.mark.parametrize(("steps", "found"), [(0, 1), (1, 0), ("auto", 0), (None, 0)])
+def test_no_warmup(steps, found):
+    assert len(find("scheduler-no-warmup", schedule("WarmupLR", warmup_num_steps=steps))) == found
+
+
+def test_no_warmup_is_recorded_once():
+    plan = DeepSpeedPlan.from_dict(schedule("WarmupLR", warmup_num_steps=0))
+    finding = one("scheduler-no-warmup", plan)
+    resolved = plan.resolve(platform=Platform.synthetic("cuda"))
+    settled = OptimizerResolver().apply(resolved)
+    assert settled.scheduler.params["warmup_num_steps"] == 1
+    recorded = [each for each in settled.decisions if each.key == finding.key]
+    assert [(each.before, each.after) for each in recorded] == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "run", "found"),
+    [
+        (500, None, 1000, 0),
+        (1000, None, 1000, 1),
+        (500, 400, None, 1),
+        (500, 500, 1000, 1),
+        (500, "auto", None, 0),
+        (0, None, 0, 0),
+    ],
+)
+def test_warmup_too_long(warmup, total, run, found):
+    config = schedule("WarmupDecayLR", warmup_num_steps=warmup, total_num_steps=total)
+    findings = find("scheduler-warmup-too-long", config, run=RunFacts(total_steps=run))
+    assert len(findings) == found
+    if found:
+        assert "never reaches its peak" in findings[0].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "reason"),
+    [
+        ("WarmupDecayLR", 800, "stays at 0 for the last 200 steps"),
+        ("WarmupCosineLR", 800, "stays at its smallest value for the last 200 steps"),
+        ("WarmupDecayLR", 1500, "ends 500 steps before"),
+        ("WarmupDecayLR", 4000, "count micro batches steps: 4 x 1000"),
+        ("WarmupDecayLR", 2000, "count ranks times steps: 2 x 1000"),
+    ],
+)
+def test_scheduler_total(name, total, reason):
+    run = RunFacts(total_steps=1000, gradient_accumulation_steps=4)
+    finding = one("scheduler-total", schedule(name, total_num_steps=total), run=run, world_size=2)
+    assert reason in finding.reason
+    assert finding.fix == 'write 1000, or "auto"'
+
+
+@pytest.mark.parametrize(("total", "run"), [(1000, 1000), (1000, None), ("auto", 5), (None, 5)])
+def test_scheduler_total_that_fits_or_is_unknown(total, run):
+    config = schedule("WarmupDecayLR", total_num_steps=total)
+    assert find("scheduler-total", config, run=RunFacts(total_steps=run)) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "run", "found"),
+    [
+        ({"cycle_first_step_size": 500}, 1000, 0),
+        ({"cycle_first_step_size": 501}, 1000, 1),
+        ({"cycle_first_step_size": 900, "cycle_second_step_size": 100}, 1000, 0),
+        ({}, 3999, 1),
+        ({}, 4000, 0),
+        ({"cycle_first_step_size": "auto"}, 10, 0),
+        ({"cycle_first_step_size": 501}, None, 0),
+    ],
+)
+def test_scheduler_cycle(params, run, found):
+    config = schedule("OneCycle", **params)
+    assert len(find("scheduler-cycle", config, run=RunFacts(total_steps=run))) == found
+    other = schedule("WarmupLR", **params)
+    assert find("scheduler-cycle", other, run=RunFacts(total_steps=run)) == []
+
+
+def test_range_test():
+    assert one("scheduler-range-test", schedule("LRRangeTest")).severity == "note"
+    assert find("scheduler-range-test", schedule("WarmupLR")) == []

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.rulebook.findings import find, one, zero
+from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.platform import Platform
+
+LARGE = ModelFacts.from_shapes([(f"block{i}", (25_000_000,)) for i in range(100)])
+SMALL = ModelFacts.from_shapes([("a", (1000, 1000))])
+
+
+def nvme(**keys):
+    return zero(stage=3, offload_optimizer={"device": "nvme"}, **keys)
+
+
+def test_sub_group_size_says_what_its_buffers_take():
+    finding = one("nvme-sub-group-size", nvme(sub_group_size=1_000_000_000))
+    assert "4 buffers" in finding.reason
+    assert "14.90 GiB of host memory" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "found"),
+    [
+        (nvme(sub_group_size=1_000_000_000), LARGE, 1),
+        (nvme(sub_group_size=1_000_000_000), SMALL, 0),
+        (nvme(sub_group_size=50_000_000), LARGE, 0),
+        (nvme(sub_group_size="auto"), LARGE, 0),
+        (nvme(), None, 0),
+        (
+            zero(stage=3, offload_optimizer={"device": "cpu"}, sub_group_size=1_000_000_000),
+            LARGE,
+            0,
+        ),
+    ],
+)
+def test_sub_group_size(config, model, found):
+    assert len(find("nvme-sub-group-size", config, model=model)) == found
+
+
+def test_pipelining_multiplies_the_pool():
+    config = nvme(sub_group_size=1_000_000_000)
+    config["zero_optimization"]["offload_optimizer"]["pipeline_read"] = True
+    assert "8 buffers" in one("nvme-sub-group-size", config).reason
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "bucket", "found"),
+    [
+        (3, "nvme", 1000, 1),
+        (3, "nvme", 0, 0),
+        (3, "nvme", "auto", 0),
+        (3, "cpu", 1000, 0),
+        (2, "nvme", 1000, 0),
+    ],
+)
+def test_param_prefetch(stage, device, bucket, found):
+    config = zero(stage=stage, offload_param={"device": device}, stage3_prefetch_bucket_size=bucket)
+    findings = find("nvme-param-prefetch", config)
+    assert len(findings) == found
+
+
+def test_prefetching_from_nvme_is_recorded_once():
+    config = {
+        **zero(stage=3, offload_param={"device": "nvme"}, stage3_prefetch_bucket_size=1000),
+        "bf16": {"enabled": True},
+    }
+    resolved = DeepSpeedPlan.from_dict(config).resolve(platform=Platform.synthetic("cuda"))
+    key = one("nvme-param-prefetch", config).key
+    (decision,) = (each for each in resolved.decisions if each.key == key)
+    assert (decision.before, decision.after) == (1000, 0)

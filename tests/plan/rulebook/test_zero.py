@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.rulebook.findings import find, one, read, zero
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import Platform
+
+
+def test_stage_auto_is_recorded_once():
+    finding = one("stage-auto", zero(stage="auto"))
+    resolved = DeepSpeedPlan.from_dict(zero(stage="auto")).resolve(
+        platform=Platform.synthetic("cuda")
+    )
+    assert [each.key for each in resolved.decisions].count(finding.key) == 1
+    assert find("stage-auto", zero(stage=0)) == find("stage-auto", {}) == []
+
+
+@pytest.mark.parametrize(("stage", "value", "found"), [(1, True, 1), (1, False, 0), (0, True, 0)])
+def test_legacy_stage_1(stage, value, found):
+    assert len(find("legacy-stage-1", zero(stage=stage, legacy_stage1=value))) == found
+
+
+@pytest.mark.parametrize(
+    ("stage", "clipping", "device", "needs"),
+    [
+        (3, 0, "none", "stage 1 or 2"),
+        (0, 0, "none", "stage 1 or 2"),
+        (2, 1.0, "none", "gradient_clipping 0"),
+        (2, "auto", "none", "gradient_clipping 0"),
+        (1, 0, "cpu", "on the device"),
+        (1, 0, "none", None),
+    ],
+)
+def test_gradient_norm(stage, clipping, device, needs):
+    config = zero(stage=stage, compute_grad_norm=False, offload_optimizer={"device": device})
+    findings = find("gradient-norm", {**config, "gradient_clipping": clipping})
+    assert len(findings) == (needs is not None)
+    if needs is not None:
+        assert needs in findings[0].reason
+    config["zero_optimization"]["compute_grad_norm"] = True
+    assert find("gradient-norm", config) == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "keys", "found"),
+    [
+        ("sum", {"stage": 3}, 1),
+        ("SUM", {"stage": 3}, 1),
+        ("mean", {"stage": 3}, 0),
+        ("sum", {"stage": 2}, 0),
+        ("sum", {"stage": 2, "zenflow": {}}, 1),
+        (3, {"stage": 3}, 0),
+    ],
+)
+def test_gradient_sum(operation, keys, found):
+    config = {**zero(**keys), "gradient_allreduce_op": operation}
+    assert len(find("gradient-sum", config)) == found
+
+
+@pytest.mark.parametrize(("stage", "flag", "found"), [(2, True, 1), (3, True, 0), (2, False, 0)])
+def test_stage_3_launch_flag(stage, flag, found):
+    plan = read(zero(stage=stage), zero3_init_flag=flag)
+    assert len(find("stage-3-launch-flag", plan)) == found
+
+
+@pytest.mark.parametrize(
+    ("keys", "bf16", "cost"),
+    [
+        ({"stage": 2}, True, "953.67 MiB"),
+        ({"stage": 2, "overlap_comm": True}, True, "1.86 GiB"),
+        ({"stage": 2, "overlap_comm": True}, False, "3.73 GiB"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, True, "1.86 GiB"),
+        ({"stage": 3, "overlap_comm": True}, True, "953.67 MiB"),
+        ({"stage": 2, "contiguous_gradients": False}, True, None),
+        ({"stage": 0}, True, None),
+    ],
+)
+def test_large_reduce_bucket(keys, bf16, cost):
+    config = {**zero(reduce_bucket_size=500_000_000, **keys), "bf16": {"enabled": bf16}}
+    findings = find("large-reduce-bucket", config)
+    assert len(findings) == (cost is not None)
+    if cost is not None:
+        assert cost in findings[0].reason
+        assert ("two of them" in findings[0].reason) == (cost in ("1.86 GiB", "3.73 GiB"))
+    config["zero_optimization"]["reduce_bucket_size"] = 30_000_000
+    assert find("large-reduce-bucket", config) == []
+
+
+def test_activation_checkpointing_is_deepspeeds_own():
+    config = {"activation_checkpointing": {"partition_activations": True}}
+    assert "enable_gradient_checkpointing" in one("activation-checkpointing", config).fix
+    assert find("activation-checkpointing", {"activation_checkpointing": {}}) == []
