@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice
+from zerotune.plan.explaining import describe
 
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")
 
@@ -65,3 +66,84 @@ def test_the_summary_is_data(reference_a, cuda):
     assert summary["optimizer"] == {"name": "AdamW", "params": {"lr": 1e-4}}
     assert summary["scheduler"] is None
     assert summary["decisions"][0]["severity"] == "warning"
+
+
+NVME_BELOW_3 = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}
+
+
+def test_what_the_rules_find_comes_with_the_explanation():
+    plan = DeepSpeedPlan.from_dict(NVME_BELOW_3)
+
+    assert "findings:\n  [error] " in plan.explain()
+    found = [finding for finding in plan.summary()["findings"] if finding["severity"] == "error"]
+    assert found
+    assert found[0]["key"].startswith("zero_optimization.")
+    assert found[0]["fix"]
+
+
+def test_the_summary_of_a_plan_is_data(reference_a):
+    reference_a["optimizer"]["params"]["lr"] = "auto"
+    reference_a["bf16"] = {"enabled": "true"}
+    summary = DeepSpeedPlan.from_dict(reference_a, source="a.json").summary()
+
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary["source"] == "a.json"
+    assert summary["stage"] == 2
+    assert summary["offload_optimizer"] == "cpu"
+    assert summary["precision"] == "bf16"
+    assert summary["train_batch_size"] == 8
+    assert summary["optimizer"]["name"] == "AdamW"
+    assert summary["optimizer"]["params"]["lr"] == "auto"
+    assert summary["decisions"][0]["key"] == "bf16.enabled"
+
+
+def test_the_summary_of_an_empty_plan():
+    summary = DeepSpeedPlan.from_dict({}).summary()
+    assert summary["optimizer"] is None
+    assert summary["train_batch_size"] is None
+
+
+def test_the_rules_think_of_the_world_size(reference_a):
+    plan = DeepSpeedPlan.from_dict(reference_a)
+
+    assert not [one for one in plan.summary()["findings"] if one["severity"] == "error"]
+    worse = plan.summary(world_size=3)["findings"]
+    assert [one for one in worse if one["severity"] == "error"]
+    assert "[error]" in plan.explain(world_size=3)
+    assert "| error |" in plan.explain_markdown(world_size=3)
+
+
+def test_a_plan_in_markdown():
+    config = {**NVME_BELOW_3, "bf16": {"enabled": "true"}}
+    text = DeepSpeedPlan.from_dict(config, source="a|b.json").explain_markdown()
+
+    assert text.startswith("# Plan from a\\|b.json\n\n| setting | value |\n| --- | --- |\n")
+    assert "| optimizer lives | in files (NVMe) |" in text
+    assert '| note | `bf16.enabled` | `"true"` | `true` |' in text
+    assert "## Findings" in text
+    assert "| error | " in text
+
+
+def test_a_resolved_plan_in_markdown(reference_a, cuda, unet):
+    text = (
+        DeepSpeedPlan.from_dict(reference_a).resolve(platform=cuda, model=unet).explain_markdown()
+    )
+
+    assert "| engine | DeepSpeed, 1 process |" in text
+    rows = text[text.index("## Decisions") :].splitlines()
+    assert rows[4].startswith("| warning | `zero_optimization.offload_param")
+    assert "| `zero_optimization.contiguous_gradients` | `true` |" in text
+    assert text.index("## Decisions") < text.index("## DeepSpeed's defaults")
+    assert "| error |" not in text
+
+
+def test_a_resolved_plan_in_one_line(cuda, no_deepspeed):
+    def line(platform=cuda, **build):
+        return describe(DeepSpeedPlan.build(precision="fp32", **build).resolve(platform=platform))
+
+    assert line(stage=0) == "no partitioning, fp32, 1 process"
+    assert line(stage=2, offload="cpu") == "ZeRO-2, optimizer in host memory, fp32, 1 process"
+    assert line(stage=3, offload="nvme", offload_param="cpu") == (
+        "ZeRO-3, optimizer in files (NVMe), parameters in host memory, fp32, 1 process"
+    )
+    assert line(no_deepspeed) == "plain engine, fp32, 1 process"

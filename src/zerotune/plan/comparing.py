@@ -14,12 +14,14 @@ from zerotune.plan.rendering import written
 from zerotune.plan.section import join
 
 if TYPE_CHECKING:
+    from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
     from zerotune.plan.resolved import ResolvedPlan
 
 ChangeKind = Literal["added", "removed", "changed"]
 KINDS: Final[tuple[ChangeKind, ...]] = get_args(ChangeKind)
 
+_LONGEST: Final = 100
 _SIGNS: Final[Mapping[ChangeKind, str]] = {"added": "+", "removed": "-", "changed": "~"}
 
 
@@ -37,9 +39,9 @@ class Change:
 
     def __str__(self) -> str:
         values = {
-            "added": _text(self.after),
-            "removed": _text(self.before),
-            "changed": f"{_text(self.before)} -> {_text(self.after)}",
+            "added": _short(self.after),
+            "removed": _short(self.before),
+            "changed": f"{_short(self.before)} -> {_short(self.after)}",
         }
         return f"{_SIGNS[self.kind]} {self.key}: {values[self.kind]}"
 
@@ -68,8 +70,8 @@ class PlanDifference:
             (
                 Code(change.key),
                 change.kind,
-                Code("" if change.kind == "added" else _text(change.before)),
-                Code("" if change.kind == "removed" else _text(change.after)),
+                Code("" if change.kind == "added" else _short(change.before)),
+                Code("" if change.kind == "removed" else _short(change.after)),
             )
             for change in self.changes
         ]
@@ -146,17 +148,17 @@ def _resolved_settings(resolved: ResolvedPlan) -> dict[str, Any]:
     settings["world_size"] = resolved.world_size
     settings["uses_deepspeed"] = resolved.uses_deepspeed
     settings["precision"] = resolved.precision
-    choice = resolved.optimizer
-    if choice is not None:
-        # The rendered configuration lacks an optimizer that the engine builds itself.
-        settings["optimizer"] = {
-            **settings.get("optimizer", {}),
-            "type": choice.name,
-            "params": dict(choice.params),
-            "implementation": choice.implementation,
-            "source": choice.source,
-        }
+    # The rendered configuration lacks what the engine builds itself.
+    for name, choice in (("optimizer", resolved.optimizer), ("scheduler", resolved.scheduler)):
+        if choice is not None:
+            settings[name] = {**settings.get(name, {}), **_choice_settings(choice)}
     return settings
+
+
+def _choice_settings(choice: OptimizerChoice | SchedulerChoice) -> dict[str, Any]:
+    data = attrs.asdict(choice, filter=lambda _, value: value is not None)
+    groups = {group.pop("name"): group for group in data.pop("groups", ())}
+    return {"type": data.pop("name"), **data, **({"groups": groups} if groups else {})}
 
 
 def _compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
@@ -198,6 +200,11 @@ def _change_data(change: Change) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return json.loads(_text(value))
+
+
+def _short(value: Any) -> str:
+    text = _text(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _text(value: Any) -> str:

@@ -37,11 +37,13 @@ def resolved_markdown(resolved: ResolvedPlan) -> str:
         run=resolved.run,
         uses_deepspeed=resolved.uses_deepspeed,
     )
+    findings = check_plan(resolved.requested, context)
     return _document(
         f"Resolved plan from {resolved.requested.source}",
         resolved_rows(resolved),
         resolved.decisions,
-        check_plan(resolved.requested, context),
+        # Errors cannot be here, and warnings are decisions already.
+        [finding for finding in findings if finding.severity == "note"],
     )
 
 

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.plan.markdown import Code, cell, table
+
+
+def test_a_table():
+    assert table(("name", "size"), [("weights", "4.00"), (Code("a.b"), "")], numbers="lr") == (
+        "| name | size |\n| --- | ---: |\n| weights | 4.00 |\n| `a.b` |  |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a|b", "a\\|b"),
+        ("a *b* [c] `d`", "a \\*b\\* \\[c\\] \\`d\\`"),
+        ("<b> & c", "&lt;b> &amp; c"),
+        ("one\n  two", "one two"),
+        ("zero_optimization", "zero_optimization"),
+        (Code("plain_key"), "`plain_key`"),
+        (Code("a|b"), "<code>a\\|b</code>"),
+        (Code("a`<"), "<code>a\\`&lt;</code>"),
+        (Code(""), ""),
+    ],
+)
+def test_cells(text, shown):
+    assert cell(text) == shown
+
+
+@given(st.lists(st.tuples(st.text(), st.text().map(Code)), max_size=4))
+def test_no_cell_breaks_the_table(rows):
+    lines = table(("a", "b"), rows).split("\n")
+
+    assert len(lines) == len(rows) + 2
+    for line in lines:
+        assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) == 3
