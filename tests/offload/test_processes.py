@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.offload.plans import swapping_plan
-from zerotune.offload import OffloadManager, find_leases
+from zerotune.offload import OffloadManager, cleanup_stale_swap, find_leases
 from zerotune.offload.record import run_id_of
 
 
@@ -52,17 +53,31 @@ def test_a_killed_run_is_stale_before_anybody_waits_for_it(tmp_path, hold):
     assert states(tmp_path) == {dead: "stale"}
 
 
-def test_a_new_lease_reports_what_was_left_and_keeps_it(tmp_path, hold, caplog):
+def test_a_new_lease_removes_what_a_killed_run_left_and_says_so(tmp_path, hold, caplog):
+    caplog.set_level("INFO")
     killed, living = hold(tmp_path), hold(tmp_path)
-    dead = Path(killed.read())
-    living.read()
+    dead, alive = Path(killed.read()), Path(living.read())
     killed.kill()
     with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
         (report,) = [one for one in lease.decisions if one.key == "offload.stale_swap"]
-        assert report.severity == "warning"
-        assert report.before == str(dead)
-        assert "MiB" in report.reason
+        assert report.severity == "note"
+        assert (report.before, report.after) == (str(dead), None)
+        assert "freed 0.1 MiB" in report.reason
+        assert not dead.exists()
+        assert (alive / "rank0.swp").stat().st_size == 65536
     assert str(dead) in caplog.text
+
+
+def test_a_cleaner_of_ones_own_decides_what_goes(tmp_path, hold):
+    killed = hold(tmp_path)
+    dead = Path(killed.read())
+    killed.kill()
+    only_report = partial(cleanup_stale_swap, dry_run=True)
+    with OffloadManager(root=tmp_path, cleaner=only_report).lease(swapping_plan()) as lease:
+        (report,) = [one for one in lease.decisions if one.key == "offload.stale_swap"]
+        assert report.severity == "warning"
+        assert (report.before, report.after) == (str(dead), str(dead))
+        assert "would free" in report.reason
     assert (dead / "rank0.swp").exists()
 
 

@@ -17,12 +17,15 @@ records = st.builds(
     world_size=st.integers(),
     plan_digest=st.text(),
     created=st.text(),
+    reserved=st.integers(),
+    filesystem=st.none() | st.text(),
     owner=st.builds(
         ProcessIdentity,
         host=st.text(),
         boot_id=st.none() | st.text(),
         pid=st.integers(),
         pid_start=st.none() | st.integers(),
+        pid_namespace=st.none() | st.integers(),
     ),
 )
 anything = st.recursive(

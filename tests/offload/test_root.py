@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from zerotune.errors import OffloadError
-from zerotune.offload.root import RootChoice, check_root
+from zerotune.offload.choosing import RootChoice
+from zerotune.offload.root import check_root
 
 
 def check(path):
@@ -36,10 +37,19 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     assert check("~/swap").path == tmp_path / "swap"
 
 
-def test_a_link_to_a_folder_is_resolved(tmp_path):
+def test_a_linked_root_is_refused_and_its_target_named(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    with pytest.raises(OffloadError, match=r"is a symbolic link \(to disk\)") as caught:
+        check(tmp_path / "link")
+    assert caught.value.fix == f"give {tmp_path / 'disk'}"
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_links_above_the_root_are_resolved(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    assert check(tmp_path / "link").path == tmp_path / "disk"
+    assert check(tmp_path / "link" / "swap").path == tmp_path / "disk" / "swap"
 
 
 def test_a_file_is_refused(tmp_path):
@@ -118,10 +128,43 @@ def test_memory_is_no_disk(tmp_path, mounted):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("overlay", "writable layer"), ("nfs4", "locks"), ("ext4", None)]
+    ("kind", "says"),
+    [
+        ("overlay", "writable layer"),
+        ("nfs4", "shared file system"),
+        ("lustre", "shared file system"),
+        ("fuse.sshfs", "shared file system"),
+        ("zonefs", "not known as a local"),
+        ("ext4", None),
+    ],
 )
 def test_remarks_on_the_file_system(tmp_path, monkeypatch, kind, says):
     monkeypatch.setattr("zerotune.offload.root.filesystem_kind", lambda _: kind)
     warnings = [one.reason for one in check(tmp_path).decisions if one.severity == "warning"]
     assert (says is None) == (warnings == [])
     assert says is None or says in warnings[0]
+
+
+def warnings_of(root):
+    return {one.key: one.reason for one in root.decisions if one.severity == "warning"}
+
+
+def test_spinning_platters_are_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("zerotune.offload.root.is_rotational", lambda _: True)
+    root = check(tmp_path)
+    assert root.rotational
+    assert "spinning" in warnings_of(root)["offload.disk"]
+
+
+def test_a_folder_others_may_empty_is_said(tmp_path):
+    tmp_path.chmod(0o777)
+    assert "chmod +t" in warnings_of(check(tmp_path))["offload.owner"]
+    tmp_path.chmod(0o1777)
+    assert "offload.owner" not in warnings_of(check(tmp_path))
+
+
+def test_a_folder_of_somebody_else_is_said(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("only root may give a folder away")
+    os.chown(tmp_path, 12345, -1)
+    assert "belongs to user 12345" in warnings_of(check(tmp_path))["offload.owner"]

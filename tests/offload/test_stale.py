@@ -15,14 +15,14 @@ from zerotune.offload.record import lease_name, new_run_id
 def dead(tmp_path):
     """Makes the folder a killed run leaves, with a record altered as told."""
 
-    def make(**owner):
+    def make(*, filesystem=None, **owner):
         run_id = new_run_id()
         folder = tmp_path / lease_name(run_id)
         folder.mkdir()
         (folder / "lease.lock").touch()
         (folder / "data.swp").write_bytes(b"x" * 10_000)
         record = LeaseRecord.for_this_process(
-            run_id=run_id, rank=0, world_size=1, plan_digest="0" * 64
+            run_id=run_id, rank=0, world_size=1, plan_digest="0" * 64, filesystem=filesystem
         )
         changed = {"pid_start": record.owner.pid_start + 1, **owner}
         attrs.evolve(record, owner=attrs.evolve(record.owner, **changed)).write(folder)
@@ -49,19 +49,43 @@ def test_an_owner_that_lives_without_its_lock_is_left_alone(tmp_path, dead):
 
 
 @pytest.mark.parametrize(
-    ("kind", "state"),
-    [("ext4", "stale"), ("overlay", "stale"), ("nfs4", "unknown"), (None, "unknown")],
+    ("kind", "owners", "state"),
+    [
+        ("ext4", "ext4", "stale"),
+        ("overlay", "overlay", "stale"),
+        ("nfs4", "nfs4", "unknown"),
+        # The exporting server sees its own disk, where the locks of its clients do not count.
+        ("ext4", "nfs4", "unknown"),
+        ("ext4", "virtiofs", "unknown"),
+        ("ext4", None, "unknown"),
+        (None, None, "unknown"),
+    ],
 )
-def test_another_boot_is_trusted_on_local_disks_only(tmp_path, dead, monkeypatch, kind, state):
+def test_another_boot_is_trusted_on_local_disks_only(
+    tmp_path, dead, monkeypatch, kind, owners, state
+):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
-    dead(host="elsewhere", boot_id="another")
+    dead(host="elsewhere", boot_id="another", filesystem=owners)
     assert only(tmp_path).state == state
 
 
-def test_another_container_of_this_machine_is_trusted_everywhere(tmp_path, dead, monkeypatch):
+@pytest.mark.parametrize(("kind", "state"), [("ext4", "stale"), ("nfs4", "unknown")])
+def test_another_container_is_trusted_on_local_disks_only(tmp_path, dead, monkeypatch, kind, state):
+    monkeypatch.setattr(stale, "filesystem_kind", lambda _: kind)
+    dead(host="another-container", pid_namespace=1, filesystem=kind)
+    assert only(tmp_path).state == state
+
+
+def test_a_process_seen_to_be_gone_is_trusted_everywhere(tmp_path, dead, monkeypatch):
     monkeypatch.setattr(stale, "filesystem_kind", lambda _: "nfs4")
-    dead(host="another-container")
+    dead(filesystem="nfs4")
     assert only(tmp_path).state == "stale"
+
+
+def test_without_a_record_a_network_lock_proves_nothing(tmp_path, dead, monkeypatch):
+    monkeypatch.setattr(stale, "filesystem_kind", lambda _: "nfs4")
+    (dead() / "rank0.json").unlink()
+    assert only(tmp_path).state == "unknown"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', "\x00"])

@@ -1,13 +1,30 @@
 """Swap folders that one run owns, inside a root that many may share.
 
-Needs neither torch nor DeepSpeed: it hands out paths and holds locks.
+Needs neither torch nor DeepSpeed: it hands out paths and holds locks. Only measuring a disk
+loads them, for the very op that DeepSpeed swaps with.
 """
 
 from __future__ import annotations
 
+from zerotune.offload.cleaning import CleanupReport, Leftover, cleanup_stale_swap
 from zerotune.offload.manager import Lease, OffloadManager
+from zerotune.offload.measured import MeasuredDisk
 from zerotune.offload.record import LeaseRecord
 from zerotune.offload.root import SwapRoot
+from zerotune.offload.space import SwapNeeds, swap_needs
 from zerotune.offload.stale import FoundLease, find_leases
 
-__all__ = ["FoundLease", "Lease", "LeaseRecord", "OffloadManager", "SwapRoot", "find_leases"]
+__all__ = [
+    "OffloadManager",
+    "Lease",
+    "LeaseRecord",
+    "SwapRoot",
+    "FoundLease",
+    "find_leases",
+    "cleanup_stale_swap",
+    "CleanupReport",
+    "Leftover",
+    "SwapNeeds",
+    "swap_needs",
+    "MeasuredDisk",
+]

@@ -1,11 +1,13 @@
-"""What kind of file system a folder lies on, and which kinds a swap file can be trusted to."""
+"""What a folder lies on, and what that means for swap files."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
+
+import attrs
 
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 """Swapping to these moves bytes from RAM to RAM."""
@@ -23,41 +25,130 @@ LOCAL_FILESYSTEMS: Final = MEMORY_FILESYSTEMS | {
 }
 """Kinds that one kernel at a time mounts, so that a free lock there proves nobody holds it."""
 
+NETWORK_FILESYSTEMS: Final = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "smbfs",
+        "lustre",
+        "ceph",
+        "glusterfs",
+        "gpfs",
+        "beegfs",
+        "afs",
+        "9p",
+        "virtiofs",
+        "ocfs2",
+        "gfs2",
+        "orangefs",
+        "pvfs2",
+        "wekafs",
+    }
+)
+"""Kinds that several machines share; every kind that begins with ``fuse`` may be one too."""
+
+Locality = Literal["local", "memory", "overlay", "network", "unknown"]
+
 _MOUNT_TABLE: Final = Path("/proc/self/mountinfo")
+_BLOCK_DEVICES: Final = Path("/sys/dev/block")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
-def filesystem_kind(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> str | None:
-    """Name of the file system that holds ``path`` (``"ext4"``, ``"tmpfs"``, ``"nfs4"``).
+@attrs.frozen(kw_only=True)
+class Mount:
+    """The file system that holds a folder."""
+
+    kind: str
+    """The kernel's name (``"ext4"``, ``"tmpfs"``, ``"nfs4"``)."""
+    point: Path
+    """Where it is mounted."""
+    source: str
+    """What is mounted: a device, ``server:/export``, or a name without meaning."""
+
+    @property
+    def locality(self) -> Locality:
+        """Who can reach it: this machine alone, or others as well."""
+        return locality_of(self.kind)
+
+
+def locality_of(kind: str | None) -> Locality:
+    """What a kind of file system is to swap files; ``"unknown"`` for one never heard of."""
+    if kind is None:
+        return "unknown"
+    if kind in MEMORY_FILESYSTEMS:
+        return "memory"
+    if kind == "overlay":
+        return "overlay"
+    if kind in NETWORK_FILESYSTEMS or kind.startswith("fuse"):
+        return "network"
+    return "local" if kind in LOCAL_FILESYSTEMS else "unknown"
+
+
+def mount_of(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> Mount | None:
+    """The file system that holds ``path``.
 
     Args:
         path: An existing folder, symlinks resolved.
         mount_table: Linux's table of mounts, as proc(5) describes ``mountinfo``.
 
     Returns:
-        The kernel's name of the file system, or ``None`` where no mount table can be read
-        (anything but Linux).
+        ``None`` where no mount table can be read (anything but Linux).
     """
     try:
         lines = mount_table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return None
-    kind, longest = None, -1
+    found: Mount | None = None
     for line in lines:
         mount = _parse_mount(line)
+        if mount is None or not path.is_relative_to(mount.point):
+            continue
         # A later line hides an earlier one on the same folder, hence >=.
-        if mount and path.is_relative_to(mount[0]) and len(mount[0].parts) >= longest:
-            longest, kind = len(mount[0].parts), mount[1]
-    return kind
+        if found is None or len(mount.point.parts) >= len(found.point.parts):
+            found = mount
+    return found
 
 
-def _parse_mount(line: str) -> tuple[Path, str] | None:
-    """Mount point and kind out of one line of ``mountinfo``; ``None`` when it is not one."""
+def filesystem_kind(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> str | None:
+    """Name of the file system that holds ``path``; as ``mount_of``."""
+    mount = mount_of(path, mount_table=mount_table)
+    return None if mount is None else mount.kind
+
+
+def _parse_mount(line: str) -> Mount | None:
+    """One line of ``mountinfo``; ``None`` when it is not one."""
     before, separator, after = line.partition(" - ")
-    fields, kind = before.split(" "), after.split(" ")[0]
-    if not separator or len(fields) < 6 or not kind:
+    fields, details = before.split(" "), after.split(" ")
+    if not separator or len(fields) < 6 or not details[0]:
         return None
-    return Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4])), kind
+    point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+    return Mount(kind=details[0], point=point, source=details[1] if len(details) > 1 else "")
+
+
+def is_rotational(path: Path, *, devices: Path = _BLOCK_DEVICES) -> bool | None:
+    """Whether ``path`` lies on spinning platters, as the kernel says.
+
+    Args:
+        path: An existing folder.
+        devices: The kernel's folder of block devices by number.
+
+    Returns:
+        ``None`` when it lies on no single block device the kernel knows (btrfs, overlay, network)
+        or on a virtual one, which is reported as spinning whatever is behind it.
+    """
+    number = path.stat().st_dev
+    device = (devices / f"{os.major(number)}:{os.minor(number)}").resolve()
+    if any(part.startswith("virtio") for part in device.parts):
+        return None
+    # A partition has no queue of its own; the disk is the folder around it.
+    for place in (device, device.parent):
+        try:
+            return (place / "queue" / "rotational").read_text(encoding="ascii").strip() == "1"
+        except OSError:
+            continue
+    return None
 
 
 def mount_identity(descriptor: int) -> tuple[int, str | None]:

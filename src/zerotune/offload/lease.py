@@ -14,6 +14,8 @@ import shutil
 import tempfile
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Final, Literal
@@ -21,10 +23,12 @@ from typing import Final, Literal
 import attrs
 
 from zerotune.errors import OffloadError
-from zerotune.offload.record import LeaseRecord, lease_name
-from zerotune.offload.removal import open_folder, remove_contents
+from zerotune.offload.record import LeaseRecord, is_record, lease_name
+from zerotune.offload.removal import Removed, open_folder, remove_contents
 
 LOCK_FILE: Final = "lease.lock"
+DRAFT_PREFIX: Final = ".zerotune-new-"
+"""Of a folder that becomes a lease once it is complete; its maker holds the root meanwhile."""
 
 _JOIN_PATIENCE: Final = 5.0
 _LEAVE_PATIENCE: Final = 0.5
@@ -229,23 +233,49 @@ def _create(root: Path, path: Path, record: LeaseRecord) -> int | None:
     Returns:
         The lock's descriptor, or ``None`` when another rank was faster.
     """
-    draft = Path(tempfile.mkdtemp(prefix=".zerotune-new-", dir=root))
-    lock = -1
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open(draft / LOCK_FILE, flags, 0o600)
-        try_lock(lock, exclusive=False)
-        record.write(draft)
-        draft.rename(path)
-    except BaseException as error:
-        if lock >= 0:
-            os.close(lock)
-        # The draft has a random name of this process's own, so nobody else can be inside.
-        shutil.rmtree(draft)
-        if isinstance(error, OSError) and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
-            return None
-        raise
+    with making_in(root):
+        draft = Path(tempfile.mkdtemp(prefix=DRAFT_PREFIX, dir=root))
+        lock = -1
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            lock = os.open(draft / LOCK_FILE, flags, 0o600)
+            try_lock(lock, exclusive=False)
+            record.write(draft)
+            draft.rename(path)
+        except BaseException as error:
+            if lock >= 0:
+                os.close(lock)
+            # The draft has a random name of this process's own, so nobody else can be inside.
+            shutil.rmtree(draft)
+            if isinstance(error, OSError) and error.errno in {errno.ENOTEMPTY, errno.EEXIST}:
+                return None
+            raise
     return lock
+
+
+@contextmanager
+def making_in(root: Path) -> Iterator[None]:
+    """Hold the root while something unfinished is in it.
+
+    The kernel lets go when the process dies. Whoever gets the root for itself then knows that
+    every unfinished thing it sees was left behind.
+
+    Raises:
+        OffloadError: Somebody cleans the root up and does not come to an end.
+        OSError: The root cannot be opened.
+    """
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not try_lock(folder, exclusive=False, patience=_JOIN_PATIENCE):
+            raise OffloadError(
+                "is held by a process that is cleaning it up",
+                key="offload.root",
+                value=str(root),
+                fix="start the run again",
+            )
+        yield
+    finally:
+        os.close(folder)
 
 
 def _remove(path: Path, lock: int) -> Removal:
@@ -255,16 +285,35 @@ def _remove(path: Path, lock: int) -> Removal:
         folder = open_folder(path)
     except FileNotFoundError:
         return Removal(outcome="gone")
+    removed = Removed()
     try:
         _check_own(folder, lock, path)
-        # The lock file goes last: a removal that is interrupted leaves a folder that is still
-        # recognised as a lease and still proves, by its free lock, that nobody holds it.
-        freed = remove_contents(folder, keep={LOCK_FILE})
-        os.unlink(LOCK_FILE, dir_fd=folder)
+        dismantle(folder, removed)
     finally:
         os.close(folder)
-    path.rmdir()
-    return Removal(outcome="removed", freed=freed)
+    with suppress(FileNotFoundError):
+        path.rmdir()
+    return Removal(outcome="removed", freed=removed.freed)
+
+
+def dismantle(folder: int, removed: Removed) -> None:
+    """Empty a leased folder whose lock the caller holds alone.
+
+    The records and the lock file go last: a removal that is interrupted leaves a folder that is
+    still recognised as a lease and still proves, by its free lock, that nobody holds it.
+
+    Args:
+        folder: Descriptor of the leased folder, which itself stays.
+        removed: Counts along.
+
+    Raises:
+        OSError: Something in it could not be removed.
+    """
+    records = {name for name in os.listdir(folder) if is_record(name)}
+    remove_contents(folder, keep={LOCK_FILE, *records}, removed=removed)
+    remove_contents(folder, keep={LOCK_FILE}, removed=removed)
+    with suppress(FileNotFoundError):
+        os.unlink(LOCK_FILE, dir_fd=folder)
 
 
 def _check_own(folder: int, lock: int, path: Path) -> None:

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
+from zerotune.offload.choosing import RootChoice, Roots, Target, choose_root
+from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
 from zerotune.offload.lease import SwapDirectory, require_locks
-from zerotune.offload.record import LeaseRecord, is_run_id, new_run_id
-from zerotune.offload.release import abandon, kept_after, release
-from zerotune.offload.root import SwapRoot, Target, check_root, choose_root, gibibytes
-from zerotune.offload.stale import find_leases
+from zerotune.offload.measured import usable_settings, with_settings
+from zerotune.offload.ranks import (
+    Barrier,
+    Invitation,
+    Share,
+    check_ranks,
+    local_ranks,
+    need_share,
+)
+from zerotune.offload.record import LeaseRecord, new_run_id
+from zerotune.offload.release import abandon, deleted_under, kept_after, release
+from zerotune.offload.root import SwapRoot, check_root
+from zerotune.offload.space import SwapNeeds, check_space, swap_needs
 
 if TYPE_CHECKING:
     from zerotune.plan.resolved import ResolvedPlan
 
-Share = Callable[[str], str]
-"""Collective: every rank calls it and gets the string rank 0 passed."""
-Barrier = Callable[[], None]
-"""Collective: returns once every rank has called it."""
-
-_FAILED: Final = "failed: "
+_Directories = tuple[SwapDirectory, ...]
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -54,29 +60,40 @@ class Lease:
 class OffloadManager:
     """Leases swap folders.
 
+    Where they are made: these arguments, else ``offload_param_path`` and
+    ``offload_optimizer_path`` of the trainer's configuration, else the plan's own ``nvme_path``,
+    else the environment variables ``ZEROTUNE_OFFLOAD_PARAM_PATH``,
+    ``ZEROTUNE_OFFLOAD_OPTIMIZER_PATH`` and ``ZEROTUNE_SWAP_ROOT``, else a folder of this user's
+    in the system's temporary folder, with a warning.
+
     Args:
-        root: Folder that many runs may share. When not given: the plan's NVMe paths, else the
-            environment variable ``ZEROTUNE_SWAP_ROOT``, else a folder of this user's in the
-            system's temporary folder, with a warning.
-        optimizer_root: The same for optimizer states, where they go elsewhere.
+        root: Folder that many runs may share, for all that is swapped.
+        offload_param_path: The same for parameters.
+        offload_optimizer_path: The same for optimizer states, where they go elsewhere.
         share: Gives every rank the string that rank 0 passes; needed above one rank.
+        cleaner: Called on each root before a folder is used in it;
+            ``partial(cleanup_stale_swap, dry_run=True)`` reports and removes nothing.
 
     Raises:
-        OffloadError: A root is blank.
+        OffloadError: A folder is blank.
     """
 
     def __init__(
         self,
         *,
         root: str | os.PathLike[str] | None = None,
-        optimizer_root: str | os.PathLike[str] | None = None,
+        offload_param_path: str | os.PathLike[str] | None = None,
+        offload_optimizer_path: str | os.PathLike[str] | None = None,
         share: Share | None = None,
+        cleaner: Cleaner = cleanup_stale_swap,
     ) -> None:
-        self._arguments: dict[Target, str | None] = {
-            "param": _text(root, "root"),
-            "optimizer": _text(optimizer_root, "optimizer_root"),
-        }
+        self._arguments = Roots(
+            root=_text(root, "root"),
+            param=_text(offload_param_path, "offload_param_path"),
+            optimizer=_text(offload_optimizer_path, "offload_optimizer_path"),
+        )
         self._share = share
+        self._cleaner = cleaner
 
     @contextmanager
     def lease(
@@ -91,9 +108,11 @@ class OffloadManager:
         """Hold a swap folder of this run's own for as long as the ``with`` block runs.
 
         The engine must not outlive the block. Without NVMe offload in the plan nothing is made.
-        The folder is removed at the end, by the rank that made it once all ranks are out; after
-        an exception, or without ``barrier``, by whichever rank is the last to leave. A run that
-        is killed leaves its folder behind; a later lease on the same root reports it.
+        What dead runs left in the root is removed first, and what the plan will write is compared
+        with what is free. The folder is removed at the end, by the rank that made it once all
+        ranks are out; after an exception, or without ``barrier``, by whichever rank is the last
+        to leave. A run that is killed leaves its folder behind; the next lease on the same root
+        removes it.
 
         Args:
             resolved: The plan to run, its optimizer settled.
@@ -107,74 +126,92 @@ class OffloadManager:
 
         Raises:
             UnresolvedPlanError: Something in the plan is not settled.
-            OffloadError: The ranks are not the plan's or disagree, a root is unusable, this system
-                has no file locks, or the folder could not be removed after a block that ended
-                well.
+            OffloadError: The ranks are not the plan's or disagree, a root is unusable or too
+                small, this system has no file locks, the folder was deleted while the block
+                failed, or it could not be removed after a block that ended well.
         """
-        _check_ranks(resolved, rank, world_size)
+        check_ranks(resolved, rank, world_size)
         targets = _swapped(resolved)
         if not targets:
             yield Lease(plan=resolved, decisions=self._unused())
             return
+        # An unsettled plan is refused here, before anything is made.
+        resolved.digest()
         owner = os.getpid()
         lease, directories = self._open(resolved, targets, rank, self._share or share)
         announce(lease.decisions, rank=rank)
         try:
             yield lease
-        except BaseException:
+        except BaseException as error:
             if os.getpid() == owner:
+                gone = deleted_under(directories)
                 _note(lease, abandon(directories))
+                if gone is not None and isinstance(error, Exception):
+                    # DeepSpeed only asserts that its file opened; say what happened to it.
+                    raise gone from error
             raise
         # A forked child that runs out of the block must not touch its parent's lease.
         if os.getpid() == owner:
             _close(lease, directories, barrier)
 
     def _open(
-        self,
-        resolved: ResolvedPlan,
-        targets: tuple[Target, ...],
-        rank: int,
-        share: Share | None,
-    ) -> tuple[Lease, tuple[SwapDirectory, ...]]:
+        self, resolved: ResolvedPlan, targets: tuple[Target, ...], rank: int, share: Share | None
+    ) -> tuple[Lease, _Directories]:
         if rank != 0:
-            run_id = _receive(share)
-            return self._claim(resolved, targets, run_id, rank)
+            invitation = Invitation.from_text(need_share(share)(""))
+            return self._claim(resolved, self._roots(resolved, targets), invitation, rank)
         if resolved.world_size == 1:
-            return self._claim(resolved, targets, new_run_id(), rank)
-        if share is None:
-            raise _no_share()
-        run_id = new_run_id()
+            return self._begin(resolved, targets)[1]
+        share = need_share(share)
         try:
-            opened = self._claim(resolved, targets, run_id, rank)
+            invitation, opened = self._begin(resolved, targets)
         except BaseException as error:
             # The other ranks wait for the run id; let them fail too instead of hang.
-            share(f"{_FAILED}{error}")
+            share(Invitation.failure(error))
             raise
         try:
-            share(run_id)
+            share(invitation.to_text())
         except BaseException:
             abandon(opened[1])
             raise
         return opened
 
+    def _begin(
+        self, resolved: ResolvedPlan, targets: tuple[Target, ...]
+    ) -> tuple[Invitation, tuple[Lease, _Directories]]:
+        """Lease as rank 0, whose disk's measured settings hold for all ranks."""
+        roots = self._roots(resolved, targets)
+        first = next(iter(roots.values()))
+        settings, decisions = usable_settings(first.path)
+        invitation = Invitation(run_id=new_run_id(), aio=settings)
+        lease, directories = self._claim(resolved, roots, invitation, 0)
+        lease.decisions = (*lease.decisions, *decisions)
+        return invitation, (lease, directories)
+
     def _claim(
         self,
         resolved: ResolvedPlan,
-        targets: tuple[Target, ...],
-        run_id: str,
+        roots: Mapping[Target, SwapRoot],
+        invitation: Invitation,
         rank: int,
-    ) -> tuple[Lease, tuple[SwapDirectory, ...]]:
+    ) -> tuple[Lease, _Directories]:
         require_locks()
+        resolved = with_settings(resolved, invitation.aio)
+        needs = swap_needs(resolved)
+        run_id = invitation.run_id
         record = LeaseRecord.for_this_process(
             run_id=run_id, rank=rank, world_size=resolved.world_size, plan_digest=resolved.digest()
         )
-        roots = self._roots(resolved, targets)
         directories: dict[Path, SwapDirectory] = {}
         with ExitStack() as undo:
             for root in roots.values():
                 if root.path not in directories:
-                    directory = directories[root.path] = SwapDirectory.claim(root.path, record)
+                    own = _for_root(record, root, roots, needs)
+                    directory = directories[root.path] = SwapDirectory.claim(root.path, own)
                     undo.callback(abandon, (directory,))
+            cleaned = self._clean(directories)
+            ranks = local_ranks(resolved)
+            space = check_space(roots, needs, ranks=ranks, run_id=run_id)
             paths = {target: directories[root.path].path for target, root in roots.items()}
             unique = {root.path: root for root in roots.values()}
             lease = Lease(
@@ -187,19 +224,27 @@ class OffloadManager:
                 decisions=(
                     *(decision for root in unique.values() for decision in root.decisions),
                     *_moved(resolved, paths),
-                    *_left_behind(directories),
+                    *cleaned,
+                    *space,
                 ),
             )
             undo.pop_all()
         return lease, tuple(directories.values())
 
+    def _clean(self, directories: Mapping[Path, SwapDirectory]) -> tuple[Decision, ...]:
+        # Only the rank that made the folder cleans: the others would repeat it.
+        return tuple(
+            decision
+            for root, directory in directories.items()
+            if directory.created
+            for decision in self._cleaner(root).decisions
+        )
+
     def _roots(self, resolved: ResolvedPlan, targets: tuple[Target, ...]) -> dict[Target, SwapRoot]:
-        choices = {
+        require_locks()
+        choices: dict[Target, RootChoice] = {
             target: choose_root(
-                target,
-                arguments=self._arguments,
-                plan_paths=resolved.nvme_paths,
-                environ=os.environ,
+                target, arguments=self._arguments, resolved=resolved, environ=os.environ
             )
             for target in targets
         }
@@ -214,25 +259,9 @@ class OffloadManager:
                 after=None,
                 reason="the plan swaps nothing to NVMe, so no folder is made",
             )
-            for root in self._arguments.values()
+            for root in attrs.astuple(self._arguments)
             if root is not None
         )
-
-
-def _receive(share: Share | None) -> str:
-    if share is None:
-        raise _no_share()
-    answer = share("")
-    if answer.startswith(_FAILED):
-        raise OffloadError(f"rank 0 could not lease it: {answer.removeprefix(_FAILED)}")
-    if not is_run_id(answer):
-        raise OffloadError(
-            "is not a run id; share must return what rank 0 passed",
-            key="OffloadManager.share",
-            value=answer,
-            fix="give a collective broadcast from rank 0",
-        )
-    return answer
 
 
 def _text(root: str | os.PathLike[str] | None, name: str) -> str | None:
@@ -249,23 +278,6 @@ def _text(root: str | os.PathLike[str] | None, name: str) -> str | None:
     return text
 
 
-def _check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
-    if world_size not in (None, resolved.world_size):
-        raise OffloadError(
-            f"the plan was resolved for {resolved.world_size} ranks",
-            key="world_size",
-            value=world_size,
-            fix="resolve the plan with the number of ranks that run it",
-        )
-    if not 0 <= rank < resolved.world_size:
-        raise OffloadError(
-            f"is not a rank of {resolved.world_size}",
-            key="rank",
-            value=rank,
-            fix="count ranks from 0",
-        )
-
-
 def _swapped(resolved: ResolvedPlan) -> tuple[Target, ...]:
     devices: dict[Target, str] = {
         "param": resolved.offload_param,
@@ -274,13 +286,17 @@ def _swapped(resolved: ResolvedPlan) -> tuple[Target, ...]:
     return tuple(target for target, device in devices.items() if device == "nvme")
 
 
-def _no_share() -> OffloadError:
-    return OffloadError(
-        "several ranks need one run id, and nothing carries it between them",
-        key="OffloadManager.share",
-        value=None,
-        fix="pass share=, a function that returns rank 0's string on every rank",
-    )
+def _for_root(
+    record: LeaseRecord,
+    root: SwapRoot,
+    roots: Mapping[Target, SwapRoot],
+    needs: SwapNeeds | None,
+) -> LeaseRecord:
+    """The record that is written in one root: what goes there, and what kind of disk it is."""
+    here = tuple(target for target, other in roots.items() if other.path == root.path)
+    reserved = needs.of(*here).nbytes if needs else 0
+    changes: dict[str, Any] = {"reserved": reserved, "filesystem": root.filesystem}
+    return attrs.evolve(record, **changes)
 
 
 def _moved(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tuple[Decision, ...]:
@@ -296,25 +312,7 @@ def _moved(resolved: ResolvedPlan, paths: Mapping[Target, Path]) -> tuple[Decisi
     )
 
 
-def _left_behind(directories: Mapping[Path, SwapDirectory]) -> tuple[Decision, ...]:
-    # Only the rank that made the folder looks: the others would repeat it.
-    return tuple(
-        Decision(
-            key="offload.stale_swap",
-            before=str(found.path),
-            after=str(found.path),
-            reason=f"{gibibytes(found.size)} left by a run that has ended ({found.reason}); "
-            "not removed",
-            severity="warning",
-        )
-        for root, directory in directories.items()
-        if directory.created
-        for found in find_leases(root)
-        if found.state == "stale"
-    )
-
-
-def _close(lease: Lease, directories: tuple[SwapDirectory, ...], barrier: Barrier | None) -> None:
+def _close(lease: Lease, directories: _Directories, barrier: Barrier | None) -> None:
     try:
         decisions, errors = release(directories, barrier)
     except BaseException:

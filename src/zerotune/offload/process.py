@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @attrs.frozen(kw_only=True)
@@ -23,6 +24,8 @@ class ProcessIdentity:
     """Process id, as seen in the process's own namespace."""
     pid_start: int | None
     """Start of the process in clock ticks since boot; ``None`` outside Linux."""
+    pid_namespace: int | None = None
+    """The kernel's number of the namespace ``pid`` counts in; ``None`` outside Linux."""
 
     @classmethod
     def current(cls) -> ProcessIdentity:
@@ -34,11 +37,16 @@ class ProcessIdentity:
             boot_id=boot_id(),
             pid=pid,
             pid_start=state[1] if state else None,
+            pid_namespace=_pid_namespace(),
         )
 
     def same_boot(self) -> bool:
         """Whether it ran under the kernel that is running now."""
         return self.boot_id is not None and self.boot_id == boot_id()
+
+    def visible(self) -> bool:
+        """Whether this process would see it: the same kernel and the same process numbers."""
+        return self.same_boot() and self.pid_namespace in (None, _pid_namespace())
 
     def alive(self) -> bool:
         """Whether it still runs, as far as this process can see; a zombie does not."""
@@ -54,6 +62,13 @@ def boot_id() -> str | None:
     """The kernel's id of this boot, or ``None`` outside Linux."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip() or None
+    except OSError:
+        return None
+
+
+def _pid_namespace() -> int | None:
+    try:
+        return _PID_NAMESPACE.stat().st_ino
     except OSError:
         return None
 

@@ -36,6 +36,11 @@ def lease_name(run_id: str) -> str:
     return f"{_PREFIX}{run_id}"
 
 
+def is_record(name: str) -> bool:
+    """Whether a name inside a lease is that of a rank's record."""
+    return name.startswith("rank") and name.endswith(".json")
+
+
 def run_id_of(name: str) -> str | None:
     """Run id of a folder that zerotune leased, ``None`` for any other name."""
     run_id = name.removeprefix(_PREFIX)
@@ -46,8 +51,8 @@ def run_id_of(name: str) -> str | None:
 class LeaseRecord:
     """Who holds a lease, since when and for which plan; one per rank.
 
-    The lock decides who lives. The record tells a reader whose folder it is, and guards
-    against a file system whose locks lie.
+    The lock decides who lives. The record tells a reader whose folder it is and how much it may
+    grow, and guards against a file system whose locks lie.
     """
 
     run_id: str
@@ -60,12 +65,23 @@ class LeaseRecord:
     """``ResolvedPlan.digest()`` of the plan the run was started with."""
     created: str
     """UTC time, ISO 8601."""
+    reserved: int
+    """Bytes this rank will write here at most; 0: not known."""
+    filesystem: str | None
+    """Kind of the file system as this rank saw it; ``None`` outside Linux."""
     owner: ProcessIdentity
     """The process that holds it."""
 
     @classmethod
     def for_this_process(
-        cls, *, run_id: str, rank: int, world_size: int, plan_digest: str
+        cls,
+        *,
+        run_id: str,
+        rank: int,
+        world_size: int,
+        plan_digest: str,
+        reserved: int = 0,
+        filesystem: str | None = None,
     ) -> LeaseRecord:
         """The record of the calling process."""
         return cls(
@@ -74,6 +90,8 @@ class LeaseRecord:
             world_size=world_size,
             plan_digest=plan_digest,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            reserved=reserved,
+            filesystem=filesystem,
             owner=ProcessIdentity.current(),
         )
 
@@ -117,6 +135,7 @@ _OWNER_TYPES: Final[dict[str, tuple[type, ...]]] = {
     "boot_id": (str, type(None)),
     "pid": (int,),
     "pid_start": (int, type(None)),
+    "pid_namespace": (int, type(None)),
 }
 _RECORD_TYPES: Final[dict[str, tuple[type, ...]]] = {
     "run_id": (str,),
@@ -124,6 +143,8 @@ _RECORD_TYPES: Final[dict[str, tuple[type, ...]]] = {
     "world_size": (int,),
     "plan_digest": (str,),
     "created": (str,),
+    "reserved": (int,),
+    "filesystem": (str, type(None)),
 }
 
 

@@ -54,6 +54,20 @@ def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
     return (*decisions, *(kept_after(error) for error in errors))
 
 
+def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None:
+    """The error of a run whose swap folder somebody deleted while it ran, if somebody did."""
+    for directory in directories:
+        if directory.held and not directory.path.exists():
+            return OffloadError(
+                "somebody deleted this run's swap folder while it ran, so what was in it is lost",
+                key="offload.root",
+                value=str(directory.path),
+                fix="start again from the last checkpoint; clean a root up with "
+                "`zerotune offload clean`, which leaves living runs alone",
+            )
+    return None
+
+
 def kept_after(error: OffloadError) -> Decision:
     """The record of a folder that could not be removed."""
     return _kept(error.value, error.reason)

@@ -12,7 +12,17 @@ import stat
 from collections.abc import Collection
 from pathlib import Path
 
+import attrs
+
 from zerotune.offload.filesystem import mount_identity
+
+
+@attrs.define(kw_only=True)
+class Removed:
+    """What a removal has freed so far, which stays true when it fails or is interrupted."""
+
+    freed: int = 0
+    """Bytes that were allocated on disk for what is gone."""
 
 
 def open_folder(path: str | Path, *, within: int | None = None) -> int:
@@ -42,12 +52,15 @@ def folder_bytes(folder: int) -> int:
     return total
 
 
-def remove_contents(folder: int, *, keep: Collection[str] = ()) -> int:
+def remove_contents(
+    folder: int, *, keep: Collection[str] = (), removed: Removed | None = None
+) -> int:
     """Remove everything below an open folder.
 
     Args:
         folder: Descriptor of the folder, which stays.
         keep: Names directly inside it that stay too.
+        removed: Counts along; what it counts is kept when an error ends the removal.
 
     Returns:
         Bytes that were allocated on disk for what is gone.
@@ -55,29 +68,46 @@ def remove_contents(folder: int, *, keep: Collection[str] = ()) -> int:
     Raises:
         OSError: Something could not be removed; ``EXDEV`` when it is a mount.
     """
+    removed = Removed() if removed is None else removed
+    before = removed.freed
     home = mount_identity(folder)
-    return sum(_remove(folder, name, home) for name in os.listdir(folder) if name not in keep)
+    for name in os.listdir(folder):
+        if name not in keep:
+            remove_entry(folder, name, home, removed)
+    return removed.freed - before
 
 
-def _remove(folder: int, name: str, home: tuple[int, str | None]) -> int:
+def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
+    """Remove one name inside an open folder, with all below it.
+
+    Args:
+        folder: Descriptor of the folder.
+        name: A name directly inside it; one that is missing is no error.
+        home: ``mount_identity(folder)``, beyond which nothing is touched.
+        removed: Counts along.
+
+    Raises:
+        OSError: It could not be removed; ``EXDEV`` when it is a mount.
+    """
     try:
         facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISDIR(facts.st_mode):
-            return _remove_folder(folder, name, home)
+            _remove_folder(folder, name, home, removed)
+            return
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         # Another remover was faster; the aim is reached.
-        return 0
-    return facts.st_blocks * 512 if facts.st_nlink == 1 else 0
+        return
+    if facts.st_nlink == 1:
+        removed.freed += facts.st_blocks * 512
 
 
-def _remove_folder(folder: int, name: str, home: tuple[int, str | None]) -> int:
+def _remove_folder(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
     child = open_folder(name, within=folder)
     try:
         if mount_identity(child) != home:
             raise OSError(errno.EXDEV, "another file system is mounted here", name)
-        freed = remove_contents(child)
+        remove_contents(child, removed=removed)
     finally:
         os.close(child)
     os.rmdir(name, dir_fd=folder)
-    return freed

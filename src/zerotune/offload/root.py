@@ -1,44 +1,29 @@
-"""Choose the swap root and make sure it can be used, before anything is allocated."""
+"""Make sure a swap root can be used, before anything is allocated."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import stat
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import attrs
 
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, Severity
 from zerotune.errors import OffloadError
-from zerotune.offload.filesystem import LOCAL_FILESYSTEMS, MEMORY_FILESYSTEMS, filesystem_kind
+from zerotune.offload.choosing import FIX, PATH_VARIABLES, ROOT_VARIABLE, RootChoice
+from zerotune.offload.filesystem import filesystem_kind, is_rotational, locality_of
+from zerotune.offload.lease import making_in
 
-Target = Literal["param", "optimizer"]
-"""What is swapped: parameters or optimizer states."""
+PROBE_PREFIX: Final = ".zerotune-probe-"
+"""Of a file that is written for a moment; its maker holds the root meanwhile."""
 
-ROOT_VARIABLE: Final = "ZEROTUNE_SWAP_ROOT"
-
-_FIX: Final = "give a folder on a local disk that this user may write to"
 _PROBE: Final = bytes(4096)
 _LONGEST_PATH: Final = 4096
 # "/zerotune-<28>/zero_stage_3/optimizer/rank<N>/<id>_gradient_<offset>_<length>.tensor.swp" with
 # every number as long as a 64-bit integer can be (names in DeepSpeed 0.19.8, swap_tensor/).
 _ROOM_FOR_SWAP_FILES: Final = 224
-
-
-@attrs.frozen(kw_only=True)
-class RootChoice:
-    """A folder to swap to and who asked for it."""
-
-    path: str
-    """As given."""
-    key: str
-    """Setting it came from (``"OffloadManager.root"``)."""
-    fallback: bool = False
-    """Whether nobody asked for it, so that zerotune took the temporary folder."""
 
 
 @attrs.frozen(kw_only=True)
@@ -53,86 +38,50 @@ class SwapRoot:
     """Bytes an unprivileged user may still write."""
     free_inodes: int
     """Files that can still be made; 0 where the file system does not count them."""
+    rotational: bool | None = None
+    """Whether it lies on spinning platters; ``None``: not known."""
     decisions: tuple[Decision, ...] = ()
     """How it was chosen and what to know of its file system."""
-
-
-def choose_root(
-    target: Target,
-    *,
-    arguments: Mapping[Target, str | None],
-    plan_paths: Mapping[str, str | None],
-    environ: Mapping[str, str],
-) -> RootChoice:
-    """Where ``target`` is swapped to: argument, else plan, else environment, else temporary.
-
-    Optimizer states go where parameters go unless something names a folder of their own.
-
-    Args:
-        target: What is swapped.
-        arguments: ``OffloadManager``'s ``root`` (``"param"``) and ``optimizer_root``.
-        plan_paths: The plan's NVMe paths; blank and ``"none"`` (which launchers write for a
-            missing path) count as not given.
-        environ: Environment variables.
-    """
-    names: dict[Target, str] = {"param": "root", "optimizer": "optimizer_root"}
-    order: tuple[Target, ...] = ("param",) if target == "param" else ("optimizer", "param")
-    for name in order:
-        argument = arguments.get(name)
-        if argument is not None:
-            return RootChoice(path=argument, key=f"OffloadManager.{names[name]}")
-    for name in dict.fromkeys((target, "param", "optimizer")):
-        path = (plan_paths.get(name) or "").strip()
-        if path and path.lower() != "none":
-            return RootChoice(path=path, key=f"zero_optimization.offload_{name}.nvme_path")
-    if environ.get(ROOT_VARIABLE):
-        return RootChoice(path=environ[ROOT_VARIABLE], key=ROOT_VARIABLE)
-    return RootChoice(path=_temporary_root(), key="offload.root", fallback=True)
-
-
-def _temporary_root() -> str:
-    try:
-        # The user's id keeps two users of one machine out of each other's folder.
-        return str(Path(tempfile.gettempdir()) / f"zerotune-swap-{os.getuid()}")
-    except FileNotFoundError as error:
-        raise OffloadError(
-            "no swap root was given and no temporary folder can be written",
-            key="OffloadManager.root",
-            fix=_FIX,
-        ) from error
 
 
 def check_root(choice: RootChoice) -> SwapRoot:
     """Make the folder if needed and prove that swap files can be written to it.
 
     Raises:
-        OffloadError: It cannot be made, is no folder, cannot be written, is full, or its path
-            leaves no room for the names of swap files.
+        OffloadError: It cannot be made, is no folder, is a symbolic link, cannot be written, is
+            full, or its path leaves no room for the names of swap files.
     """
     try:
         path = _make(choice)
-        _write_probe(path)
+        with making_in(path):
+            _write_probe(path)
         space = os.statvfs(path)
+        facts = path.stat()
     except (OSError, RuntimeError, ValueError) as error:
         if isinstance(error, OffloadError):
             raise
         # RuntimeError: a loop of symlinks (before Python 3.13); ValueError: a NUL in the path.
         raise _unusable(choice, f"cannot be used ({_say(error)})") from error
-    kind = filesystem_kind(path)
+    kind, rotational = filesystem_kind(path), is_rotational(path)
     free = space.f_bavail * space.f_frsize
+    remarks = (_on_filesystem(kind), _on_disk(rotational), _on_owner(facts))
     return SwapRoot(
         path=path,
         filesystem=kind,
         free_bytes=free,
         free_inodes=space.f_favail,
-        decisions=(_chosen(choice, path, kind, free), *_remarks(path, kind)),
+        rotational=rotational,
+        decisions=(
+            _chosen(choice, path, kind, free),
+            *(_remark(path, *remark) for remark in remarks if remark),
+        ),
     )
 
 
 def _make(choice: RootChoice) -> Path:
     given = Path(choice.path).expanduser()
-    if given.is_symlink() and not given.exists():
-        raise _unusable(choice, "is a symbolic link to nothing; is its disk mounted?")
+    if given.is_symlink():
+        raise _linked(choice, given)
     if given.exists() and not given.is_dir():
         raise _unusable(choice, "is a file, not a folder")
     path = given.resolve()
@@ -144,6 +93,17 @@ def _make(choice: RootChoice) -> Path:
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
             raise _unusable(choice, "belongs to somebody else")
     return path
+
+
+def _linked(choice: RootChoice, given: Path) -> OffloadError:
+    target = given.readlink()
+    if not given.exists():
+        reason, fix = "is a symbolic link to nothing; is its disk mounted?", FIX
+    else:
+        # Whoever may change the link could move the next run's clean-up to any folder.
+        reason = f"is a symbolic link (to {target}), and a swap root must be the folder itself"
+        fix = f"give {given.resolve()}"
+    return OffloadError(reason, key=choice.key, value=choice.path, fix=fix)
 
 
 def _check_length(path: Path, choice: RootChoice) -> None:
@@ -158,7 +118,7 @@ def _check_length(path: Path, choice: RootChoice) -> None:
 
 def _write_probe(path: Path) -> None:
     # Permission bits do not tell: root passes them, read-only mounts and quotas ignore them.
-    probe = path / f".zerotune-probe-{secrets.token_hex(6)}"
+    probe = path / f"{PROBE_PREFIX}{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(probe, flags, 0o600)
     try:
@@ -172,10 +132,13 @@ def _write_probe(path: Path) -> None:
 
 def _chosen(choice: RootChoice, path: Path, kind: str | None, free: int) -> Decision:
     reason = f"taken from {choice.key}"
+    if choice.passed_over:
+        reason = f"{reason}, which comes before {' and '.join(choice.passed_over)}"
     if choice.fallback:
+        asked = ", ".join((ROOT_VARIABLE, *PATH_VARIABLES.values()))
         reason = (
-            f"nothing names a swap root (argument root, nvme_path, {ROOT_VARIABLE}), so the "
-            "temporary folder is used"
+            f"nothing names a swap root (argument root, offload_param_path, nvme_path, {asked}), "
+            "so the temporary folder is used"
         )
     return Decision(
         key="offload.root",
@@ -186,34 +149,53 @@ def _chosen(choice: RootChoice, path: Path, kind: str | None, free: int) -> Deci
     )
 
 
-def _remarks(path: Path, kind: str | None) -> tuple[Decision, ...]:
-    if kind in MEMORY_FILESYSTEMS:
-        reason = f"{kind} lives in RAM, so swapping to it frees no memory"
-    elif kind == "overlay":
-        reason = (
+def _remark(path: Path, key: str, reason: str, severity: Severity = "warning") -> Decision:
+    return Decision(key=key, before=None, after=str(path), reason=reason, severity=severity)
+
+
+def _on_filesystem(kind: str | None) -> tuple[str, str] | None:
+    locality = locality_of(kind)
+    if locality == "memory":
+        return "offload.filesystem", f"{kind} lives in RAM, so swapping to it frees no memory"
+    if locality == "overlay":
+        return "offload.filesystem", (
             "overlay is a container's writable layer: it may be slow, small, or kept in RAM; "
             "mount a volume of a local disk"
         )
-    elif kind is not None and kind not in LOCAL_FILESYSTEMS:
-        reason = (
+    if locality == "network":
+        return "offload.filesystem", (
+            f"{kind} is a shared file system: its locks may not reach other machines, so nothing "
+            "of theirs is ever cleaned up here; give each machine a root of its own"
+        )
+    if locality == "unknown" and kind is not None:
+        return "offload.filesystem", (
             f"{kind} is not known as a local file system: its locks may not reach other "
             "machines, so give each machine a root of its own"
         )
-    else:
-        return ()
-    return (
-        Decision(
-            key="offload.filesystem",
-            before=None,
-            after=str(path),
-            reason=reason,
-            severity="warning",
-        ),
+    return None
+
+
+def _on_disk(rotational: bool | None) -> tuple[str, str] | None:
+    if not rotational:
+        return None
+    return "offload.disk", (
+        "this disk has spinning platters, and a step reads and writes tens of bytes per "
+        "parameter; `zerotune offload bench` measures what it can do"
     )
 
 
+def _on_owner(facts: os.stat_result) -> tuple[str, str] | None:
+    if facts.st_uid not in (os.getuid(), 0):
+        return "offload.owner", f"belongs to user {facts.st_uid}, who may delete what is inside"
+    if facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX:
+        return "offload.owner", (
+            "other users may write here and so delete this run's folder; chmod +t keeps them off"
+        )
+    return None
+
+
 def _unusable(choice: RootChoice, reason: str) -> OffloadError:
-    return OffloadError(reason, key=choice.key, value=choice.path, fix=_FIX)
+    return OffloadError(reason, key=choice.key, value=choice.path, fix=FIX)
 
 
 def _say(error: Exception) -> Any:

@@ -1,0 +1,212 @@
+"""Whether what a plan swaps fits on the disk, asked before anything is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import OffloadError
+from zerotune.offload.choosing import Target
+from zerotune.offload.root import SwapRoot, gibibytes
+from zerotune.offload.stale import find_leases
+from zerotune.plan import sizing
+
+if TYPE_CHECKING:
+    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.resolved import ResolvedPlan
+
+_ALIGNMENT: Final = 1024
+"""``AIO_ALIGNED_BYTES``: each thread's share of a swap file is a multiple of it."""
+_AIO_BLOCK: Final = 1_048_576
+_ONE_STATE: Final = frozenset({"DeepSpeedCPULion", "DeepSpeedCPUAdagrad"})
+_FOLDERS: Final = 8
+_SLACK: Final = 1.01
+"""What a file system keeps for itself per byte: block lists and rounding to blocks."""
+
+
+@attrs.frozen(kw_only=True)
+class SwapFiles:
+    """What one rank writes to one kind of swap file."""
+
+    nbytes: int = 0
+    count: int = 0
+
+    def __add__(self, other: SwapFiles) -> SwapFiles:
+        return SwapFiles(nbytes=self.nbytes + other.nbytes, count=self.count + other.count)
+
+    def times(self, factor: int) -> SwapFiles:
+        """The same for so many ranks."""
+        return SwapFiles(nbytes=self.nbytes * factor, count=self.count * factor)
+
+
+@attrs.frozen(kw_only=True)
+class SwapNeeds:
+    """The most one rank writes during a run, by what is swapped."""
+
+    files: Mapping[Target, SwapFiles]
+
+    def of(self, *targets: Target) -> SwapFiles:
+        """What these targets need together."""
+        return sum((self.files.get(target, SwapFiles()) for target in targets), SwapFiles())
+
+
+def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
+    """Bytes and files that DeepSpeed swaps, per rank, at most.
+
+    Counted as DeepSpeed 0.19.8 counts (``runtime/swap_tensor``): what is smaller than 1 MiB and
+    one aio block stays in memory; a parameter's part is one file; each sub-group of the
+    optimizer has a file for its master weights and for each state, and its gradients have one
+    per parameter. Lengths are rounded up to 1024 bytes per aio thread.
+
+    Returns:
+        ``None`` when the plan was resolved without a model.
+    """
+    model = resolved.model
+    if model is None:
+        return None
+    aio = resolved.plan.aio
+    block = _whole(aio.block_size if aio else None) or _AIO_BLOCK
+    threads = _whole(aio.intra_op_parallelism if aio else None) or 1
+    least = max(sizing.SMALLEST_SWAP_BYTES, block)
+    count = _Counter(resolved=resolved, model=model, least=least, unit=_ALIGNMENT * threads)
+    files: dict[Target, SwapFiles] = {}
+    if resolved.offload_param == "nvme":
+        files["param"] = count.parameters()
+    if resolved.offload_optimizer == "nvme":
+        files["optimizer"] = count.optimizer()
+    return SwapNeeds(files=files)
+
+
+@attrs.frozen(kw_only=True)
+class _Counter:
+    resolved: ResolvedPlan
+    model: ModelFacts
+    least: int
+    unit: int
+
+    def _files(self, sizes: Iterator[int]) -> SwapFiles:
+        swapped = [-(-size // self.unit) * self.unit for size in sizes if size >= self.least]
+        return SwapFiles(nbytes=sum(swapped), count=len(swapped))
+
+    def parameters(self) -> SwapFiles:
+        element = 4 if self.resolved.precision == "fp32" else 2
+        parts = (sizing.partition(p, self.resolved.world_size) for p in self.model.parameters)
+        return self._files(part * element for part in parts)
+
+    def optimizer(self) -> SwapFiles:
+        element = 2 if self._half_masters() else 4
+        choice = self.resolved.optimizer
+        states = 1 if choice is not None and choice.implementation in _ONE_STATE else 2
+        groups = self._files(numel * element for numel in self._sub_groups())
+        parts = (sizing.partition(p, self.resolved.world_size) for p in self.model.trainable)
+        return groups.times(1 + states) + self._files(part * element for part in parts)
+
+    def _sub_groups(self) -> Iterator[int]:
+        """Elements of each sub-group, which closes once it has reached its size."""
+        zero = self.resolved.plan.zero_optimization
+        size = _whole(zero.sub_group_size if zero else None) or sizing.SUB_GROUP_NVME
+        numel = 0
+        for parameter in self.model.trainable:
+            numel += sizing.partition(parameter, self.resolved.world_size)
+            if numel >= size:
+                yield numel
+                numel = 0
+        if numel:
+            yield numel
+
+    def _half_masters(self) -> bool:
+        bf16 = self.resolved.plan.bf16
+        return bf16 is not None and bf16.bf16_master_weights_and_grads is True
+
+
+def check_space(
+    roots: Mapping[Target, SwapRoot], needs: SwapNeeds | None, *, ranks: int, run_id: str
+) -> tuple[Decision, ...]:
+    """Compare what a run will write with what is free.
+
+    What other living runs on the same roots have said they will still write counts as taken.
+
+    Args:
+        roots: Where each target goes.
+        needs: Per rank; ``None`` when it is not known.
+        ranks: Ranks of this machine, which share the disk.
+        run_id: This run, whose own folder is no other's.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        OffloadError: It does not fit; the message holds the numbers.
+    """
+    if needs is None:
+        return (
+            Decision(
+                key="offload.space",
+                before=None,
+                after=None,
+                reason="the plan was resolved without a model, so the space it needs is not known",
+                severity="warning",
+            ),
+        )
+    disks: dict[int, dict[Path, list[Target]]] = {}
+    for target, root in roots.items():
+        disk = disks.setdefault(root.path.stat().st_dev, {})
+        disk.setdefault(root.path, []).append(target)
+    return tuple(
+        _check_disk(folders, needs, ranks=ranks, run_id=run_id) for folders in disks.values()
+    )
+
+
+def _check_disk(
+    folders: Mapping[Path, list[Target]], needs: SwapNeeds, *, ranks: int, run_id: str
+) -> Decision:
+    path = next(iter(folders))
+    per_rank = needs.of(*(target for targets in folders.values() for target in targets))
+    wanted = per_rank.times(ranks)
+    nbytes = int(wanted.nbytes * _SLACK)
+    files = wanted.count + _FOLDERS * (ranks + 1)
+    space = os.statvfs(path)
+    free = space.f_bavail * space.f_frsize
+    others = sum(_still_to_come(folder, run_id) for folder in folders)
+    said = f"{gibibytes(nbytes)} for {ranks} rank(s), {gibibytes(per_rank.nbytes)} each"
+    taken = f", {gibibytes(others)} of it spoken for by other runs" if others else ""
+    if nbytes > free - others:
+        raise OffloadError(
+            f"the plan swaps {said}, and {gibibytes(free)} ({free} bytes) are free{taken}: "
+            f"{gibibytes(nbytes + others - free)} are missing",
+            key="offload.root",
+            value=str(path),
+            fix="free that much (`zerotune offload clean` shows what dead runs left), give a root "
+            "on a larger disk, or offload to cpu",
+        )
+    if space.f_files and files > space.f_favail:
+        raise OffloadError(
+            f"the plan makes {files} files and folders, and {space.f_favail} can still be made",
+            key="offload.root",
+            value=str(path),
+            fix="delete small files, or give a root on another file system",
+        )
+    return Decision(
+        key="offload.space",
+        before=None,
+        after=str(path),
+        reason=f"the plan swaps {said}; {gibibytes(free)} are free{taken}",
+    )
+
+
+def _still_to_come(root: Path, run_id: str) -> int:
+    """Bytes that living runs in a root have reserved and not yet written."""
+    return sum(
+        max(0, lease.reserved - lease.size)
+        for lease in find_leases(root)
+        if lease.state != "stale" and lease.run_id != run_id
+    )
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
