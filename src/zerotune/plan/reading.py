@@ -24,6 +24,8 @@ TRAINER_KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "max_grad_norm": "gradient_clipping",
     "gradient_clipping": "gradient_clipping",
+    "offload_param_path": "offload_param_path",
+    "offload_optimizer_path": "offload_optimizer_path",
 }
 """Key of a trainer's own file to the launch setting it is."""
 _ENOUGH_KEYS = 3

@@ -259,5 +259,9 @@ class LaunchSection(Section):
     """Build the model inside ``deepspeed.zero.Init``; stage 3 only."""
     deepspeed_config_file: str | None = setting(Text())
     """The file the plan was really read from."""
+    offload_param_path: str | None = setting(Folder())
+    """Swap root for parameters, before DeepSpeed's own ``nvme_path``."""
+    offload_optimizer_path: str | None = setting(Folder())
+    """Swap root for optimizer states, where they go elsewhere."""
     deepspeed_moe_layer_cls_names: str | None = setting(Text(empty=True))
     extra: Mapping[str, Any] = extra_keys()
