@@ -19,11 +19,18 @@ from zerotune.backend.corrections import align_swapped_gradients, undo_dummy_ste
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.environment import environment
+from zerotune.backend.groups import RunningGroup, expected_groups, running_groups
 from zerotune.backend.layouts import full_shape, layout_of_deepspeed, trainable_parameters
 from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers import build_torch_optimizer
+from zerotune.backend.optimizers import (
+    build_client_optimizer,
+    own_scheduler,
+    parameter_groups,
+    scheduler_class,
+)
 from zerotune.backend.require import quiet_deepspeed, require_deepspeed
+from zerotune.backend.torch_optimizers import ShardAware
 from zerotune.backend.verification import Checks
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
@@ -74,18 +81,18 @@ class DeepSpeedEngine(Closing):
         rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
         # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it.
         self.resources.enter_context(environment(LOCAL_RANK=str(launch.local_rank)))
-        self._engine = _initialize(deepspeed, model, [p for _, p in named], plan)
+        self._engine, self._expected_groups = _initialize(deepspeed, model, named, plan)
         self._module = model
         self._decisions = (
             *_rounding(plan, rounded),
             *undo_dummy_step(self._engine),
             *align_swapped_gradients(self._engine),
         )
-        self._master_weights = MasterWeights(
-            layout=layout_of_deepspeed(self._engine, rank=self._group.rank),
-            group=self._group,
-            device=self.device,
-        )
+        layout = layout_of_deepspeed(self._engine, rank=self._group.rank)
+        self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+        inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        if isinstance(inner, ShardAware):
+            inner.attach(layout=layout, group=self._group, device=self.device)
         self._checks().raise_if_failed(engine="DeepSpeed")
         announce(self.decisions, rank=self._group.rank)
 
@@ -211,10 +218,12 @@ class DeepSpeedEngine(Closing):
                 inner,
                 scheduler=plan.scheduler,
                 steps_taken=engine.global_steps - engine.skipped_steps,
+                groups=self._expected_groups,
             )
+            checks.group_members(self._expected_groups, running_groups(engine, self._module))
         checks.equal(
             "scheduler.type",
-            None if plan.scheduler is None else plan.scheduler.name,
+            scheduler_class(plan),
             None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
         )
         checks.equal("precision", plan.precision, _precision(engine))
@@ -283,19 +292,21 @@ def _check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
 def _initialize(
     deepspeed: Any,
     model: torch.nn.Module,
-    parameters: list[torch.nn.Parameter],
+    named: list[tuple[str, torch.nn.Parameter]],
     plan: ResolvedPlan,
-) -> Any:
+) -> tuple[Any, tuple[RunningGroup, ...]]:
     choice = plan.optimizer
-    optimizer = None
-    if choice is not None and choice.source == "torch":
-        optimizer = build_torch_optimizer(choice, parameters)
+    if choice is None:
+        raise EngineError("the plan has no optimizer choice", key="plan.optimizer")
+    client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
+    expected = expected_groups(choice, named, client)
     try:
         with same_ninja():
             engine, *_ = deepspeed.initialize(
                 model=model,
-                model_parameters=parameters,
-                optimizer=optimizer,
+                model_parameters=parameter_groups(choice, named),
+                optimizer=client,
+                lr_scheduler=own_scheduler(plan),
                 config=plan.to_deepspeed(),
                 dist_init_required=False,
             )
@@ -306,7 +317,7 @@ def _initialize(
             key="deepspeed.initialize",
             fix="run `zerotune doctor` when an op could not be built, else change what it names",
         ) from error
-    return engine
+    return engine, expected
 
 
 def _rounding(plan: ResolvedPlan, rounded: bool) -> tuple[Decision, ...]:

@@ -6,9 +6,9 @@ This file and ``require.RELIED_ON`` are all that zerotune knows of DeepSpeed's i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from typing_extensions import override
@@ -57,6 +57,11 @@ class ResidentLayout(MasterLayout):
     @override
     def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return self._order
+
+    @property
+    @override
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return self._slabs
 
     @override
     @contextmanager
@@ -209,6 +214,11 @@ class ShardedLayout(MasterLayout):
     @override
     def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return self._order
+
+    @property
+    @override
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return cast(Sequence[torch.Tensor], self._wrapper.fp32_partitioned_groups_flat)
 
     @override
     @contextmanager

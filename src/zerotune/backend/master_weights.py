@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
@@ -141,6 +141,11 @@ class MasterLayout(ABC):
 
         In an order that all ranks share and that never leaves a slab and comes back.
         """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The flat tensors as the optimizer's groups hold them; their data may lie on NVMe."""
 
     @abstractmethod
     def reading(self, slab: int) -> AbstractContextManager[Slab]:

@@ -12,10 +12,11 @@ import torch
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.environment import environment
+from zerotune.backend.groups import expected_groups
 from zerotune.backend.layouts import ParameterLayout, trainable_parameters
 from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers import CurveScheduler, build_torch_optimizer
+from zerotune.backend.optimizers import CurveScheduler, build_client_optimizer
 from zerotune.backend.require import require_accelerate
 from zerotune.backend.verification import Checks
 from zerotune.decisions import Decision, announce
@@ -77,10 +78,15 @@ class PlainEngine(Closing):
             raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
         self._parameters = [parameter for _, parameter in named]
         self._wrapped = self._accelerator.prepare_model(model)
-        self._torch_optimizer = build_torch_optimizer(plan.optimizer, self._parameters)
+        self._torch_optimizer = build_client_optimizer(plan.optimizer, named)
+        self._expected_groups = expected_groups(plan.optimizer, named, self._torch_optimizer)
         self._optimizer = self._accelerator.prepare_optimizer(self._torch_optimizer)
         self._scheduler = (
-            CurveScheduler(optimizer=self._torch_optimizer, choice=plan.scheduler)
+            CurveScheduler(
+                optimizer=self._torch_optimizer,
+                choice=plan.scheduler,
+                base_lr=plan.optimizer.lr,
+            )
             if plan.scheduler
             else None
         )
@@ -229,7 +235,13 @@ class PlainEngine(Closing):
         if choice is None:
             return checks
         checks.equal("optimizer.type", choice.implementation, type(self._torch_optimizer).__name__)
-        checks.optimizer_arguments(choice, self._torch_optimizer, scheduler=self._plan.scheduler)
+        checks.optimizer_arguments(
+            choice,
+            self._torch_optimizer,
+            scheduler=self._plan.scheduler,
+            steps_taken=self._global_step - self._skipped_steps,
+            groups=self._expected_groups,
+        )
         precision = {"no": "fp32"}.get(
             self._accelerator.mixed_precision, self._accelerator.mixed_precision
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 
+from zerotune.backend.groups import RunningGroup
 from zerotune.errors import VerificationError
 from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
 from zerotune.plan.schedules import betas_at, lr_at
@@ -45,16 +46,32 @@ class Checks:
         *,
         scheduler: SchedulerChoice | None,
         steps_taken: int = 0,
+        groups: Sequence[RunningGroup] = (),
     ) -> None:
-        """Compare lr, betas, eps, weight decay and the decay mode of every group."""
-        for index, group in enumerate(optimizer.param_groups):
-            prefix = "optimizer" if index == 0 else f"optimizer.param_groups[{index}]"
-            expected = dict(choice.params)
+        """Compare lr, betas, eps, weight decay and the decay mode of every group.
+
+        Args:
+            choice: The optimizer the plan names.
+            optimizer: The one that runs.
+            scheduler: The schedule the plan names.
+            steps_taken: Optimizer steps so far.
+            groups: What each group should have; all of them ``choice.params`` when not given.
+        """
+        running = optimizer.param_groups
+        if groups:
+            self.equal("optimizer.param_groups", len(groups), len(running))
+        for index, group in enumerate(running):
+            prefix = "optimizer" if len(running) == 1 else f"optimizer.param_groups[{index}]"
+            own = groups[index].params if index < len(groups) else {}
+            expected = {**choice.params, **own}
             if scheduler is not None:
-                expected["lr"] = lr_at(scheduler, steps_taken, choice.lr)
+                base = float(expected["lr"])
+                # DeepSpeed's schedules know one rate; zerotune's keep each group's multiple.
+                factor = base / choice.lr if scheduler.source == "zerotune" else 1.0
+                expected["lr"] = lr_at(scheduler, steps_taken, choice.lr) * factor
                 if expected.get("betas") is not None:
                     expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
-            for name in ("lr", "betas", "eps", "weight_decay", "momentum"):
+            for name in ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon"):
                 if name in expected and name in group:
                     self.equal(f"{prefix}.{name}", expected[name], group[name])
         if choice.weight_decay_mode is not None:
@@ -62,6 +79,18 @@ class Checks:
                 "optimizer.weight_decay_mode",
                 choice.weight_decay_mode,
                 weight_decay_mode(optimizer) or "unknown",
+            )
+
+    def group_members(
+        self, expected: Sequence[RunningGroup], running: Sequence[RunningGroup]
+    ) -> None:
+        """Compare which parameters each group holds."""
+        for index, (wanted, found) in enumerate(zip(expected, running, strict=False)):
+            lost = sorted(wanted.members ^ found.members)
+            self.equal(
+                f"optimizer.param_groups[{index}].parameters",
+                len(wanted.members),
+                f"{len(found.members)}, differing in {lost[0]}" if lost else len(found.members),
             )
 
     @property

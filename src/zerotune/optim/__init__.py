@@ -8,6 +8,7 @@ from __future__ import annotations
 from zerotune.optim.capability import Capability
 from zerotune.optim.catalogue import OPTIMIZERS
 from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.groups import ParameterGroup, ParameterGroups
 from zerotune.optim.naming import normalise_optimizer_name
 from zerotune.optim.parameters import Parameter
 from zerotune.optim.resolver import OptimizerResolution, OptimizerResolver
@@ -16,6 +17,8 @@ from zerotune.optim.schedulers import SCHEDULERS, SchedulerEntry, normalise_sche
 __all__ = [
     "OptimizerResolver",
     "OptimizerResolution",
+    "ParameterGroups",
+    "ParameterGroup",
     "normalise_optimizer_name",
     "normalise_scheduler_name",
     "OPTIMIZERS",

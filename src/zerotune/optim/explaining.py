@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from zerotune.decisions import render_decisions
+from zerotune.optim.grouping import describe
 from zerotune.optim.schedulers import SCHEDULERS
 from zerotune.plan.choices import SchedulerChoice
 from zerotune.plan.schedules import lr_at
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def explain_resolution(resolution: OptimizerResolution) -> str:
     """A resolution as text: what runs, its schedule at a few steps, and every decision."""
     optimizer, scheduler = resolution.optimizer, resolution.scheduler
-    builder = "built by DeepSpeed" if optimizer.source == "deepspeed" else "of torch.optim"
+    builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
     lines = [f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"]
     lines.append(f"  on {resolution.situation}")
     if optimizer.weight_decay_mode is not None:
@@ -25,6 +26,9 @@ def explain_resolution(resolution: OptimizerResolution) -> str:
     states = ", ".join(resolution.states) or "none"
     lines.append(f"  states per parameter: {states}")
     lines += _arguments(optimizer.params)
+    if optimizer.groups:
+        lines.append("parameter groups, the first match wins:")
+        lines += [f"  {describe(group)}" for group in optimizer.groups]
     if scheduler is None:
         lines.append("scheduler: none, the learning rate stays constant")
     else:
@@ -35,6 +39,12 @@ def explain_resolution(resolution: OptimizerResolution) -> str:
         lines += ["decisions:", render_decisions(resolution.decisions)]
     return "\n".join(lines)
 
+
+_BUILDER: Final = {
+    "deepspeed": "built by DeepSpeed",
+    "torch": "of torch.optim",
+    "zerotune": "zerotune's own",
+}
 
 _DECAY: Final = {
     "decoupled": "decoupled from the gradient, as AdamW",

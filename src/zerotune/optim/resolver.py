@@ -12,12 +12,14 @@ from zerotune.errors import UNSET, InvalidValueError
 from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import Capability, capability_of
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
+from zerotune.optim.grouping import group_parameters
+from zerotune.optim.groups import ParameterGroups
 from zerotune.optim.naming import normalise_optimizer_name, parse_optimizer_name
 from zerotune.optim.overrides import Overrides
 from zerotune.optim.parameters import is_auto, to_number
 from zerotune.optim.requests import Request
 from zerotune.optim.schedulers import DEFAULT_SCHEDULER, normalise_scheduler_name
-from zerotune.optim.scheduling import ScheduleRequest, settle_schedule
+from zerotune.optim.scheduling import ScheduleRequest, per_group_schedule, settle_schedule
 from zerotune.optim.settling import Policy, Settled, settle
 from zerotune.optim.situation import Situation
 from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
@@ -68,6 +70,8 @@ class OptimizerResolver:
     """Values that beat the configuration and the run: ``{"lr": 3e-5}``,
     ``{"scheduler.params.warmup_num_steps": 100}``, ``{"optimizer.type": "Lion"}``,
     ``{"scheduler.type": None}`` for a constant learning rate."""
+    groups: ParameterGroups | None = None
+    """Which parameters get which arguments; ``None``: all get the same."""
     platform: Platform | None = None
     """``Platform`` that ``capability`` asks about when no plan is at hand."""
     deepspeed_version: str | None = None
@@ -105,13 +109,17 @@ class OptimizerResolver:
             suggestions=_suggestions(resolved.run, schedule),
             policy=self.on_unsupported,
         )
+        choice, grouping = self._grouped(settled, resolved)
         scheduler, why = self._settle_schedule(schedule, settled, resolved)
+        if scheduler is not None:
+            scheduler, own_curve = per_group_schedule(scheduler, choice)
+            why = (*why, *own_curve)
         return OptimizerResolution(
-            optimizer=settled.choice,
+            optimizer=choice,
             scheduler=scheduler,
             states=settled.entry.states_for(settled.choice.params),
             situation=situation,
-            decisions=(*settled.decisions, *why),
+            decisions=(*settled.decisions, *grouping, *why),
         )
 
     def apply(self, resolved: ResolvedPlan) -> ResolvedPlan:
@@ -177,6 +185,16 @@ class OptimizerResolver:
             name = parse_optimizer_name(DEFAULT_OPTIMIZER)
             return Request(name=name, params=params, configured=False)
         return Request(name=parse_optimizer_name(written), params=params)
+
+    def _grouped(
+        self, settled: Settled, resolved: ResolvedPlan
+    ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
+        if self.groups is None:
+            return settled.choice, ()
+        groups, decisions = group_parameters(
+            self.groups, resolved.model, settled.choice, settled.entry
+        )
+        return attrs.evolve(settled.choice, groups=groups), decisions
 
     def _schedule_request(
         self, resolved: ResolvedPlan, overrides: Overrides

@@ -83,6 +83,28 @@ def settle_schedule(
     return SchedulerChoice(name=entry.name, params=filled.values), tuple(filled.decisions)
 
 
+def per_group_schedule(
+    choice: SchedulerChoice, optimizer: OptimizerChoice
+) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
+    """Let zerotune step the curve where DeepSpeed's class would give all groups one rate.
+
+    Args:
+        choice: The schedule settled on.
+        optimizer: The optimizer with its groups.
+    """
+    rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
+    if choice.source != "deepspeed" or not rates - {optimizer.lr}:
+        return choice, ()
+    decision = Decision(
+        key=TYPE_KEY,
+        before=choice.name,
+        after=choice.name,
+        reason=f"the groups' learning rates differ, and DeepSpeed's {choice.name} would set one "
+        "for all of them; zerotune steps the same curve, scaled for each group",
+    )
+    return attrs.evolve(choice, source="zerotune"), (decision,)
+
+
 def _complete(request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts) -> Filled:
     entry = request.entry
     log = Filled()

@@ -7,8 +7,23 @@ from typing import Any, Literal
 
 import attrs
 
-OptimizerSource = Literal["deepspeed", "torch"]
+OptimizerSource = Literal["deepspeed", "torch", "zerotune", "package"]
+SchedulerSource = Literal["deepspeed", "zerotune"]
 WeightDecay = Literal["decoupled", "l2"]
+
+
+@attrs.frozen(kw_only=True)
+class GroupChoice:
+    """Parameters that share arguments of their own."""
+
+    name: str
+    """What the group is called (``"no_decay"``)."""
+    params: Mapping[str, Any]
+    """The group's own values, explicit; arguments not named here are the optimizer's."""
+    parameters: tuple[str, ...]
+    """Dotted names of the model's parameters in it, in the model's order."""
+    numel: int
+    """Elements of these parameters."""
 
 
 @attrs.frozen(kw_only=True)
@@ -23,10 +38,15 @@ class OptimizerChoice:
     """Class that will do the update: ``"FusedAdam"``, ``"DeepSpeedCPUAdam"``, ``"AdamW"`` …
     (``type(optimizer).__name__``)."""
     source: OptimizerSource = "deepspeed"
-    """``"deepspeed"``: built by DeepSpeed from the rendered configuration. ``"torch"``: a
-    ``torch.optim`` class built by the engine and handed over."""
+    """``"deepspeed"``: built by DeepSpeed from the rendered configuration. The others are built
+    by the engine and handed over: a class of ``torch.optim``, one of zerotune's own, or one of an
+    optional package."""
     weight_decay_mode: WeightDecay | None = None
     """Decay mode of Adam-like optimizers, ``None`` for others."""
+    package: str | None = None
+    """Module that has the class, when ``source`` is ``"package"`` (``"prodigyopt"``)."""
+    groups: tuple[GroupChoice, ...] = ()
+    """Parameter groups, in order, together all trainable parameters; empty: one group."""
 
     @property
     def lr(self) -> float:
@@ -39,6 +59,9 @@ class SchedulerChoice:
     """The learning-rate schedule, counted in optimizer steps."""
 
     name: str
-    """Canonical DeepSpeed name (``"WarmupLR"``)."""
+    """Canonical name, of DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
     params: Mapping[str, Any]
     """Every argument, explicit, nothing ``"auto"``."""
+    source: SchedulerSource = "deepspeed"
+    """Who steps it: DeepSpeed's own class, or zerotune's curve, which follows the same formula
+    and scales it for each parameter group."""

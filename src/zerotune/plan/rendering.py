@@ -99,14 +99,14 @@ def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
             "params": copy.deepcopy(dict(optimizer.params)),
             **kept,
         }
-    if resolved.scheduler is not None:
+    if resolved.scheduler is not None and resolved.scheduler.source == "deepspeed":
         config["scheduler"] = {
             "type": resolved.scheduler.name,
             "params": copy.deepcopy(dict(resolved.scheduler.params)),
         }
     if not resolved.uses_deepspeed:
         return
-    client = optimizer.source == "torch"
+    client = optimizer.source != "deepspeed"
     untested = client or optimizer.implementation not in _ZERO_TESTED
     written_untested = resolved.requested.zero_allow_untested_optimizer is True
     config["zero_allow_untested_optimizer"] = untested or written_untested

@@ -184,7 +184,16 @@ class ResolvedPlan:
 
         from zerotune.plan.rendering import render
 
-        content = {"config": render(self, folders=False), "world_size": self.world_size}
+        content: dict[str, Any] = {
+            "config": render(self, folders=False),
+            "world_size": self.world_size,
+        }
+        if self.optimizer is not None and self.optimizer.source != "deepspeed":
+            content["optimizer"] = attrs.asdict(self.optimizer)
+        elif self.optimizer is not None and self.optimizer.groups:
+            content["groups"] = [attrs.asdict(group) for group in self.optimizer.groups]
+        if self.scheduler is not None and self.scheduler.source != "deepspeed":
+            content["scheduler"] = attrs.asdict(self.scheduler)
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 

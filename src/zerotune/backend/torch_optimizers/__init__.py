@@ -1,0 +1,21 @@
+"""Optimizers that DeepSpeed has as CUDA kernels only, or not for every stage, in plain torch.
+
+They take whole parameters as well as the flat shards of ZeRO: see ``ShardAware``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from zerotune.backend.torch_optimizers.lamb import Lamb
+from zerotune.backend.torch_optimizers.lion import Lion
+from zerotune.backend.torch_optimizers.muon import Muon
+from zerotune.backend.torch_optimizers.shards import ShardAware
+
+OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}
+"""Classes by the name that ``OptimizerChoice.implementation`` gives them."""
+
+__all__ = ["OWN", "Lamb", "Lion", "Muon", "ShardAware"]

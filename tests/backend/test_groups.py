@@ -1,0 +1,166 @@
+"""Parameter groups reach the real engines whole, and stay whole under every stage."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import HostileNet
+from tests.support.ranks import run_ranks
+from zerotune.backend.optimizers import CurveScheduler, parameter_groups
+from zerotune.errors import EngineError, VerificationError
+from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
+from zerotune.plan.choices import GroupChoice, OptimizerChoice, SchedulerChoice
+from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.schedules import lr_at
+
+SCHEDULE = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
+}
+STAGES = [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
+
+
+def engine_with_groups(
+    stage: int, offload: str, *, deepspeed: bool = True, optimizer: str = "AdamW", sub: int = 20
+) -> Any:
+    from zerotune.backend.building import build_engine
+
+    model = HostileNet(scalar=False)
+    groups = ParameterGroups(
+        rules=[ParameterGroup(name="second", patterns="second", lr_scale=0.1)]
+    ).without_decay_on_norms_and_biases()
+    zero = {"sub_group_size": sub} if stage == 3 else {}
+    plan = DeepSpeedPlan.build(
+        stage=stage,
+        offload=offload,
+        precision="fp32",
+        optimizer={"type": optimizer, "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        scheduler=SCHEDULE,
+        **zero,
+    ).resolve(
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        deepspeed=deepspeed,
+    )
+    return build_engine(model=model, plan=OptimizerResolver(groups=groups).apply(plan))
+
+
+def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses and, for each group, the learning rate of every update."""
+    losses, rates = [], {}
+    generator = torch.Generator().manual_seed(engine.group.rank)
+    for _ in range(steps):
+        x = torch.randn(4, 7, 7, generator=generator)
+        loss = (engine(x) - x).pow(2).mean()
+        engine.backward(loss)
+        inner = engine.deepspeed_engine.optimizer if hasattr(engine, "deepspeed_engine") else None
+        held = engine._torch_optimizer if inner is None else inner
+        for group in held.param_groups:
+            rates.setdefault(group["name"], []).append(float(group["lr"]))
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses, rates
+
+
+def train_everywhere() -> dict[str, Any]:
+    results = {}
+    with engine_with_groups(0, "none", deepspeed=False) as engine:
+        results["plain"] = (*train(engine), engine.explain())
+    for stage, offload in STAGES:
+        with engine_with_groups(stage, offload) as engine:
+            results[f"z{stage}-{offload}"] = (*train(engine), engine.explain())
+    return results
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
+    for results in run_ranks(train_everywhere, world_size=world_size):
+        expected_losses, _, _ = results["plain"]
+        schedule = SchedulerChoice(
+            name="WarmupLR", params=SCHEDULE["params"] | {"warmup_type": "log"}
+        )
+        curve = [lr_at(schedule, step, 1e-2) for step in range(6)]
+        for name, (losses, rates, text) in results.items():
+            assert set(rates) == {"second, no decay", "second", "no decay", "rest"}, name
+            for group, seen in rates.items():
+                factor = 0.1 if group.startswith("second") else 1.0
+                assert seen == pytest.approx([factor * lr for lr in curve], rel=1e-12), name
+            assert losses == pytest.approx(expected_losses, rel=2e-5), name
+            assert "optimizer.param_groups[0].weight_decay = 0.0 [ok]" in text, name
+            assert "NOT" not in text, name
+
+
+def lose_a_group() -> str:
+    """DeepSpeed with one group's arguments taken away behind the plan's back."""
+    import deepspeed
+
+    original = deepspeed.initialize
+
+    def initialize(**kwargs: Any) -> Any:
+        groups = kwargs["model_parameters"]
+        kwargs["model_parameters"] = [p for group in groups for p in group["params"]]
+        return original(**kwargs)
+
+    deepspeed.initialize = initialize
+    try:
+        engine_with_groups(2, "none").close()
+    except VerificationError as error:
+        return str(error)
+    finally:
+        deepspeed.initialize = original
+    return "not noticed"
+
+
+@pytest.mark.deepspeed
+def test_groups_that_do_not_arrive_are_noticed() -> None:
+    (message,) = run_ranks(lose_a_group)
+    assert "optimizer.param_groups should be 4 but 1 runs" in message
+    assert "weight_decay should be 0.0 but 0.1 runs" in message
+
+
+def choice_of(*names: str) -> OptimizerChoice:
+    return OptimizerChoice(
+        name="AdamW",
+        params={"lr": 1e-3},
+        implementation="AdamW",
+        source="torch",
+        groups=(GroupChoice(name="g", params={"lr": 1.0}, parameters=names, numel=1),),
+    )
+
+
+def test_groups_of_another_model_are_refused() -> None:
+    named = list(torch.nn.Linear(2, 2).named_parameters())
+    assert [
+        len(group["params"]) for group in parameter_groups(choice_of("bias", "weight"), named)
+    ] == [2]
+    with pytest.raises(EngineError, match="another model"):
+        parameter_groups(choice_of("weight", "bias", "gone"), named)
+    with pytest.raises(EngineError, match="no parameter group"):
+        parameter_groups(choice_of("weight"), named)
+
+
+def test_a_groups_rate_is_a_constant_multiple_of_the_curve() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=2.0)
+    schedule = SchedulerChoice(
+        name="WarmupLR",
+        params={
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": 2.0,
+            "warmup_num_steps": 4,
+            "warmup_type": "linear",
+        },
+    )
+    curve = CurveScheduler(optimizer=optimizer, choice=schedule, base_lr=2.0)
+    for _ in range(4):
+        curve.step()
+    assert curve.get_lr() == [1.5, 0.375]
+    curve.load_state_dict({"last_batch_iteration": 1})
+    assert curve.get_lr() == [0.5, 0.125]
+    assert curve.state_dict() == {"last_batch_iteration": 1}

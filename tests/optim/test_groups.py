@@ -1,0 +1,208 @@
+"""Ordered patterns over parameter names: the first match wins, and nothing is lost."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
+from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
+from zerotune.optim.patterns import matches
+from zerotune.plan.facts import ModelFacts, ParameterFacts
+
+SHAPES = [
+    ("unet.conv_in.weight", (8, 4, 3, 3)),
+    ("unet.conv_in.bias", (8,)),
+    ("unet.norm.weight", (8,)),
+    ("unet.attn.to_q.weight", (8, 8)),
+    ("text.embed.weight", (16, 8)),
+    ("text.head.bias", (3,)),
+]
+
+
+@pytest.fixture
+def resolve(make_plan):
+    def run(groups, *, shapes=SHAPES, frozen=(), optimizer="AdamW", params=None, **situation):
+        facts = ModelFacts(
+            parameters=[
+                ParameterFacts(name=name, shape=shape, trainable=name not in frozen)
+                for name, shape in shapes
+            ]
+        )
+        plan = attrs.evolve(
+            make_plan(
+                optimizer, {"lr": 1e-3, "weight_decay": 0.1} | (params or {}), **situation
+            ),
+            model=facts,
+        )
+        return OptimizerResolver(groups=groups, on_unsupported="error").resolve(plan)
+
+    return run
+
+
+def members(resolution):
+    return {group.name: list(group.parameters) for group in resolution.optimizer.groups}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("unet", "unet.conv_in.weight", True),
+        ("unet", "unet2.conv_in.weight", False),
+        ("unet.conv_in", "unet.conv_in.bias", True),
+        ("unet.conv_in.bias", "unet.conv_in.bias", True),
+        ("*.bias", "a.b.bias", True),
+        ("*.bias", "bias", False),
+        ("unet.*.weight", "unet.a.b.weight", True),
+        ("re:lora_[AB]", "x.lora_A.default.weight", True),
+        (r"re:^attn", "x.attn", False),
+    ],
+)
+def test_a_pattern_is_a_subtree_a_glob_or_a_regular_expression(pattern, name, expected):
+    assert matches(pattern, name) is expected
+
+
+def test_no_decay_takes_norms_and_biases_by_their_dimension(resolve):
+    groups = resolve(ParameterGroups.no_decay()).optimizer.groups
+    assert [group.name for group in groups] == ["no decay", "rest"]
+    first, rest = groups
+    assert first.parameters == ("unet.conv_in.bias", "unet.norm.weight", "text.head.bias")
+    assert (first.numel, rest.numel) == (19, 288 + 64 + 128)
+    assert first.params == {"lr": 1e-3, "weight_decay": 0.0}
+    assert rest.params == {"lr": 1e-3, "weight_decay": 0.1}
+
+
+def test_two_parts_have_rates_of_their_own_and_no_decay_on_norms(resolve):
+    groups = ParameterGroups.per_part(
+        {"unet": {"lr": 1e-5}, "text": {"lr": 1e-6, "weight_decay": 0.3}}
+    ).without_decay_on_norms_and_biases()
+    chosen = {group.name: group for group in resolve(groups).optimizer.groups}
+    assert {name: group.params for name, group in chosen.items()} == {
+        "unet, no decay": {"lr": 1e-5, "weight_decay": 0.0},
+        "unet": {"lr": 1e-5, "weight_decay": 0.1},
+        "text, no decay": {"lr": 1e-6, "weight_decay": 0.0},
+        "text": {"lr": 1e-6, "weight_decay": 0.3},
+    }
+    assert chosen["text"].parameters == ("text.embed.weight",)
+
+
+def test_lora_groups_follow_lora_plus(resolve):
+    shapes = [("q.lora_A.default.weight", (4, 8)), ("q.lora_B.default.weight", (8, 4))]
+    chosen = resolve(ParameterGroups.lora(b_ratio=16), shapes=shapes).optimizer.groups
+    assert [(group.name, group.params["lr"]) for group in chosen] == [
+        ("lora_B", 16e-3),
+        ("lora_A", 1e-3),
+    ]
+    assert all(group.params["weight_decay"] == 0 for group in chosen)
+
+
+def test_the_first_match_wins(resolve):
+    rules = [
+        ParameterGroup(name="biases", patterns="*.bias", params={"lr": 1.0}),
+        ParameterGroup(name="unet", patterns="unet", params={"lr": 2.0}),
+    ]
+    assert members(resolve(ParameterGroups(rules=rules))) == {
+        "biases": ["unet.conv_in.bias", "text.head.bias"],
+        "unet": ["unet.conv_in.weight", "unet.norm.weight", "unet.attn.to_q.weight"],
+        "rest": ["text.embed.weight"],
+    }
+    swapped = members(resolve(ParameterGroups(rules=rules[::-1])))
+    assert swapped["biases"] == ["text.head.bias"]
+    assert "unet.conv_in.bias" in swapped["unet"]
+
+
+@given(st.lists(st.sampled_from(["unet", "text", "*.bias", "*norm*", "re:q"]), unique=True))
+def test_every_trainable_parameter_is_in_exactly_one_group(patterns):
+    from tests.optim.conftest import resolved_plan
+
+    plan = attrs.evolve(
+        resolved_plan("AdamW", {"lr": 1e-3}),
+        model=ModelFacts.from_shapes(SHAPES),
+    )
+    rules = [ParameterGroup(name=p, patterns=p, optional=True) for p in patterns]
+    chosen = OptimizerResolver(groups=ParameterGroups(rules=rules)).resolve(plan).optimizer.groups
+    found = [name for group in chosen for name in group.parameters]
+    assert sorted(found) == sorted(name for name, _ in SHAPES)
+    assert sum(group.numel for group in chosen) == plan.model.numel
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_with_a_suggestion(resolve):
+    rule = ParameterGroup(name="q", patterns="unet.attn.to_k")
+    with pytest.raises(OptimizerError, match=r"did you mean unet\.attn\.to_q"):
+        resolve(ParameterGroups(rules=[rule]))
+
+
+def test_a_pattern_of_frozen_parameters_says_so(resolve):
+    rule = ParameterGroup(name="head", patterns="text.head")
+    with pytest.raises(OptimizerError, match="frozen parameters only"):
+        resolve(ParameterGroups(rules=[rule]), frozen={"text.head.bias"})
+
+
+def test_a_group_that_earlier_ones_empty_is_an_error(resolve):
+    rules = [ParameterGroup(name="all"), ParameterGroup(name="late", patterns="unet")]
+    with pytest.raises(OptimizerError, match=r"earlier groups have taken all.*\(all\)"):
+        resolve(ParameterGroups(rules=rules))
+
+
+def test_a_group_without_parameters_of_few_dimensions_says_so(resolve):
+    rule = ParameterGroup(name="q", patterns="unet.attn", max_ndim=1)
+    with pytest.raises(OptimizerError, match="1 dimensions or fewer"):
+        resolve(ParameterGroups(rules=[rule]))
+
+
+def test_an_argument_the_optimizer_lacks_is_refused(resolve):
+    rule = ParameterGroup(name="unet", patterns="unet", params={"weight_decai": 0.0})
+    with pytest.raises(UnknownKeyError, match="did you mean weight_decay"):
+        resolve(ParameterGroups(rules=[rule]))
+
+
+def test_an_argument_read_once_for_all_groups_is_refused(resolve):
+    rule = ParameterGroup(name="unet", patterns="unet", params={"bias_correction": False})
+    with pytest.raises(InvalidValueError, match="once for all groups"):
+        resolve(ParameterGroups(rules=[rule]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"patterns": "re:("}, "not a regular expression"),
+        ({"patterns": ()}, "picks nothing"),
+        ({"name": " "}, "needs a name"),
+        ({"lr_scale": 0}, "must be a number > 0"),
+        ({"lr_scale": 2.0, "params": {"lr": 1.0}}, "not both"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_refused(change, message):
+    with pytest.raises(InvalidValueError, match=message):
+        ParameterGroup(**{"name": "g"} | change)
+
+
+def test_names_must_differ():
+    for names in (("a", "a"), ("rest",)):
+        with pytest.raises(InvalidValueError, match="group"):
+            ParameterGroups(rules=[ParameterGroup(name=name) for name in names])
+
+
+def test_groups_need_the_model(make_plan):
+    plan = attrs.evolve(make_plan("AdamW", {"lr": 1e-3}), model=None)
+    with pytest.raises(OptimizerError, match="from_module"):
+        OptimizerResolver(groups=ParameterGroups.no_decay()).resolve(plan)
+
+
+def test_explain_and_the_decision_show_sizes_and_arguments(resolve, decisions_for):
+    resolution = resolve(ParameterGroups.no_decay())
+    line = "no decay: 3 parameters, 19 elements, lr 0.001, weight_decay 0"
+    assert line in resolution.explain()
+    (decision,) = decisions_for(resolution, "optimizer.groups")
+    assert decision.after == ("no decay", "rest")
+    assert line in decision.reason
+
+
+def test_different_rates_need_a_schedule_that_knows_groups(resolve, decisions_for):
+    same = resolve(ParameterGroups.no_decay())
+    assert same.scheduler.source == "deepspeed"
+    parts = resolve(ParameterGroups.per_part({"unet": {"lr": 1e-5}}))
+    assert parts.scheduler.source == "zerotune"
+    assert "scaled for each group" in decisions_for(parts, "scheduler.type")[-1].reason
