@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zerotune.plan.arguments import add_plan_arguments, plan_from_arguments
     from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
     from zerotune.plan.facts import ModelFacts, ParameterFacts, RunFacts
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         SchedulerSection,
         ZeroSection,
     )
+    from zerotune.plan.writing import PlanDocument, SavedPlan, plan_document
 
 _HOMES: Final = {
     "AUTO": "kinds",
@@ -47,6 +49,11 @@ _HOMES: Final = {
     "RuleContext": "rules",
     "Finding": "rules",
     "all_rules": "rules",
+    "PlanDocument": "writing",
+    "SavedPlan": "writing",
+    "plan_document": "writing",
+    "add_plan_arguments": "arguments",
+    "plan_from_arguments": "arguments",
 }
 
 __all__ = [
@@ -70,6 +77,11 @@ __all__ = [
     "RuleContext",
     "Finding",
     "all_rules",
+    "PlanDocument",
+    "SavedPlan",
+    "plan_document",
+    "add_plan_arguments",
+    "plan_from_arguments",
 ]
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
@@ -12,6 +12,7 @@ import attrs
 from zerotune.decisions import Decision
 from zerotune.plan import known_keys
 from zerotune.plan.facts import ModelFacts, RunFacts
+from zerotune.plan.formats import PlanFormats
 from zerotune.plan.kinds import AUTO, Auto, Boolean, Integer, Number
 from zerotune.plan.normalising import legacy_zero
 from zerotune.plan.section import Nested, Section, as_tuple, extra_keys, said, setting
@@ -45,7 +46,7 @@ def _launch_said(launch: LaunchSection | None) -> Section | None:
 
 
 @attrs.frozen(kw_only=True)
-class DeepSpeedPlan(Section):
+class DeepSpeedPlan(PlanFormats):
     """A DeepSpeed configuration as a frozen value; may hold ``"auto"``.
 
     Attribute names are DeepSpeed's own top-level keys; ``None`` means "not written". Two plans
@@ -87,67 +88,6 @@ class DeepSpeedPlan(Section):
     """What reading changed, and why."""
     source: str = attrs.field(default="code", eq=False)
     """Where the plan came from: a file name, ``"dict"`` or ``"code"``."""
-
-    @classmethod
-    def from_dict(
-        cls,
-        config: Mapping[str, Any],
-        *,
-        source: str = "dict",
-        also_known: Collection[str] = (),
-    ) -> DeepSpeedPlan:
-        """Read a DeepSpeed configuration, or a dict that holds one as ``deepspeed_config``.
-
-        Args:
-            config: The configuration, as ``json.load`` gives it.
-            source: Name used in messages.
-            also_known: Paths of further keys to pass through, for a DeepSpeed newer than the
-                one zerotune knows (``"zero_optimization.new_key"``).
-
-        Raises:
-            PlanError: Unknown key, wrong type, value out of range, contradicting spellings.
-        """
-        from zerotune.plan.reading import plan_from_mapping
-
-        return plan_from_mapping(config, source=source, also_known=also_known)
-
-    @classmethod
-    def from_json(cls, path_or_text: str | os.PathLike[str]) -> DeepSpeedPlan:
-        """Read a JSON file, or JSON text (anything that starts with ``{``).
-
-        Comments and trailing commas are accepted with a warning; other mistakes are errors with
-        line and column. A trainer's file that holds ``deepspeed_config`` is unwrapped.
-
-        Raises:
-            PlanFileError: The file is missing or cannot be read.
-            PlanSyntaxError: Not JSON.
-            PlanError: As in ``from_dict``.
-        """
-        from zerotune.plan.reading import plan_from_json
-
-        return plan_from_json(path_or_text)
-
-    @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
-        """Read the YAML of ``accelerate config``.
-
-        Raises:
-            PlanFileError: The file, or the ``deepspeed_config_file`` it names, is missing.
-            PlanSyntaxError: Not YAML.
-            PlanError: As in ``from_dict``; also a file that does not use DeepSpeed.
-        """
-        from zerotune.plan.accelerate_yaml import plan_from_yaml
-
-        return plan_from_yaml(path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
-        """Read a file by its suffix: ``.yaml`` and ``.yml`` as accelerate's, else JSON."""
-        from pathlib import Path
-
-        file = Path(path)
-        yaml = file.suffix.lower() in (".yaml", ".yml")
-        return cls.from_yaml(file) if yaml else cls.from_json(file)
 
     @classmethod
     def build(
@@ -279,16 +219,6 @@ class DeepSpeedPlan(Section):
             run=run,
             deepspeed=deepspeed,
         )
-
-    def to_deepspeed(self) -> dict[str, Any]:
-        """The configuration as written; may hold ``"auto"``. A fresh, deep copy."""
-        return self.to_dict()
-
-    def to_json(self, *, indent: int = 2) -> str:
-        """The configuration as written, as JSON text."""
-        import json
-
-        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """What this plan means and what the rules have to say about it, as text.

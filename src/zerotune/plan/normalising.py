@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from zerotune.decisions import Decision
 from zerotune.errors import PlanConflictError
 from zerotune.plan import known_keys
 from zerotune.plan.kinds import Boolean
+from zerotune.plan.section import Section, join, modelled
+
+if TYPE_CHECKING:
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
 
 _SHORTHANDS = {
     "bf16": "enabled",
@@ -156,3 +162,30 @@ def _dropped(key: str, value: Any, why: str) -> Decision:
     return Decision(
         key=key, before=value, after=None, reason=f"{why}; it was switched off, so it is left out"
     )
+
+
+def normalised_plan(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
+    from zerotune.plan.reading import fill_from_launch, plan_from_mapping, read_launch
+
+    decisions: list[Decision] = []
+    known = passed_paths(plan)
+    launch = read_launch(plan.launch.to_dict() if plan.launch else {}, decisions, known)
+    again = plan_from_mapping(plan.to_deepspeed(), source=plan.source, also_known=known)
+    found = (*plan.decisions, *decisions, *again.decisions)
+    return fill_from_launch(attrs.evolve(again, decisions=found), launch)
+
+
+def passed_paths(plan: DeepSpeedPlan) -> frozenset[str]:
+    """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
+    launched = _passed(plan.launch, "launch") if plan.launch else ()
+    return frozenset({*_passed(plan, ""), *launched})
+
+
+def _passed(section: Section, prefix: str) -> Iterator[str]:
+    for name in getattr(section, "extra", {}):
+        yield join(prefix, name)
+    for attribute in modelled(type(section)):
+        value = getattr(section, attribute.name)
+        if isinstance(value, Section):
+            yield from _passed(value, join(prefix, attribute.name))

@@ -215,9 +215,13 @@ def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
     ]
 
 
-def read_launch(raw: Mapping[str, Any], decisions: list[Decision]) -> LaunchSection:
+def read_launch(
+    raw: Mapping[str, Any], decisions: list[Decision], also_known: Collection[str] = ()
+) -> LaunchSection:
     """The launch section from the settings around a DeepSpeed configuration."""
-    return read_section(LaunchSection, raw, key="launch", decisions=decisions)
+    return read_section(
+        LaunchSection, raw, key="launch", decisions=decisions, also_known=also_known
+    )
 
 
 def fill_from_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
