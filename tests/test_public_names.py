@@ -40,6 +40,7 @@ NAMES = {
     "images_to_grid",
     "latest_checkpoint",
     "load_checkpoint",
+    "plan_schema",
     "prepare",
     "sample",
     "save_checkpoint",

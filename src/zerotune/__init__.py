@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from zerotune.backend.building import build_engine
     from zerotune.backend.engine import Engine
+    from zerotune.backend.schema import plan_schema
     from zerotune.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
     from zerotune.diffusion import (
         ClassConditional,
@@ -52,6 +53,7 @@ _HOMES: Final = {
     "prepare": "training",
     "Engine": "backend.engine",
     "build_engine": "backend.building",
+    "plan_schema": "backend.schema",
     "EMAShadow": "ema",
     "save_checkpoint": "checkpoint",
     "load_checkpoint": "checkpoint",
@@ -84,6 +86,7 @@ __all__ = [
     "prepare",
     "Engine",
     "build_engine",
+    "plan_schema",
     "EMAShadow",
     "save_checkpoint",
     "load_checkpoint",

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, cast
 
 from zerotune.errors import ZeroTuneError
 
-_COMMANDS: Final = ("zerotune.cli.doctor", "zerotune.cli.plan")
+_COMMANDS: Final = ("zerotune.cli.doctor", "zerotune.cli.plan", "zerotune.cli.schema")
 
 
 class Command(Protocol):

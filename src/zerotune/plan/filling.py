@@ -192,6 +192,14 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
 """Key to the stages where it has an effect, and how its value is chosen."""
 
 
+def stages_of(name: str) -> tuple[int, ...]:
+    """ZeRO stages where a key of ``zero_optimization`` has an effect; empty when not known."""
+    return _CHOICES[name][0] if name in _CHOICES else _SECTIONS.get(name, ())
+
+
+_SECTIONS = {"offload_optimizer": _ALL, "offload_param": _HIGH}
+
+
 def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
     """``zero`` with every key that has an effect at this stage written, and no other.
 

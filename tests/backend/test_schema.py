@@ -1,0 +1,170 @@
+"""The schema holds what the installed DeepSpeed has, and what zerotune knows of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from zerotune.errors import UnknownKeyError
+from zerotune.plan import DeepSpeedPlan, OffloadSection, known_keys
+from zerotune.plan.schema import known_paths, schema_parameters
+from zerotune.plan.section import Nested, modelled
+
+GOLDEN = sorted((Path(__file__).parents[1] / "plan" / "golden").glob("*.json"))
+pytestmark = pytest.mark.deepspeed
+
+# Keys zerotune knows and this DeepSpeed has no reader for, and why it knows them.
+NOT_DEEPSPEEDS = {
+    "allgather_size": "read with the boolean zero_optimization of old files only",
+    "data_parallel_size": "written by old files; nothing reads it",
+    **dict.fromkeys(known_keys.REMOVED, "removed in 0.19"),
+    **{f"zero_optimization.{key}": "removed in 0.19" for key in known_keys.REMOVED_ZERO},
+}
+
+
+def make():
+    from zerotune.backend.schema import plan_schema
+
+    return plan_schema()
+
+
+@pytest.fixture(scope="module")
+def schema():
+    return run_ranks(make)[0]
+
+
+@pytest.fixture(scope="module")
+def parameters(schema):
+    return {parameter.path: parameter for parameter in schema_parameters(schema)}
+
+
+@pytest.fixture(scope="module")
+def validator(schema):
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def paths(cls, prefix=""):
+    """Every key zerotune models or passes through."""
+    for attribute in modelled(cls):
+        path = f"{prefix}{attribute.name}"
+        kind = attribute.metadata["kind"]
+        yield path
+        if isinstance(kind, Nested):
+            inside = (found for found in paths(kind.cls, f"{path}."))
+            absent = {f"{path}.{name}" for name in kind.without}
+            yield from (found for found in inside if found not in absent)
+    yield from (f"{prefix}{name}" for name in cls.passed_through)
+
+
+def test_every_key_zerotune_knows_is_in_the_schema(parameters):
+    known = set(paths(DeepSpeedPlan))
+    # Of the offload sections one knows SuperOffload.
+    known -= {f"zero_optimization.offload_param.{key}" for key in known_keys.OFFLOAD}
+    missing = known - parameters.keys()
+    assert missing <= NOT_DEEPSPEEDS.keys()
+
+
+def test_every_section_of_the_schema_is_known_to_zerotune(schema):
+    known = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    assert schema["properties"].keys() <= known | DeepSpeedPlan.passed_through
+
+
+def test_a_parameter_tells_type_default_meaning_and_stages(parameters):
+    bucket = parameters["zero_optimization.reduce_bucket_size"]
+    assert bucket.types == ("integer", "string")
+    assert bucket.default == 500_000_000
+    assert bucket.doc == "Elements reduced at a time."
+    assert (bucket.modelled, bucket.stages, bucket.deprecated) == (True, (1, 2, 3), False)
+    assert parameters["zero_optimization.sub_group_size"].stages == (3,)
+    assert parameters["zero_optimization.offload_param"].stages == (3,)
+    legacy = parameters["zero_optimization.cpu_offload"]
+    assert (legacy.deprecated, legacy.replaced_by) == (True, "offload_optimizer")
+    passed = parameters["zero_optimization.leaf_module.names"]
+    assert (passed.modelled, passed.default, passed.types) == (False, [], ("array", "string"))
+    assert parameters["compile.deepcompile"].doc == "Turn on/off the DeepCompile mode"
+    assert parameters["train_batch_size"].types == ("integer", "string")
+    assert parameters["gradient_clipping"].default == 1.0
+    assert parameters["aio.queue_depth"].default == 8
+
+
+def test_every_modelled_key_has_a_meaning(parameters):
+    silent = {p.path for p in parameters.values() if p.modelled and not p.doc}
+    assert silent <= {"optimizer.type", "scheduler.type"}
+
+
+def test_names_of_optimizers_and_schedules_are_offered_and_others_taken(schema):
+    kinds = schema["properties"]["optimizer"]["properties"]["type"]["anyOf"]
+    assert "adamw" in kinds[0]["enum"]
+    assert kinds[1] == {"type": "string"}
+    schedules = schema["properties"]["scheduler"]["properties"]["type"]["anyOf"][0]["enum"]
+    assert "WarmupCosineLR" in schedules
+
+
+def test_it_is_plain_json_and_made_the_same_again(schema):
+    assert json.loads(json.dumps(schema, allow_nan=False)) == schema
+
+
+@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
+def test_rendered_configurations_are_valid(file, validator):
+    assert list(validator.iter_errors(json.loads(file.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "at"),
+    [
+        (("train_batch_size",), 0.5, "$.train_batch_size"),
+        (("train_batch_size",), 0, "$.train_batch_size"),
+        (("zero_optimization", "stage"), 4, "$.zero_optimization.stage"),
+        (("zero_optimization", "stage"), "two", "$.zero_optimization.stage"),
+        (("zero_optimization", "reduce_bucket"), 3, "$.zero_optimization"),
+        (("zero_optimization", "overlap_comm"), 3, "$.zero_optimization.overlap_comm"),
+        (("bf16", "enabled"), "yes", "$.bf16.enabled"),
+        (("optimizer", "type"), 3, "$.optimizer.type"),
+        (("train_batch",), 8, "$"),
+    ],
+)
+def test_what_is_wrong_is_refused_where_it_is(place, value, at, validator):
+    config = copy.deepcopy(json.loads(GOLDEN[-1].read_text()))
+    target = config
+    for name in place[:-1]:
+        target = target[name]
+    target[place[-1]] = value
+    assert at in {error.json_path for error in validator.iter_errors(config)}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"stage": "auto", "reduce_bucket_size": "auto"}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": "auto"}}},
+        {"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}},
+        {"_note": "private", "zero_optimization": {"sub_group_size": 1e9}},
+    ],
+)
+def test_auto_and_remarks_are_valid(config, validator):
+    assert list(validator.iter_errors(config)) == []
+
+
+def test_a_saved_schema_lets_newer_keys_pass(schema):
+    newer = copy.deepcopy(schema)
+    newer["properties"]["zero_optimization"]["properties"]["new_key"] = {"type": "integer"}
+    config = {"zero_optimization": {"stage": 2, "new_key": 3}}
+    with pytest.raises(UnknownKeyError):
+        DeepSpeedPlan.from_dict(config, also_known=known_paths(schema))
+    plan = DeepSpeedPlan.from_dict(config, also_known=known_paths(newer))
+    assert plan.to_deepspeed() == config
+
+
+def test_the_offload_sections_hold_their_own_keys_only(schema):
+    zero = schema["properties"]["zero_optimization"]["properties"]
+    for name, absent in (("offload_param", "ratio"), ("offload_optimizer", "max_in_cpu")):
+        (section,) = (each for each in zero[name]["anyOf"] if "properties" in each)
+        assert absent in {attribute.name for attribute in modelled(OffloadSection)}
+        assert absent not in section["properties"]
+        assert section["properties"]["device"]["anyOf"][0] == {"enum": ["none", "cpu", "nvme"]}
