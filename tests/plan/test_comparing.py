@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice
+from zerotune.plan.choices import GroupChoice
 from zerotune.plan.comparing import Change
 from zerotune.platform import Platform
 
@@ -148,7 +149,22 @@ class TestResolvedPlans:
             "optimizer.params.lr": ("changed", 1e-4, 2e-4),
             "optimizer.implementation": ("changed", "DeepSpeedCPUAdam", "FusedAdam"),
             "scheduler.type": ("added", None, "WarmupLR"),
+            "scheduler.source": ("added", None, "deepspeed"),
             "scheduler.params.warmup_num_steps": ("added", None, 10),
+        }
+
+    def test_parameter_groups_are_compared_by_name(self):
+        groups = [
+            GroupChoice(name="decay", params={"lr": 1e-4}, parameters=("a",), numel=1),
+            GroupChoice(name="no_decay", params={"lr": 1e-4}, parameters=("b", "c"), numel=2),
+        ]
+        grouped = attrs.evolve(ADAMW, groups=tuple(groups))
+        groups[1] = attrs.evolve(groups[1], params={"lr": 1e-5})
+        one = self.resolve().with_choices(grouped, None)
+        other = self.resolve().with_choices(attrs.evolve(ADAMW, groups=tuple(groups)), None)
+
+        assert changes(one.diff(other)) == {
+            "optimizer.groups.no_decay.params.lr": ("changed", 1e-4, 1e-5)
         }
 
     def test_an_optimizer_that_the_engine_builds_is_compared(self):

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from zerotune import cli
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Write a configuration and go where it is."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**changes):
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "bf16": {"enabled": "true"},
+            **changes,
+        }
+        (tmp_path / "plan.json").write_text(json.dumps(config))
+        return "plan.json"
+
+    return write
+
+
+def explain(*arguments):
+    return cli.main(["plan", "explain", *arguments])
+
+
+class TestWithoutAModel:
+    def test_text(self, file, capsys):
+        assert explain(file()) == 0
+
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        assert printed.out.startswith("Plan from ")
+        assert "optimizer lives in host memory" in printed.out
+        assert "[note] bf16.enabled: 'true' -> True" in printed.out
+        assert printed.out.endswith("\n")
+        assert not printed.out.endswith("\n\n")
+
+    def test_json(self, file, capsys):
+        assert explain(file(), "--json") == 0
+
+        data = json.loads(capsys.readouterr().out)
+        assert data["stage"] == 2
+        assert data["decisions"][0]["key"] == "bf16.enabled"
+
+    def test_markdown(self, file, capsys):
+        assert explain(file(), "--markdown") == 0
+
+        assert "| optimizer lives | in host memory |" in capsys.readouterr().out
+
+    def test_an_error_of_the_rules_is_status_1(self, file, capsys):
+        wrong = file(zero_optimization={"stage": 1, "offload_optimizer": {"device": "nvme"}})
+
+        assert explain(wrong) == 1
+        assert "[error]" in capsys.readouterr().out
+
+    def test_the_world_size_reaches_the_rules(self, file):
+        triple = file(train_batch_size=4, gradient_accumulation_steps=2)
+
+        assert explain(triple, "--world-size", "2") == 0
+        assert explain(triple, "--world-size", "3") == 1
+
+    def test_a_missing_file_is_one_line_and_status_2(self, tmp_path, capsys):
+        assert explain(str(tmp_path / "absent.json")) == 2
+
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert len(printed.err.splitlines()) == 1
+
+    @pytest.mark.parametrize(
+        "option",
+        [["--batch", "2"], ["--resolution", "512"], ["--chart", "a.png"],
+         ["--no-gradient-checkpointing"]],
+    )  # fmt: skip
+    def test_options_that_need_a_model_are_refused_without_one(self, file, option, capsys):
+        assert explain(file(), *option) == 2
+
+        error = capsys.readouterr().err
+        assert f"{option[0]}: means nothing without --family NAME" in error
+
+    @pytest.mark.parametrize(
+        "options",
+        [["--world-size", "0"], ["--world-size", "two"], ["--json", "--markdown"],
+         ["--accelerator", "abacus"]],
+    )  # fmt: skip
+    def test_wrong_usage(self, file, options, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            explain(file(), *options)
+
+        assert stopped.value.code == 2
+        assert "usage: zerotune plan explain" in capsys.readouterr().err
+
+    def test_a_size_without_unit_is_explained(self, file, capsys):
+        assert explain(file(), "--vram", "12") == 2
+
+        assert "--vram = '12': has no unit. Fix: write a size such as" in capsys.readouterr().err
+
+    def test_it_loads_nothing_heavy(self, file):
+        script = (
+            "import sys; from zerotune import cli\n"
+            f"status = cli.main(['plan', 'explain', {file()!r}, '--json'])\n"
+            "heavy = {'torch', 'deepspeed', 'accelerate', 'numpy', 'matplotlib'}\n"
+            "sys.exit(status or len(heavy & set(sys.modules)))\n"
+        )
+        subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
