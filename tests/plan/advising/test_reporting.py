@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import attrs
+import pytest
+
+from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.plan.advising.reporting import (
+    advice_data,
+    explain_advice,
+    explain_nearest,
+    markdown_advice,
+    rank_budget,
+)
+from zerotune.plan.memory.reporting import subject
+from zerotune.plan.memory.values import MemoryEstimate, MemoryItem
+from zerotune.plan.memory.workload import Workload
+from zerotune.platform import GIB, Platform
+
+MODEL = ModelFacts.from_shapes([("weight", (2000, 1000))], name="UNet")
+
+
+def candidate(title, *, stage, offload, device, host, fits=True, checkpointing=True, **more):
+    plan = DeepSpeedPlan.build(stage=stage, offload=offload, precision="bf16")
+    resolved = plan.resolve(platform=Platform.synthetic("cuda"), model=MODEL)
+    estimate = MemoryEstimate(
+        resolved=resolved,
+        workload=Workload(height=1024, width=1024, gradient_checkpointing=checkpointing),
+        items=(
+            MemoryItem(component="weights", place="device", nbytes=int(device * GIB)),
+            MemoryItem(component="optimizer states", place="host", nbytes=int(host * GIB)),
+        ),
+    )
+    return SimpleNamespace(
+        title=title,
+        plan=plan,
+        estimate=estimate,
+        fits=fits,
+        gradient_checkpointing=checkpointing,
+        **{"shortfalls": {}, "reason": "", **more},
+    )
+
+
+@pytest.fixture
+def advice():
+    resident = candidate(
+        "ZeRO-0", stage=0, offload="none", device=42, host=0, fits=False,
+        shortfalls={"device": 30 * GIB}, reason="optimizer states stay on the device",
+    )  # fmt: skip
+    muon = candidate(
+        "ZeRO-1", stage=1, offload="none", device=10, host=0, fits=False,
+        reason="this optimizer is not known to work at this stage",
+    )  # fmt: skip
+    chosen = candidate(
+        "ZeRO-2, optimizer in host memory", stage=2, offload="cpu", device=9.25, host=43,
+        reason="the lowest stage that fits | *really*",
+    )  # fmt: skip
+    slower = candidate(
+        "ZeRO-3, optimizer in host memory, without gradient checkpointing", stage=3,
+        offload="cpu", device=8, host=43, checkpointing=False, reason="slower " * 20,
+    )  # fmt: skip
+    return SimpleNamespace(
+        plan=chosen.plan,
+        resolved=chosen.estimate.resolved,
+        estimate=chosen.estimate,
+        candidates=(resident, muon, chosen, slower),
+        budget=SimpleNamespace(device=12 * GIB, host=64 * GIB, nvme=0),
+        headroom={"device": int(2.75 * GIB), "host": 21 * GIB, "nvme": 0},
+    )
+
+
+class TestText:
+    def test_the_choice_comes_first(self, advice):
+        assert explain_advice(advice).splitlines()[:6] == [
+            "Advice for 12.00 GiB of device memory, 64.00 GiB of host memory, no NVMe",
+            f"  {subject(advice.estimate)}",
+            "",
+            "Chosen: ZeRO-2, optimizer in host memory, bf16, 1 process",
+            "  the lowest stage that fits | *really*",
+            "  headroom: device 2.75 GiB, host 21.00 GiB",
+        ]
+
+    def test_every_candidate_says_what_it_needs_and_lacks(self, advice):
+        lines = explain_advice(advice).splitlines()
+        start = lines.index("Candidates, in order of preference; GiB per rank:")
+
+        assert [line[:10].strip() for line in lines[start + 2 :] if line[:10].strip()] == [
+            "too big", "refused", "chosen", "fits",
+        ]  # fmt: skip
+        assert lines[start + 2] == (
+            "  too big     42.00     0.00     0.00  ZeRO-0, with gradient checkpointing"
+        )
+        assert lines[start + 3].strip() == (
+            "missing device 30.00 GiB; optimizer states stay on the device"
+        )
+
+    def test_a_title_says_once_whether_blocks_are_recomputed(self, advice):
+        text = " ".join(explain_advice(advice).split())
+        assert "optimizer in host memory, without gradient checkpointing slower" in text
+
+    def test_it_fits_any_terminal(self, advice):
+        text = explain_advice(advice)
+        assert text.isascii()
+        assert max(map(len, text.splitlines())) <= 100
+
+    def test_nvme_is_named_where_there_is_some(self, advice):
+        advice.budget.nvme = 500 * GIB
+        advice.headroom["nvme"] = 400 * GIB
+
+        text = explain_advice(advice)
+        assert "500.00 GiB of NVMe" in text
+        assert "NVMe 400.00 GiB" in text
+
+    def test_the_nearest_says_what_is_missing(self, advice):
+        budget = {"device": 12 * GIB, "host": 64 * GIB, "nvme": 0}
+        text = explain_nearest(advice.candidates[0], budget=budget)
+
+        assert text.startswith(
+            "Nearest: ZeRO-0, with gradient checkpointing\n  missing: device 30.00 GiB\n"
+        )
+        assert "42.00 of 12.00 GiB, over by 30.00" in text
+
+
+class TestMarkdown:
+    def test_it_is_a_table_of_the_candidates(self, advice):
+        text = markdown_advice(advice)
+
+        assert "**Chosen:** ZeRO-2, optimizer in host memory, bf16, 1 process." in text
+        assert "Why: the lowest stage that fits \\| \\*really\\*." in text
+        assert (
+            "| too big | ZeRO-0, with gradient checkpointing | 42.00 | 0.00 | 0.00 |"
+            " device 30.00 GiB | optimizer states stay on the device |"
+        ) in text
+        assert "| chosen | ZeRO-2, optimizer in host memory, with" in text
+
+
+class TestData:
+    def test_it_is_json(self, advice):
+        data = advice_data(advice)
+
+        assert json.loads(json.dumps(data)) == data
+        assert data["fits"] is True
+        assert DeepSpeedPlan.from_dict(data["plan"]) == advice.plan
+        assert data["budget"] == {"device": 12 * GIB, "host": 64 * GIB, "nvme": 0}
+        assert data["headroom"]["host"] == 21 * GIB
+        assert [one["chosen"] for one in data["candidates"]] == [False, False, True, False]
+        assert data["candidates"][0]["shortfalls"] == {"device": 30 * GIB}
+        assert data["candidates"][0]["needs"] == {"device": 42 * GIB, "host": 0, "nvme": 0}
+        assert data["estimate"]["places"]["device"]["peak"] == int(9.25 * GIB)
+
+
+def test_the_ranks_of_a_machine_share_its_memory(advice):
+    budget = {"device": 12, "host": 64, "nvme": 100}
+    resolved = attrs.evolve(advice.resolved, world_size=4)
+    estimate = attrs.evolve(advice.estimate, resolved=resolved)
+
+    assert rank_budget(budget, estimate) == {"device": 12, "host": 16, "nvme": 25}
+    two = attrs.evolve(estimate, workload=Workload(ranks_per_machine=2))
+    assert rank_budget(budget, two) == {"device": 12, "host": 32, "nvme": 50}
