@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from zerotune.plan.arguments import add_plan_arguments, plan_from_arguments
     from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
+    from zerotune.plan.comparing import Change, PlanDifference
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
     from zerotune.plan.facts import ModelFacts, ParameterFacts, RunFacts
     from zerotune.plan.kinds import AUTO
@@ -32,6 +33,8 @@ _HOMES: Final = {
     "AUTO": "kinds",
     "DeepSpeedPlan": "deepspeed_plan",
     "ResolvedPlan": "resolved",
+    "PlanDifference": "comparing",
+    "Change": "comparing",
     "ModelFacts": "facts",
     "ParameterFacts": "facts",
     "RunFacts": "facts",
@@ -60,6 +63,8 @@ __all__ = [
     "AUTO",
     "DeepSpeedPlan",
     "ResolvedPlan",
+    "PlanDifference",
+    "Change",
     "ModelFacts",
     "ParameterFacts",
     "RunFacts",
