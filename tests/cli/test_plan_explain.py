@@ -110,3 +110,68 @@ class TestWithoutAModel:
             "sys.exit(status or len(heavy & set(sys.modules)))\n"
         )
         subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+MACHINE = ("--accelerator", "cuda", "--vram", "24GiB", "--ram", "128GiB")
+
+
+class TestForAModel:
+    def test_what_runs_and_what_it_needs(self, file, capsys):
+        assert explain(file(), "--family", "sdxl", *MACHINE) == 0
+
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        assert printed.out.startswith("Resolved plan from ")
+        assert (
+            "\nMemory per rank: ZeRO-2, optimizer in host memory, bf16, 1 process\n" in printed.out
+        )
+        assert " of 24.00 GiB, " in printed.out
+        assert " of 128.00 GiB, " in printed.out
+
+    def test_too_little_memory_is_status_1(self, file, capsys):
+        little = ("--accelerator", "cuda", "--vram", "2GiB", "--ram", "128GiB")
+
+        assert explain(file(), "--family", "sdxl", *little, "--json") == 1
+        data = json.loads(capsys.readouterr().out)
+        assert {one["place"]: one["fits"] for one in data["fits"]} == {
+            "device": False, "host": True,
+        }  # fmt: skip
+        assert data["resolved"]["stage"] == 2
+        assert data["estimate"]["places"]["device"]["peak"] > 2 * 1024**3
+
+    def test_ranks_share_the_host(self, file, capsys):
+        assert explain(file(), "--family", "sdxl", *MACHINE, "--world-size", "2", "--json") == 0
+
+        data = json.loads(capsys.readouterr().out)
+        available = {one["place"]: one["available"] for one in data["fits"]}
+        assert available == {"device": 24 * 1024**3, "host": 64 * 1024**3}
+
+    def test_markdown(self, file, capsys):
+        assert explain(file(), "--family", "sdxl", *MACHINE, "--markdown") == 0
+
+        printed = capsys.readouterr().out
+        assert "# Resolved plan from" in printed
+        assert "\n\n## Memory per rank: ZeRO-2" in printed
+
+    def test_more_samples_and_pixels_need_more(self, file, capsys):
+        def device(*options):
+            explain(file(), "--family", "sdxl", *MACHINE, "--json", *options)
+            phases = json.loads(capsys.readouterr().out)["estimate"]["places"]["device"]["phases"]
+            return phases["forward and backward"]
+
+        small = device("--resolution", "512")
+        assert device("--resolution", "1024") > small
+        assert device("--resolution", "512", "--batch", "4") > small
+        assert device("--resolution", "512", "--no-gradient-checkpointing") > small
+
+    def test_the_chart_is_drawn(self, file, tmp_path):
+        assert explain(file(), "--family", "sdxl", *MACHINE, "--chart", "memory.png") == 0
+
+        assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_an_unknown_family_is_one_line_and_status_2(self, file, capsys):
+        assert explain(file(), "--family", "sdxxl", *MACHINE) == 2
+
+        error = capsys.readouterr().err
+        assert "sdxl" in error
+        assert len(error.splitlines()) == 1
