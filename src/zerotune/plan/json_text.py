@@ -37,6 +37,9 @@ _ESCAPES = {
     "r": "\r",
     "t": "\t",
 }
+_CURLY = "\u201c\u201d\u201e\u2018\u2019"
+_TEMPLATES = ("{{", "{%")
+_DOUBLE = "use double quotes"
 _DEEPEST = 100
 _LONGEST_NUMBER = 400
 
@@ -86,7 +89,7 @@ class _Parser:
             return self._nested(self._array)
         if char == '"':
             return self._string()
-        if char == "-" or char.isdigit():
+        if char in ("-", "+", ".") or char.isdigit():
             return self._number()
         return self._literal()
 
@@ -126,8 +129,7 @@ class _Parser:
         if char == "":
             self._at = opened
             raise self._error("has an object that is never closed", "add the missing }")
-        if char == "'":
-            raise self._error("has a key in single quotes", "use double quotes")
+        self._refuse_lookalikes("key")
         if _WORD.match(self._text, self._at):
             raise self._error("has a key without quotes", "put the key in double quotes")
         raise self._error("wants a key in double quotes here", 'write "key": value')
@@ -202,6 +204,8 @@ class _Parser:
     def _number(self) -> int | float:
         match = _NUMBER.match(self._text, self._at)
         following = "" if match is None else self._text[match.end() : match.end() + 1]
+        if self._text.startswith("-Infinity", self._at):
+            raise self._error("has -Infinity, which JSON does not know", "write a finite number")
         if match is None or following.isalnum() or following in ("_", "."):
             raise self._error("has a malformed number", "write digits, such as 500000000 or 5e8")
         literal = match.group()
@@ -223,14 +227,30 @@ class _Parser:
             raise self._error(f"has the Python word {word}", f"write {_PYTHON[word]}")
         if word in ("NaN", "Infinity", "inf", "nan"):
             raise self._error(f"has {word}, which JSON does not know", "write a finite number")
+        if word and self._depth == 0 and self._text[self._at + len(word) :].lstrip()[:1] == ":":
+            raise self._error("is not JSON; it looks like YAML", "give it the suffix .yaml")
         if word:
             raise self._error(f"has the word {word} without quotes", f'write "{word}"')
         char = self._peek()
-        if char == "'":
-            raise self._error("has text in single quotes", "use double quotes")
+        self._refuse_lookalikes("value")
         if char == "":
             raise self._error("ends where a value is missing", "add the value and close the braces")
         raise self._error(f"has an unexpected {char!r}", "write a value")
+
+    def _refuse_lookalikes(self, what: str) -> None:
+        """Name what people write, or leave behind, where a key or value belongs."""
+        here = self._text[self._at : self._at + 2]
+        if here[:1] == "'":
+            raise self._error(f"has a {what} in single quotes", _DOUBLE)
+        if here[:1] and here[0] in _CURLY:
+            raise self._error(f"has a {what} in typographic quotes", _DOUBLE)
+        template = here[:1] in ("$", "<", "%") or here in _TEMPLATES
+        if template or (here[:1] == "{" and what == "key"):
+            raise self._error("has a template that was not filled in", f"write the {what} itself")
+        if here[:1] == ",":
+            raise self._error("has a comma too many", "remove it")
+        if here[:1] == "(":
+            raise self._error("has a Python tuple", "write a list in square brackets")
 
     def _skip(self) -> None:
         while True:

@@ -60,6 +60,7 @@ _PRECISION_NAMES: Final = ("mixed_precision", "precision")
 _NVME_PATH: Final = "nvme_path"
 _PRECISION: Final = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 _REASON: Final = "overridden by the caller"
+_LAUNCH: Final = "launch"
 _DEEPEST: Final = 50
 
 
@@ -77,16 +78,15 @@ def override_plan(
         PlanError: As in ``DeepSpeedPlan.from_dict``.
     """
     config = plan.to_deepspeed()
-    launch = plan.launch.to_dict() if plan.launch else {}
+    config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
     decisions: list[Decision] = []
     for path, value in _settings(plan, overrides).items():
-        root: dict[str, Any] = {"launch": launch} if path.startswith("launch.") else config
-        before = _put(root, path.split("."), value, path)
+        before = _put(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
             decisions.append(Decision(key=path, before=before, after=value, reason=reason))
     read: list[Decision] = []
     known = passed_paths(plan)
-    section = read_launch(launch, read, known)
+    section = read_launch(config.pop(_LAUNCH, {}), read, known)
     new = plan_from_mapping(config, source=plan.source, also_known=known)
     found = (*plan.decisions, *decisions, *read, *new.decisions)
     return fill_from_launch(attrs.evolve(new, decisions=found), section)
@@ -158,7 +158,7 @@ def _canonical(path: str) -> str:
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
 
     first, _, rest = path.partition(".")
-    cls: type[Section] | None = LaunchSection if first == "launch" and rest else DeepSpeedPlan
+    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
     parts = path.split(".")
     done = [parts.pop(0)] if cls is LaunchSection else []
     for part in parts:

@@ -36,37 +36,37 @@ def trainer_document(plan: DeepSpeedPlan, *, existing: Path | None = None) -> Pl
         PlanError: ``existing`` cannot be read, or holds no object.
     """
     decisions: list[Decision] = []
-    content = _content(existing, decisions)
+    text = None if existing is None else read_text(existing)
+    before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
+    if not isinstance(before, Mapping):
+        raise InvalidValueError(
+            f"{existing} must hold an object",
+            value=before,
+            fix="name a trainer's config.json, or a new file",
+        )
+    content = dict(before)
     wrapper = wrapper_of(content) or _WRAPPER
     beside = _put_config(plan, content, wrapper, existing)
     dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
     _put_launch(plan, content, dashes, decisions)
-    return PlanDocument(
-        format="trainer", text=_json(content, indent=2), decisions=decisions, beside=beside
-    )
+    if text is None or content != before:
+        text = _json(content, indent=2)
+        decisions += _lost_comments(sentences, existing)
+    return PlanDocument(format="trainer", text=text, decisions=decisions, beside=beside)
 
 
-def _content(existing: Path | None, decisions: list[Decision]) -> dict[str, Any]:
-    if existing is None:
-        return {}
-    content, sentences = parse_json(read_text(existing), source=str(existing))
-    if not isinstance(content, Mapping):
-        raise InvalidValueError(
-            f"{existing} must hold an object",
-            value=content,
-            fix="name a trainer's config.json, or a new file",
+def _lost_comments(sentences: list[str], existing: Path | None) -> list[Decision]:
+    if not sentences:
+        return []
+    return [
+        Decision(
+            key=str(existing),
+            before="; ".join(sentences),
+            after=None,
+            reason="JSON cannot hold it, so it is only in the .bak",
+            severity="warning",
         )
-    if sentences:
-        decisions.append(
-            Decision(
-                key=str(existing),
-                before="; ".join(sentences),
-                after=None,
-                reason="JSON cannot hold it, so it is only in the .bak",
-                severity="warning",
-            )
-        )
-    return dict(content)
+    ]
 
 
 def _put_config(

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from zerotune.plan import DeepSpeedPlan, LaunchSection, plan_document
+
+# What `accelerate launch` sets for a configuration file, and what the script then gets.
+LAUNCH = """
+import json, os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from accelerate.commands import launch
+from accelerate.utils import DeepSpeedPlugin
+found = []
+for file in sys.argv[1:]:
+    arguments = launch.launch_command_parser().parse_args(["--config_file", file, "script.py"])
+    sent = {}
+    def take(prepared):
+        _, environment = launch.prepare_deepspeed_cmd_env(prepared)
+        sent.update({k: v for k, v in environment.items() if k.startswith("ACCELERATE_")})
+    launch.deepspeed_launcher = take
+    launch.launch_command(arguments)
+    os.environ.update(sent)
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision(sent["ACCELERATE_MIXED_PRECISION"])
+    config = {k: v for k, v in plugin.deepspeed_config.items() if k != "steps_per_print"}
+    found.append([sent, config])
+    for name in sent:
+        del os.environ[name]
+print("RESULT" + json.dumps(found))
+"""
+FULL = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0,
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "/mnt/a folder"},
+        "reduce_bucket_size": 30000000,
+    },
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95]}},
+}
+
+
+def accelerate(*files):
+    """Per file the variables that accelerate's launcher sets, and what its plugin makes of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *map(str, files)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.partition("RESULT")[2])
+
+
+def with_launch(plan, launch):
+    return plan.with_overrides({"launch": launch})
+
+
+def written(config, launch=None):
+    plan = with_launch(DeepSpeedPlan.from_dict(config), launch or {})
+    return plan, plan_document(plan, "accelerate")
+
+
+def reread(document, tmp_path):
+    file = tmp_path / "written.yaml"
+    file.write_text(document.text)
+    return DeepSpeedPlan.from_yaml(file)
+
+
+def test_reference_c_is_written_in_accelerates_own_keys(reference_c, tmp_path):
+    (tmp_path / "c.yaml").write_text(reference_c)
+    plan = DeepSpeedPlan.from_yaml(tmp_path / "c.yaml")
+    document = plan_document(plan, "accelerate")
+    assert yaml.safe_load(document.text) == yaml.safe_load(reference_c)
+    assert document.decisions == ()
+    assert reread(document, tmp_path) == plan
+
+
+def test_everything_accelerates_keys_can_say_is_said_in_them(tmp_path):
+    config = {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.7,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "none"},
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+    launch = {
+        "mixed_precision": "no",
+        "zero3_init_flag": False,
+        "deepspeed_moe_layer_cls_names": "Block",
+        "num_machines": 2,
+        "deepspeed_hostfile": "hosts",
+        "gpu_ids": "0,1",
+    }
+    plan, document = written(config, launch)
+    assert yaml.safe_load(document.text) == {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "no",
+        "num_machines": 2,
+        "gpu_ids": "0,1",
+        "deepspeed_config": {
+            "zero_stage": 3,
+            "offload_optimizer_device": "cpu",
+            "offload_param_device": "none",
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.7,
+            "zero3_save_16bit_model": True,
+            "zero3_init_flag": False,
+            "deepspeed_moe_layer_cls_names": "Block",
+            "deepspeed_hostfile": "hosts",
+        },
+    }
+    assert document.decisions == ()
+    assert reread(document, tmp_path) == plan
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"gradient_accumulation_steps": 4},
+        {"zero_optimization": {"stage": "auto"}},
+        {"zero_optimization": {"stage": 2}, "gradient_clipping": 0},
+        {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"},
+        {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"},
+        {"zero_optimization": {"stage": 2}, "train_batch_size": 8},
+        {"zero_optimization": {"stage": 2, "overlap_comm": True}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {}}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}},
+        FULL,
+    ],
+)
+def test_what_accelerates_keys_cannot_say_is_written_as_a_whole_configuration(config, tmp_path):
+    plan, document = written(config)
+    block = yaml.safe_load(document.text)["deepspeed_config"]
+    assert list(block) == ["deepspeed_config_file"]
+    held = json.loads(block["deepspeed_config_file"])
+    assert held == {"zero_optimization": {}, **config}
+    assert document.decisions == ()
+    assert reread(document, tmp_path) == plan
+
+
+def test_for_several_machines_the_configuration_has_nothing_their_shells_would_drop(tmp_path):
+    plan, document = written(FULL, {"num_machines": 2})
+    text = yaml.safe_load(document.text)["deepspeed_config"]["deepspeed_config_file"]
+    assert not set(" ;<>\n") & set(text)
+    assert reread(document, tmp_path) == plan
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "becomes", "severity"),
+    [
+        ({}, "bf16", {"bf16": {"enabled": True}}, "note"),
+        ({}, "no", {}, "note"),
+        ({"bf16": {"enabled": "auto"}}, "bf16", {"bf16": {"enabled": True}}, "note"),
+        (
+            {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "loss_scale": 0}},
+            "fp16",
+            {"bf16": {"enabled": False}, "fp16": {"enabled": True, "loss_scale": 0}},
+            "note",
+        ),
+        ({"bf16": {"enabled": "auto"}}, "no", {"bf16": {"enabled": False}}, "note"),
+        ({"fp16": {"enabled": True}}, "bf16", {"fp16": {"enabled": True}}, "warning"),
+        ({"bf16": {"enabled": False}}, "bf16", {"bf16": {"enabled": False}}, "warning"),
+        ({}, "fp8", {}, "warning"),
+    ],
+)
+def test_a_precision_beside_a_configuration_goes_into_it(
+    config, precision, becomes, severity, tmp_path
+):
+    big = {"zero_optimization": {"stage": 2}, "train_batch_size": 8}
+    _, document = written({**big, **config}, {"mixed_precision": precision})
+    content = yaml.safe_load(document.text)
+    assert "mixed_precision" not in content
+    held = json.loads(content["deepspeed_config"]["deepspeed_config_file"])
+    assert held == {**big, **becomes}
+    (decision,) = document.decisions
+    assert (decision.key, decision.severity) == ("launch.mixed_precision", severity)
+    again = plan_document(reread(document, tmp_path), "accelerate")
+    assert (again.text, again.decisions) == (document.text, ())
+
+
+def test_an_automatic_precision_stays_automatic_for_zerotune(tmp_path):
+    _, document = written({"zero_optimization": {"stage": 2}}, {"mixed_precision": "auto"})
+    assert reread(document, tmp_path).precision == "auto"
+    assert [d.key for d in document.decisions] == ["launch.mixed_precision"]
+
+
+def test_what_a_trainer_says_beside_its_configuration_finds_its_place():
+    launch = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    _, document = written(config, launch)
+    block = yaml.safe_load(document.text)["deepspeed_config"]
+    assert block == {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    assert [(d.key, d.before, d.after) for d in document.decisions] == [
+        ("launch.gradient_accumulation_steps", 4, 4),
+        ("launch.gradient_clipping", 0.5, None),
+    ]
+
+
+def test_a_setting_accelerate_refuses_is_left_out_with_a_warning():
+    plan = DeepSpeedPlan(launch=LaunchSection(extra={"brand_new": 1}))
+    document = plan_document(plan, "accelerate")
+    assert "brand_new" not in document.text
+    assert [d.severity for d in document.decisions] == ["warning"]
+
+
+def test_what_was_changed_for_accelerate_is_logged(caplog):
+    config = {"train_batch_size": 31}
+    plan = with_launch(DeepSpeedPlan.from_dict(config), {"mixed_precision": "fp8"})
+    plan.to_yaml()
+    assert "launch.mixed_precision: 'fp8' -> unset" in caplog.text
+
+
+def test_accelerate_itself_loads_what_is_written(tmp_path):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("deepspeed")
+    small = {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.7,
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    launch = {"num_processes": 1, "mixed_precision": "bf16"}
+    plans = [with_launch(DeepSpeedPlan.from_dict(each), launch) for each in (small, FULL)]
+    for number, plan in enumerate(plans):
+        plan.save(tmp_path / f"{number}.yaml")
+    (block, of_block), (whole, of_whole) = accelerate(tmp_path / "0.yaml", tmp_path / "1.yaml")
+
+    assert of_block["zero_optimization"]["stage"] == 3
+    assert of_block["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert of_block["gradient_accumulation_steps"] == 2
+    assert of_block["gradient_clipping"] == 0.7
+    assert of_block["bf16"] == {"enabled": True}
+    assert of_whole == {**FULL, "fp16": {"enabled": False}}
+
+    seen = [DeepSpeedPlan.from_accelerate_environment(each) for each in (block, whole)]
+    for plan, read in zip(plans, seen, strict=True):
+        assert read.to_deepspeed() == plan.to_deepspeed()
+    assert seen[0].precision == "bf16"
+
+
+def test_accelerate_loses_what_is_never_written_in_its_own_keys(tmp_path):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("deepspeed")
+    file = tmp_path / "hand.yaml"
+    file.write_text(
+        "{distributed_type: DEEPSPEED, num_processes: 1, deepspeed_config: {zero_stage: 3,"
+        " gradient_clipping: 0, offload_param_device: nvme, offload_param_nvme_path: /mnt/a}}"
+    )
+    ((sent, config),) = accelerate(file)
+    assert not [name for name in sent if "NVME_PATH" in name]
+    assert config["zero_optimization"]["offload_param"]["nvme_path"] == "none"
+    assert "gradient_clipping" not in config
+
+
+def test_a_plan_is_not_changed_by_writing_it():
+    plan = with_launch(DeepSpeedPlan.from_dict(FULL), {"mixed_precision": "bf16"})
+    before = copy.deepcopy(plan)
+    plan_document(plan, "accelerate")
+    assert plan == before
+    assert plan.launch == before.launch
