@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+
+from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
+from zerotune.plan import DeepSpeedPlan
+
+USE = {"ACCELERATE_USE_DEEPSPEED": "true"}
+
+
+def read(**variables) -> DeepSpeedPlan:
+    environ = {f"ACCELERATE_{name}": value for name, value in variables.items()}
+    return DeepSpeedPlan.from_accelerate_environment({**USE, **environ})
+
+
+def found(plan, key):
+    (decision,) = [each for each in plan.decisions if each.key == key]
+    return decision
+
+
+@pytest.mark.parametrize("environ", [{}, {"ACCELERATE_USE_DEEPSPEED": "false"}])
+def test_an_environment_without_deepspeed_is_refused(environ):
+    with pytest.raises(InvalidValueError, match="accelerate launch --use_deepspeed") as caught:
+        DeepSpeedPlan.from_accelerate_environment(environ)
+    assert caught.value.key == "ACCELERATE_USE_DEEPSPEED"
+
+
+def test_this_process_is_read_when_nothing_is_given(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    assert DeepSpeedPlan.from_accelerate_environment().stage == 1
+
+
+def test_every_variable_is_translated():
+    plan = read(
+        MIXED_PRECISION="bf16",
+        CONFIG_DS_FIELDS="zero_stage,mixed_precision",
+        GRADIENT_ACCUMULATION_STEPS="4",
+        GRADIENT_CLIPPING="0.5",
+        DEEPSPEED_ZERO_STAGE="3",
+        DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE="cpu",
+        DEEPSPEED_OFFLOAD_PARAM_DEVICE="nvme",
+        DEEPSPEED_OFFLOAD_PARAM_NVME_PATH="/mnt/swap",
+        DEEPSPEED_ZERO3_INIT="false",
+        DEEPSPEED_ZERO3_SAVE_16BIT_MODEL="true",
+        DEEPSPEED_MOE_LAYER_CLS_NAMES="Block,Other",
+    )
+    assert plan.to_deepspeed() == {
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": "/mnt/swap"},
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+    assert plan.precision == "bf16"
+    assert plan.launch.zero3_init_flag is False
+    assert plan.launch.deepspeed_moe_layer_cls_names == "Block,Other"
+    assert not [each for each in plan.decisions if each.severity == "warning"]
+
+
+def test_the_stage_is_2_unless_something_is_said():
+    assert read().stage == 2
+    assert found(read(), "zero_optimization.stage").after == 2
+
+
+@pytest.mark.parametrize("part", ["optimizer", "param"])
+def test_an_nvme_folder_that_the_launcher_lost_is_a_warning(part):
+    plan = read(**{f"DEEPSPEED_OFFLOAD_{part.upper()}_DEVICE": "nvme"})
+    decision = found(plan, f"zero_optimization.offload_{part}.nvme_path")
+    assert decision.severity == "warning"
+    assert "does not pass" in decision.reason
+
+
+@pytest.mark.parametrize("form", ["path", "text", "base64"])
+def test_a_configuration_file_is_read_in_each_of_accelerates_forms(tmp_path, form):
+    config = {"zero_optimization": {"stage": 3}, "train_batch_size": 8}
+    text = json.dumps(config)
+    (tmp_path / "ds.json").write_text(text)
+    written = {
+        "path": str(tmp_path / "ds.json"),
+        "text": text,
+        "base64": base64.urlsafe_b64encode(text.encode()).decode(),
+    }[form]
+    assert read(DEEPSPEED_CONFIG_FILE=written).to_deepspeed() == config
+
+
+def test_a_configuration_file_that_is_nowhere_is_named(tmp_path):
+    with pytest.raises(PlanFileError, match="missing"):
+        read(DEEPSPEED_CONFIG_FILE=str(tmp_path / "missing.json"))
+
+
+def test_what_the_file_leaves_open_is_filled_and_what_it_says_stands():
+    config = {"zero_optimization": {"stage": "auto"}, "gradient_clipping": 1.0}
+    plan = read(
+        DEEPSPEED_CONFIG_FILE=json.dumps(config),
+        DEEPSPEED_ZERO_STAGE="3",
+        GRADIENT_CLIPPING="0.5",
+        GRADIENT_ACCUMULATION_STEPS="4",
+    )
+    assert plan.to_deepspeed() == {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
+    filled = [each for each in plan.decisions if each.key == "zero_optimization.stage"]
+    assert (filled[0].before, filled[0].after, filled[0].severity) == ("auto", "3", "note")
+    ignored = found(plan, "gradient_clipping")
+    assert (ignored.before, ignored.after, ignored.severity) == ("0.5", 1.0, "warning")
+    assert found(plan, "gradient_accumulation_steps").severity == "warning"
+
+
+@pytest.mark.parametrize("field", ["zero_stage", "gradient_clipping", "mixed_precision"])
+def test_fields_of_the_yaml_beside_a_file_are_refused_as_by_accelerate(field):
+    with pytest.raises(PlanConflictError, match=field):
+        read(DEEPSPEED_CONFIG_FILE="{}", CONFIG_DS_FIELDS=f"deepspeed_config_file,{field}")
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "becomes"),
+    [
+        ({"bf16": {"enabled": True}}, "no", "bf16"),
+        ({"bf16": {"enabled": "auto"}}, "bf16", "auto"),
+        ({}, "bf16", "bf16"),
+        ({}, "no", "fp32"),
+    ],
+)
+def test_no_precision_is_only_what_accelerate_sets_when_nobody_asked(config, precision, becomes):
+    plan = read(DEEPSPEED_CONFIG_FILE=json.dumps(config), MIXED_PRECISION=precision)
+    assert plan.precision == (precision if becomes == "auto" else becomes)
+    assert not [each for each in plan.check() if each.severity == "error"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "key"),
+    [
+        ("DEEPSPEED_ZERO_STAGE", "four", "zero_optimization.stage"),
+        ("GRADIENT_CLIPPING", "-1", "gradient_clipping"),
+        ("MIXED_PRECISION", "fp64", "launch.mixed_precision"),
+        ("DEEPSPEED_ZERO3_INIT", "auto", "launch.zero3_init_flag"),
+    ],
+)
+def test_bad_values_are_named(variable, value, key):
+    with pytest.raises(InvalidValueError) as caught:
+        read(**{variable: value})
+    assert caught.value.key == key
