@@ -15,6 +15,8 @@ def swapping_plan(
     swap_optimizer=True,
     lr=1e-4,
     world_size=1,
+    aio=None,
+    model=None,
 ):
     """A settled plan; ``param`` and ``optimizer`` are the NVMe paths it writes, if any."""
     zero = {"stage": 3}
@@ -30,10 +32,11 @@ def swapping_plan(
             "train_micro_batch_size_per_gpu": 1,
             "bf16": {"enabled": True},
             "zero_optimization": zero,
+            **({"aio": aio} if aio else {}),
             "optimizer": {"type": "AdamW", "params": {"lr": lr}},
         }
     )
-    resolved = plan.resolve(platform=Platform.synthetic(), world_size=world_size)
+    resolved = plan.resolve(platform=Platform.synthetic(), world_size=world_size, model=model)
     return OptimizerResolver().apply(resolved)
 
 

@@ -15,7 +15,12 @@ from typing import Any, Final, Protocol, cast
 
 from zerotune.errors import ZeroTuneError
 
-_COMMANDS: Final = ("zerotune.cli.doctor", "zerotune.cli.plan", "zerotune.cli.schema")
+_COMMANDS: Final = (
+    "zerotune.cli.doctor",
+    "zerotune.cli.plan",
+    "zerotune.cli.schema",
+    "zerotune.cli.offload",
+)
 
 
 class Command(Protocol):

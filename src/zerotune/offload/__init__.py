@@ -6,6 +6,7 @@ loads them, for the very op that DeepSpeed swaps with.
 
 from __future__ import annotations
 
+from zerotune.offload.benchmarking import Benchmark, benchmark
 from zerotune.offload.cleaning import CleanupReport, Leftover, cleanup_stale_swap
 from zerotune.offload.manager import Lease, OffloadManager
 from zerotune.offload.measured import MeasuredDisk
@@ -26,5 +27,7 @@ __all__ = [
     "Leftover",
     "SwapNeeds",
     "swap_needs",
+    "benchmark",
+    "Benchmark",
     "MeasuredDisk",
 ]

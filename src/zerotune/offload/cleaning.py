@@ -18,7 +18,7 @@ from zerotune.offload.filesystem import filesystem_kind, mount_identity
 from zerotune.offload.lease import DRAFT_PREFIX, dismantle, require_locks, try_lock
 from zerotune.offload.record import run_id_of
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_entry
-from zerotune.offload.root import PROBE_PREFIX, gibibytes
+from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX, gibibytes
 from zerotune.offload.stale import judged
 
 Kind = Literal["lease", "unfinished", "bare"]
@@ -161,7 +161,8 @@ class _Sweep:
                 self._each(root, name, "lease", self._lease)
             elif is_bare(name):
                 self._each(root, name, "bare", self._bare)
-        unfinished = [n for n in names if n.startswith((DRAFT_PREFIX, PROBE_PREFIX))]
+        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, BENCH_PREFIX)
+        unfinished = [name for name in names if name.startswith(prefixes)]
         if unfinished:
             self._unfinished(root, unfinished)
 

@@ -18,6 +18,8 @@ from zerotune.offload.lease import making_in
 
 PROBE_PREFIX: Final = ".zerotune-probe-"
 """Of a file that is written for a moment; its maker holds the root meanwhile."""
+BENCH_PREFIX: Final = ".zerotune-bench-"
+"""The same, of a folder that lasts as long as a measurement."""
 
 _PROBE: Final = bytes(4096)
 _LONGEST_PATH: Final = 4096

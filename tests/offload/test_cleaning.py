@@ -1,0 +1,417 @@
+"""What a clean-up removes, and above all what it never touches."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import attrs
+import pytest
+
+from tests.offload.plans import swapping_plan
+from zerotune.errors import OffloadError
+from zerotune.offload import (
+    LeaseRecord,
+    OffloadManager,
+    bare,
+    cleaning,
+    cleanup_stale_swap,
+    find_leases,
+)
+from zerotune.offload.lease import DRAFT_PREFIX, LOCK_FILE, making_in
+from zerotune.offload.record import lease_name, new_run_id
+from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
+from zerotune.offload.users import Users
+
+CLEANER = """
+import sys, time
+from zerotune.offload import cleanup_stale_swap
+deadline = time.monotonic() + float(sys.argv[2])
+count = failed = 0
+while time.monotonic() < deadline:
+    report = cleanup_stale_swap(sys.argv[1])
+    count += len(report.removed); failed += len(report.failures)
+print(count, failed)
+"""
+
+
+@pytest.fixture
+def dead(tmp_path):
+    """Makes the folder a killed run leaves."""
+
+    def make(root=tmp_path):
+        run_id = new_run_id()
+        folder = root / lease_name(run_id)
+        swap = folder / "zero_stage_3" / "optimizer" / "rank0"
+        swap.mkdir(parents=True)
+        (swap / "0.tensor.swp").write_bytes(b"x" * 40_000)
+        (folder / LOCK_FILE).touch()
+        record = LeaseRecord.for_this_process(
+            run_id=run_id, rank=0, world_size=1, plan_digest="0" * 64, filesystem="ext4"
+        )
+        gone = attrs.evolve(record.owner, pid_start=record.owner.pid_start + 1)
+        attrs.evolve(record, owner=gone).write(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def bare_swap(tmp_path):
+    """DeepSpeed's own layout, written a day ago."""
+    root = tmp_path / "zero_stage_3"
+    for part in ("bf16params", "optimizer"):
+        (root / part / "rank0").mkdir(parents=True)
+        (root / part / "rank0" / "0_1.tensor.swp").write_bytes(b"x" * 50_000)
+    yesterday = time.time() - 86_400
+    for path in (root, *root.rglob("*")):
+        os.utime(path, (yesterday, yesterday))
+    return root
+
+
+def only(found):
+    (one,) = found
+    return one
+
+
+def test_the_dead_go_and_the_living_stay(tmp_path, dead):
+    gone = dead()
+    with OffloadManager(root=tmp_path, cleaner=nothing).lease(swapping_plan()) as lease:
+        (lease.path / "alive.swp").write_bytes(b"x" * 5000)
+        report = cleanup_stale_swap(tmp_path)
+        assert (lease.path / "alive.swp").stat().st_size == 5000
+        assert [one.path for one in report.removed] == [gone]
+        assert only(report.kept).path == lease.path
+    assert not gone.exists()
+    assert 40_000 < report.freed < 80_000
+    assert only(report.decisions).severity == "note"
+
+
+def nothing(root):
+    return cleaning.CleanupReport(root=root, dry_run=False)
+
+
+def test_a_dry_run_changes_nothing_and_counts_the_same(tmp_path, dead):
+    folder = dead()
+    foretold = cleanup_stale_swap(tmp_path, dry_run=True)
+    assert (folder / "zero_stage_3/optimizer/rank0/0.tensor.swp").exists()
+    assert "would free" in only(foretold.decisions).reason
+    assert cleanup_stale_swap(tmp_path).freed == pytest.approx(foretold.freed, abs=20_000)
+
+
+def test_what_is_nobodys_business_stays(tmp_path, dead):
+    dead()
+    for name in ("precious.txt", "zerotune-notes", ".zerotune-newer", "zero_stage_three"):
+        (tmp_path / name).write_text("keep")
+    (tmp_path / "checkpoints" / lease_name(new_run_id())).mkdir(parents=True)
+    report = cleanup_stale_swap(tmp_path, adopt=True)
+    assert len(report.removed) == 1
+    assert not report.kept
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "precious.txt",
+        "zerotune-notes",
+        ".zerotune-newer",
+        "zero_stage_three",
+        "checkpoints",
+    }
+
+
+def test_a_link_with_a_leases_name_is_kept(tmp_path, dead):
+    moved = dead().rename(tmp_path / "moved")
+    link = tmp_path / lease_name(new_run_id())
+    link.symlink_to(moved)
+    assert only(cleanup_stale_swap(tmp_path).kept).path == link
+    assert (moved / LOCK_FILE).exists()
+
+
+def test_links_inside_are_not_followed(tmp_path, dead):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("keep")
+    folder = dead()
+    (folder / "folder").symlink_to(outside)
+    (folder / "zero_stage_3" / "file").symlink_to(outside / "file")
+    cleanup_stale_swap(tmp_path)
+    assert not folder.exists()
+    assert (outside / "file").read_text() == "keep"
+
+
+def test_a_link_as_lock_file_is_not_followed(tmp_path, dead):
+    folder = dead()
+    (folder / LOCK_FILE).unlink()
+    (folder / LOCK_FILE).symlink_to(tmp_path / "elsewhere.lock")
+    report = cleanup_stale_swap(tmp_path)
+    assert not report.removed
+    assert (folder / "zero_stage_3").exists()
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+def test_a_linked_root_is_refused(tmp_path, dead, adopt):
+    folder = dead()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    with pytest.raises(OffloadError, match="is a symbolic link"):
+        cleanup_stale_swap(link, adopt=adopt)
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_what_is_no_folder_is_refused(tmp_path, kind):
+    path = tmp_path / kind
+    if kind == "file":
+        path.touch()
+    with pytest.raises(OffloadError, match="cannot be read"):
+        cleanup_stale_swap(path)
+
+
+def test_a_lease_that_is_a_mount_is_kept(tmp_path, mounted, dead):
+    folder = dead()
+    mounted(folder, "-t", "tmpfs", "none")
+    (folder / "file").write_text("keep")
+    assert "mounted here" in only(cleanup_stale_swap(tmp_path).kept).reason
+    assert (folder / "file").read_text() == "keep"
+
+
+def test_a_mount_inside_a_dead_lease_is_a_failure_and_untouched(tmp_path, mounted, dead):
+    folder = dead()
+    point = mounted(folder / "zero_stage_3" / "mounted", "-t", "tmpfs", "none")
+    (point / "file").write_text("keep")
+    report = cleanup_stale_swap(tmp_path)
+    assert "mounted here" in only(report.failures).reason
+    assert only(report.decisions).severity == "warning"
+    assert (point / "file").read_text() == "keep"
+
+
+def test_a_failure_is_told_with_what_was_freed_before_it(tmp_path, dead, monkeypatch):
+    folder = dead()
+    (folder / "zero_stage_3" / "stuck").touch()
+    unlink = os.unlink
+
+    def refuse(name, **options):
+        if name == "stuck":
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(name, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    failure = only(cleanup_stale_swap(tmp_path).failures)
+    assert failure.reason == "Operation not permitted"
+    assert failure.path == folder
+    monkeypatch.undo()
+    assert [one.path for one in cleanup_stale_swap(tmp_path).removed] == [folder]
+
+
+@pytest.mark.parametrize("moment", range(1, 8))
+def test_an_interrupted_clean_up_is_finished_by_the_next(tmp_path, dead, monkeypatch, moment):
+    folder = dead()
+    left = [moment]
+
+    def interrupted(real):
+        def act(*args, **options):
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        return act
+
+    for name in ("unlink", "rmdir"):
+        monkeypatch.setattr(os, name, interrupted(getattr(os, name)))
+    with pytest.raises(KeyboardInterrupt):
+        cleanup_stale_swap(tmp_path)
+    monkeypatch.undo()
+    assert folder.exists()
+    assert [one.path for one in cleanup_stale_swap(tmp_path).removed] == [folder]
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestUnfinished:
+    @pytest.mark.parametrize("prefix", [DRAFT_PREFIX, BENCH_PREFIX])
+    def test_what_a_dead_process_was_making_goes(self, tmp_path, prefix):
+        (tmp_path / f"{prefix}abc").mkdir()
+        (tmp_path / f"{prefix}abc" / "file").write_bytes(b"x" * 5000)
+        report = cleanup_stale_swap(tmp_path)
+        assert only(report.removed).kind == "unfinished"
+        assert report.freed >= 5000
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_probe_that_was_left_goes(self, tmp_path):
+        (tmp_path / f"{PROBE_PREFIX}abc").touch()
+        assert len(cleanup_stale_swap(tmp_path).removed) == 1
+
+    def test_what_a_living_process_is_making_stays(self, tmp_path):
+        (tmp_path / f"{DRAFT_PREFIX}abc").mkdir()
+        with making_in(tmp_path):
+            report = cleanup_stale_swap(tmp_path)
+        assert "making something" in only(report.kept).reason
+        assert (tmp_path / f"{DRAFT_PREFIX}abc").is_dir()
+
+    def test_a_link_with_such_a_name_goes_alone(self, tmp_path):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / "file").touch()
+        (tmp_path / f"{DRAFT_PREFIX}abc").symlink_to(tmp_path / "folder")
+        cleanup_stale_swap(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+        assert (tmp_path / "folder" / "file").exists()
+
+
+@pytest.fixture
+def _all_seen(monkeypatch):
+    """As on a machine where this user may look into every process; some sandboxes hide a few."""
+    look = bare.users_of
+
+    def see(files, **options):
+        return attrs.evolve(look(files, **options), hidden=())
+
+    monkeypatch.setattr(bare, "users_of", see)
+
+
+@pytest.mark.usefixtures("_all_seen")
+class TestBare:
+    def test_it_is_reported_and_kept(self, tmp_path, bare_swap):
+        report = cleanup_stale_swap(tmp_path)
+        assert only(report.kept).kind == "bare"
+        assert only(report.kept).nbytes >= 100_000
+        assert only(report.decisions).severity == "warning"
+        assert len(list(bare_swap.rglob("*.swp"))) == 2
+
+    def test_asked_to_it_goes(self, tmp_path, bare_swap):
+        foretold = cleanup_stale_swap(tmp_path, adopt=True, dry_run=True)
+        assert bare_swap.exists()
+        report = cleanup_stale_swap(tmp_path, adopt=True)
+        assert report.freed >= 100_000
+        assert len(foretold.removed) == len(report.removed) == 1
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_deepspeed_did_not_write_protects_it(self, tmp_path, bare_swap):
+        (bare_swap / "optimizer" / "notes.txt").write_text("keep")
+        report = cleanup_stale_swap(tmp_path, adopt=True)
+        assert "optimizer/notes.txt" in only(report.kept).reason
+        assert len(list(bare_swap.rglob("*.swp"))) == 2
+
+    def test_a_link_inside_protects_it(self, tmp_path, bare_swap):
+        (bare_swap / "optimizer" / "rank1").symlink_to(tmp_path)
+        assert "optimizer/rank1" in only(cleanup_stale_swap(tmp_path, adopt=True).kept).reason
+
+    def test_a_process_with_a_file_open_protects_it(self, tmp_path, bare_swap):
+        file = next(bare_swap.rglob("*.swp"))
+        script = "import sys; f = open(sys.argv[1], 'rb'); print('open', flush=True); input()"
+        with subprocess.Popen(
+            [sys.executable, "-c", script, str(file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            process.stdout.readline()
+            report = cleanup_stale_swap(tmp_path, adopt=True)
+            process.communicate("\n")
+        assert f"process {process.pid} has a file in it open" in only(report.kept).reason
+        assert file.exists()
+        assert len(cleanup_stale_swap(tmp_path, adopt=True).removed) == 1
+
+    def test_a_process_that_comes_while_it_is_moved_gets_it_back(
+        self, tmp_path, bare_swap, monkeypatch
+    ):
+        doubts = iter([None, "process 7 has a file in it open"])
+        monkeypatch.setattr(bare, "doubt_about", lambda *_: next(doubts))
+        report = cleanup_stale_swap(tmp_path, adopt=True)
+        assert "process 7" in only(report.kept).reason
+        assert [path.name for path in tmp_path.iterdir()] == ["zero_stage_3"]
+        assert len(list(bare_swap.rglob("*.swp"))) == 2
+
+    def test_a_name_taken_meanwhile_is_a_failure_and_nothing_is_lost(
+        self, tmp_path, bare_swap, monkeypatch
+    ):
+        answers = iter([None, "in use"])
+
+        def doubt(*_):
+            answer = next(answers)
+            if answer:
+                bare_swap.mkdir()
+            return answer
+
+        monkeypatch.setattr(bare, "doubt_about", doubt)
+        failure = only(cleanup_stale_swap(tmp_path, adopt=True).failures)
+        assert "nothing was deleted" in failure.reason
+        assert len(list(tmp_path.rglob("*.swp"))) == 2
+
+    @pytest.mark.usefixtures("bare_swap")
+    def test_what_an_interrupted_adoption_left_is_asked_about_again(self, tmp_path, monkeypatch):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bare, "remove_entry", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                cleanup_stale_swap(tmp_path, adopt=True)
+        (left,) = tmp_path.iterdir()
+        assert left.name.startswith(bare.ADOPTED_PREFIX)
+        assert only(cleanup_stale_swap(tmp_path).kept).kind == "bare"
+        cleanup_stale_swap(tmp_path, adopt=True)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.usefixtures("bare_swap")
+    def test_a_process_nobody_may_look_into_protects_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(bare, "users_of", lambda *_, **__: Users(hidden=(12, 13)))
+        report = cleanup_stale_swap(tmp_path, adopt=True)
+        assert "may not see what process 12, 13 has open" in only(report.kept).reason
+
+    @pytest.mark.usefixtures("bare_swap")
+    @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", None, "unheard"])
+    def test_where_other_machines_may_come_it_is_kept(self, tmp_path, monkeypatch, kind):
+        monkeypatch.setattr(cleaning, "filesystem_kind", lambda _: kind)
+        report = cleanup_stale_swap(tmp_path, adopt=True)
+        assert "other machines may be using it" in only(report.kept).reason
+
+
+def cleaner(root, seconds):
+    return subprocess.Popen(
+        [sys.executable, "-c", CLEANER, str(root), str(seconds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(cleaning.__file__).parents[2])},
+    )
+
+
+def test_two_cleaners_at_once_free_everything_and_fail_at_nothing(tmp_path, dead):
+    with cleaner(tmp_path, 2) as first, cleaner(tmp_path, 2) as second:
+        deadline = time.monotonic() + 1
+        made = 0
+        while time.monotonic() < deadline:
+            dead()
+            made += 1
+        counts = [process.communicate()[0].split() for process in (first, second)]
+    assert [int(failed) for _, failed in counts] == [0, 0]
+    # What is half built when a cleaner sees it proves nothing and is kept until the next look.
+    assert sum(int(count) for count, _ in counts) >= made
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_come_and_go_are_never_touched_by_two_cleaners(tmp_path, hold):
+    holders = [hold(tmp_path) for _ in range(3)]
+    paths = [Path(holder.read()) for holder in holders]
+    with cleaner(tmp_path, 2) as first, cleaner(tmp_path, 2) as second:
+        for holder in holders:
+            holder.tell("churn 12")
+        holders[0].tell("leave")
+        assert holders[0].read() == "left"
+        for process in (first, second):
+            _, failed = process.communicate()[0].split()
+            assert failed == "0"
+    for path in paths[1:]:
+        assert (path / "rank0.swp").stat().st_size == 65536
+    assert {one.state for one in find_leases(tmp_path)} == {"live"}
+    for holder in holders[1:]:
+        holder.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_report_is_plain_data(tmp_path, dead, bare_swap):
+    folder = dead()
+    data = cleanup_stale_swap(tmp_path).to_dict()
+    assert [one["path"] for one in data["removed"]] == [str(folder)]
+    assert [one["kind"] for one in data["kept"]] == ["bare"]
+    assert data["freed"] > 0
