@@ -9,7 +9,8 @@
     │   ├── UnknownKeyError          a key nobody knows, with a did-you-mean
     │   ├── InvalidValueError        a value of the wrong type or out of range
     │   ├── PlanConflictError        values that cannot hold together
-    │   └── UnresolvedPlanError      something is still "auto" where it must not be
+    │   ├── UnresolvedPlanError      something is still "auto" where it must not be
+    │   └── NothingFitsError         no plan fits into the memory there is
     ├── OptimizerError (ValueError)  an optimizer or scheduler that cannot be had
     ├── PlatformError (RuntimeError)
     ├── EngineError (RuntimeError)
@@ -144,6 +145,18 @@ class PlanConflictError(PlanError):
 
 class UnresolvedPlanError(PlanError):
     """A value is still ``"auto"`` where a final one is needed."""
+
+
+class NothingFitsError(PlanError):
+    """No plan fits into the memory there is.
+
+    Attributes:
+        nearest: The candidate that is over the budget by least (``plan.advising.Candidate``).
+    """
+
+    def __init__(self, reason: str, *, nearest: Any, key: str, value: Any, fix: str) -> None:
+        super().__init__(reason, key=key, value=value, fix=fix)
+        self.nearest = nearest
 
 
 class OptimizerError(ZeroTuneError, ValueError):

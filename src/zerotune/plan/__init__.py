@@ -9,12 +9,22 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zerotune.plan.advising.values import Advice, Budget, Candidate
     from zerotune.plan.arguments import add_plan_arguments, plan_from_arguments
     from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
     from zerotune.plan.comparing import Change, PlanDifference
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import ModelFacts, ParameterFacts, RunFacts
+    from zerotune.plan.facts import (
+        ActivationCost,
+        ActivationFacts,
+        ModelFacts,
+        ParameterFacts,
+        RunFacts,
+    )
+    from zerotune.plan.families import family, family_names
     from zerotune.plan.kinds import AUTO
+    from zerotune.plan.memory.values import MemoryEstimate, MemoryItem, MemoryPeak
+    from zerotune.plan.memory.workload import Workload
     from zerotune.plan.resolved import ResolvedPlan
     from zerotune.plan.rules import Finding, Rule, RuleContext, all_rules
     from zerotune.plan.sections import (
@@ -38,6 +48,17 @@ _HOMES: Final = {
     "ModelFacts": "facts",
     "ParameterFacts": "facts",
     "RunFacts": "facts",
+    "ActivationFacts": "facts",
+    "ActivationCost": "facts",
+    "family": "families",
+    "family_names": "families",
+    "MemoryEstimate": "memory.values",
+    "MemoryItem": "memory.values",
+    "MemoryPeak": "memory.values",
+    "Workload": "memory.workload",
+    "Advice": "advising.values",
+    "Budget": "advising.values",
+    "Candidate": "advising.values",
     "OptimizerChoice": "choices",
     "SchedulerChoice": "choices",
     "ZeroSection": "sections",
@@ -68,6 +89,17 @@ __all__ = [
     "ModelFacts",
     "ParameterFacts",
     "RunFacts",
+    "ActivationFacts",
+    "ActivationCost",
+    "family",
+    "family_names",
+    "MemoryEstimate",
+    "MemoryItem",
+    "MemoryPeak",
+    "Workload",
+    "Advice",
+    "Budget",
+    "Candidate",
     "OptimizerChoice",
     "SchedulerChoice",
     "ZeroSection",

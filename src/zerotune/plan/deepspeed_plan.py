@@ -27,7 +27,10 @@ from zerotune.plan.sections import (
 )
 
 if TYPE_CHECKING:
+    from zerotune.plan.advising.values import Advice
     from zerotune.plan.comparing import PlanDifference
+    from zerotune.plan.memory.values import MemoryEstimate
+    from zerotune.plan.memory.workload import EMAPlace
     from zerotune.plan.resolved import ResolvedPlan
     from zerotune.plan.rules import Finding
     from zerotune.platform import Platform
@@ -252,3 +255,109 @@ class DeepSpeedPlan(PlanFormats):
         from zerotune.plan.comparing import diff_plans
 
         return diff_plans(self, other)
+
+    @classmethod
+    def advise(
+        cls,
+        model: ModelFacts | str | Any,
+        *,
+        vram: int | str | None = None,
+        ram: int | str | None = None,
+        nvme: int | str = 0,
+        batch: int = 1,
+        resolution: int | tuple[int, int] | None = None,
+        world_size: int = 1,
+        precision: str = AUTO,
+        gradient_accumulation_steps: int = 1,
+        optimizer: str | Mapping[str, Any] = "AdamW",
+        ema: EMAPlace = "none",
+        frozen_bytes: int = 0,
+        reserve: float = 0.05,
+        platform: Platform | None = None,
+    ) -> Advice:
+        """The plan with the least offload and the lowest stage that fits.
+
+        Args:
+            model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
+            vram: Memory of each device, in bytes or as ``"12GiB"``; this machine's by default.
+            ram: RAM of each machine; this machine's by default.
+            nvme: Disk space for swap files of each machine; none by default.
+            batch: Samples per forward pass and rank.
+            resolution: Side in pixels, or height and width; a family's own by default.
+            world_size: Number of ranks, all on one machine.
+            precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
+            gradient_accumulation_steps: Forward passes per optimizer step.
+            optimizer: Name, or ``{"type": …, "params": {…}}``.
+            ema: Where an ``EMAShadow`` lives.
+            frozen_bytes: Bytes of frozen parts that stay on the device.
+            reserve: Share of device and host memory to keep free.
+            platform: The machine; CUDA when ``vram`` and ``ram`` are given, else this one.
+
+        Raises:
+            NothingFitsError: No plan fits; holds the nearest.
+            PlanError: A size, family or option that does not exist.
+        """
+        from zerotune.plan.advising.choosing import advise
+
+        return advise(
+            model,
+            vram=vram,
+            ram=ram,
+            nvme=nvme,
+            batch=batch,
+            resolution=resolution,
+            world_size=world_size,
+            ema=ema,
+            frozen_bytes=frozen_bytes,
+            reserve=reserve,
+            platform=platform,
+            options={
+                "precision": precision,
+                "gradient_accumulation_steps": gradient_accumulation_steps,
+                "optimizer": optimizer,
+            },
+        )
+
+    def estimate(
+        self,
+        model: ModelFacts | str | Any,
+        *,
+        platform: Platform | None = None,
+        world_size: int = 1,
+        run: RunFacts | None = None,
+        batch: int | None = None,
+        resolution: int | tuple[int, int] | None = None,
+        ema: EMAPlace = "none",
+        gradient_checkpointing: bool = True,
+        frozen_bytes: int = 0,
+    ) -> MemoryEstimate:
+        """What training needs of the device, of host RAM and of NVMe, by component.
+
+        Args:
+            model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
+            platform: The machine; detected when not given.
+            world_size: Number of ranks.
+            run: What the training script knows.
+            batch: Samples per forward pass and rank; the plan's when not given.
+            resolution: Side in pixels, or height and width; a family's own by default.
+            ema: Where an ``EMAShadow`` lives: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
+            gradient_checkpointing: Whether blocks are recomputed in the backward pass.
+            frozen_bytes: Bytes of frozen parts that stay on the device.
+
+        Raises:
+            PlanError: As ``resolve``; also an unknown family or an impossible size.
+        """
+        from zerotune.plan.memory.estimating import estimate_plan
+
+        return estimate_plan(
+            self,
+            model,
+            platform=platform,
+            world_size=world_size,
+            run=run,
+            batch=batch,
+            resolution=resolution,
+            ema=ema,
+            gradient_checkpointing=gradient_checkpointing,
+            frozen_bytes=frozen_bytes,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -20,10 +21,41 @@ class ParameterFacts:
     trainable: bool = True
     """Whether it requires a gradient."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements; 1 for a 0-d parameter."""
         return math.prod(self.shape)
+
+
+@attrs.frozen(kw_only=True)
+class ActivationCost:
+    """Peak bytes of activations and temporaries of one forward and backward pass.
+
+    Linear in the batch and in its pixels, which holds for convolutions and for attention that
+    never stores its matrix (``scaled_dot_product_attention``).
+    """
+
+    base: float
+    """Bytes whatever the batch: gradients on their way out of the backward pass."""
+    per_sample: float
+    """Bytes per sample whatever its size: text tokens and embeddings."""
+    per_pixel: float
+    """Bytes per pixel of the image, not of the latent."""
+
+    def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
+        """Bytes for ``batch`` samples of ``pixels`` pixels each, in elements of that size."""
+        in_half = self.base + batch * (self.per_sample + self.per_pixel * pixels)
+        return math.ceil(in_half * element_bytes / 2)
+
+
+@attrs.frozen(kw_only=True)
+class ActivationFacts:
+    """What a forward and backward pass of a model keeps, in bytes of 2-byte elements."""
+
+    full: ActivationCost
+    """Everything the backward pass needs is kept."""
+    checkpointed: ActivationCost | None = None
+    """Blocks are recomputed; ``None``: the model cannot do that."""
 
 
 def _as_tuple(parameters: Iterable[ParameterFacts]) -> tuple[ParameterFacts, ...]:
@@ -36,6 +68,8 @@ class ModelFacts:
 
     parameters: tuple[ParameterFacts, ...] = attrs.field(converter=_as_tuple)
     name: str = "model"
+    activations: ActivationFacts | None = None
+    """What a training step keeps beside the weights; ``None``: not known."""
 
     @classmethod
     def from_module(cls, module: Any) -> ModelFacts:
@@ -65,22 +99,22 @@ class ModelFacts:
             parameters=[ParameterFacts(name=key, shape=tuple(shape)) for key, shape in shapes],
         )
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:
         """The parameters the optimizer sees."""
         return tuple(parameter for parameter in self.parameters if parameter.trainable)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
-    @property
+    @cached_property
     def trainable_numel(self) -> int:
         """Elements of the trainable parameters."""
         return sum(parameter.numel for parameter in self.trainable)
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter; 0 for a model without parameters."""
         return max((parameter.numel for parameter in self.parameters), default=0)

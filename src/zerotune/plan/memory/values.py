@@ -31,7 +31,7 @@ class MemoryItem:
     place: Place
     nbytes: int
     """Bytes per rank."""
-    phases: frozenset[Phase] = attrs.field(default=ALWAYS, converter=frozenset)
+    phases: frozenset[Phase] = ALWAYS
     """When it is held."""
     pinned: bool = False
     """Whether it is page-locked host memory."""
@@ -60,7 +60,9 @@ class MemoryEstimate:
     """The plan that was costed."""
     workload: Workload
     """What it was costed for."""
-    items: tuple[MemoryItem, ...] = attrs.field(converter=tuple)
+    items: tuple[MemoryItem, ...]
+    notes: tuple[str, ...] = ()
+    """What is not in the numbers, and why."""
 
     def at(self, place: Place, phase: Phase) -> tuple[MemoryItem, ...]:
         """What ``place`` holds during ``phase``, largest first."""

@@ -27,3 +27,6 @@ class Workload:
     """Bytes of frozen parts (VAE, text encoders) that stay on the device."""
     ranks_per_machine: int | None = None
     """Processes that share the host RAM; ``None``: all of them."""
+    exact_pinning: bool = False
+    """Whether page-locked blocks keep their size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
+    torch's ``pinned_max_round_threshold_mb``; else each is rounded up to a power of two."""

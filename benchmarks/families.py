@@ -1,0 +1,101 @@
+"""Write the shapes and activation costs of known model families into the package.
+
+``python -m benchmarks.families [NAME …]``; takes about two minutes per family. The configurations
+are those published with the models.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from zerotune.diffusion.profiling import model_facts
+
+TARGET = Path("src/zerotune/plan/families")
+
+SD15: dict[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 64,
+    "cross_attention_dim": 768,
+    "attention_head_dim": 8,
+}
+SD21 = SD15 | {
+    "cross_attention_dim": 1024,
+    "attention_head_dim": [5, 10, 20, 20],
+    "use_linear_projection": True,
+}
+SDXL: dict[str, Any] = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 128,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [320, 640, 1280],
+    "cross_attention_dim": 2048,
+    "transformer_layers_per_block": [1, 2, 10],
+    "attention_head_dim": [5, 10, 20],
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+    "use_linear_projection": True,
+}
+SD3: dict[str, Any] = {
+    "_class_name": "SD3Transformer2DModel",
+    "sample_size": 128,
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "caption_projection_dim": 1536,
+    "joint_attention_dim": 4096,
+    "pooled_projection_dim": 2048,
+    "out_channels": 16,
+    "pos_embed_max_size": 192,
+}
+SD35_MEDIUM = SD3 | {
+    "dual_attention_layers": list(range(13)),
+    "qk_norm": "rms_norm",
+    "pos_embed_max_size": 384,
+}
+SD35_LARGE = SD3 | {
+    "num_layers": 38,
+    "num_attention_heads": 38,
+    "caption_projection_dim": 2432,
+    "qk_norm": "rms_norm",
+}
+FLUX: dict[str, Any] = {
+    "_class_name": "FluxTransformer2DModel",
+    "guidance_embeds": True,
+}
+
+CONFIGURATIONS = {
+    "sd15": (SD15, 512),
+    "sd21": (SD21, 768),
+    "sdxl": (SDXL, 1024),
+    "sd3-medium": (SD3, 1024),
+    "sd35-medium": (SD35_MEDIUM, 1024),
+    "sd35-large": (SD35_LARGE, 1024),
+    "flux": (FLUX, 1024),
+}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or CONFIGURATIONS:
+        config, resolution = CONFIGURATIONS[name]
+        facts = model_facts(config, name=name)
+        assert facts.activations is not None
+        data = {
+            "name": name,
+            "class": config["_class_name"],
+            "resolution": resolution,
+            "activations": attrs.asdict(facts.activations),
+            "parameters": [[p.name, list(p.shape)] for p in facts.parameters],
+        }
+        TARGET.mkdir(parents=True, exist_ok=True)
+        (TARGET / f"{name}.json").write_text(json.dumps(data, separators=(",", ":")) + "\n")
+        print(name, f"{facts.numel:,}", data["activations"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

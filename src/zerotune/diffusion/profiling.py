@@ -1,0 +1,233 @@
+"""What a model weighs and what a training step keeps, measured on the ``meta`` device.
+
+Nothing is computed and no memory is taken: the model runs on tensors without data, and every
+storage is counted from its birth to its death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import attrs
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerotune.diffusion.profile_inputs import example_inputs
+from zerotune.errors import InvalidValueError
+from zerotune.plan.facts import ActivationCost, ActivationFacts, ModelFacts
+
+MakeInputs = Callable[[int, int, int], Mapping[str, Any]]
+"""From batch, height and width in pixels to the keyword arguments of ``forward``."""
+
+_POINTS: Final = ((1, 256), (1, 1024), (4, 256), (2, 1024), (8, 512))
+"""Batch and side in pixels of the passes the costs are fitted to."""
+
+
+def model_facts(
+    source: torch.nn.Module | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    inputs: MakeInputs | None = None,
+    activations: bool = True,
+    name: str | None = None,
+) -> ModelFacts:
+    """Names and shapes of a model's parameters, and the memory its activations take.
+
+    Args:
+        source: A module on any device; a diffusers configuration (a mapping with
+            ``_class_name``), a ``config.json`` or a folder that holds one. A configuration is
+            built on the ``meta`` device, so a 12-billion-parameter model takes a second.
+        inputs: Makes the arguments of ``forward`` on the ``meta`` device; known for diffusers'
+            U-Nets, SD3 and Flux transformers.
+        activations: ``False`` leaves them out, which saves some seconds.
+        name: Name in reports; the class by default.
+
+    Raises:
+        InvalidValueError: No such class or file, or a model whose inputs are not known.
+    """
+    if isinstance(source, torch.nn.Module):
+        module = source
+        if activations and any(p.device.type != "meta" for p in module.parameters()):
+            raise InvalidValueError(
+                "activations are counted on the meta device",
+                key="source",
+                value=type(source).__name__,
+                fix="pass its configuration (model.config), or activations=False",
+            )
+    else:
+        module = _from_config(_configuration(source))
+    facts = attrs.evolve(ModelFacts.from_module(module), name=name or type(module).__name__)
+    if not activations:
+        return facts
+    return attrs.evolve(facts, activations=measure_activations(module, inputs=inputs))
+
+
+def measure_activations(
+    module: torch.nn.Module, *, inputs: MakeInputs | None = None
+) -> ActivationFacts:
+    """Fit the memory of a training step to passes of several sizes.
+
+    Args:
+        module: A module on the ``meta`` device; left in bf16 and without checkpointing.
+        inputs: As in ``model_facts``.
+
+    Raises:
+        InvalidValueError: The model's inputs are not known.
+    """
+    make = inputs or example_inputs(module)
+    module.to(torch.bfloat16)
+    handles = [
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        full = _fitted(module, make)
+        checkpointed = None
+        if hasattr(module, "enable_gradient_checkpointing"):
+            switch: Any = module
+            switch.enable_gradient_checkpointing()
+            checkpointed = _fitted(module, make)
+            switch.disable_gradient_checkpointing()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ActivationFacts(full=full, checkpointed=checkpointed)
+
+
+def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
+    """Most bytes alive at a time in one forward and backward pass, parameters not counted.
+
+    Args:
+        module: A module on the ``meta`` device, whose gradients are dropped as they appear.
+        arguments: Arguments of ``forward``.
+    """
+    module.train()
+    known = [*module.parameters(), *module.buffers()]
+    with _flash_attention(), _LiveBytes(known) as live:
+        output = module(**arguments)
+        sample = output[0] if isinstance(output, tuple) else output.sample
+        sample.float().pow(2).mean().backward()
+    return int(live.peak)
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that live, those of ``known`` tensors left out."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {_key(tensor) for tensor in known}
+        self._sizes: dict[int, int] = {}
+        self._live = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key in self._known or key in self._sizes:
+            return
+        storage = tensor.untyped_storage()
+        self._sizes[key] = storage.nbytes()
+        self._live += storage.nbytes()
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._live -= self._sizes.pop(key, 0)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Attention as fused kernels account for it: the matrix itself is never stored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        log_sum = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        query, key, value, _output, _log_sum = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@contextlib.contextmanager
+def _flash_attention() -> Iterator[None]:
+    # On the meta device torch falls back to attention that stores its matrix.
+    def attention(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return _FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attention):
+        yield
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _fitted(module: torch.nn.Module, make: MakeInputs) -> ActivationCost:
+    rows = [[1.0, batch, batch * side * side] for batch, side in _POINTS]
+    peaks = [activation_peak(module, make(batch, side, side)) for batch, side in _POINTS]
+    # Relative errors count, and a linear fit may fall below what was measured; the offset that
+    # lifts it above every point is small because the peaks are linear but for block boundaries.
+    weights = 1.0 / np.asarray(peaks, dtype=float)
+    solution, *_ = np.linalg.lstsq(
+        np.asarray(rows) * weights[:, None], np.ones(len(peaks)), rcond=None
+    )
+    base, per_sample, per_pixel = (max(0.0, float(value)) for value in solution)
+    return ActivationCost(base=base, per_sample=per_sample, per_pixel=per_pixel)
+
+
+def _configuration(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(
+            f"cannot be read as a diffusers configuration: {error}",
+            key="source",
+            value=str(source),
+            fix="pass the folder of a model, its config.json, or a mapping",
+        ) from error
+    return config if isinstance(config, Mapping) else {}
+
+
+def _from_config(config: Mapping[str, Any]) -> torch.nn.Module:
+    import diffusers
+
+    name = config.get("_class_name")
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if kind is None or not hasattr(kind, "from_config"):
+        raise InvalidValueError(
+            "is not a model class of diffusers",
+            key="_class_name",
+            value=name,
+            fix='write the class, such as "UNet2DConditionModel"',
+        )
+    with torch.device("meta"):
+        module: torch.nn.Module = kind.from_config(dict(config))
+    return module

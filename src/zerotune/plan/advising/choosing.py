@@ -1,0 +1,278 @@
+"""The candidates in order of preference, and the first that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from zerotune.errors import InvalidValueError, NothingFitsError
+from zerotune.plan.advising.values import Advice, Budget, Candidate, machine_needs
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.families import as_facts, model_family
+from zerotune.plan.kinds import is_number
+from zerotune.plan.memory.estimating import count, estimate_resolved, sides
+from zerotune.plan.memory.sizes import format_size, parse_size
+from zerotune.plan.memory.values import PLACES, MemoryEstimate, Phase, Place
+from zerotune.plan.memory.workload import EMAPlace, Workload
+
+if TYPE_CHECKING:
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.platform import Platform
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """Where everything lies."""
+
+    stage: int
+    optimizer: str = "none"
+    parameters: str = "none"
+    pinned: bool = True
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        places = {"cpu": "in host memory", "nvme": "on NVMe"}
+        words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
+        if self.optimizer != "none":
+            words.append(f"optimizer {places[self.optimizer]}")
+        if self.parameters != "none":
+            words.append(f"parameters {places[self.parameters]}")
+        if not self.pinned:
+            words.append("not page-locked")
+        return ", ".join(words)
+
+
+LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
+    tuple(Layout(stage=stage) for stage in range(4)),
+    (Layout(stage=2, optimizer="cpu"), Layout(stage=3, optimizer="cpu")),
+    (
+        Layout(stage=2, optimizer="cpu", pinned=False),
+        Layout(stage=3, optimizer="cpu", pinned=False),
+    ),
+    (Layout(stage=3, optimizer="cpu", parameters="cpu"),),
+    (Layout(stage=3, optimizer="cpu", parameters="cpu", pinned=False),),
+    (Layout(stage=3, optimizer="nvme"),),
+    (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
+    (Layout(stage=3, optimizer="nvme", parameters="nvme"),),
+)
+"""From least to most offload, each level in the order of stages. What leaves the device costs
+more time than what is partitioned, recomputing activations less than either."""
+
+_NAMES: Final[Mapping[Place, str]] = {
+    "device": "device memory",
+    "host": "host memory",
+    "nvme": "NVMe",
+}
+_MOMENTS: Final[Mapping[Phase, str]] = {
+    "initialization": "during set-up",
+    "forward and backward": "in the backward pass",
+    "optimizer step": "in the optimizer step",
+    "checkpoint": "while a checkpoint is written",
+}
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What is to be trained, on what."""
+
+    model: ModelFacts
+    platform: Platform
+    budget: Budget
+    world_size: int
+    workload: Workload
+    options: Mapping[str, Any]
+    """Keywords of ``DeepSpeedPlan.build``."""
+
+
+def advise(
+    model: ModelFacts | str | Any,
+    *,
+    vram: int | str | None,
+    ram: int | str | None,
+    nvme: int | str,
+    batch: int,
+    resolution: int | tuple[int, int] | None,
+    world_size: int,
+    ema: EMAPlace,
+    frozen_bytes: int,
+    reserve: float,
+    platform: Platform | None,
+    options: Mapping[str, Any],
+) -> Advice:
+    """See ``DeepSpeedPlan.advise``."""
+    if resolution is None and isinstance(model, str):
+        resolution = model_family(model).resolution
+    height, width = sides(resolution)
+    device = None if vram is None else parse_size(vram, key="vram")
+    host = None if ram is None else parse_size(ram, key="ram")
+    platform = _machine(platform, device, host, world_size)
+    budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
+    return _first_that_fits(
+        Request(
+            model=as_facts(model),
+            platform=platform,
+            budget=budget,
+            world_size=world_size,
+            workload=Workload(
+                batch=count(batch, "batch"),
+                height=height,
+                width=width,
+                ema=ema,
+                frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
+            ),
+            options=options,
+        )
+    )
+
+
+def _machine(
+    platform: Platform | None, device: int | None, host: int | None, world_size: int
+) -> Platform:
+    from zerotune.platform import Platform, detect_platform
+
+    if platform is not None:
+        return platform
+    if device is not None and host is not None:
+        return Platform.synthetic("cuda", vram=device, ram=host, device_count=world_size)
+    return detect_platform(log=False)
+
+
+def _budget(
+    platform: Platform, device: int | None, host: int | None, *, nvme: int, reserve: float
+) -> Budget:
+    if not is_number(reserve) or not 0 <= reserve < 1:
+        raise InvalidValueError(
+            "is not a share of the memory", key="reserve", value=reserve, fix="write 0.05 for 5 %"
+        )
+    if device is None:
+        device = min((one.total_memory for one in platform.devices), default=0)
+    if host is None:
+        host = platform.host_memory.limit
+    return Budget(device=device, host=host, nvme=nvme, reserve=float(reserve))
+
+
+def _first_that_fits(request: Request) -> Advice:
+    candidates = list(_candidates(request))
+    fitting = [one for one in candidates if one.fits]
+    if not fitting:
+        raise _nothing_fits(request, candidates)
+    first = fitting[0]
+    chosen = attrs.evolve(first, reason="the least offload and the lowest stage that fits")
+    listed = tuple(chosen if one is first else one for one in candidates)
+    return Advice(budget=request.budget, chosen=chosen, candidates=listed)
+
+
+def _candidates(request: Request) -> Iterator[Candidate]:
+    known = request.model.activations
+    measured = known is not None and request.workload.height is not None
+    choices = [False, True] if measured and known and known.checkpointed else [False]
+    for level in LEVELS:
+        plans = [_resolved(request, layout) for layout in level if _sensible(request, layout)]
+        for checkpoints in choices:
+            for layout, plan, resolved in plans:
+                work = attrs.evolve(request.workload, gradient_checkpointing=checkpoints)
+                estimate = estimate_resolved(resolved, work)
+                yield _judged(request, layout, plan, estimate, checkpoints)
+
+
+def _sensible(request: Request, layout: Layout) -> bool:
+    # The CPU accelerator has no memory of its own to spare, and nothing to pin.
+    if request.platform.accelerator == "cpu":
+        return layout.pinned and layout.parameters != "cpu" and layout.optimizer != "cpu"
+    return True
+
+
+def _resolved(request: Request, layout: Layout) -> tuple[Layout, DeepSpeedPlan, ResolvedPlan]:
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+
+    plan = DeepSpeedPlan.build(
+        stage=layout.stage,
+        offload=layout.optimizer,
+        offload_param=layout.parameters,
+        micro_batch_size=request.workload.batch,
+        **request.options,
+    )
+    if not layout.pinned:
+        plan = _unpinned(plan)
+    resolved = plan.resolve(
+        platform=request.platform, model=request.model, world_size=request.world_size
+    )
+    return layout, plan, resolved
+
+
+def _unpinned(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    zero = plan.zero_optimization
+    if zero is None:
+        return plan
+    for part in ("offload_optimizer", "offload_param"):
+        section = getattr(zero, part)
+        if section is not None:
+            zero = attrs.evolve(zero, **{part: attrs.evolve(section, pin_memory=False)})
+    return attrs.evolve(plan, zero_optimization=zero)
+
+
+def _judged(
+    request: Request,
+    layout: Layout,
+    plan: DeepSpeedPlan,
+    estimate: MemoryEstimate,
+    checkpoints: bool,
+) -> Candidate:
+    needs = machine_needs(estimate)
+    shortfalls: dict[Place, int] = {
+        place: needs[place] - request.budget.usable(place)
+        for place in PLACES
+        if needs[place] > request.budget.usable(place)
+    }
+    reason = (
+        "; ".join(_why_not(estimate, place) for place in shortfalls)
+        or "fits too, but gives up more than is needed"
+    )
+    return Candidate(
+        title=layout.title,
+        plan=plan,
+        estimate=estimate,
+        gradient_checkpointing=checkpoints,
+        fits=not shortfalls,
+        shortfalls=shortfalls,
+        reason=reason,
+    )
+
+
+def _why_not(estimate: MemoryEstimate, place: Place) -> str:
+    peak = estimate.peak(place)
+    largest = " and ".join(
+        f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]
+    )
+    return f"{_NAMES[place]} is needed most {_MOMENTS[peak.phase]}, for {largest}"
+
+
+def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
+    def distance(one: Candidate) -> float:
+        return max(
+            over / max(request.budget.usable(place), 2**30)
+            for place, over in one.shortfalls.items()
+        )
+
+    nearest = min(candidates, key=distance)
+    needs = machine_needs(nearest.estimate)
+    missing = ", ".join(
+        f"{format_size(over)} of {_NAMES[place]}" for place, over in nearest.shortfalls.items()
+    )
+    enough = ", ".join(
+        f"{format_size(int(needs[place] / (1 - request.budget.reserve)))} of {_NAMES[place]}"
+        for place in nearest.shortfalls
+    )
+    smaller = " a smaller batch or resolution," if request.workload.batch > 1 else ""
+    return NothingFitsError(
+        f"no plan fits; nearest is {nearest.title}, which lacks {missing}",
+        nearest=nearest,
+        key="memory",
+        value=f"{format_size(request.budget.device)} device,"
+        f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
+        fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need",
+    )

@@ -1,0 +1,104 @@
+"""Shapes and activation costs of the models people train, so that nothing has to be loaded.
+
+The files beside this module are written by ``python -m benchmarks.families`` from diffusers'
+model classes.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Final
+
+import attrs
+
+from zerotune.errors import InvalidValueError
+from zerotune.plan.facts import ActivationCost, ActivationFacts, ModelFacts, ParameterFacts
+
+_SUFFIX: Final = ".json"
+
+
+@attrs.frozen(kw_only=True)
+class ModelFamily:
+    """A published model whose parameters are known by name and shape."""
+
+    name: str
+    """``"sdxl"``, ``"sd3-medium"``, ``"flux"`` …"""
+    class_name: str
+    """Class of diffusers that the weights belong to."""
+    resolution: int
+    """Side in pixels of the images it was made for."""
+    facts: ModelFacts
+    """Its parameters, all trainable, and what its activations take."""
+
+
+def family_names() -> tuple[str, ...]:
+    """Names of all families, in alphabetical order."""
+    names = (entry.name for entry in files(__name__).iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+
+
+@cache
+def model_family(name: str) -> ModelFamily:
+    """A family by name.
+
+    Raises:
+        InvalidValueError: No such family.
+    """
+    entry = files(__name__) / f"{name}{_SUFFIX}"
+    if name not in family_names():
+        raise InvalidValueError(
+            "is not a model family zerotune knows",
+            key="family",
+            value=name,
+            fix=f"write one of {', '.join(family_names())}, or pass ModelFacts of your model",
+        )
+    data = json.loads(entry.read_text(encoding="utf-8"))
+    costs = data["activations"]
+    facts = ModelFacts(
+        name=name,
+        parameters=[
+            ParameterFacts(name=key, shape=tuple(size)) for key, size in data["parameters"]
+        ],
+        activations=ActivationFacts(
+            full=ActivationCost(**costs["full"]),
+            checkpointed=ActivationCost(**costs["checkpointed"]) if costs["checkpointed"] else None,
+        ),
+    )
+    return ModelFamily(
+        name=name, class_name=data["class"], resolution=data["resolution"], facts=facts
+    )
+
+
+def family(name: str) -> ModelFacts:
+    """The facts of a family, all parameters trainable.
+
+    Raises:
+        InvalidValueError: No such family.
+    """
+    return model_family(name).facts
+
+
+def as_facts(model: ModelFacts | str | object) -> ModelFacts:
+    """Facts from facts, from the name of a family, or from a module.
+
+    Raises:
+        InvalidValueError: None of these.
+    """
+    if isinstance(model, ModelFacts):
+        return model
+    if isinstance(model, str):
+        return family(model)
+    if hasattr(model, "named_parameters"):
+        return ModelFacts.from_module(model)
+    raise InvalidValueError(
+        "is neither a model nor facts about one",
+        key="model",
+        value=type(model).__name__,
+        fix="pass ModelFacts, a module, or the name of a family such as 'sdxl'; for a diffusers"
+        " configuration use zerotune.model_facts",
+    )
+
+
+__all__ = ["ModelFamily", "as_facts", "family", "family_names", "model_family"]
