@@ -29,6 +29,7 @@ TRAINER_KEYS = {
 }
 """Key of a trainer's own file to the launch setting it is."""
 _ENOUGH_KEYS = 3
+_ENOUGH_TO_JUDGE = 20
 
 
 def plan_from_mapping(
@@ -76,7 +77,9 @@ def _refuse_something_else(
     known |= {*DeepSpeedPlan.passed_through, *DeepSpeedPlan.aliases, *also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
         return
-    if any(difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6) for name in names[:20]):
+    looked_at = names[:_ENOUGH_TO_JUDGE]
+    close = [n for n in looked_at if difflib.get_close_matches(n.lower(), known, n=1, cutoff=0.6)]
+    if len(close) * 2 >= len(looked_at):
         return
     raise InvalidValueError(
         f"{source} holds no DeepSpeed configuration: none of its keys is one of DeepSpeed's",
