@@ -155,7 +155,8 @@ class TestForAModel:
 
     def test_more_samples_and_pixels_need_more(self, file, capsys):
         def device(*options):
-            explain(file(), "--family", "sdxl", *MACHINE, "--json", *options)
+            open_plan = file(train_micro_batch_size_per_gpu="auto")
+            explain(open_plan, "--family", "sdxl", *MACHINE, "--json", *options)
             phases = json.loads(capsys.readouterr().out)["estimate"]["places"]["device"]["phases"]
             return phases["forward and backward"]
 

@@ -15,6 +15,7 @@ _COMMANDS: Final = (
     "zerotune.cli.plan_check",
     "zerotune.cli.plan_convert",
     "zerotune.cli.plan_explain",
+    "zerotune.cli.plan_advise",
 )
 
 

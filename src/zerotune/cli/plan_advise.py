@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from zerotune.cli.planning import (
     add_output,
@@ -15,7 +15,6 @@ from zerotune.cli.planning import (
     size_argument,
     tell,
 )
-from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from zerotune.errors import NothingFitsError
@@ -42,7 +41,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--batch", type=positive, default=1, metavar="N", help="samples per rank and pass"
     )
     training.add_argument(
-        "--resolution", type=positive, default=1024, metavar="N", help="pixels of a side"
+        "--resolution",
+        type=positive,
+        metavar="N",
+        help="pixels of a side; the model's own by default",
     )
     training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="AdamW by default")
     training.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
@@ -54,51 +56,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Advise; 0 when something fits, else 1."""
     from zerotune.errors import NothingFitsError
+    from zerotune.optim.naming import parse_optimizer_name
     from zerotune.plan import DeepSpeedPlan
 
-    sizes = _sizes(arguments)
+    optimizer = parse_optimizer_name(arguments.optimizer, key="--optimizer").canonical
+    machine = _machine(arguments)
     try:
         advice = DeepSpeedPlan.advise(
             arguments.family,
-            **sizes,
+            **machine,
             batch=arguments.batch,
             resolution=arguments.resolution,
             world_size=arguments.world_size,
             precision=arguments.precision,
             ema=arguments.ema,
-            optimizer=arguments.optimizer,
+            optimizer=optimizer,
         )
     except NothingFitsError as error:
-        _report_nothing(error, sizes, arguments)
+        _report_nothing(error, machine, arguments)
         return 1
     _report(advice, arguments)
     return 0
 
 
-def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
-    """Bytes of each kind of memory; those not given are this machine's, which is said."""
-    given = {
-        "vram": size_argument(arguments.vram, "--vram"),
-        "ram": size_argument(arguments.ram, "--ram"),
-        "nvme": size_argument(arguments.nvme, "--nvme"),
-    }
-    if None in given.values():
-        from zerotune.plan.memory.sizes import format_size
-        from zerotune.platform import detect_platform
+def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The machine to plan for; memory that is not given is this one's, which is said."""
+    vram = size_argument(arguments.vram, "--vram")
+    ram = size_argument(arguments.ram, "--ram")
+    nvme = size_argument(arguments.nvme, "--nvme")
+    if vram is not None and ram is not None:
+        return {"vram": vram, "ram": ram, "nvme": nvme}
+    from zerotune.plan.memory.sizes import format_size
+    from zerotune.platform import detect_platform
 
-        platform = detect_platform(log=False)
-        detected = {"vram": platform.vram, "ram": platform.host_memory.limit}
-        for name, size in detected.items():
-            if given[name] is None and size is None:
-                raise InvalidValueError(
-                    "this machine has no accelerator whose memory could be taken",
-                    key=f"--{name}",
-                    fix=f"say for how much to plan: --{name} 12GiB",
-                )
-            if given[name] is None and size is not None:
-                given[name] = size
-                tell(f"--{name} not given: planning with this machine's {format_size(size)}")
-    return {name: size for name, size in given.items() if size is not None}
+    platform = detect_platform(log=False)
+    if ram is None:
+        ram = platform.host_memory.limit
+        tell(f"--ram not given: planning with this machine's {format_size(ram)}")
+    if vram is None and platform.vram is not None:
+        vram = platform.vram
+        tell(f"--vram not given: planning with this machine's {format_size(vram)}")
+    elif vram is None:
+        tell("--vram not given: planning to train on this machine's processor")
+    return {"vram": vram, "ram": ram, "nvme": nvme, "platform": platform}
 
 
 def _report(advice: Advice, arguments: argparse.Namespace) -> None:
@@ -128,17 +128,17 @@ def _save(plan: DeepSpeedPlan, path: str) -> None:
 
 
 def _report_nothing(
-    error: NothingFitsError, sizes: dict[str, int], arguments: argparse.Namespace
+    error: NothingFitsError, machine: Mapping[str, Any], arguments: argparse.Namespace
 ) -> None:
-    from zerotune.plan.advising.reporting import candidate_data, explain_nearest, rank_budget
+    from zerotune.plan.advising.reporting import candidate_data, explain_nearest, nearest_budget
 
     nearest = error.nearest
     budget: Mapping[Place, int] = {
-        "device": sizes["vram"],
-        "host": sizes["ram"],
-        "nvme": sizes["nvme"],
+        "device": machine["vram"] or 0,
+        "host": machine["ram"],
+        "nvme": machine["nvme"],
     }
-    _draw(nearest.estimate, rank_budget(budget, nearest.estimate), arguments)
+    _draw(nearest.estimate, nearest_budget(nearest, budget=budget), arguments)
     if arguments.json:
         print_json({"fits": False, "reason": str(error), "nearest": candidate_data(nearest)})
     else:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -14,6 +13,7 @@ from zerotune.plan.advising.reporting import (
     markdown_advice,
     rank_budget,
 )
+from zerotune.plan.advising.values import Advice, Budget, Candidate
 from zerotune.plan.memory.reporting import subject
 from zerotune.plan.memory.values import MemoryEstimate, MemoryItem
 from zerotune.plan.memory.workload import Workload
@@ -33,7 +33,7 @@ def candidate(title, *, stage, offload, device, host, fits=True, checkpointing=T
             MemoryItem(component="optimizer states", place="host", nbytes=int(host * GIB)),
         ),
     )
-    return SimpleNamespace(
+    return Candidate(
         title=title,
         plan=plan,
         estimate=estimate,
@@ -58,23 +58,24 @@ def advice():
         reason="the lowest stage that fits | *really*",
     )  # fmt: skip
     slower = candidate(
-        "ZeRO-3, optimizer in host memory, without gradient checkpointing", stage=3,
+        "ZeRO-3, optimizer in host memory, without checkpointing", stage=3,
         offload="cpu", device=8, host=43, checkpointing=False, reason="slower " * 20,
     )  # fmt: skip
-    return SimpleNamespace(
-        plan=chosen.plan,
-        resolved=chosen.estimate.resolved,
-        estimate=chosen.estimate,
+    return Advice(
+        budget=Budget(device=12 * GIB, host=64 * GIB),
+        chosen=chosen,
         candidates=(resident, muon, chosen, slower),
-        budget=SimpleNamespace(device=12 * GIB, host=64 * GIB, nvme=0),
-        headroom={"device": int(2.75 * GIB), "host": 21 * GIB, "nvme": 0},
     )
 
 
 class TestText:
     def test_the_choice_comes_first(self, advice):
-        assert explain_advice(advice).splitlines()[:6] == [
-            "Advice for 12.00 GiB of device memory, 64.00 GiB of host memory, no NVMe",
+        lines = explain_advice(advice).splitlines()
+        assert " ".join(" ".join(lines[:2]).split()) == (
+            "Advice for 12.00 GiB of device memory, 64.00 GiB of host memory, no NVMe,"
+            " 5% of device and host kept free"
+        )
+        assert lines[2:7] == [
             f"  {subject(advice.estimate)}",
             "",
             "Chosen: ZeRO-2, optimizer in host memory, bf16, 1 process",
@@ -90,7 +91,7 @@ class TestText:
             "too big", "refused", "chosen", "fits",
         ]  # fmt: skip
         assert lines[start + 2] == (
-            "  too big     42.00     0.00     0.00  ZeRO-0, with gradient checkpointing"
+            "  too big     42.00     0.00     0.00  ZeRO-0, with checkpointing"
         )
         assert lines[start + 3].strip() == (
             "missing device 30.00 GiB; optimizer states stay on the device"
@@ -98,7 +99,7 @@ class TestText:
 
     def test_a_title_says_once_whether_blocks_are_recomputed(self, advice):
         text = " ".join(explain_advice(advice).split())
-        assert "optimizer in host memory, without gradient checkpointing slower" in text
+        assert "optimizer in host memory, without checkpointing slower" in text
 
     def test_it_fits_any_terminal(self, advice):
         text = explain_advice(advice)
@@ -106,20 +107,17 @@ class TestText:
         assert max(map(len, text.splitlines())) <= 100
 
     def test_nvme_is_named_where_there_is_some(self, advice):
-        advice.budget.nvme = 500 * GIB
-        advice.headroom["nvme"] = 400 * GIB
-
-        text = explain_advice(advice)
+        budget = attrs.evolve(advice.budget, nvme=500 * GIB, reserve=0.0)
+        text = explain_advice(attrs.evolve(advice, budget=budget))
         assert "500.00 GiB of NVMe" in text
-        assert "NVMe 400.00 GiB" in text
+        assert "NVMe 500.00 GiB" in text
+        assert "kept free" not in text
 
     def test_the_nearest_says_what_is_missing(self, advice):
         budget = {"device": 12 * GIB, "host": 64 * GIB, "nvme": 0}
         text = explain_nearest(advice.candidates[0], budget=budget)
 
-        assert text.startswith(
-            "Nearest: ZeRO-0, with gradient checkpointing\n  missing: device 30.00 GiB\n"
-        )
+        assert text.startswith("Nearest: ZeRO-0, with checkpointing\n  missing: device 30.00 GiB\n")
         assert "42.00 of 12.00 GiB, over by 30.00" in text
 
 
@@ -130,7 +128,7 @@ class TestMarkdown:
         assert "**Chosen:** ZeRO-2, optimizer in host memory, bf16, 1 process." in text
         assert "Why: the lowest stage that fits \\| \\*really\\*." in text
         assert (
-            "| too big | ZeRO-0, with gradient checkpointing | 42.00 | 0.00 | 0.00 |"
+            "| too big | ZeRO-0, with checkpointing | 42.00 | 0.00 | 0.00 |"
             " device 30.00 GiB | optimizer states stay on the device |"
         ) in text
         assert "| chosen | ZeRO-2, optimizer in host memory, with" in text
@@ -143,7 +141,9 @@ class TestData:
         assert json.loads(json.dumps(data)) == data
         assert data["fits"] is True
         assert DeepSpeedPlan.from_dict(data["plan"]) == advice.plan
-        assert data["budget"] == {"device": 12 * GIB, "host": 64 * GIB, "nvme": 0}
+        assert data["budget"] == {
+            "device": 12 * GIB, "host": 64 * GIB, "nvme": 0, "reserve": 0.05,
+        }  # fmt: skip
         assert data["headroom"]["host"] == 21 * GIB
         assert [one["chosen"] for one in data["candidates"]] == [False, False, True, False]
         assert data["candidates"][0]["shortfalls"] == {"device": 30 * GIB}

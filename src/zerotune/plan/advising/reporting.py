@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from zerotune.plan.advising.values import Advice, Budget, Candidate, machine_needs
 from zerotune.plan.explaining import describe
 from zerotune.plan.markdown import cell, table
 from zerotune.plan.memory.bars import Budget as RankBudget
@@ -13,9 +14,6 @@ from zerotune.plan.memory.bars import memory_bars
 from zerotune.plan.memory.reporting import PLACE_NAMES, estimate_data, subject
 from zerotune.plan.memory.sizes import format_size
 from zerotune.plan.memory.values import PLACES, MemoryEstimate, Place
-
-if TYPE_CHECKING:
-    from zerotune.plan.advising.values import Advice, Budget, Candidate
 
 Sizes = Mapping[Place, int]
 """Bytes of each kind of memory."""
@@ -31,11 +29,11 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "fits": True,
         "plan": advice.plan.to_dict(),
         "title": describe(advice.resolved),
-        "budget": _places(advice.budget),
-        "headroom": {place: advice.headroom[place] for place in PLACES if place in advice.headroom},
+        "budget": {**_places(advice.budget), "reserve": advice.budget.reserve},
+        "headroom": advice.headroom,
         "estimate": estimate_data(advice.estimate),
         "candidates": [
-            {"chosen": _is_chosen(one, advice), **candidate_data(one)} for one in advice.candidates
+            {"chosen": one is advice.chosen, **candidate_data(one)} for one in advice.candidates
         ],
     }
 
@@ -55,13 +53,12 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
 
 def explain_advice(advice: Advice) -> str:
     """The advice as text: what was chosen and why, what is left, and the other candidates."""
-    chosen = [one for one in advice.candidates if _is_chosen(one, advice)]
     lines = [
-        f"Advice for {_budget_words(advice.budget)}",
+        *_wrapped(f"Advice for {_budget_words(advice.budget)}"),
         *_wrapped(subject(advice.estimate), indent=2),
         "",
         *_wrapped(f"Chosen: {describe(advice.resolved)}"),
-        *[line for one in chosen for line in _wrapped(one.reason, indent=2)],
+        *_wrapped(advice.chosen.reason, indent=2),
         *_wrapped(f"headroom: {_sizes(_headroom(advice))}", indent=2),
         "",
         memory_bars(advice.estimate, budget=rank_budget(_places(advice.budget), advice.estimate)),
@@ -73,10 +70,9 @@ def explain_advice(advice: Advice) -> str:
 
 def markdown_advice(advice: Advice) -> str:
     """The advice as Markdown: what was chosen, and a table of the candidates."""
-    chosen = [one for one in advice.candidates if _is_chosen(one, advice)]
     rows = [
         (
-            _state(one, _is_chosen(one, advice)),
+            _state(one, one is advice.chosen),
             _title(one),
             *[f"{size / _GIB:.2f}" for size in _places(one.estimate).values()],
             _sizes(_missing(one)),
@@ -89,7 +85,7 @@ def markdown_advice(advice: Advice) -> str:
         f"# Advice for {cell(_budget_words(advice.budget))}",
         f"For {cell(subject(advice.estimate))}.",
         f"**Chosen:** {cell(describe(advice.resolved))}.",
-        *[f"Why: {cell(one.reason).rstrip('.')}." for one in chosen],
+        f"Why: {cell(advice.chosen.reason).rstrip('.')}.",
         f"Headroom: {cell(_sizes(_headroom(advice)))}.",
         table(header, rows, numbers="llrrrll"),
     ]
@@ -108,9 +104,22 @@ def explain_nearest(candidate: Candidate, *, budget: Sizes) -> str:
         *_wrapped(f"missing: {_sizes(_missing(candidate))}", indent=2),
         *_wrapped(candidate.reason, indent=2),
         "",
-        memory_bars(candidate.estimate, budget=rank_budget(budget, candidate.estimate)),
+        memory_bars(candidate.estimate, budget=nearest_budget(candidate, budget=budget)),
     ]
     return "\n".join(lines)
+
+
+def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
+    """What one rank of a candidate that does not fit may use.
+
+    Args:
+        candidate: What ``NothingFitsError.nearest`` holds.
+        budget: Bytes there are of each kind of memory, those of the host for all ranks.
+    """
+    needs = machine_needs(candidate.estimate)
+    # A part of the memory is kept free, so that less may be used than there is.
+    usable = {place: needs[place] - missing for place, missing in candidate.shortfalls.items()}
+    return rank_budget({**budget, **usable}, candidate.estimate)
 
 
 def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
@@ -131,9 +140,9 @@ def _candidate_lines(advice: Advice) -> list[str]:
     ]
     for one in advice.candidates:
         sizes = "".join(f"{size / _GIB:>9.2f}" for size in _places(one.estimate).values())
-        start = f"  {_state(one, _is_chosen(one, advice)):<8}{sizes}  "
-        missing = _missing(one)
-        told = [f"missing {_sizes(missing)}"] if missing else []
+        start = f"  {_state(one, one is advice.chosen):<8}{sizes}  "
+        missing = _sizes(_missing(one))
+        told = [f"missing {missing}"] if missing else []
         lines += _wrapped(start + _title(one), hang=len(start))
         lines += _wrapped("; ".join([*told, one.reason]), indent=_REASON, hang=0)
     return lines
@@ -147,21 +156,18 @@ def _state(candidate: Candidate, chosen: bool) -> str:
     return "too big" if _missing(candidate) else "refused"
 
 
-def _is_chosen(candidate: Candidate, advice: Advice) -> bool:
-    return bool(candidate.fits and candidate.estimate == advice.estimate)
-
-
 def _title(candidate: Candidate) -> str:
     if "checkpointing" in candidate.title:
         return candidate.title
     kind = "with" if candidate.gradient_checkpointing else "without"
-    return f"{candidate.title}, {kind} gradient checkpointing"
+    return f"{candidate.title}, {kind} checkpointing"
 
 
 def _budget_words(budget: Budget) -> str:
     device, host = format_size(budget.device), format_size(budget.host)
     nvme = f"{format_size(budget.nvme)} of NVMe" if budget.nvme else "no NVMe"
-    return f"{device} of device memory, {host} of host memory, {nvme}"
+    kept = f", {budget.reserve:.0%} of device and host kept free" if budget.reserve else ""
+    return f"{device} of device memory, {host} of host memory, {nvme}{kept}"
 
 
 def _places(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
@@ -170,15 +176,12 @@ def _places(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
 
 def _headroom(advice: Advice) -> list[tuple[Place, int]]:
     budget = _places(advice.budget)
-    return [(place, size) for place, size in _known(advice.headroom) if budget[place]]
+    return [(place, advice.headroom[place]) for place in PLACES if budget[place]]
 
 
 def _missing(candidate: Candidate) -> list[tuple[Place, int]]:
-    return [(place, size) for place, size in _known(candidate.shortfalls) if size > 0]
-
-
-def _known(sizes: Mapping[Place, int]) -> list[tuple[Place, int]]:
-    return [(place, sizes[place]) for place in PLACES if place in sizes]
+    short = candidate.shortfalls
+    return [(place, short[place]) for place in PLACES if place in short]
 
 
 def _sizes(sizes: Iterable[tuple[Place, int]]) -> str:

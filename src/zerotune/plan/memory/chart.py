@@ -27,8 +27,12 @@ _COLOURS: Final = {
     "activations": "#CC6677",
     "EMA": "#44AA99",
     "buckets": "#999933",
+    "temporaries": "#882255",
+    "staging": "#AA4499",
+    "context": "#BBBBBB",
+    "runtime": "#777777",
 }
-_SPARE_COLOURS: Final = ("#882255", "#BBBBBB", "#AA4499", "#777777", "#C9A0DC", "#555555")
+_SPARE_COLOURS: Final = ("#C9A0DC", "#555555", "#EE9A6A", "#A3A3A3")
 _INK: Final = "#222222"
 _FAINT: Final = "#767676"
 _ALARM: Final = "#b2182b"
@@ -186,7 +190,7 @@ def _draw_panel(sheet: Any, panel: _Panel, top: float) -> None:
 
 
 def _draw_segment(sheet: Any, panel: _Panel, segment: Segment, bar_top: float) -> None:
-    colour = panel.colours.get(segment.component, _SPARE_COLOURS[1])
+    colour = panel.colours.get(segment.component, _SPARE_COLOURS[-1])
     left, middle = _MARGIN + segment.left, _MARGIN + segment.middle
     _box(sheet, left, bar_top, segment.width, color=colour, edgecolor="white")
     if segment.row is None:

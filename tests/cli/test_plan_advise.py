@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from zerotune import cli
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import GIB
+
+ROOMY = ("--vram", "24GiB", "--ram", "128GiB")
+TINY = ("--vram", "1GiB", "--ram", "2GiB")
+
+
+def advise(*arguments):
+    return cli.main(["plan", "advise", "--family", "sdxl", *arguments])
+
+
+class TestWhenSomethingFits:
+    def test_text(self, capsys):
+        assert advise(*ROOMY) == 0
+
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        assert printed.out.startswith(
+            "Advice for 24.00 GiB of device memory, 128.00 GiB of host memory, no NVMe, 5% of"
+        )
+        assert "\nChosen: ZeRO-" in printed.out
+        assert "\n  chosen  " in printed.out
+
+    def test_json(self, capsys):
+        assert advise(*ROOMY, "--json") == 0
+
+        data = json.loads(capsys.readouterr().out)
+        assert data["fits"] is True
+        sizes = {"device": 24 * GIB, "host": 128 * GIB, "nvme": 0}
+        assert data["budget"] == {**sizes, "reserve": 0.05}
+        assert sum(one["chosen"] for one in data["candidates"]) == 1
+        assert data["estimate"]["places"]["device"]["peak"] <= 24 * GIB
+        assert data["estimate"]["workload"]["batch"] == 1
+
+    def test_markdown(self, capsys):
+        assert advise(*ROOMY, "--markdown") == 0
+
+        assert "| chosen | " in capsys.readouterr().out
+
+    def test_options_reach_the_advice(self, capsys):
+        options = ("--batch", "2", "--resolution", "512", "--ema", "host", "--precision", "bf16")
+        assert advise(*ROOMY, *options, "--json") == 0
+
+        data = json.loads(capsys.readouterr().out)
+        workload = data["estimate"]["workload"]
+        assert (workload["batch"], workload["width"], workload["ema"]) == (2, 512, "host")
+        assert data["estimate"]["plan"]["precision"] == "bf16"
+
+    def test_the_plan_is_saved(self, tmp_path, capsys):
+        path = tmp_path / "plan.json"
+        assert advise(*ROOMY, "--json", "-o", str(path)) == 0
+
+        printed = capsys.readouterr()
+        assert DeepSpeedPlan.load(path) == DeepSpeedPlan.from_dict(json.loads(printed.out)["plan"])
+        assert printed.err == f"zerotune: the plan is in {path}\n"
+
+    def test_the_chart_is_drawn(self, tmp_path):
+        path = tmp_path / "memory.png"
+        assert advise(*ROOMY, "--chart", str(path)) == 0
+
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+class TestWhenNothingFits:
+    def test_the_nearest_is_told_with_status_1(self, capsys):
+        assert advise(*TINY) == 1
+
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        assert "\nNearest: " in printed.out
+        assert "\n  missing: device " in printed.out
+        assert ", over by " in printed.out
+
+    def test_json(self, capsys):
+        assert advise(*TINY, "--json") == 1
+
+        data = json.loads(capsys.readouterr().out)
+        assert data["fits"] is False
+        assert data["nearest"]["fits"] is False
+        assert data["nearest"]["shortfalls"]
+
+    def test_no_plan_is_saved(self, tmp_path):
+        assert advise(*TINY, "-o", str(tmp_path / "plan.json")) == 1
+
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("wrong", ["12", "12G", "much"])
+    def test_a_size_nobody_can_read(self, wrong, capsys):
+        assert advise("--vram", wrong, "--ram", "64GiB") == 2
+
+        error = capsys.readouterr().err
+        assert error.startswith(f"zerotune: error: --vram = '{wrong}': ")
+        assert len(error.splitlines()) == 1
+
+    def test_an_unknown_optimizer(self, capsys):
+        assert advise(*ROOMY, "--optimizer", "AdamX") == 2
+
+        assert "AdamX" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("options", [["--batch", "0"], ["--ema", "moon"], ["--family"]])
+    def test_wrong_usage(self, options, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            advise(*options)
+
+        assert stopped.value.code == 2
+        assert "usage: zerotune plan advise" in capsys.readouterr().err
+
+
+def test_memory_that_is_not_given_is_this_machines(capsys):
+    assert advise("--vram", "24GiB", "--json") in {0, 1}
+
+    assert "zerotune: --ram not given: planning with this machine's " in capsys.readouterr().err
+
+
+def test_it_loads_nothing_heavy():
+    script = (
+        "import sys; from zerotune import cli\n"
+        f"status = cli.main(['plan', 'advise', '--family', 'sdxl', *{ROOMY!r}])\n"
+        "heavy = {'torch', 'deepspeed', 'accelerate', 'numpy', 'matplotlib'}\n"
+        "sys.exit(status or len(heavy & set(sys.modules)))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
