@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zerotune import cli
+
+HEAVY = ("torch", "deepspeed", "accelerate", "numpy", "diffusers")
+CLEAN = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+}
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch, capsys):
+    """Check a configuration; the exit status, what is printed and what is complained about."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(content, *options):
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / "ds.json").write_text(text)
+        status = cli.main(["plan", "check", "ds.json", *options])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def test_a_clean_file_has_nothing_to_report(check):
+    assert check(CLEAN) == (0, "ds.json: nothing to report at 1 process\n", "")
+
+
+def test_notes_do_not_fail(check):
+    status, out, _ = check({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0})
+    assert status == 0
+    assert "[note] micro-batch-unset: " in out
+
+
+def test_warnings_fail_only_when_strict(check):
+    config = {**CLEAN, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    assert check(config)[0] == 0
+    status, out, _ = check(config, "--strict")
+    assert status == 1
+    assert out.splitlines()[0] == "ds.json: 1 warning at 1 process"
+    assert "[warning] offload-param-below-stage-3: " in out
+
+
+def test_what_reading_warned_about_counts(check):
+    status, out, _ = check(json.dumps(CLEAN) + " // mine", "--strict")
+    assert status == 1
+    assert "a comment at line 1" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "key"),
+    [
+        ({"zero_optimization": {"stage": 9}}, "read", "zero_optimization.stage"),
+        ({"zero_optimisation": {}}, "read", "zero_optimisation"),
+        ({"train_batch_size": 3}, "batch-triple", "train_batch_size"),
+        ({"communication_data_type": "auto"}, "resolve", "communication_data_type"),
+        ({"optimizer": {"type": "AdmaW"}}, "optimizer", "optimizer.type"),
+    ],
+)
+def test_errors_of_every_stage_fail(check, change, rule, key):
+    status, out, err = check({**CLEAN, "gradient_accumulation_steps": 2, **change}, "--json")
+    assert (status, err) == (1, "")
+    report = json.loads(out)
+    assert report["errors"] == 1
+    (error,) = [each for each in report["findings"] if each["severity"] == "error"]
+    assert (error["rule"], error["key"]) == (rule, key)
+    assert "Fix: " in error["text"]
+
+
+def test_the_world_size_matters(check):
+    config = {**CLEAN, "train_batch_size": 4, "gradient_accumulation_steps": 4}
+    assert check(config)[0] == 0
+    assert check(config, "--world-size", "2")[0] == 1
+
+
+def test_what_a_run_fills_is_no_error(check):
+    config = {
+        **CLEAN,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+        },
+    }
+    status, out, _ = check(config)
+    assert status == 0
+    assert "[error]" not in out
+
+
+@pytest.mark.parametrize("content", ["{", '{"a": 1,, }', "\x00"])
+def test_a_file_that_cannot_be_read_is_status_2(check, content):
+    status, out, err = check(content)
+    assert (status, out) == (2, "")
+    assert err.startswith("zerotune: error: ds.json: ")
+
+
+def test_a_missing_file_is_status_2(tmp_path, capsys):
+    assert cli.main(["plan", "check", str(tmp_path / "no.json")]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["ds.json", "--world-size", "0"], ["--json"]])
+def test_wrong_usage_is_status_2(arguments):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "check", *arguments])
+    assert stopped.value.code == 2
+
+
+def test_the_process_is_quick_and_loads_nothing_heavy(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps(CLEAN))
+    # With compiled files, as users have them, and without waiting for output.
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-m", "zerotune", "plan", "check", str(tmp_path / "ds.json")]
+    first = subprocess.run(
+        [sys.executable, "-X", "importtime", *command[1:]],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert first.returncode == 0, first.stderr
+    loaded = {line.rpartition("|")[2].strip() for line in first.stderr.splitlines()}
+    assert "zerotune.plan.reading" in loaded
+    assert not loaded.intersection(HEAVY)
+
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run(command, capture_output=True, env=environment, check=True)
+        seconds.append(time.perf_counter() - start)
+    # 0.2 s on an idle core; the bound leaves room for other tests beside this one.
+    assert min(seconds) < 0.6

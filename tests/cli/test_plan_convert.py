@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerotune import cli
+from zerotune.plan import DeepSpeedPlan
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/mnt/a"}},
+}
+YAML = "{distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 2}}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "a.yaml").write_text(YAML)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("to", "name"), [("deepspeed", "x.json"), ("accelerate", "x.yaml"), ("trainer", "config.json")]
+)
+def test_what_is_printed_and_what_is_written_reads_the_same(folder, capsys, to, name):
+    plan = DeepSpeedPlan.load("ds.json")
+    assert cli.main(["plan", "convert", "ds.json", "--to", to]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert cli.main(["plan", "convert", "ds.json", "--to", to, "-o", name]) == 0
+    assert (folder / name).read_text() == printed.out
+    assert DeepSpeedPlan.load(name) == plan
+    assert capsys.readouterr().err == f"zerotune: wrote {name}\n"
+
+
+def test_python_is_a_script_that_builds_the_plan(folder, capsys):
+    assert cli.main(["plan", "convert", "ds.json", "--to", "python"]) == 0
+    namespace: dict[str, object] = {}
+    exec(capsys.readouterr().out, namespace)
+    assert namespace["plan"] == DeepSpeedPlan.load("ds.json")
+
+
+def test_what_the_format_cannot_hold_is_said(folder, capsys):
+    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"zero_optimization": {"stage": 2}}
+    assert printed.err.startswith("zerotune: [warning] launch.num_processes: 2 -> unset")
+
+
+def test_a_trainers_file_keeps_everything_else(folder, capsys):
+    (folder / "config.json").write_text('{"--seed": 3, "--deepspeed_config": "{}"}')
+    assert cli.main(["plan", "convert", "ds.json", "--to", "trainer", "-o", "config.json"]) == 0
+    content = json.loads((folder / "config.json").read_text())
+    assert content["--seed"] == 3
+    assert json.loads(content["--deepspeed_config"]) == CONFIG
+    assert capsys.readouterr().err.endswith("zerotune: kept config.json.bak\n")
+
+
+def test_a_bad_plan_is_status_2_and_writes_nothing(folder, capsys):
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 9}}')
+    assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", "-o", "x.yaml"]) == 2
+    assert "zero_optimization.stage = 9" in capsys.readouterr().err
+    assert not (folder / "x.yaml").exists()
+
+
+def test_the_format_must_be_one_there_is(folder):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "convert", "ds.json", "--to", "toml"])
+    assert stopped.value.code == 2
