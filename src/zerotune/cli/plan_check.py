@@ -100,7 +100,6 @@ def problems_of(file: str, *, world_size: int) -> list[Problem]:
 
 def _resolved(plan: DeepSpeedPlan, world_size: int) -> list[Problem]:
     """What only resolution finds, on a machine that can do everything."""
-    from zerotune.optim import OptimizerResolver
     from zerotune.platform import Platform
 
     machine = Platform.synthetic("cuda", device_count=world_size)
@@ -108,6 +107,11 @@ def _resolved(plan: DeepSpeedPlan, world_size: int) -> list[Problem]:
         resolved = plan.resolve(platform=machine, world_size=world_size, run=_run(plan))
     except ZeroTuneError as error:
         return [_from_error("resolve", error)]
+    if plan.optimizer is None and plan.scheduler is None:
+        return []
+    # A quarter of the command's time, so only where there is something to look at.
+    from zerotune.optim.resolver import OptimizerResolver
+
     try:
         resolution = OptimizerResolver().resolve(resolved)
     except ZeroTuneError as error:
