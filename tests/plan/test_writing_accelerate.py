@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import subprocess
 import sys
@@ -224,20 +225,32 @@ def test_what_was_changed_for_accelerate_is_logged(caplog):
     assert "launch.mixed_precision: 'fp8' -> unset" in caplog.text
 
 
-def test_accelerate_itself_loads_what_is_written(tmp_path):
-    pytest.importorskip("accelerate")
-    pytest.importorskip("deepspeed")
-    small = {
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.7,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    }
-    launch = {"num_processes": 1, "mixed_precision": "bf16"}
-    plans = [with_launch(DeepSpeedPlan.from_dict(each), launch) for each in (small, FULL)]
-    for number, plan in enumerate(plans):
-        plan.save(tmp_path / f"{number}.yaml")
-    (block, of_block), (whole, of_whole) = accelerate(tmp_path / "0.yaml", tmp_path / "1.yaml")
+SMALL = {
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.7,
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+}
+BY_HAND = (
+    "{distributed_type: DEEPSPEED, num_processes: 1, deepspeed_config: {zero_stage: 3,"
+    " gradient_clipping: 0, offload_param_device: nvme, offload_param_nvme_path: /mnt/a}}"
+)
 
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What the real accelerate makes of the two forms that are written, and of one by hand."""
+    if not all(importlib.util.find_spec(name) for name in ("accelerate", "deepspeed")):
+        pytest.skip("needs accelerate and deepspeed")
+    folder = tmp_path_factory.mktemp("accelerate")
+    launch = {"num_processes": 1, "mixed_precision": "bf16"}
+    plans = [with_launch(DeepSpeedPlan.from_dict(each), launch) for each in (SMALL, FULL)]
+    files = [plan.save(folder / f"{n}.yaml").paths[0] for n, plan in enumerate(plans)]
+    (folder / "hand.yaml").write_text(BY_HAND)
+    return plans, accelerate(*files, folder / "hand.yaml")
+
+
+def test_accelerate_itself_loads_what_is_written(launched):
+    plans, ((block, of_block), (whole, of_whole), _) = launched
     assert of_block["zero_optimization"]["stage"] == 3
     assert of_block["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     assert of_block["gradient_accumulation_steps"] == 2
@@ -251,15 +264,8 @@ def test_accelerate_itself_loads_what_is_written(tmp_path):
     assert seen[0].precision == "bf16"
 
 
-def test_accelerate_loses_what_is_never_written_in_its_own_keys(tmp_path):
-    pytest.importorskip("accelerate")
-    pytest.importorskip("deepspeed")
-    file = tmp_path / "hand.yaml"
-    file.write_text(
-        "{distributed_type: DEEPSPEED, num_processes: 1, deepspeed_config: {zero_stage: 3,"
-        " gradient_clipping: 0, offload_param_device: nvme, offload_param_nvme_path: /mnt/a}}"
-    )
-    ((sent, config),) = accelerate(file)
+def test_accelerate_loses_what_is_never_written_in_its_own_keys(launched):
+    _, (_, _, (sent, config)) = launched
     assert not [name for name in sent if "NVME_PATH" in name]
     assert config["zero_optimization"]["offload_param"]["nvme_path"] == "none"
     assert "gradient_clipping" not in config
