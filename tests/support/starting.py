@@ -1,0 +1,109 @@
+"""Starts resolved plans on the real DeepSpeed, with zerotune's engine and without."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Started:
+    """What was seen of one plan that started and took a step."""
+
+    stage: int
+    precision: str
+    optimizer: str
+    losses: tuple[float, float]
+    """Before and after the step, on the same batch."""
+    partitioned: bool
+    """Whether the model's own parameters are empty outside a forward pass."""
+    swapped: tuple[str, ...]
+    """Kinds of swap files found on disk."""
+
+
+def settled(request: dict[str, Any], folder: Path) -> Any:
+    """A resolved plan with its optimizer chosen, swapping under ``folder``, and its model."""
+    import torch
+
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan import DeepSpeedPlan, ModelFacts
+
+    torch.manual_seed(0)
+    # The second matrix is large enough to leave host memory, in 16 bits too.
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 1024),
+        torch.nn.Tanh(),
+        torch.nn.Linear(1024, 1024),
+        torch.nn.Tanh(),
+        torch.nn.Linear(1024, 1),
+    )
+    # No warm-up: the first step must already learn.
+    constant = {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-4, "warmup_num_steps": 1}
+    plan = DeepSpeedPlan.build(
+        optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
+        scheduler={"type": "WarmupLR", "params": constant},
+        nvme_path=folder if "nvme" in request.values() else None,
+        **request,
+    ).resolve(model=ModelFacts.from_module(model))
+    return OptimizerResolver().apply(plan), model
+
+
+def start_engine(request: dict[str, Any], folder: str) -> Started:
+    """Through ``zerotune.build_engine``."""
+    from zerotune import build_engine
+
+    plan, model = settled(request, Path(folder))
+    engine = build_engine(model=model, plan=plan)
+    started = _step(engine.deepspeed_engine, engine.backward, engine.step, folder)
+    engine.close()
+    return started
+
+
+def start_raw(requests: list[dict[str, Any]], folder: str) -> list[Started]:
+    """Through ``deepspeed.initialize`` with what a plan renders, one after the other."""
+    import deepspeed
+
+    found = []
+    for index, request in enumerate(requests):
+        here = Path(folder, str(index))
+        here.mkdir()
+        plan, model = settled(request, here)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=plan.to_deepspeed()
+        )
+        found.append(_step(engine, engine.backward, engine.step, str(here)))
+        engine.destroy()
+    return found
+
+
+def _step(engine: Any, backward: Any, step: Any, folder: str) -> Started:
+    import torch
+
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(2):
+        loss = (engine(x.to(engine.get_data_types()[0])).float() - 1).pow(2).mean()
+        losses.append(float(loss.detach()))
+        backward(loss)
+        step()
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[engine.get_data_types()[0]]
+    return Started(
+        stage=engine.zero_optimization_stage(),
+        precision=precision,
+        optimizer=type(inner).__name__,
+        losses=(losses[0], losses[1]),
+        partitioned=all(p.numel() == 0 for p in engine.module.parameters()),
+        swapped=tuple(sorted({_kind(each) for each in _files(folder)})),
+    )
+
+
+def _files(folder: str) -> list[Path]:
+    return [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+
+
+def _kind(file: Path) -> str:
+    return "optimizer" if "optimizer" in file.parts else "parameters"
