@@ -90,10 +90,40 @@ print("RESULT" + json.dumps({
 """
 
 
+RENDERING = ("test_resolving.py", "test_rendering.py", "test_sizing.py", "test_explaining.py")
+
+
 @pytest.fixture(scope="module")
-def deepspeed():
+def recorded(tmp_path_factory):
+    """Every configuration that the tests of resolving and rendering make, one file each."""
+    here = Path(__file__).parent
+    folder = tmp_path_factory.mktemp("recorded")
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTEST_") and name != "ZEROTUNE_UPDATE_GOLDEN"
+    }
+    plugins = ("-p", "tests.plan.recording", "-p", "no:cacheprovider", "-p", "no:xdist")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *plugins, *(str(here / file) for file in RENDERING)],
+        cwd=here.parents[1],
+        env={**inherited, "ZEROTUNE_RECORD": str(folder / "all.json")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    files = []
+    for number, config in enumerate(json.loads((folder / "all.json").read_text())):
+        files.append(folder / f"{number}.json")
+        files[-1].write_text(json.dumps(config))
+    return files
+
+
+@pytest.fixture(scope="module")
+def deepspeed(recorded):
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, *map(str, GOLDEN)],
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, *map(str, [*GOLDEN, *recorded])],
         capture_output=True,
         text=True,
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
@@ -103,11 +133,11 @@ def deepspeed():
     return json.loads(result.stdout.split("RESULT", 1)[1])
 
 
-@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
-def test_deepspeed_reads_the_rendered_configuration_as_it_was_meant(file, deepspeed):
+def meant(file):
+    """What a rendered configuration says, as DeepSpeed should read it."""
     rendered = json.loads(file.read_text())
     zero = rendered.get("zero_optimization", {"stage": 0})
-    assert deepspeed["accepted"][str(file)] == {
+    return {
         "stage": zero["stage"],
         "devices": [
             zero.get(name, {}).get("device", "none")
@@ -122,6 +152,19 @@ def test_deepspeed_reads_the_rendered_configuration_as_it_was_meant(file, deepsp
         "bf16": rendered["bf16"]["enabled"],
         "fp16": rendered["fp16"]["enabled"],
     }
+
+
+@pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.stem)
+def test_deepspeed_reads_the_rendered_configuration_as_it_was_meant(file, deepspeed):
+    assert deepspeed["accepted"][str(file)] == meant(file)
+
+
+def test_deepspeed_accepts_every_configuration_the_tests_render(recorded, deepspeed):
+    assert len(recorded) > 40
+    stages = {json.loads(file.read_text())["zero_optimization"]["stage"] for file in recorded}
+    assert stages == {0, 1, 2, 3}
+    for file in recorded:
+        assert deepspeed["accepted"][str(file)] == meant(file), file.read_text()
 
 
 LEGACY = {"cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"}

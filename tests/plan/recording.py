@@ -1,0 +1,47 @@
+"""A pytest plugin that writes down every configuration the tests resolve or render.
+
+``pytest -p tests.plan.recording`` with ``ZEROTUNE_RECORD`` naming the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from zerotune.errors import ZeroTuneError
+from zerotune.plan import resolved, resolving
+
+_recorded: set[str] = set()
+_resolve = resolving.resolve
+_render = resolved.ResolvedPlan.to_deepspeed
+
+
+def _rendering(plan: Any) -> dict[str, Any]:
+    config = _render(plan)
+    if plan.uses_deepspeed:
+        _recorded.add(json.dumps(config, sort_keys=True))
+    return config
+
+
+def _resolving(*args: Any, **kwargs: Any) -> Any:
+    from zerotune.optim.resolver import OptimizerResolver
+
+    plan = _resolve(*args, **kwargs)
+    # What cannot be settled is refused on purpose by some test.
+    with contextlib.suppress(ZeroTuneError):
+        _rendering(OptimizerResolver().apply(plan))
+    return plan
+
+
+def pytest_configure() -> None:
+    resolving.resolve = _resolving
+    resolved.ResolvedPlan.to_deepspeed = _rendering
+
+
+def pytest_unconfigure() -> None:
+    Path(os.environ["ZEROTUNE_RECORD"]).write_text(
+        json.dumps([json.loads(each) for each in sorted(_recorded)])
+    )
