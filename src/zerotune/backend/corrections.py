@@ -113,6 +113,31 @@ def split_aligned(
     return parts, places
 
 
+def replay_adam_steps(engine: Any, steps: int) -> None:
+    """Bring DeepSpeedCPUAdam's powers of beta to where an uninterrupted run has them.
+
+    The op keeps beta to the power of the step as a running fp32 product. In a process that starts
+    at a later step it computes the power anew, which rounds differently (first at step 3 of
+    0.999), so that a resumed run would drift from an uninterrupted one by about 1e-6 of a loss.
+
+    Args:
+        engine: DeepSpeed's engine, of any optimizer; only this one is touched.
+        steps: Optimizer steps taken before.
+    """
+    adam = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    if type(adam).__name__ != "DeepSpeedCPUAdam" or steps < 1:
+        return
+    betas = list(dict.fromkeys(tuple(group["betas"]) for group in adam.param_groups))
+    # Where the groups differ, the op computes the powers anew at each change from one to the next.
+    first = 1 if len(betas) == 1 else steps
+    dummies = [torch.zeros(1) for _ in range(4)]
+    for step in range(first, steps + 1):
+        for beta1, beta2 in betas:
+            adam.ds_opt_adam.adam_update(
+                adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *dummies
+            )
+
+
 def _copy_into(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
     offset = 0
     for parameter in parameters:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zerotune.backend.compiling import same_ninja
-from zerotune.backend.corrections import align_swapped_gradients, undo_dummy_step
+from zerotune.backend.corrections import align_swapped_gradients, replay_adam_steps, undo_dummy_step
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.environment import environment
@@ -166,6 +166,7 @@ class DeepSpeedEngine(Closing):
             # Loading only the position would leave the learning rate at its first value.
             engine.lr_scheduler.step(position)
         _write_scaler(engine.optimizer, state.loss_scaler)
+        replay_adam_steps(engine, state.global_step - state.skipped_steps)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass; at stage 3, weights are gathered layer by layer."""
