@@ -168,7 +168,7 @@ class TestRefused:
 
     def test_more_than_may_be_locked(self, tmp_path, monkeypatch):
         monkeypatch.setattr("zerotune.offload.benchmarking.lockable_memory", lambda _: MIB)
-        with pytest.raises(OffloadError, match="may lock 1.0 MiB"):
+        with pytest.raises(OffloadError, match=r"may lock 1\.0 MiB"):
             benchmark(tmp_path, size=2 * MIB, platform=Platform.synthetic("cpu"))
         assert list(tmp_path.iterdir()) == []
 

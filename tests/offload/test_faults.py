@@ -1,0 +1,136 @@
+"""Real runs that are killed, crowd one root, fill a disk or lose their folder.
+
+``python -m tests.offload.faults`` does the first at length.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.offload.killing import Victim, digest_of
+from tests.offload.trainee import train
+from tests.support.ranks import run_ranks
+from zerotune.offload import cleanup_stale_swap, find_leases
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.nvme]
+
+CLEANER = """
+import sys
+from zerotune.offload import cleanup_stale_swap
+while True:
+    print(*(one.path.name for one in cleanup_stale_swap(sys.argv[1]).failures), flush=True)
+"""
+PHASES = ("start", "ready", "step 1", "saving 2")
+
+
+@pytest.fixture
+def cleaning():
+    """A process that cleans a root in a loop; nothing it says is a failure."""
+    processes = []
+
+    def start(root):
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", CLEANER, str(root)], stdout=subprocess.PIPE, text=True
+            )
+        )
+        assert processes[-1].stdout.readline() == "\n"
+
+    yield start
+    for process in processes:
+        process.kill()
+        assert process.communicate()[0].split() == []
+
+
+def test_runs_that_are_killed_among_others_go_on_as_if_nothing_had_been(tmp_path, hold, cleaning):
+    root = tmp_path / "swap"
+    root.mkdir()
+    bystander = Path(hold(root).read())
+    before = digest_of(bystander)
+    cleaning(root)
+    crowd = [Victim(root, tmp_path / f"run{number}") for number in range(len(PHASES))]
+    for victim, phase in zip(crowd, PHASES, strict=True):
+        victim.await_phase(phase)
+        victim.kill()
+    cleanup_stale_swap(root)
+    assert [lease.path for lease in find_leases(root)] == [bystander]
+    # All four at once, on one root that is being cleaned, against one that has a root for itself.
+    again = [Victim(root, tmp_path / f"run{number}") for number in range(len(PHASES))]
+    losses = [run.losses() for run in again]
+    expected = Victim(tmp_path / "apart", tmp_path / "alone").losses()
+    assert len(set(expected.values())) == len(expected)
+    for own in losses:
+        assert own == {step: expected[step] for step in own}, "not bit for bit"
+    assert losses[0] == losses[1] == expected, "these had saved nothing yet"
+    assert min(losses[3]) >= 2, "this one was resumed from a checkpoint"
+    assert digest_of(bystander) == before
+    assert [path.name for path in root.iterdir()] == [bystander.name]
+
+
+def fails(root: str, checkpoints: str, spoil: str | None = None) -> tuple[str, str, list[str]]:
+    """What a run says that cannot go well: its error, and what it had reached."""
+    from zerotune.errors import ZeroTuneError
+
+    reached: list[str] = []
+
+    def tell(text: str) -> None:
+        reached.append(text)
+        if text == spoil:
+            shutil.rmtree(root)
+
+    try:
+        train(root, checkpoints, tell, save=False)
+    except ZeroTuneError as error:
+        return type(error).__name__, str(error), reached
+    return "", "it trained", reached
+
+
+def test_a_root_deleted_under_a_living_run_is_one_clear_error(tmp_path):
+    root = tmp_path / "swap"
+    ((kind, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"), "step 0")
+    assert kind == "OffloadError"
+    assert "somebody deleted this run's swap folder while it ran" in said
+    assert "end" not in reached
+
+
+def test_a_full_disk_fails_before_training_with_the_numbers(tmp_path, mounted):
+    if not shutil.which("mkfs.ext4"):
+        pytest.skip("no mkfs.ext4 here")
+    image = tmp_path / "image"
+    image.touch()
+    with image.open("wb") as file:
+        file.truncate(16 * 1024**2)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    root = mounted(tmp_path / "disk", "-o", "loop", str(image))
+    ((kind, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"))
+    assert kind == "OffloadError"
+    assert "the plan swaps" in said
+    assert "are missing" in said
+    assert reached == ["start"]
+    assert [path.name for path in root.iterdir()] == ["lost+found"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "read-only"])
+def test_a_root_that_cannot_be_is_one_clear_error(tmp_path, mounted, kind):
+    root = tmp_path / "root"
+    if kind == "file":
+        root.touch()
+    elif kind == "link":
+        (tmp_path / "target").mkdir()
+        root.symlink_to(tmp_path / "target")
+    else:
+        mounted(root, "-t", "tmpfs", "-o", "ro", "none")
+    ((error, said, reached),) = run_ranks(fails, str(root), str(tmp_path / "none"))
+    words = {
+        "file": "is a file, not a folder",
+        "link": "is a symbolic link",
+        "read-only": "Read-only file system",
+    }
+    assert error == "OffloadError"
+    assert words[kind] in said
+    assert reached == ["start"]
