@@ -30,6 +30,7 @@ from zerotune.backend.optimizers import (
     scheduler_class,
 )
 from zerotune.backend.require import quiet_deepspeed, require_deepspeed
+from zerotune.backend.sharding import shard_from_host
 from zerotune.backend.torch_optimizers import ShardAware
 from zerotune.backend.verification import Checks
 from zerotune.decisions import Decision, announce
@@ -303,6 +304,8 @@ def _initialize(
     expected = expected_groups(choice, named, client)
     try:
         with same_ninja():
+            if plan.stage == 3:
+                shard_from_host(deepspeed, model, plan, device=_device(deepspeed))
             engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(choice, named),
@@ -319,6 +322,10 @@ def _initialize(
             fix="run `zerotune doctor` when an op could not be built, else change what it names",
         ) from error
     return engine, expected
+
+
+def _device(deepspeed: Any) -> torch.device:
+    return torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
 
 
 def _rounding(plan: ResolvedPlan, rounded: bool) -> tuple[Decision, ...]:

@@ -79,6 +79,9 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
             if choice.package == "mup"
             else "correct or remove the argument",
         ) from error
+    if hasattr(optimizer, "train"):
+        # Schedule-free optimizers hold either the weights to train or their average.
+        optimizer.train()
     return optimizer
 
 

@@ -132,7 +132,9 @@ def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
     for attribute in ("adam_w_mode", "adamw_mode"):
         if hasattr(optimizer, attribute):
             return "decoupled" if getattr(optimizer, attribute) else "l2"
-    known = {"AdamW": "decoupled", "NAdam": None, "Adam": "l2", "SGD": "l2", "Adagrad": "l2"}
+    known = {"AdamW": "decoupled"} | dict.fromkeys(
+        ("Adam", "NAdam", "RAdam", "Adamax", "SGD", "Adagrad"), "l2"
+    )
     if type(optimizer).__module__.startswith("torch.optim"):
         group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
         if group.get("decoupled_weight_decay") is True:

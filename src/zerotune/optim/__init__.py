@@ -6,9 +6,11 @@ Pure: neither torch nor deepspeed is imported.
 from __future__ import annotations
 
 from zerotune.optim.capability import Capability
+from zerotune.optim.capability_table import CapabilityTable
 from zerotune.optim.catalogue import OPTIMIZERS
 from zerotune.optim.entries import OptimizerEntry
 from zerotune.optim.groups import ParameterGroup, ParameterGroups
+from zerotune.optim.muon import MUON_DEFAULTS, MuonPatterns
 from zerotune.optim.naming import normalise_optimizer_name
 from zerotune.optim.parameters import Parameter
 from zerotune.optim.resolver import OptimizerResolution, OptimizerResolver
@@ -19,6 +21,8 @@ __all__ = [
     "OptimizerResolution",
     "ParameterGroups",
     "ParameterGroup",
+    "MuonPatterns",
+    "MUON_DEFAULTS",
     "normalise_optimizer_name",
     "normalise_scheduler_name",
     "OPTIMIZERS",
@@ -27,4 +31,5 @@ __all__ = [
     "SchedulerEntry",
     "Parameter",
     "Capability",
+    "CapabilityTable",
 ]

@@ -34,7 +34,7 @@ _ADAM_SWITCHES: Final = (
 )
 
 _MUP = "the package mup, and base shapes set on the model before the engine starts"
-_ONE_BIT = "a DeepSpeed release before 0.19, ZeRO stage 0"
+_ONE_BIT = "a DeepSpeed release before 0.19, ZeRO stage 0, CUDA with cupy"
 
 _ONE_BIT_COMMON: Final = (
     lr(ADAM_LR),
@@ -111,43 +111,49 @@ _OTHERS: Final = (
             flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedLion"})),
         ),
         states=("exp_avg",),
-        requires=("CPU offload of the optimizer, or CUDA",),
         lr_scale="3 to 10 times smaller",
     ),
     OptimizerEntry(
         name="Lamb",
         family="deepspeed",
-        summary="Adam with a trust ratio per layer, for very large batches",
+        summary="Adam with a trust ratio per parameter, for very large batches",
         parameters=(
             lr(1e-3),
             betas(),
             eps(),
             weight_decay(),
             flag("bias_correction", default=True),
-            flag("eps_inside_sqrt"),
+            flag("eps_inside_sqrt", only=frozenset({"FusedLamb"})),
             *_LAMB_COEFFICIENTS,
         ),
         states=("exp_avg", "exp_avg_sq"),
-        requires=("CUDA", "fp16 with dynamic loss scaling"),
         lr_scale="larger",
     ),
     OptimizerEntry(
         name="Muon",
         family="deepspeed",
-        summary="Orthogonalised momentum for matrices, Adam for the rest",
+        summary="Orthogonalised momentum for hidden matrices, Adam for the rest",
         parameters=(
             lr(2e-2),
+            # These two become the learning rates of groups.
             Parameter(name="muon_lr", low=0, low_open=True, optional=True),
             Parameter(name="adam_lr", low=0, low_open=True, optional=True),
             number("momentum", 0.95, high=1, high_open=True),
+            flag("nesterov", default=True),
+            Parameter(name="ns_steps", type="int", default=5, low=1),
             betas(),
             eps(),
             weight_decay(),
-            Parameter(name="ns_method", type="str", optional=True),
-            *_ADAM_SWITCHES,
+            Parameter(
+                name="ns_method",
+                type="str",
+                optional=True,
+                default="gram",
+                only=frozenset({"MuonWithAuxAdam"}),
+            ),
         ),
         states=("momentum_buffer",),
-        requires=("use_muon set on every parameter", "ZeRO stage 2 or lower"),
+        requires=("the names and shapes of the model's parameters",),
         renamed={"adam_lr": "lr"},
         lr_scale="about a hundred times larger",
     ),
@@ -163,6 +169,9 @@ _MUP_FAMILY: Final = (
             states=("exp_avg", "exp_avg_sq"),
             adam_like=True,
             requires=(_MUP,),
+            package="mup",
+            implementation=base,
+            extra="mup",
         )
         for name, base in (("MuAdam", "Adam"), ("MuAdamW", "AdamW"))
     ),
@@ -179,6 +188,9 @@ _MUP_FAMILY: Final = (
         ),
         conditional_states={"momentum": "momentum_buffer"},
         requires=(_MUP,),
+        package="mup",
+        implementation="SGD",
+        extra="mup",
         lr_scale="larger",
     ),
 )

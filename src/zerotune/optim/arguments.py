@@ -180,6 +180,7 @@ def _defaulted(
 _RUN_FACT: Final[Mapping[str, str]] = {
     "total_num_steps": "total_steps",
     "warmup_num_steps": "warmup_steps",
+    "num_training_steps": "total_steps",
 }
 
 

@@ -1,7 +1,7 @@
 """Whether an optimizer can run in a situation, and if not why and what comes closest.
 
-One function per reason, tried in order; the first that objects decides. The facts were measured
-with DeepSpeed 0.19.8 on its CPU accelerator or read in its code; ``verified`` tells which.
+One function per reason, tried in order; the first that objects decides. What the rules say is
+then compared with the table of cells that were really run, which has the last word.
 """
 
 from __future__ import annotations
@@ -11,40 +11,30 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from zerotune.optim.capability_table import CapabilityTable
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, TORCH_NAMES
 from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.implementation import HAS_CPU_KERNEL, implementation_of
 from zerotune.optim.situation import Situation
 
 Status = Literal["works", "works with", "cannot"]
-
-_HAS_CPU_KERNEL: Final[Mapping[str, frozenset[str]]] = {
-    # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA and ROCm share the CPU accelerator's ops.
-    "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
-    "Lion": frozenset({"cuda", "cpu"}),
-}
 
 _DOES_NOT_SUIT: Final[Mapping[str, tuple[str, str]]] = {
     "LBFGS": ("it needs a closure that recomputes the loss, which no engine here gives it", "SGD"),
     "SparseAdam": ("it takes sparse gradients only, which diffusion models do not have", "Adam"),
 }
 
-_LATER: Final[Mapping[str, str]] = {
-    "Muon": (
-        "it needs use_muon set on every parameter and convolutions flattened, which zerotune "
-        "sets up in a later release"
-    ),
-    **dict.fromkeys(
-        ("MuAdam", "MuAdamW", "MuSGD"),
-        "it needs the mup package and base shapes set on the model before the engine starts, "
-        "which zerotune sets up in a later release",
-    ),
-}
-
-_MEASURED: Final = frozenset({"AdamW", "Adam", "Adagrad", "Lion", "SGD", "RMSprop", "NAdam"})
-"""Ran on the CPU accelerator at stages 0 to 3, without and with CPU offload, in fp32 and bf16: the
-class is the promised one and the loss falls."""
-
 _ONE_BIT: Final = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
+
+_WHY_OWN: Final[Mapping[str, str]] = {
+    "Lion": "DeepSpeed has it without CPU offload as a CUDA kernel only",
+    "Lamb": "DeepSpeed has it as a CUDA kernel for fp16 only, and ZeRO hands that kernel flat "
+    "partitions without the layers its trust ratio is about; this one sums the norms of whole "
+    "parameters over their shards",
+    "Muon": "DeepSpeed's own reads use_muon from names it chooses itself, leaves out "
+    "convolutions, and refuses stage 3 as it is configured by default; this one puts split "
+    "matrices together and is the same at every stage",
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -59,6 +49,8 @@ class Capability:
     """Nearest thing that runs, when it cannot."""
     config: Mapping[str, Any] = attrs.field(factory=dict)
     """Top-level keys the configuration must hold for it (what it changes)."""
+    implementation: str | None = None
+    """Class that does the update with default arguments; ``None`` when it cannot run."""
     verified: bool = False
     """Whether the real engine was run for it, and not only its code read."""
 
@@ -68,13 +60,36 @@ class Capability:
         return self.status != "cannot"
 
 
-def capability_of(entry: OptimizerEntry, situation: Situation) -> Capability:
-    """Whether the optimizer of ``entry`` can run in ``situation``."""
+def capability_of(
+    entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
+) -> Capability:
+    """Whether the optimizer of ``entry`` can run in ``situation``.
+
+    Args:
+        entry: The optimizer.
+        situation: Where it is to run.
+        table: Cells that were run; those that come with zerotune when not given.
+    """
+    answer = _by_rules(entry, situation)
+    cell = (CapabilityTable.stored() if table is None else table).find(entry.name, situation)
+    if cell is None:
+        return answer
+    if answer.runs and cell.outcome == "cannot":
+        return _cannot(f"it was tried: {cell.reason}", verified=True)
+    # A rule that refuses what was once seen to run knows something of this situation.
+    return attrs.evolve(answer, verified=answer.runs == (cell.outcome != "cannot"))
+
+
+def _by_rules(entry: OptimizerEntry, situation: Situation) -> Capability:
     for rule in _RULES:
         answer = rule(entry, situation)
         if answer is not None:
-            return answer
-    return Capability(status="works", verified=_measured(entry, situation))
+            break
+    else:
+        answer = Capability(status="works")
+    if not answer.runs:
+        return answer
+    return attrs.evolve(answer, implementation=implementation_of(entry, {}, situation).name)
 
 
 Rule = Callable[[OptimizerEntry, Situation], Capability | None]
@@ -84,87 +99,89 @@ def _cannot(reason: str, alternative: str = DEFAULT_OPTIMIZER, **kwargs: Any) ->
     return Capability(status="cannot", reason=reason, alternative=alternative, **kwargs)
 
 
-def _measured(entry: OptimizerEntry, situation: Situation) -> bool:
-    return (
-        entry.name in _MEASURED
-        and situation.uses_deepspeed
-        and situation.accelerator == "cpu"
-        and situation.offload != "nvme"
-        and situation.precision != "fp16"
-    )
-
-
 def _not_for_diffusion(entry: OptimizerEntry, situation: Situation) -> Capability | None:  # noqa: ARG001
     if entry.name not in _DOES_NOT_SUIT:
         return None
     return _cannot(*_DOES_NOT_SUIT[entry.name])
 
 
-def _removed_one_bit(entry: OptimizerEntry, situation: Situation) -> Capability | None:
+def _one_bit(entry: OptimizerEntry, situation: Situation) -> Capability | None:
     if entry.name not in _ONE_BIT:
         return None
     if not situation.uses_deepspeed:
         return _cannot("its compression is DeepSpeed's, and DeepSpeed is off")
-    if situation.before("deepspeed", 0, 19):
+    if not situation.before("deepspeed", 0, 19):
         return _cannot(
-            f"DeepSpeed {situation.versions['deepspeed']} runs it at stage 0 only and with a "
-            "communication backend that zerotune sets up in a later release"
+            "DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it are "
+            "0.18.x, at stage 0"
         )
-    return _cannot(
-        "DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it are 0.18.x, "
-        "at stage 0"
+    version = situation.versions["deepspeed"]
+    if situation.stage > 0:
+        return _cannot(f"DeepSpeed {version} runs it at stage 0 only: it is no ZeRO optimizer")
+    if situation.accelerator != "cuda":
+        return _cannot(
+            f"DeepSpeed {version} compresses with cupy on CUDA, or with an op that its "
+            f"{situation.accelerator} accelerator does not have"
+        )
+    return Capability(
+        status="works with",
+        reason="the freeze step must come after the learning rate has warmed up: before it, it is "
+        "plain Adam or Lamb",
     )
 
 
-def _not_set_up_yet(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name not in _LATER:
+def _package_missing(entry: OptimizerEntry, situation: Situation) -> Capability | None:
+    if entry.package is None or situation.packages is None:
         return None
-    reason = _LATER[entry.name]
-    if entry.name == "Muon" and situation.stage == 3:
-        reason = (
-            f"DeepSpeed's Muon refuses stage 3 (it cannot use reduce_scatter); besides, {reason}"
+    package = entry.package.partition(".")[0]
+    if package in situation.packages:
+        return None
+    return _cannot(
+        f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
+    )
+
+
+def _eight_bits_need_cuda(entry: OptimizerEntry, situation: Situation) -> Capability | None:
+    if entry.name != "AdamW8bit":
+        return None
+    if situation.offloaded:
+        return _cannot(
+            "its kernels update states on the GPU, and offload keeps them in host memory"
         )
-    return _cannot(reason)
+    if situation.accelerator != "cuda":
+        return _cannot("its kernels are CUDA's")
+    return None
+
+
+def _one_pace_for_all(entry: OptimizerEntry, situation: Situation) -> Capability | None:
+    """Optimizers that keep numbers for all weights together, which ZeRO hands over in parts."""
+    if not entry.own_schedule or not situation.sharded:
+        return None
+    if situation.stage == 3:
+        return _cannot(
+            "it keeps numbers that belong to all weights together, and stage 3 steps one "
+            "sub-group at a time",
+            f"{entry.name} at stage 2",
+        )
+    if entry.name == "Prodigy" and situation.world_size > 1:
+        return _cannot(
+            "each rank would find a learning rate of its own from its part of the weights",
+            "Prodigy at stage 0",
+        )
+    return None
 
 
 def _only_deepspeed_has_it(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if situation.uses_deepspeed or entry.name in TORCH_NAMES:
+    known = entry.name in TORCH_NAMES or entry.name in _WHY_OWN or entry.package is not None
+    if situation.uses_deepspeed or known:
         return None
     return _cannot("DeepSpeed is off, and torch.optim has no optimizer of this name")
 
 
-def _lamb_needs_cuda(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name != "Lamb":
-        return None
-    if situation.accelerator != "cuda":
-        return _cannot(
-            "DeepSpeed has it as a CUDA kernel only, with or without CPU offload",
-            verified=situation.accelerator == "cpu",
-        )
-    if situation.sharded:
-        return _cannot(
-            "its trust ratio is per layer, and ZeRO hands it flat partitions without layers"
-        )
-    return _cannot(
-        "it requires fp16 with dynamic loss scaling and a CUDA kernel this release has not tested"
-    )
-
-
-def _lion_needs_a_kernel(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name != "Lion" or situation.offloaded or situation.accelerator == "cuda":
-        return None
-    return _cannot(
-        "without CPU offload DeepSpeed has it as a CUDA kernel only",
-        'Lion with zero_optimization.offload_optimizer.device "cpu"'
-        if situation.accelerator == "cpu"
-        else DEFAULT_OPTIMIZER,
-        verified=situation.accelerator == "cpu",
-    )
-
-
 def _no_cpu_kernel(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    kernels = _HAS_CPU_KERNEL.get(entry.name)
-    if kernels is None or not situation.offloaded or situation.accelerator in kernels:
+    if entry.name != "Adagrad" or not situation.offloaded:
+        return None
+    if situation.accelerator in HAS_CPU_KERNEL["Adagrad"]:
         return None
     return _cannot(f"DeepSpeed has no CPU kernel of it for the {situation.accelerator} accelerator")
 
@@ -180,36 +197,38 @@ def _factored_moments_need_matrices(
     )
 
 
-def _untested_under_zero(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    """torch.optim classes outside DeepSpeed's list go in as a client optimizer."""
-    if entry.family != "torch" or not situation.sharded:
+def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability | None:
+    """What DeepSpeed does not build itself goes in as a client optimizer."""
+    source = implementation_of(entry, {}, situation).source
+    if source == "deepspeed":
         return None
+    own = source == "zerotune"
+    reason = f"zerotune's own implementation runs: {_WHY_OWN[entry.name]}" if own else ""
+    if not situation.sharded:
+        return Capability(status="works with", reason=reason) if own else None
     if situation.allow_untested is False:
         return _cannot(
             "it is not on DeepSpeed's list of optimizers tested with ZeRO, and the configuration "
             "says zero_allow_untested_optimizer: false"
         )
     config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
-    reason = "it is not on DeepSpeed's list of optimizers tested with ZeRO"
+    parts = [reason, "it is not on DeepSpeed's list of optimizers tested with ZeRO"]
     if situation.offloaded:
         config["zero_force_ds_cpu_optimizer"] = False
-        reason += "; offloaded, torch updates it on the CPU without a vectorised kernel"
+        parts.append("offloaded, torch updates it on the CPU without a vectorised kernel")
     return Capability(
-        status="works with",
-        reason=reason,
-        config=config,
-        verified=_measured(entry, situation),
+        status="works with", reason="; ".join(part for part in parts if part), config=config
     )
 
 
 _RULES: Final[tuple[Rule, ...]] = (
     _not_for_diffusion,
-    _removed_one_bit,
-    _not_set_up_yet,
+    _one_bit,
+    _package_missing,
+    _eight_bits_need_cuda,
+    _one_pace_for_all,
     _only_deepspeed_has_it,
-    _lamb_needs_cuda,
-    _lion_needs_a_kernel,
     _no_cpu_kernel,
     _factored_moments_need_matrices,
-    _untested_under_zero,
+    _handed_over,
 )

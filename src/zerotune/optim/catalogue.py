@@ -12,13 +12,14 @@ from types import MappingProxyType
 from typing import Final
 
 from zerotune.optim._deepspeed_entries import DEEPSPEED_ENTRIES
+from zerotune.optim._package_entries import PACKAGE_ENTRIES
 from zerotune.optim._torch_entries import TORCH_ENTRIES
 from zerotune.optim.entries import OptimizerEntry
 
 DEFAULT_OPTIMIZER: Final = "AdamW"
 
 OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
-    {entry.name: entry for entry in (*DEEPSPEED_ENTRIES, *TORCH_ENTRIES)}
+    {entry.name: entry for entry in (*DEEPSPEED_ENTRIES, *TORCH_ENTRIES, *PACKAGE_ENTRIES)}
 )
 """All entries by canonical name."""
 
@@ -36,6 +37,12 @@ SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
         "1bitlamb": "OneBitLamb",
         "01adam": "ZeroOneAdam",
         "zerooneadamw": "ZeroOneAdam",
+        "adamw8bitbnb": "AdamW8bit",
+        "bnbadamw8bit": "AdamW8bit",
+        "schedulefree": "AdamWScheduleFree",
+        "schedulefreeadamw": "AdamWScheduleFree",
+        "aoadamw8bit": "TorchAOAdamW8bit",
+        "aoadamw4bit": "TorchAOAdamW4bit",
     }
 )
 """Other spellings of a name, as ``squash`` leaves them; they mean exactly the same."""
@@ -71,3 +78,4 @@ DEEPSPEED_PREFIXES: Final = (
     "mup",
 )
 TORCH_PREFIXES: Final = ("torch.optim", "optim")
+PACKAGE_PREFIXES: Final = ("bitsandbytes", "bnb", "prodigyopt", "schedulefree")

@@ -9,7 +9,7 @@ import attrs
 
 from zerotune.optim.parameters import Parameter
 
-Family = Literal["deepspeed", "torch"]
+Family = Literal["deepspeed", "torch", "package"]
 
 FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
@@ -25,7 +25,8 @@ class OptimizerEntry:
     """Canonical name (``"AdamW"``)."""
     family: Family
     """``"deepspeed"`` for the names of DeepSpeed's configuration, ``"torch"`` for the classes
-    of ``torch.optim`` that DeepSpeed only knows by lookup."""
+    of ``torch.optim`` that DeepSpeed only knows by lookup, ``"package"`` for those of optional
+    packages."""
     summary: str
     """One line for a table."""
     parameters: tuple[Parameter, ...]
@@ -38,6 +39,14 @@ class OptimizerEntry:
     """Whether it keeps Adam's two moments, and decay can be decoupled or L2."""
     requires: tuple[str, ...] = ()
     """What it needs, in words."""
+    package: str | None = None
+    """Module of an optional package that has it (``"prodigyopt"``, ``"mup"``)."""
+    implementation: str | None = None
+    """Its class there, where that is not ``name``."""
+    extra: str | None = None
+    """Extra of zerotune that installs the package."""
+    own_schedule: bool = False
+    """Whether it sets its own pace, so that no schedule is the right default."""
     renamed: Mapping[str, str] = attrs.field(factory=dict)
     """Its own arguments that mean one of AdamW's, for a fallback."""
     lr_scale: str | None = None

@@ -65,8 +65,9 @@ def _value(value: Any) -> str:
 
 def _curve(scheduler: SchedulerChoice, base_lr: float) -> list[str]:
     """The learning rate where the schedule turns."""
-    warmup = scheduler.params.get("warmup_num_steps")
-    total = scheduler.params.get("total_num_steps")
+    params = scheduler.params
+    warmup = params.get("warmup_num_steps", params.get("num_warmup_steps"))
+    total = params.get("total_num_steps", params.get("num_training_steps"))
     steps = {0, 1, 2, 10, 100, 1000}
     steps |= {warmup + 1} if warmup is not None else set()
     steps = {step for step in steps if total is None or step < total}

@@ -17,6 +17,9 @@ from zerotune.plan.choices import OptimizerSource, WeightDecay
 CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
 """Keys of DeepSpeed's configuration that no constructor of torch has."""
 
+GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
+"""Keys that become the learning rates of Muon's two kinds of groups."""
+
 
 @attrs.frozen(kw_only=True)
 class Implementation:
@@ -28,11 +31,15 @@ class Implementation:
     """Who builds it."""
     weight_decay_mode: WeightDecay | None
     """How it decays weights; ``None`` when it is not Adam-like."""
+    package: str | None = None
+    """Module of an optional package that has the class."""
 
     def takes(self, entry: OptimizerEntry, key: str) -> bool:
         """Whether ``key`` of ``entry`` may be handed to it."""
         if key in CONFIGURATION_ONLY:
             return self.source == "deepspeed"
+        if key in GROUP_RATES:
+            return False
         parameter = entry.parameter(key)
         return parameter is not None and parameter.accepts(self.name)
 
@@ -49,6 +56,15 @@ def implementation_of(
         situation: Where it runs.
     """
     decay = decay_mode(entry, params)
+    if entry.package is not None:
+        return Implementation(
+            name=entry.implementation or entry.name,
+            source="package",
+            package=entry.package,
+            weight_decay_mode=decay,
+        )
+    if entry.name in _OWN and not _has_kernel(entry, situation):
+        return Implementation(name=entry.name, source="zerotune", weight_decay_mode=decay)
     if entry.family == "torch" or not situation.uses_deepspeed:
         return Implementation(
             name=_torch_class(entry, decay), source="torch", weight_decay_mode=decay
@@ -60,12 +76,41 @@ def implementation_of(
     )
 
 
+_OWN: Final = frozenset({"Lion", "Lamb", "Muon"})
+"""Those of which zerotune has a torch implementation."""
+
+HAS_CPU_KERNEL: Final[Mapping[str, frozenset[str]]] = {
+    # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA and ROCm share the CPU accelerator's ops.
+    "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
+    "Lion": frozenset({"cuda", "cpu"}),
+}
+
+
+def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
+    """Whether DeepSpeed's own kernel of it is used: only Lion's is.
+
+    Lamb's asks for fp16, Muon's is not the same algorithm at every stage (docs/optimizers.md).
+    """
+    if entry.name != "Lion" or not situation.uses_deepspeed:
+        return False
+    if situation.offloaded:
+        return situation.accelerator in HAS_CPU_KERNEL["Lion"]
+    return situation.accelerator == "cuda"
+
+
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
     """How ``entry`` with ``params`` decays weights; ``None`` when it is not Adam-like."""
     if not entry.adam_like:
         return None
     if entry.name == "AdamW":
         return "decoupled"
+    if entry.family == "package":
+        # Their classes do not tell, so it could not be verified.
+        return None
+    if entry.name == "MuAdamW":
+        return "decoupled"
+    if entry.name == "MuAdam":
+        return "l2"
     if entry.name == "Adam":
         return "decoupled" if params.get("adam_w_mode", True) else "l2"
     return "decoupled" if params.get("decoupled_weight_decay", False) else "l2"
@@ -90,5 +135,11 @@ def _deepspeed_class(
             return "ZenFlowCPUAdam" if situation.zenflow else "DeepSpeedCPUAdam"
         return "FusedAdam"
     offloaded = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedCPULion"}
-    resident = {"Adagrad": "Adagrad", "Lion": "FusedLion"}
+    resident = {
+        "Adagrad": "Adagrad",
+        "Lion": "FusedLion",
+        "OneBitAdam": "OnebitAdam",
+        "OneBitLamb": "OnebitLamb",
+        "ZeroOneAdam": "ZeroOneAdam",
+    }
     return (offloaded if situation.offloaded else resident)[entry.name]

@@ -14,6 +14,7 @@ from zerotune.optim.catalogue import (
     DEEPSPEED_PREFIXES,
     IMPLEMENTATION_NAMES,
     OPTIMIZERS,
+    PACKAGE_PREFIXES,
     SPELLINGS,
     TORCH_NAMES,
     TORCH_PREFIXES,
@@ -30,8 +31,8 @@ class OptimizerName:
     """``"AdamW"``."""
     written: str
     """As given."""
-    origin: Literal["plain", "torch", "deepspeed"] = "plain"
-    """The prefix it carried: none, ``torch.optim.`` or ``deepspeed.``."""
+    origin: Literal["plain", "torch", "deepspeed", "package"] = "plain"
+    """The prefix it carried: none, ``torch.optim.``, ``deepspeed.`` or a package's."""
     implementation: bool = False
     """Whether a class was named (``FusedAdam``) instead of an optimizer."""
 
@@ -84,7 +85,7 @@ def parse_optimizer_name(name: Any, *, key: str = _TYPE_KEY) -> OptimizerName:
     origin = _origin(prefix)
     word = squash(last)
     canonical = _BY_KEY.get(word)
-    known = canonical is not None and (origin != "torch" or canonical in TORCH_NAMES)
+    known = canonical is not None and _belongs(canonical, origin)
     if origin is None or canonical is None or not known:
         raise _unknown(name, last, prefix, key)
     return OptimizerName(
@@ -102,13 +103,22 @@ _BY_KEY = {
 }
 
 
-def _origin(prefix: str) -> Literal["plain", "torch", "deepspeed"] | None:
+def _origin(prefix: str) -> Literal["plain", "torch", "deepspeed", "package"] | None:
     path = prefix.strip().lower()
     if not path:
         return "plain"
     if _starts(path, TORCH_PREFIXES):
         return "torch"
+    if _starts(path, PACKAGE_PREFIXES):
+        return "package"
     return "deepspeed" if _starts(path, DEEPSPEED_PREFIXES) else None
+
+
+def _belongs(canonical: str, origin: str | None) -> bool:
+    """Whether a prefix may stand before the name: torch.optim has no OneBitAdam."""
+    if origin == "torch":
+        return canonical in TORCH_NAMES
+    return origin != "package" or OPTIMIZERS[canonical].family == "package"
 
 
 def _starts(path: str, prefixes: Iterable[str]) -> bool:

@@ -11,9 +11,11 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import UNSET, InvalidValueError
 from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import Capability, capability_of
+from zerotune.optim.capability_table import CapabilityTable
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
 from zerotune.optim.grouping import group_parameters
 from zerotune.optim.groups import ParameterGroups
+from zerotune.optim.muon import MuonPatterns, muon_groups
 from zerotune.optim.naming import normalise_optimizer_name, parse_optimizer_name
 from zerotune.optim.overrides import Overrides
 from zerotune.optim.parameters import is_auto, to_number
@@ -72,8 +74,12 @@ class OptimizerResolver:
     ``{"scheduler.type": None}`` for a constant learning rate."""
     groups: ParameterGroups | None = None
     """Which parameters get which arguments; ``None``: all get the same."""
+    muon: MuonPatterns = attrs.field(factory=MuonPatterns)
+    """Which parameters Muon updates; without effect on other optimizers."""
     platform: Platform | None = None
     """``Platform`` that ``capability`` asks about when no plan is at hand."""
+    table: CapabilityTable | None = None
+    """Cells that were really run; those that come with zerotune when not given."""
     deepspeed_version: str | None = None
     """DeepSpeed release that ``capability`` asks about, instead of the platform's."""
 
@@ -108,9 +114,12 @@ class OptimizerResolver:
             overrides=overrides.optimizer_params,
             suggestions=_suggestions(resolved.run, schedule),
             policy=self.on_unsupported,
+            table=self.table,
         )
         choice, grouping = self._grouped(settled, resolved)
-        scheduler, why = self._settle_schedule(schedule, settled, resolved)
+        scheduler, why = self._settle_schedule(
+            schedule, attrs.evolve(settled, choice=choice), resolved
+        )
         if scheduler is not None:
             scheduler, own_curve = per_group_schedule(scheduler, choice)
             why = (*why, *own_curve)
@@ -173,7 +182,7 @@ class OptimizerResolver:
             accelerator=accelerator,
             versions=versions,
         )
-        return capability_of(OPTIMIZERS[normalise_optimizer_name(name)], situation)
+        return capability_of(OPTIMIZERS[normalise_optimizer_name(name)], situation, self.table)
 
     def _request(self, resolved: ResolvedPlan, overrides: Overrides) -> Request:
         section = resolved.plan.optimizer
@@ -189,12 +198,15 @@ class OptimizerResolver:
     def _grouped(
         self, settled: Settled, resolved: ResolvedPlan
     ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
-        if self.groups is None:
-            return settled.choice, ()
-        groups, decisions = group_parameters(
-            self.groups, resolved.model, settled.choice, settled.entry
-        )
-        return attrs.evolve(settled.choice, groups=groups), decisions
+        choice = settled.choice
+        decisions: tuple[Decision, ...] = ()
+        if self.groups is not None:
+            groups, decisions = group_parameters(self.groups, resolved.model, choice, settled.entry)
+            choice = attrs.evolve(choice, groups=groups)
+        if choice.name != "Muon":
+            return choice, decisions
+        # The split into Muon's and Adam's replaces the groups that were just described.
+        return muon_groups(choice, resolved.model, self.muon, settled.rates)
 
     def _schedule_request(
         self, resolved: ResolvedPlan, overrides: Overrides
@@ -218,8 +230,10 @@ class OptimizerResolver:
     def _settle_schedule(
         self, request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
     ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
-        if request is not None:
+        if request is not None and not (settled.entry.own_schedule and request.written is None):
             return settle_schedule(request, settled.choice, resolved.run)
+        if request is not None:
+            return None, (_no_schedule(settled.choice.name),)
         section = resolved.plan.scheduler
         decision = Decision(
             key="scheduler.type",
@@ -229,6 +243,15 @@ class OptimizerResolver:
             severity="note" if section is None else "warning",
         )
         return None, (decision,)
+
+
+def _no_schedule(name: str) -> Decision:
+    return Decision(
+        key="scheduler.type",
+        before=None,
+        after=None,
+        reason=f"no scheduler is configured, and {name} sets its own pace",
+    )
 
 
 def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, Suggestion]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's five learning-rate schedules: names, arguments, and where the values come from."""
+"""Learning-rate schedules, DeepSpeed's five and diffusers' six: names and arguments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.entries import flag, number
 from zerotune.optim.naming import did_you_mean, squash
 from zerotune.optim.parameters import Parameter
+from zerotune.plan.choices import SchedulerSource
 
 DEFAULT_SCHEDULER: Final = "WarmupLR"
 
@@ -21,11 +22,13 @@ class SchedulerEntry:
     """One schedule and its arguments."""
 
     name: str
-    """Name of DeepSpeed's class."""
+    """Name of DeepSpeed's class, or diffusers' name."""
     summary: str
     """One line for a table."""
     parameters: tuple[Parameter, ...]
     """All arguments a configuration may write."""
+    source: SchedulerSource = "deepspeed"
+    """Who steps it: DeepSpeed's class, or zerotune's curve."""
     peak: str | None = None
     """Argument that holds the peak learning rate; ``None`` when the schedule scales the
     optimizer's own."""
@@ -112,31 +115,73 @@ _ENTRIES: Final = (
     ),
 )
 
-SCHEDULERS: Final[Mapping[str, SchedulerEntry]] = MappingProxyType(
-    {entry.name: entry for entry in _ENTRIES}
+_WARMUP_0: Final = _steps("num_warmup_steps", native=0)
+_TRAINING_STEPS: Final = _steps("num_training_steps", low=1)
+
+_DIFFUSERS: Final = (
+    SchedulerEntry(
+        name="constant", summary="Stay at the learning rate", parameters=(), source="zerotune"
+    ),
+    SchedulerEntry(
+        name="constant_with_warmup",
+        summary="Rise to the learning rate, then stay there",
+        parameters=(_WARMUP_0,),
+        source="zerotune",
+    ),
+    SchedulerEntry(
+        name="linear",
+        summary="Rise to the learning rate, then fall to zero in a straight line",
+        parameters=(_WARMUP_0, _TRAINING_STEPS),
+        source="zerotune",
+    ),
+    SchedulerEntry(
+        name="cosine",
+        summary="Rise to the learning rate, then fall along a cosine",
+        parameters=(_WARMUP_0, _TRAINING_STEPS, number("num_cycles", 0.5, low_open=True)),
+        source="zerotune",
+    ),
+    SchedulerEntry(
+        name="cosine_with_restarts",
+        summary="Rise to the learning rate, then fall along a cosine, several times",
+        parameters=(
+            _WARMUP_0,
+            _TRAINING_STEPS,
+            Parameter(name="num_cycles", type="int", default=1, low=1),
+        ),
+        source="zerotune",
+    ),
+    SchedulerEntry(
+        name="polynomial",
+        summary="Rise to the learning rate, then fall to lr_end by a power",
+        parameters=(
+            _WARMUP_0,
+            _TRAINING_STEPS,
+            number("lr_end", 1e-7),
+            number("power", 1.0, low_open=True),
+        ),
+        source="zerotune",
+    ),
 )
-"""DeepSpeed's schedules by name."""
+
+SCHEDULERS: Final[Mapping[str, SchedulerEntry]] = MappingProxyType(
+    {entry.name: entry for entry in (*_ENTRIES, *_DIFFUSERS)}
+)
+"""All schedules by name."""
 
 _BY_KEY: Final = {squash(name): name for name in SCHEDULERS}
 
 _CONSTANT: Final = "WarmupLR with warmup_num_steps 0, which holds the learning rate"
-_COSINE: Final = "WarmupCosineLR"
+_COSINE: Final = "cosine or WarmupCosineLR"
 
 _FOREIGN: Final[Mapping[str, str]] = {
-    "constant": _CONSTANT,
     "constantlr": _CONSTANT,
     "none": _CONSTANT,
-    "constantwithwarmup": 'WarmupLR with warmup_type "linear"',
-    "linear": 'WarmupDecayLR with warmup_type "linear"',
     "linearlr": 'WarmupLR with warmup_type "linear"',
     "linearwithwarmup": 'WarmupDecayLR with warmup_type "linear"',
-    "polynomial": 'WarmupDecayLR with warmup_type "linear" (power 1)',
     "polynomiallr": "WarmupDecayLR (power 1)",
-    "cosine": _COSINE,
     "cosinewithwarmup": _COSINE,
     "cosineannealing": _COSINE,
     "cosineannealinglr": _COSINE,
-    "cosinewithrestarts": f"{_COSINE} (one cycle, no restart)",
     "cosineannealingwarmrestarts": f"{_COSINE} (one cycle, no restart)",
     "onecyclelr": "OneCycle",
     "cycliclr": "OneCycle",
@@ -148,19 +193,19 @@ _FOREIGN: Final[Mapping[str, str]] = {
     "lambdalr": "one of DeepSpeed's schedules",
     "sequentiallr": "one of DeepSpeed's schedules",
 }
-"""torch's and diffusers' names, and the DeepSpeed schedule that comes closest."""
+"""torch's and transformers' names, and the schedule that comes closest."""
 
 
 def normalise_scheduler_name(name: Any, *, key: str = "scheduler.type") -> str:
-    """Name of DeepSpeed's schedule, whatever the case and punctuation of ``name``.
+    """Canonical name of a schedule, whatever the case and punctuation of ``name``.
 
     Args:
         name: As written (``"warmup_lr"``, ``"WarmupLR"``).
         key: Where it was written, for the message.
 
     Raises:
-        OptimizerError: torch's or diffusers' name, or one that nobody knows; the message
-            suggests the closest of DeepSpeed's.
+        OptimizerError: A name of torch's, or one that nobody knows; the message suggests the
+            closest.
         InvalidValueError: ``name`` is not text.
     """
     if not isinstance(name, str) or not name.strip():
@@ -172,7 +217,7 @@ def normalise_scheduler_name(name: Any, *, key: str = "scheduler.type") -> str:
         return _BY_KEY[word]
     if word in _FOREIGN:
         raise OptimizerError(
-            "it is a schedule of torch or diffusers, and DeepSpeed's engine steps its own",
+            "it is a schedule of torch, whose classes DeepSpeed's engine does not step under ZeRO",
             key=key,
             value=name,
             fix=f"write {_FOREIGN[word]}",
@@ -180,10 +225,10 @@ def normalise_scheduler_name(name: Any, *, key: str = "scheduler.type") -> str:
     close = did_you_mean(name, SCHEDULERS)
     known = ", ".join(SCHEDULERS)
     raise OptimizerError(
-        "DeepSpeed has no schedule of this name",
+        "no schedule has this name",
         key=key,
         value=name,
-        fix=f"did you mean {' or '.join(close)}? DeepSpeed has {known}"
+        fix=f"did you mean {' or '.join(close)}? There are {known}"
         if close
         else f"use one of {known}",
     )

@@ -80,7 +80,16 @@ def settle_schedule(
     if entry.name == "OneCycle":
         _one_cycle(optimizer, filled)
     record_defaults(filled, SECTION, entry.name, filled.defaulted)
-    return SchedulerChoice(name=entry.name, params=filled.values), tuple(filled.decisions)
+    if entry.source == "zerotune":
+        filled.record(
+            TYPE_KEY,
+            entry.name,
+            entry.name,
+            "DeepSpeed has no such class; zerotune steps diffusers' curve, once for each "
+            "optimizer step",
+        )
+    choice = SchedulerChoice(name=entry.name, params=filled.values, source=entry.source)
+    return choice, tuple(filled.decisions)
 
 
 def per_group_schedule(
@@ -192,11 +201,11 @@ def _suggestions(
         # A peak that differs from the optimizer's lr gets a decision of its own.
         found[entry.peak] = Suggestion(value=optimizer.lr, source="the optimizer's lr", yields=True)
     if run.warmup_steps is not None:
-        found["warmup_num_steps"] = Suggestion(
-            value=run.warmup_steps, source="the run (warmup_steps)"
-        )
+        warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
+        found |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
     if run.total_steps is not None:
-        found["total_num_steps"] = Suggestion(value=run.total_steps, source="the run (total_steps)")
+        total = Suggestion(value=run.total_steps, source="the run (total_steps)")
+        found |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
     return {key: value for key, value in found.items() if key in entry.parameter_names}
 
 
@@ -253,10 +262,19 @@ def _compare_peak(entry: SchedulerEntry, optimizer: OptimizerChoice, filled: Fil
 
 
 def _compare_lengths(filled: Filled) -> None:
-    total, warmup = (filled.values.get(key) for key in ("total_num_steps", "warmup_num_steps"))
+    values = filled.values
+    key = "total_num_steps" if "total_num_steps" in values else "num_training_steps"
+    total, warmup = values.get(key), values.get("warmup_num_steps", values.get("num_warmup_steps"))
+    if values.get("lr_end") is not None and total == warmup:
+        raise InvalidValueError(
+            "polynomial divides by the steps after the warm-up, and there are none",
+            key=f"{SECTION}.{key}",
+            value=total,
+            fix="make the schedule longer than its warm-up",
+        )
     if total is not None and warmup is not None and total < warmup:
         filled.record(
-            f"{SECTION}.total_num_steps",
+            f"{SECTION}.{key}",
             total,
             total,
             f"kept, but the warm-up of {warmup} steps is longer than the whole schedule",

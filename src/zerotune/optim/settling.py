@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
 from zerotune.optim.adam import keep_decay_meaning, match_bf16_states, respell_decay
 from zerotune.optim.arguments import (
     Filled,
@@ -23,9 +23,15 @@ from zerotune.optim.arguments import (
     reject_unknown,
 )
 from zerotune.optim.capability import Capability, capability_of
+from zerotune.optim.capability_table import CapabilityTable
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
 from zerotune.optim.entries import OptimizerEntry
-from zerotune.optim.implementation import CONFIGURATION_ONLY, Implementation, implementation_of
+from zerotune.optim.implementation import (
+    CONFIGURATION_ONLY,
+    GROUP_RATES,
+    Implementation,
+    implementation_of,
+)
 from zerotune.optim.naming import OptimizerName
 from zerotune.optim.parameters import Parameter
 from zerotune.optim.requests import SECTION, Request
@@ -50,6 +56,8 @@ class Settled:
     entry: OptimizerEntry
     capability: Capability
     decisions: tuple[Decision, ...]
+    rates: Mapping[str, float] = attrs.field(factory=dict)
+    """Learning rates of Muon's two kinds of groups, where somebody wrote them."""
 
 
 def settle(
@@ -59,6 +67,7 @@ def settle(
     overrides: Mapping[str, Any],
     suggestions: Mapping[str, Suggestion],
     policy: Policy,
+    table: CapabilityTable | None = None,
 ) -> Settled:
     """Settle on an optimizer.
 
@@ -68,8 +77,10 @@ def settle(
         overrides: Arguments that beat the request's.
         suggestions: What the run knows.
         policy: What happens when it cannot run, or gets an argument it does not have.
+        table: Cells that were run; those that come with zerotune when not given.
 
     Raises:
+        MissingDependencyError: It is in an optional package that is not installed.
         OptimizerError: It cannot run here and ``policy`` is ``"error"``.
         UnknownKeyError: An argument that no optimizer has.
         InvalidValueError: An argument of the wrong type or out of range.
@@ -79,7 +90,8 @@ def settle(
     _check_names(request.params, request.entry, policy)
     asked = request
     _check_overrides(overrides, request.entry)
-    request, capability = _runnable(request, situation, policy, log)
+    _check_installed(request, situation)
+    request, capability = _runnable(request, situation, policy, log, table)
     request = _without_foreign(request, log)
     filled = _complete(request, _still_meant(overrides, request.entry, log), suggestions)
     keep_decay_meaning(request, filled)
@@ -93,6 +105,7 @@ def settle(
         entry=request.entry,
         capability=capability,
         decisions=(*log.decisions, *filled.decisions),
+        rates={key: filled.values[key] for key in GROUP_RATES if key in filled.values},
     )
 
 
@@ -104,6 +117,7 @@ def _choice(
         params=params,
         implementation=implementation.name,
         source=implementation.source,
+        package=implementation.package,
         weight_decay_mode=implementation.weight_decay_mode,
     )
 
@@ -164,13 +178,19 @@ def _still_meant(
 
 
 def _runnable(
-    request: Request, situation: Situation, policy: Policy, log: Filled
+    request: Request,
+    situation: Situation,
+    policy: Policy,
+    log: Filled,
+    table: CapabilityTable | None,
 ) -> tuple[Request, Capability]:
-    capability = capability_of(request.entry, situation)
+    capability = capability_of(request.entry, situation, table)
     if capability.runs:
         return request, capability
     name = request.name
-    if policy == "error":
+    if policy == "error" or request.entry.family == "package":
+        # AdamW in its place is for names of DeepSpeed's configuration: with Prodigy's lr of 1, or
+        # without the memory that 8-bit states save, it would be no help.
         raise OptimizerError(
             f"{name.canonical} cannot run on {situation}: {capability.reason}",
             key=TYPE_KEY,
@@ -185,7 +205,22 @@ def _runnable(
         name=OptimizerName(canonical=DEFAULT_OPTIMIZER, written=name.written),
         params=_translate(request, log),
     )
-    return fallback, capability_of(fallback.entry, situation)
+    return fallback, capability_of(fallback.entry, situation, table)
+
+
+def _check_installed(request: Request, situation: Situation) -> None:
+    """An optimizer of an optional package is asked for by those who want that one."""
+    entry = request.entry
+    if entry.family != "package" or situation.packages is None or entry.package is None:
+        return
+    package = entry.package.partition(".")[0]
+    if package not in situation.packages:
+        raise MissingDependencyError(
+            f"{entry.name} is in the package {package}, which is not installed",
+            key=TYPE_KEY,
+            value=request.name.written,
+            fix=f"pip install 'zerotune[{entry.extra}]'",
+        )
 
 
 def _why(request: Request, situation: Situation, capability: Capability) -> str:
@@ -252,7 +287,7 @@ def _complete(
 
 
 def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
-    if values.get("nesterov") and (values["momentum"] <= 0 or values["dampening"] != 0):
+    if values.get("nesterov") and (values["momentum"] <= 0 or values.get("dampening", 0) != 0):
         raise InvalidValueError(
             f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
             key=f"{SECTION}.nesterov",
@@ -277,7 +312,7 @@ def _constructor_arguments(
     for key, value in filled.values.items():
         if implementation.takes(entry, key):
             kept[key] = value
-        elif key not in filled.defaulted and key not in CONFIGURATION_ONLY:
+        elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
             _drop(entry.parameter(key), implementation, value, filled, policy)
     record_defaults(filled, SECTION, entry.name, [key for key in kept if key in filled.defaulted])
     return kept
@@ -337,6 +372,13 @@ def _record_name(
 def _record_capability(
     request: Request, situation: Situation, capability: Capability, log: Filled
 ) -> None:
+    if "own implementation" in capability.reason:
+        log.record(
+            "optimizer.implementation",
+            request.name.canonical,
+            f"zerotune's {request.name.canonical}",
+            capability.reason,
+        )
     written = {
         "zero_allow_untested_optimizer": situation.allow_untested,
         "zero_force_ds_cpu_optimizer": situation.force_cpu,

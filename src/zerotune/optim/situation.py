@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -34,6 +35,10 @@ class Situation:
     """``zero_force_ds_cpu_optimizer`` as the configuration says; ``None`` when it does not."""
     bf16_states: bool = False
     """Whether ``bf16.bf16_optimizer_states`` keeps the states in bf16."""
+    packages: frozenset[str] | None = None
+    """Optional packages that are installed; ``None``: not looked at, none is missed."""
+    world_size: int = 1
+    """Number of processes."""
     zenflow: bool = False
     """Whether ``zero_optimization.zenflow`` replaces the CPU optimizer."""
 
@@ -59,6 +64,8 @@ class Situation:
             bf16_states=resolved.precision == "bf16"
             and bf16 is not None
             and bf16.bf16_optimizer_states is True,
+            packages=installed_packages(),
+            world_size=resolved.world_size,
             zenflow=zero is not None and bool(zero.extra.get("zenflow")),
         )
 
@@ -82,6 +89,14 @@ class Situation:
             return f"the plain engine on {self.accelerator}"
         place = f"stage {self.stage}, optimizer offload {self.offload}, {self.precision}"
         return f"DeepSpeed on {self.accelerator}, {place}"
+
+
+OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "schedulefree")
+
+
+def installed_packages() -> frozenset[str]:
+    """Which of the optional packages can be found, without importing any."""
+    return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
 
 
 def release_of(version: str) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnresolvedPlanError
 from zerotune.plan.choices import SchedulerChoice
+from zerotune.plan.diffusers_schedules import DIFFUSERS_CURVES
 
 ONE_CYCLE_BETA2: Final = 0.99
 """Second beta that ``OneCycle`` forces on the optimizer while it cycles momentum."""
@@ -46,7 +47,7 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
 
     Raises:
         InvalidValueError: ``step`` is negative.
-        OptimizerError: The schedule is none of DeepSpeed's five.
+        OptimizerError: The schedule is none of DeepSpeed's five and none of diffusers'.
         UnresolvedPlanError: ``choice.params`` lacks an argument.
     """
     _check_step(step)
@@ -56,7 +57,7 @@ def lr_at(choice: SchedulerChoice | None, step: int, base_lr: float) -> float:
         curve = _CURVES[choice.name]
     except KeyError:
         raise OptimizerError(
-            "there is no such DeepSpeed schedule",
+            "there is no such schedule",
             key="scheduler.type",
             value=choice.name,
             fix=f"use one of {', '.join(_CURVES)}",
@@ -235,10 +236,11 @@ def _one_cycle_momentum(params: _Params, step: int) -> float:
     return float(high * (1 + params["decay_mom_rate"] * _decay_interval(params, step, total)))
 
 
-_CURVES: Final[Mapping[str, Callable[[_Params, int, float], float]]] = {
+_CURVES: Final[Mapping[str, Callable[[Any, int, float], float]]] = {
     "WarmupLR": _warmup_lr,
     "WarmupDecayLR": _warmup_decay_lr,
     "WarmupCosineLR": _warmup_cosine_lr,
     "OneCycle": _one_cycle,
     "LRRangeTest": _lr_range_test,
+    **DIFFUSERS_CURVES,
 }
