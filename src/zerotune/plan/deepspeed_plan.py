@@ -338,7 +338,7 @@ class DeepSpeedPlan(PlanFormats):
             platform: The machine; detected when not given.
             world_size: Number of ranks.
             run: What the training script knows.
-            batch: Samples per forward pass and rank; the plan's when not given.
+            batch: Samples per forward pass and rank, instead of the plan's.
             resolution: Side in pixels, or height and width; a family's own by default.
             ema: Where an ``EMAShadow`` lives: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.

@@ -253,7 +253,7 @@ def _why_not(estimate: MemoryEstimate, place: Place) -> str:
 
 def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
     def distance(one: Candidate) -> float:
-        return max(
+        return sum(
             over / max(request.budget.usable(place), 2**30)
             for place, over in one.shortfalls.items()
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan import sizing
-from zerotune.plan.facts import ModelFacts, RunFacts
+from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.kinds import is_integer
 from zerotune.plan.memory.costing import (
@@ -27,6 +27,7 @@ from zerotune.plan.memory.workload import EMAPlace, Workload
 
 if TYPE_CHECKING:
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.facts import RunFacts
     from zerotune.plan.resolved import ResolvedPlan
     from zerotune.platform import Platform
 
@@ -53,7 +54,8 @@ def estimate_plan(
     """See ``DeepSpeedPlan.estimate``."""
     facts = as_facts(model)
     if batch is not None:
-        run = attrs.evolve(run or RunFacts(), micro_batch_size=count(batch, "batch"))
+        micro = count(batch, "batch")
+        plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
     resolved = plan.resolve(platform=platform, model=facts, world_size=world_size, run=run)
     if resolution is None and isinstance(model, str):
         resolution = model_family(model).resolution
@@ -89,9 +91,10 @@ def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstim
             fix="resolve the plan with model=ModelFacts.from_module(model)",
         )
     case = Costing(resolved=resolved, model=model, workload=workload)
-    items = tuple(item for item in _items(case) if item.nbytes > 0)
+    items = [item for item in _items(case) if item.nbytes > 0]
+    items.extend(item for item in _loading(case, items) if item.nbytes > 0)
     return MemoryEstimate(
-        resolved=resolved, workload=workload, items=items, notes=tuple(_notes(case))
+        resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case))
     )
 
 
@@ -144,12 +147,18 @@ def _engine(case: Costing) -> Iterator[MemoryItem]:
         yield from stage_3(case, zero, plan.aio)
     else:
         yield from stages_1_and_2(case, zero)
-    # The model arrives in fp32 and is cast parameter by parameter; on the CPU it stays there.
-    here = case.element if case.on_cpu and case.resolved.uses_deepspeed else 0
-    here = 4 if case.on_cpu and not case.resolved.uses_deepspeed else here
-    yield case.item(
-        "model as loaded", "host", (4 - here) * case.all_elements, INITIALIZATION, "fp32"
+
+
+def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]:
+    # The model arrives in fp32 and has left for the device, or for files, before the optimizer is
+    # made; so it only counts as far as it is more than what is held then.
+    later = sum(
+        item.nbytes
+        for item in items
+        if item.place == "host" and "initialization" in item.phases and item.component != "runtime"
     )
+    excess = 4 * case.all_elements - later
+    yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, "fp32")
 
 
 def _activations(case: Costing) -> Iterator[MemoryItem]:

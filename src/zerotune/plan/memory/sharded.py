@@ -104,8 +104,8 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     threshold = int(zero.stage3_param_persistence_threshold or 0)
     sizes = [parameter.numel for parameter in case.model.parameters]
     whole = sum(size for size in sizes if size <= threshold)
-    travels = zero.offload_param is not None and zero.offload_param.device not in (None, "none")
-    if case.ranks == 1 and not travels:
+    device = (zero.offload_param.device if zero.offload_param is not None else None) or "none"
+    if case.ranks == 1 and (device == "none" or (device == "cpu" and case.on_cpu)):
         return  # what is gathered is the partition itself
     yield case.item(
         "gathered weights", case.device, case.element * whole, note="small ones, never partitioned"
@@ -174,4 +174,3 @@ def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterat
         4 * group * count,
         f"{count} of {group:,} elements, the largest sub-group",
     )
-    yield case.item("temporaries", "host", 4 * group, INITIALIZATION, "one sub-group in fp32")

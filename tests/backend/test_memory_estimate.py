@@ -1,0 +1,141 @@
+"""The memory model against the memory that real engines take."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN, Case, start
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc"),
+]
+
+LAYERS, WIDTH = 24, 1024
+"""25 million elements in equal matrices, so that activations do not count."""
+
+# Bytes of the allocator, of Python objects and of what one sample leaves behind.
+SLACK = 0.02
+OVER, UNDER = 0.10, 0.03
+"""The estimate may be over by so much, and under by so much."""
+
+
+def anonymous() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon in /proc/self/status")
+
+
+class Peak:
+    """Most anonymous memory of this process inside a ``with`` block, in bytes."""
+
+    def __enter__(self) -> Peak:
+        self.nbytes, self._done = anonymous(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.0003):
+            self.nbytes = max(self.nbytes, anonymous())
+
+
+def train(engine: Any, width: int, steps: int) -> None:
+    import torch
+
+    for _ in range(steps * engine.plan.gradient_accumulation_steps):
+        sample = torch.randn(1, width).to(engine.dtype)
+        engine.backward(engine(sample).float().pow(2).mean())
+        engine.step()
+
+
+def measure(case: Case) -> dict[str, float]:
+    import torch
+
+    from zerotune.plan.memory.estimating import RUNTIME, estimate_resolved
+    from zerotune.plan.memory.workload import Workload
+
+    # Without it glibc keeps freed blocks of up to 32 MiB, which would count as used.
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 65536)
+    small = start(case, torch.nn.Linear(8, 8))
+    train(small, 8, 1)
+    small.close()
+    gc.collect()
+    before = anonymous()
+    with Peak() as peak:
+        layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        engine = start(case, torch.nn.Sequential(*layers))
+        train(engine, WIDTH, 3)
+    estimate = estimate_resolved(engine.plan, Workload())
+    engine.close()
+    elements = LAYERS * WIDTH**2
+    return {
+        "measured": (peak.nbytes - before) / elements,
+        "estimated": (estimate.host - RUNTIME) / elements,
+    }
+
+
+def check(result: dict[str, float]) -> None:
+    measured, estimated = result["measured"], result["estimated"]
+    assert measured > 10, "a step of training takes more than the weights"
+    assert estimated >= measured * (1 - UNDER) - SLACK, result
+    assert estimated <= measured * (1 + OVER) + SLACK, result
+
+
+SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(stage=0, precision="bf16"),
+        Case(stage=1),
+        Case(stage=2, precision="bf16"),
+        Case(stage=2, offload="cpu", precision="bf16", accumulation=2),
+        Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS),
+        Case(stage=3, offload="cpu", offload_param="cpu"),
+    ],
+    ids=str,
+)
+def test_host_memory_is_what_was_estimated(case):
+    (result,) = run_ranks(measure, case)
+    check(result)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", [Case(stage=2, offload="cpu"), Case(stage=3)], ids=str)
+def test_two_ranks_take_what_was_estimated(case):
+    for result in run_ranks(measure, case, world_size=2):
+        check(result)
+
+
+@pytest.mark.nvme
+def test_nvme_leaves_the_host_what_was_estimated(tmp_path):
+    case = Case(
+        stage=3,
+        offload="nvme",
+        offload_param="nvme",
+        precision="bf16",
+        nvme_path=str(tmp_path),
+        overrides=SMALL_BUCKETS,
+    )
+    (result,) = run_ranks(measure, case)
+    check(result)
+
+
+def test_the_plain_engine_takes_what_was_estimated():
+    (result,) = run_ranks(measure, PLAIN)
+    check(result)

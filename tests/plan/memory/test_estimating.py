@@ -1,0 +1,224 @@
+"""What plans cost, against figures read in DeepSpeed's code and measured with it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.errors import InvalidValueError, UnresolvedPlanError
+from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+from zerotune.plan.facts import ActivationCost, ActivationFacts, ModelFacts
+from zerotune.plan.families import family
+from zerotune.plan.memory.costing import power_of_two
+from zerotune.plan.memory.estimating import estimate_resolved, sides
+from zerotune.plan.memory.workload import Workload
+from zerotune.platform import Platform
+
+GIB = 2**30
+CUDA = Platform.synthetic("cuda", vram=24 * GIB, ram=256 * GIB)
+CPU = Platform.synthetic("cpu", ram=256 * GIB)
+N = family("sdxl").numel
+P = family("sdxl").largest
+
+
+def cost(model="sdxl", *, platform=CUDA, world_size=1, batch=None, resolution=None, ema="none",
+         checkpointing=True, accumulation=1, **plan):  # fmt: skip
+    return DeepSpeedPlan.build(
+        **{"precision": "bf16", "gradient_accumulation_steps": accumulation, **plan}
+    ).estimate(
+        model,
+        platform=platform,
+        world_size=world_size,
+        batch=batch,
+        resolution=resolution,
+        ema=ema,
+        gradient_checkpointing=checkpointing,
+    )
+
+
+def held(estimate, component, place="host", phase="optimizer step"):
+    return sum(i.nbytes for i in estimate.at(place, phase) if i.component == component)
+
+
+def test_stage_2_with_offload_is_18_bytes_per_element_on_the_host_but_for_pinning():
+    unpinned = cost(
+        offload="cpu",
+        offload_optimizer={"device": "cpu", "pin_memory": False},
+    )
+    engine = unpinned.host - held(unpinned, "runtime") - 4 * P
+    # 4 master, 4 gradient, 2 staging, 8 moments; one gradient more on its way.
+    assert engine == pytest.approx(18 * N, rel=0.01)
+    pinned = cost(offload="cpu")
+    # 9.56 GiB of master weights and of gradients round up to 16 each, 4.78 of staging to 8.
+    assert (pinned.host - unpinned.host) / GIB == pytest.approx(16.1, abs=0.1)
+    assert pinned.pinned / GIB == pytest.approx(40.06, abs=0.1)
+
+
+def test_stage_2_with_offload_needs_the_weights_buckets_and_temporaries_on_the_device():
+    estimate = cost(offload="cpu", resolution=1024)
+    backward = sum(item.nbytes for item in estimate.at("device", "forward and backward"))
+    activations = held(estimate, "activations", "device", "forward and backward")
+    bucket = 30_000_000 * 2 * 2  # overlap_comm doubles it
+    assert backward == pytest.approx(2 * N + bucket + 16 * P + activations + GIB / 2, rel=0.01)
+    # The flat copy of the weights is why SDXL does not start on 8 GiB.
+    assert sum(i.nbytes for i in estimate.at("device", "initialization")) > 2 * 2 * N
+
+
+def test_stage_3_moves_what_is_offloaded():
+    places = {}
+    for optimizer, parameters in [("none", "none"), ("cpu", "none"), ("cpu", "cpu")]:
+        estimate = cost(stage=3, offload=optimizer, offload_param=parameters)
+        places[optimizer, parameters] = estimate
+    assert held(places["none", "none"], "weights", "device") == 2 * N
+    assert held(places["none", "none"], "optimizer states", "device") == 8 * N
+    assert held(places["cpu", "none"], "optimizer states") == 8 * N
+    assert held(places["cpu", "none"], "weights", "device") == 2 * N
+    assert held(places["cpu", "cpu"], "weights", "device") == 0
+    assert held(places["cpu", "cpu"], "weights") >= 2 * N
+    assert places["cpu", "cpu"].device < 2 * GIB
+
+
+def test_stage_3_on_nvme_writes_18_bytes_per_element():
+    estimate = cost(stage=3, offload="nvme", offload_param="nvme")
+    # Small parameters stay in host memory.
+    assert estimate.nvme == pytest.approx(18 * N, rel=0.01)
+    assert held(estimate, "optimizer states") == 0
+    assert estimate.host < 25 * GIB
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_share_the_optimizer(stage):
+    one = cost(stage=stage)
+    two = cost(stage=stage, world_size=2)
+    for component in ("master weights", "optimizer states"):
+        assert held(two, component, "device") == pytest.approx(
+            held(one, component, "device") / 2, rel=1e-4
+        )
+    weights = 0.5 if stage == 3 else 1.0
+    assert held(two, "weights", "device") == pytest.approx(
+        held(one, "weights", "device") * weights, rel=1e-4
+    )
+
+
+def test_gradient_accumulation_costs_a_copy_at_stage_2_only():
+    once, twice = (
+        cost(offload="cpu", accumulation=a, platform=CPU, precision="fp32") for a in (1, 2)
+    )
+    assert twice.host - once.host == 4 * N
+    once, twice = (cost(stage=3, offload="cpu", accumulation=a) for a in (1, 2))
+    assert once.host == twice.host
+
+
+def test_an_ema_is_four_bytes_per_owned_element_where_it_lives():
+    for place in ("host", "device", "nvme"):
+        with_ema = cost(stage=2, offload="cpu", ema=place, world_size=2)
+        item = next(i for i in with_ema.items if i.component == "EMA")
+        assert item.place == place
+        assert item.nbytes == pytest.approx(2 * N, rel=1e-4)
+
+
+def test_the_cpu_accelerator_keeps_everything_on_the_host():
+    estimate = cost(platform=CPU, stage=2, precision="fp32")
+    assert estimate.device == 0
+    assert held(estimate, "context", "device") == 0
+    assert estimate.pinned == 0
+
+
+def test_optimizers_keep_what_they_keep():
+    states = {}
+    for name, params in [("AdamW", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}), ("Lion", {})]:
+        estimate = cost(stage=3, optimizer={"type": name, "params": params})
+        states[name, bool(params)] = held(estimate, "optimizer states", "device") / N
+    assert states == {
+        ("AdamW", False): 8,
+        ("SGD", False): 0,
+        ("SGD", True): 4,
+        ("Lion", False): 4,
+    }
+
+
+def test_low_precision_master_weights_and_states_halve_the_host():
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16").with_overrides(
+        {
+            "bf16.bf16_master_weights_and_grads": True,
+            "bf16.bf16_optimizer_states": True,
+            "zero_optimization.offload_optimizer.pin_memory": False,
+        }
+    )
+    estimate = plan.estimate("sdxl", platform=CUDA)
+    engine = estimate.host - held(estimate, "runtime") - 4 * P
+    assert engine == pytest.approx(10 * N, rel=0.01)
+
+
+def test_batch_and_resolution_scale_the_activations():
+    small = cost(resolution=512, batch=1)
+    large = cost(resolution=(1024, 512), batch=4)
+    activations = [held(e, "activations", "device", "forward and backward") for e in (small, large)]
+    base = family("sdxl").activations.checkpointed.base
+    assert activations[1] - base == pytest.approx(8 * (activations[0] - base), rel=1e-6)
+    assert large.resolved.micro_batch_size == large.workload.batch == 4
+    everything = cost(resolution=512, checkpointing=False)
+    assert held(everything, "activations", "device", "forward and backward") > 5 * activations[0]
+
+
+def test_the_batch_asked_for_stands_before_the_plans():
+    plan = DeepSpeedPlan.build(precision="bf16", micro_batch_size=2)
+    assert plan.estimate("sdxl", platform=CUDA).workload.batch == 2
+    assert plan.estimate("sdxl", platform=CUDA, batch=8).workload.batch == 8
+
+
+def test_what_is_left_out_is_said():
+    shapes = ModelFacts.from_shapes([("weight", (64, 64))])
+    (note,) = cost(shapes).notes
+    assert "no resolution was given" in note
+    (note,) = cost(shapes, resolution=64).notes
+    assert "not known for this model" in note
+    plain = ModelFacts(
+        parameters=shapes.parameters,
+        activations=ActivationFacts(full=ActivationCost(base=0, per_sample=0, per_pixel=10)),
+    )
+    estimate = cost(plain, resolution=64)
+    assert "no gradient checkpointing" in estimate.notes[0]
+    assert held(estimate, "activations", "device", "forward and backward") == 10 * 64 * 64
+
+
+def test_a_plan_without_a_model_cannot_be_costed():
+    resolved = DeepSpeedPlan.build(precision="bf16").resolve(platform=CUDA)
+    with pytest.raises(UnresolvedPlanError, match="from the shapes"):
+        estimate_resolved(resolved, Workload())
+
+
+@pytest.mark.parametrize("resolution", [0, -1, "1024", (1024,), (1024, 7), 3.5, True])
+def test_impossible_sizes_are_refused(resolution):
+    with pytest.raises(InvalidValueError, match="resolution"):
+        sides(resolution)
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_pinned_blocks_round_up_to_the_next_power_of_two(nbytes):
+    rounded = power_of_two(nbytes)
+    assert nbytes <= rounded < 2 * nbytes
+    assert rounded.bit_count() == 1
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=12),
+    st.integers(1, 8),
+    st.integers(0, 3),
+    st.sampled_from(["none", "cpu"]),
+    st.sampled_from(["fp32", "bf16", "fp16"]),
+)
+def test_no_part_is_negative_and_every_place_is_counted(sizes, ranks, stage, offload, precision):
+    model = ModelFacts.from_shapes([(f"p{i}", (n, 3)) for i, n in enumerate(sizes)])
+    estimate = cost(
+        model,
+        world_size=ranks,
+        stage=stage,
+        offload=offload if stage else "none",
+        precision=precision,
+    )
+    assert all(item.nbytes > 0 for item in estimate.items)
+    training = held(estimate, "weights", "device") + held(estimate, "gathered weights", "device")
+    assert training * 8 * ranks >= model.numel * 2
+    assert estimate.device >= GIB // 2

@@ -1,0 +1,81 @@
+"""Families of models, known by shape."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from zerotune.errors import InvalidValueError
+from zerotune.plan.facts import ModelFacts
+from zerotune.plan.families import as_facts, family, family_names, model_family
+
+
+def test_sdxl_is_what_was_published():
+    facts = family("sdxl")
+    assert facts.numel == 2_567_463_684
+    assert len(facts.parameters) == 1_680
+    assert facts.largest == 29_491_200
+    assert facts.trainable_numel == facts.numel
+
+
+# Published sizes: Flux.1 12 billion, SD3 medium 2, SD3.5 large 8, SD 1.5 0.86.
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("flux", 11.9), ("sd3-medium", 2.0), ("sd35-large", 8.1), ("sd35-medium", 2.2), ("sd15", 0.9)],
+)
+def test_sizes_are_the_published_ones(name, billions):
+    assert round(family(name).numel / 1e9, 1) == billions
+
+
+def test_activations_of_sdxl_agree_with_the_flop_counter():
+    # 6.4 GiB at batch 1 and 1024 x 1024 with everything kept; 4.38 + 1.13 GiB at batch 8 with
+    # checkpoints and the largest block.
+    costs = family("sdxl").activations
+    assert costs.full.nbytes(batch=1, pixels=1024**2) / 2**30 == pytest.approx(6.4, rel=0.02)
+    assert costs.checkpointed.nbytes(batch=8, pixels=1024**2) / 2**30 == pytest.approx(
+        5.51, rel=0.05
+    )
+    assert costs.full.nbytes(batch=1, pixels=1024**2, element_bytes=4) == pytest.approx(
+        2 * costs.full.nbytes(batch=1, pixels=1024**2), abs=2
+    )
+
+
+def test_every_file_is_complete():
+    for name in family_names():
+        known = model_family(name)
+        assert known.facts.name == name
+        assert known.class_name.endswith(("UNet2DConditionModel", "Transformer2DModel"))
+        assert known.resolution in (512, 768, 1024)
+        assert known.facts.activations.checkpointed is not None
+        assert len({parameter.name for parameter in known.facts.parameters}) == len(
+            known.facts.parameters
+        )
+
+
+def test_an_unknown_family_is_refused_with_those_there_are():
+    with pytest.raises(InvalidValueError, match=r"family = 'sdxxl'.*sd15.*sdxl"):
+        family("sdxxl")
+    with pytest.raises(InvalidValueError, match="is not a model family"):
+        family("../families/sdxl")
+
+
+def test_facts_come_from_what_people_have():
+    facts = ModelFacts.from_shapes([("weight", (3, 4))])
+    assert as_facts(facts) is facts
+    assert as_facts("sdxl") is family("sdxl")
+    with pytest.raises(InvalidValueError, match="neither a model nor facts"):
+        as_facts(12)
+
+
+def test_a_family_needs_no_torch():
+    code = (
+        "import sys, json; from zerotune.plan import family; family('flux');"
+        "print(json.dumps([m for m in ('torch', 'numpy', 'diffusers') if m in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(done.stdout) == []
