@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import OptimizerError
-from zerotune.optim import OPTIMIZERS, OptimizerResolver
+from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
+from zerotune.optim.capability_table import Cell
 from zerotune.platform import Platform
 
 STAGES = (0, 1, 2, 3)
@@ -16,8 +17,10 @@ def capability(name, *, accelerator="cpu", deepspeed_version="0.19.8", **situati
     return resolver.capability(name, **situation)
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [(0, "none"), *((stage, place) for stage in (1, 2, 3) for place in ("none", "cpu"))],
+)
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad"])
 def test_what_runs_everywhere(name, stage, offload):
     answer = capability(name, stage=stage, offload=offload)
@@ -27,19 +30,20 @@ def test_what_runs_everywhere(name, stage, offload):
 
 def test_only_what_was_run_is_verified():
     assert capability("AdamW", stage=2, offload="cpu", precision="bf16").verified
-    assert not capability("AdamW", stage=3, offload="nvme").verified
+    assert capability("AdamW", stage=3, offload="nvme").verified
+    # There is no offload at stage 0, and no NVMe below stage 3.
+    assert not capability("AdamW", stage=0, offload="cpu").verified
+    assert not capability("AdamW", stage=2, offload="nvme").verified
     assert not capability("AdamW", stage=2, accelerator="cuda").verified
     assert not capability("AdamW", stage=2, precision="fp16").verified
 
 
-def test_lion_needs_cpu_offload_or_cuda():
-    assert capability("Lion", stage=2, offload="cpu").status == "works"
-    assert capability("Lion", stage=2, accelerator="cuda").status == "works"
-    answer = capability("Lion", stage=2)
-    assert answer.status == "cannot"
-    assert "CUDA kernel" in answer.reason
-    assert 'offload_optimizer.device "cpu"' in answer.alternative
-    assert capability("Lion", stage=2, offload="cpu", accelerator="xpu").status == "cannot"
+def test_lion_has_deepspeeds_kernel_with_cpu_offload_or_on_cuda():
+    assert capability("Lion", stage=2, offload="cpu").implementation == "DeepSpeedCPULion"
+    assert capability("Lion", stage=2, accelerator="cuda").implementation == "FusedLion"
+    for accelerator, offload in (("cpu", "none"), ("xpu", "cpu"), ("xpu", "none")):
+        answer = capability("Lion", stage=2, accelerator=accelerator, offload=offload)
+        assert answer.implementation == "Lion"
 
 
 def test_a_kernel_apple_lacks():
@@ -50,9 +54,9 @@ def test_a_kernel_apple_lacks():
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "name",
-    ["Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD", "OneBitAdam", "OneBitLamb", "ZeroOneAdam"],
+    ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"],
 )
-def test_what_cannot_run_yet_says_why_and_what_else(name, stage):
+def test_what_cannot_run_says_why_and_what_else(name, stage):
     for accelerator in ("cpu", "cuda"):
         for offload in ("none", "cpu"):
             answer = capability(name, stage=stage, offload=offload, accelerator=accelerator)
@@ -61,16 +65,73 @@ def test_what_cannot_run_yet_says_why_and_what_else(name, stage):
             assert answer.alternative == "AdamW"
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["Lion", "Lamb", "Muon"])
+def test_zerotunes_own_run_where_deepspeed_has_no_kernel(name, stage):
+    answer = capability(name, stage=stage)
+    assert answer.status == "works with"
+    assert answer.verified
+    assert answer.implementation == name
+    assert "zerotune's own implementation" in answer.reason
+    assert bool(answer.config) == (stage > 0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("name", "runs_as"), [("MuAdam", "Adam"), ("MuAdamW", "AdamW"), ("MuSGD", "SGD")]
+)
+def test_mup_runs_everywhere_as_torchs_classes(name, runs_as, stage):
+    answer = capability(name, stage=stage)
+    assert answer.runs
+    assert answer.verified
+    assert answer.implementation == runs_as
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    from zerotune.optim.capability import capability_of
+    from zerotune.optim.situation import Situation
+
+    for name, extra in (("MuAdamW", "mup"), ("Prodigy", "optimizers")):
+        answer = capability_of(OPTIMIZERS[name], Situation(packages=frozenset()))
+        assert answer.status == "cannot"
+        assert f"zerotune[{extra}]" in answer.reason
+
+
+def test_numbers_for_all_weights_do_not_survive_sub_groups():
+    assert capability("Prodigy", stage=2).runs
+    answer = capability("Prodigy", stage=3)
+    assert answer.status == "cannot"
+    assert answer.alternative == "Prodigy at stage 2"
+    assert capability("AdamWScheduleFree", stage=3).status == "cannot"
+
+
+def test_eight_bit_states_need_cuda():
+    assert "CUDA" in capability("AdamW8bit").reason
+    assert capability("AdamW8bit", accelerator="cuda", stage=2).status == "works with"
+    assert not capability("AdamW8bit", accelerator="cuda", stage=2, offload="cpu").runs
+
+
+def test_a_cell_that_failed_overrules_the_rules():
+    cell = Cell(
+        name="AdamW", stage=1, offload="none", precision="fp32", outcome="cannot", reason="broken"
+    )
+    table = CapabilityTable(versions={"deepspeed": "0.19.8"}, cells=[cell])
+    resolver = OptimizerResolver(table=table, deepspeed_version="0.19.2")
+    answer = resolver.capability("AdamW", stage=1)
+    assert (answer.status, answer.verified) == ("cannot", True)
+    assert "broken" in answer.reason
+    older = OptimizerResolver(table=table, deepspeed_version="0.18.9")
+    assert older.capability("AdamW", stage=1).runs
+    assert not older.capability("AdamW", stage=1).verified
+
+
 def test_one_bit_names_the_release_that_had_them():
     assert "removed it in the 0.19 series" in capability("1bit-adam", stage=0).reason
-    older = capability("1bit-adam", stage=0, deepspeed_version="0.18.9").reason
-    assert "0.18.9" in older
-    assert "stage 0 only" in older
-
-
-def test_muon_at_stage_3_has_a_reason_of_its_own():
-    assert "refuses stage 3" in capability("Muon", stage=3).reason
-    assert "refuses stage 3" not in capability("Muon", stage=2).reason
+    older = {"deepspeed_version": "0.18.9"}
+    assert capability("1bit-adam", stage=0, accelerator="cuda", **older).status == "works with"
+    sharded = capability("1bit-adam", stage=1, accelerator="cuda", **older)
+    assert "stage 0 only" in sharded.reason
+    assert "cupy" in capability("1bit-adam", stage=0, **older).reason
 
 
 def test_torch_classes_run_under_zero_with_what_they_change():
@@ -83,7 +144,7 @@ def test_torch_classes_run_under_zero_with_what_they_change():
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    assert not capability("Adamax", stage=2).verified
+    assert capability("Adamax", stage=2).verified
 
 
 def test_factored_moments_do_not_survive_flat_partitions():
@@ -101,7 +162,8 @@ def test_what_does_not_suit_diffusion(name):
 def test_the_plain_engine_runs_what_torch_has(name):
     runs = {
         "AdamW", "Adam", "Adagrad", "SGD", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta",
-        "ASGD", "Rprop", "Adafactor",
+        "ASGD", "Rprop", "Adafactor", "Lion", "Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD",
+        "Prodigy", "AdamWScheduleFree", "TorchAOAdamW8bit", "TorchAOAdamW4bit",
     }  # fmt: skip
     assert capability(name, uses_deepspeed=False).runs == (name in runs)
 
@@ -126,4 +188,5 @@ def test_every_cell_answers(name, accelerator):
                     uses_deepspeed=deepspeed,
                 )
                 assert answer.runs or (answer.reason and answer.alternative)
-                assert bool(answer.config) == (answer.status == "works with")
+                assert not answer.config or answer.status == "works with"
+                assert bool(answer.implementation) == answer.runs

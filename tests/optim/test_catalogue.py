@@ -92,7 +92,9 @@ def test_deepspeed_entries(deepspeed_module, name, module, implementation):
     assert_describes(OPTIMIZERS[name], cls, implementation)
 
 
-@pytest.mark.parametrize("name", list(SCHEDULERS))
+@pytest.mark.parametrize(
+    "name", [name for name, entry in SCHEDULERS.items() if entry.source == "deepspeed"]
+)
 def test_schedules(deepspeed_module, name):
     lr_schedules = deepspeed_module("deepspeed.runtime.lr_schedules")
     parameters = inspect.signature(getattr(lr_schedules, name).__init__).parameters
@@ -103,6 +105,26 @@ def test_schedules(deepspeed_module, name):
         if ours.name not in {"warmup_max_lr", "total_num_steps", "cycle_min_lr", "cycle_max_lr"}:
             assert ours.default == default, ours.name
     assert set(real) == {"self", "optimizer", "last_batch_iteration"}
+
+
+@pytest.mark.parametrize("name", ["Lion", "Lamb", "Muon"])
+def test_own_entries(name):
+    from zerotune.backend.torch_optimizers import OWN
+
+    entry, real = OPTIMIZERS[name], inspect.signature(OWN[name].__init__).parameters
+    taken = {p.name for p in entry.parameters if p.accepts(name)} - {"muon_lr", "adam_lr"}
+    assert taken == set(real) - {"self", "params"}
+
+
+@pytest.mark.parametrize("name", ["Prodigy", "AdamWScheduleFree"])
+def test_package_entries(name):
+    entry = OPTIMIZERS[name]
+    module = pytest.importorskip(entry.package)
+    real = defaults_of(getattr(module, entry.implementation or name))
+    assert set(entry.parameter_names) <= set(real)
+    for parameter in entry.parameters:
+        if not parameter.optional and parameter.name != "lr":
+            assert parameter.unwritten == pytest.approx(real[parameter.name]), parameter.name
 
 
 def states_after_one_step(optimizer_class, **params):

@@ -32,9 +32,7 @@ def resolve(make_plan):
             ]
         )
         plan = attrs.evolve(
-            make_plan(
-                optimizer, {"lr": 1e-3, "weight_decay": 0.1} | (params or {}), **situation
-            ),
+            make_plan(optimizer, {"lr": 1e-3, "weight_decay": 0.1} | (params or {}), **situation),
             model=facts,
         )
         return OptimizerResolver(groups=groups, on_unsupported="error").resolve(plan)

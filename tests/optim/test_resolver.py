@@ -298,12 +298,13 @@ def test_adam_w_mode_false_on_adamw_is_told_to_have_no_effect(resolve, decisions
 # --- what cannot run ---------------------------------------------------------------------------
 
 
+REFUSED = {"zero_allow_untested_optimizer": False}
+"""With this in the configuration only DeepSpeed's own list may run under ZeRO."""
+
+
 def test_fallback_translates_the_arguments(resolve, decisions_for):
-    resolution = resolve(
-        "Lion",
-        {"lr": 1e-5, "betas": [0.95, 0.98], "weight_decay": 0.3, "fp32_optimizer_states": True},
-        offload="none",
-    )
+    params = {"lr": 1e-5, "betas": [0.95, 0.98], "weight_decay": 0.3, "fp32_optimizer_states": True}
+    resolution = resolve("Lion", params, offload="none", **REFUSED)
     choice = resolution.optimizer
     assert (choice.name, choice.implementation) == ("AdamW", "FusedAdam")
     assert choice.params["lr"] == 1e-5
@@ -312,15 +313,14 @@ def test_fallback_translates_the_arguments(resolve, decisions_for):
     assert choice.params["eps"] == 1e-8
     (decision,) = decisions_for(resolution, "optimizer.type")
     assert (decision.before, decision.after, decision.severity) == ("Lion", "AdamW", "warning")
-    assert "CUDA kernel" in decision.reason
-    assert "offload_optimizer" in decision.reason
+    assert "zero_allow_untested_optimizer" in decision.reason
     (dropped,) = decisions_for(resolution, "optimizer.params.fp32_optimizer_states")
     assert (dropped.before, dropped.after) == (True, None)
 
 
 def test_fallback_drops_each_foreign_argument_with_a_note(resolve, decisions_for):
     params = {"lr": 0.02, "adam_lr": 3e-4, "momentum": 0.95, "ns_method": "gram"}
-    resolution = resolve("Muon", params)
+    resolution = resolve("Muon", params, **REFUSED)
     assert resolution.optimizer.lr == 3e-4
     assert not {"momentum", "ns_method", "adam_lr"} & set(resolution.optimizer.params)
     for key in ("momentum", "ns_method", "adam_lr"):
@@ -330,27 +330,26 @@ def test_fallback_drops_each_foreign_argument_with_a_note(resolve, decisions_for
 
 def test_fallback_keeps_an_argument_only_adamw_has(resolve):
     """``eps`` is foreign to Lion, but Lion is not what runs."""
-    assert (
-        resolve("Lion", {"lr": 1e-5, "eps": 1e-6}, offload="none").optimizer.params["eps"] == 1e-6
-    )
+    resolution = resolve("Lion", {"lr": 1e-5, "eps": 1e-6}, offload="none", **REFUSED)
+    assert resolution.optimizer.params["eps"] == 1e-6
 
 
 def test_fallback_warns_that_the_learning_rate_is_of_another_size(resolve, decisions_for):
-    (decision,) = decisions_for(resolve("Muon", {"lr": 0.02}), "optimizer.type")
+    (decision,) = decisions_for(resolve("Muon", {"lr": 0.02}, **REFUSED), "optimizer.type")
     assert "check it" in decision.reason
-    (decision,) = decisions_for(resolve("MuAdamW", {"lr": 1e-4}), "optimizer.type")
+    (decision,) = decisions_for(resolve("OneBitAdam", {"lr": 1e-4}), "optimizer.type")
     assert "check it" not in decision.reason
 
 
 def test_fallback_still_checks_values_and_typos(resolve):
     with pytest.raises(InvalidValueError, match=r"optimizer\.params\.lr = -1"):
-        resolve("Muon", {"lr": -1})
+        resolve("Muon", {"lr": -1}, **REFUSED)
     with pytest.raises(UnknownKeyError, match="did you mean momentum"):
-        resolve("Muon", {"lr": 0.02, "momentun": 0.9})
+        resolve("Muon", {"lr": 0.02, "momentun": 0.9}, **REFUSED)
 
 
 def test_an_override_of_what_fell_back_is_dropped_audibly(resolve, decisions_for):
-    resolution = resolve("Muon", {"lr": 0.02}, overrides={"momentum": 0.9, "lr": 1e-4})
+    resolution = resolve("Muon", {"lr": 0.02}, overrides={"momentum": 0.9, "lr": 1e-4}, **REFUSED)
     assert resolution.optimizer.lr == 1e-4
     (decision,) = decisions_for(resolution, "optimizer.params.momentum")
     assert (decision.before, decision.after, decision.severity) == (0.9, None, "warning")
@@ -358,11 +357,40 @@ def test_an_override_of_what_fell_back_is_dropped_audibly(resolve, decisions_for
 
 def test_error_policy_names_reason_and_alternative(resolve):
     with pytest.raises(OptimizerError) as error:
-        resolve("Lion", {"lr": 1e-5}, offload="none", on_unsupported="error")
+        resolve("OneBitAdam", {"lr": 1e-5}, offload="none", on_unsupported="error")
     assert error.value.key == "optimizer.type"
-    assert error.value.value == "Lion"
-    assert "CUDA kernel" in error.value.reason
-    assert "offload_optimizer" in error.value.fix
+    assert error.value.value == "OneBitAdam"
+    assert "0.18" in error.value.reason
+    assert "AdamW" in error.value.fix
+
+
+def test_an_optional_back_end_is_never_replaced_by_adamw(resolve):
+    with pytest.raises(OptimizerError, match="Prodigy at stage 2"):
+        resolve("Prodigy", {"lr": 1.0}, stage=3)
+
+
+def test_a_back_end_that_is_not_installed_names_the_extra(resolve, monkeypatch):
+    from zerotune.errors import MissingDependencyError
+
+    monkeypatch.setattr("zerotune.optim.situation.find_spec", lambda _name: None)
+    with pytest.raises(MissingDependencyError, match=r"zerotune\[optimizers\]"):
+        resolve("prodigy", {"lr": 1.0})
+
+
+def test_zerotunes_own_implementation_is_a_recorded_decision(resolve, decisions_for):
+    resolution = resolve("Lion", {"lr": 1e-5}, offload="none")
+    assert (resolution.optimizer.implementation, resolution.optimizer.source) == (
+        "Lion",
+        "zerotune",
+    )
+    (decision,) = decisions_for(resolution, "optimizer.implementation")
+    assert "CUDA kernel only" in decision.reason
+
+
+def test_what_sets_its_own_pace_gets_no_schedule_unless_asked(resolve, monkeypatch):
+    monkeypatch.setattr("zerotune.optim.situation.find_spec", lambda _name: True)
+    assert resolve("Prodigy", {"lr": 1.0}).scheduler is None
+    assert resolve("Prodigy", {"lr": 1.0}, scheduler="constant").scheduler.name == "constant"
 
 
 def test_an_explicit_refusal_of_untested_optimizers_is_respected(resolve, decisions_for):

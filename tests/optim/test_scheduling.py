@@ -260,7 +260,14 @@ def test_resuming_is_left_to_checkpoints(schedule):
 
 def test_a_foreign_schedule_is_refused_before_anything_runs(schedule):
     with pytest.raises(OptimizerError, match="WarmupCosineLR"):
-        schedule("cosine", {})
+        schedule("CosineAnnealingLR", {})
+
+
+def test_diffusers_schedules_take_their_lengths_from_the_run(schedule):
+    resolution = schedule("cosine", {}, run=RunFacts(total_steps=100, warmup_steps=7))
+    choice = resolution.scheduler
+    assert choice.source == "zerotune"
+    assert choice.params == {"num_warmup_steps": 7, "num_training_steps": 100, "num_cycles": 0.5}
 
 
 def test_the_schedule_is_the_same_on_the_plain_engine(schedule):

@@ -100,20 +100,17 @@ def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
 
 def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
     """How ``entry`` with ``params`` decays weights; ``None`` when it is not Adam-like."""
-    if not entry.adam_like:
+    # The classes of packages do not tell, so it could not be verified.
+    if not entry.adam_like or entry.family == "package":
         return None
-    if entry.name == "AdamW":
-        return "decoupled"
-    if entry.family == "package":
-        # Their classes do not tell, so it could not be verified.
-        return None
-    if entry.name == "MuAdamW":
-        return "decoupled"
-    if entry.name == "MuAdam":
-        return "l2"
-    if entry.name == "Adam":
-        return "decoupled" if params.get("adam_w_mode", True) else "l2"
-    return "decoupled" if params.get("decoupled_weight_decay", False) else "l2"
+    always: dict[str, WeightDecay] = {"AdamW": "decoupled", "MuAdamW": "decoupled", "MuAdam": "l2"}
+    if entry.name in always:
+        return always[entry.name]
+    switch, default = ("adam_w_mode", True) if entry.name == "Adam" else _DECOUPLED
+    return "decoupled" if params.get(switch, default) else "l2"
+
+
+_DECOUPLED: Final = ("decoupled_weight_decay", False)
 
 
 def _torch_class(entry: OptimizerEntry, decay: WeightDecay | None) -> str:

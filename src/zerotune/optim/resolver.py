@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -13,6 +15,7 @@ from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import Capability, capability_of
 from zerotune.optim.capability_table import CapabilityTable
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
+from zerotune.optim.curves import ScheduleCurve, plot_curve, schedule_curve
 from zerotune.optim.grouping import group_parameters
 from zerotune.optim.groups import ParameterGroups
 from zerotune.optim.muon import MuonPatterns, muon_groups
@@ -146,6 +149,31 @@ class OptimizerResolver:
     def explain(self, resolved: ResolvedPlan) -> str:
         """What would run for ``resolved`` and why, as text."""
         return self.resolve(resolved).explain()
+
+    def schedule_curve(self, resolved: ResolvedPlan, *, steps: int | None = None) -> ScheduleCurve:
+        """The learning rate of every optimizer step, before anything is trained.
+
+        Args:
+            resolved: The plan.
+            steps: How many; the run's ``total_steps`` when not given, else 1000.
+
+        Raises:
+            OptimizerError: As ``resolve``.
+        """
+        resolution = self.resolve(resolved)
+        count = steps or resolved.run.total_steps or 1000
+        return schedule_curve(resolution.optimizer, resolution.scheduler, count)
+
+    def plot_schedule(
+        self, resolved: ResolvedPlan, path: str | os.PathLike[str], *, steps: int | None = None
+    ) -> Path:
+        """Draw ``schedule_curve`` into a PNG file. Needs the extra ``zerotune[plot]``.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+            OptimizerError: As ``resolve``.
+        """
+        return plot_curve(self.schedule_curve(resolved, steps=steps), path)
 
     def capability(
         self,

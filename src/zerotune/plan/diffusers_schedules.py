@@ -65,7 +65,7 @@ def _polynomial(params: Any, step: int, base_lr: float) -> float:
         return base_lr * factor
     end, total = params["lr_end"], params["num_training_steps"]
     if step > total:
-        return base_lr * (end / base_lr)
+        return float(base_lr * (end / base_lr))
     remaining = 1 - (step - params["num_warmup_steps"]) / (total - params["num_warmup_steps"])
     decayed = (base_lr - end) * remaining ** params["power"] + end
     return float(base_lr * (decayed / base_lr))
