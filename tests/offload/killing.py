@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -57,8 +55,11 @@ class Victim:
                 assert self._pipe.poll(120), f"the run says nothing after {self.said[-1:]}"
                 self.said.append(self._pipe.recv())
 
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
+    def kill_after(self, phase: str, delay: float = 0.0) -> None:
+        """SIGKILL it so many seconds after it has come to ``phase``."""
+        self.await_phase(phase)
+        time.sleep(delay)
+        self.process.kill()
         self.process.join(60)
 
     def losses(self) -> dict[int, float]:
@@ -89,10 +90,8 @@ def kill_and_start_again(
     """
     before = {lease.path for lease in find_leases(root)}
     victim = Victim(root, checkpoints, **options)
-    victim.await_phase(phase)
     delay = chance.random() * (1.0 if phase == "start" else 0.15)
-    time.sleep(delay)
-    victim.kill()
+    victim.kill_after(phase, delay)
     left = sum(lease.size for lease in find_leases(root) if lease.path not in before)
     report = cleanup_stale_swap(root)
     assert not report.failures

@@ -2,14 +2,143 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import OffloadError, PlanError
+from zerotune.plan.kinds import AUTO
+from zerotune.plan.memory.estimating import estimate_resolved
+from zerotune.plan.memory.sizes import format_size
+from zerotune.plan.memory.values import PHASES, MemoryEstimate
+from zerotune.plan.memory.workload import Workload
+from zerotune.plan.section import evolved
 
 if TYPE_CHECKING:
+    from zerotune.plan.resolved import ResolvedPlan
     from zerotune.platform import Platform
 
+KEY: Final = "offload.host_memory"
+BACKEND_VARIABLE: Final = "DS_PIN_MEMORY_BACKEND"
+
+_SECTIONS: Final = ("offload_optimizer", "offload_param")
 _CAP_IPC_LOCK: Final = 1 << 14
 _STATUS: Final = Path("/proc/self/status")
+
+
+@attrs.frozen(kw_only=True)
+class HostBudget:
+    """The host memory a plan takes on one machine, beside what there is."""
+
+    per_rank: int
+    """Peak bytes of one rank, page-locked memory included."""
+    pinned: int
+    """Bytes of it that are page-locked, with what torch's allocator rounds them up by."""
+    locked: int
+    """Bytes of it that DeepSpeed locks itself (``mlock``), which ``ulimit -l`` limits."""
+    ranks: int
+    """Ranks of this machine."""
+    held: int
+    """Bytes one rank holds already: Python, torch, the model as it was loaded."""
+    available: int
+    """Bytes that can be allocated now, the container's limit respected."""
+    lockable: int | None
+    """Bytes one rank may lock; ``None``: no limit."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes all ranks of this machine will still allocate."""
+        return max(0, self.per_rank - self.held) * self.ranks
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has that much."""
+        return self.needed <= self.available
+
+    @property
+    def lock_fits(self) -> bool:
+        """Whether each rank may lock what it will lock."""
+        return self.lockable is None or self.locked <= self.lockable
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} rank(s) x {format_size(self.per_rank)} at the peak, "
+            f"{format_size(self.pinned)} of it page-locked, {format_size(self.held)} held "
+            f"already; {format_size(self.available)} available"
+        )
+
+
+def host_budget(
+    resolved: ResolvedPlan,
+    *,
+    ranks: int,
+    held: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> HostBudget:
+    """Count the host memory of a plan whose model is known.
+
+    Activations are not in it; on a GPU they take none.
+
+    Args:
+        resolved: The plan.
+        ranks: Ranks of this machine.
+        held: Bytes this process holds; measured when not given.
+        environ: Environment variables, for DeepSpeed's ``DS_PIN_MEMORY_BACKEND``.
+
+    Raises:
+        UnresolvedPlanError: The plan was resolved without a model.
+    """
+    native = _is_native(os.environ if environ is None else environ)
+    workload = Workload(ranks_per_machine=ranks, exact_pinning=native)
+    estimate = estimate_resolved(resolved, workload)
+    return HostBudget(
+        per_rank=estimate.host,
+        pinned=estimate.pinned,
+        locked=estimate.pinned if native else _locked_by_aio(estimate),
+        ranks=ranks,
+        held=_resident() if held is None else held,
+        available=resolved.platform.host_memory.available,
+        lockable=lockable_memory(resolved.platform),
+    )
+
+
+def fit_host_memory(
+    resolved: ResolvedPlan, *, ranks: int, held: int | None = None
+) -> tuple[ResolvedPlan, tuple[Decision, ...]]:
+    """Refuse a plan that this machine's host memory cannot hold, or stop pinning if that helps.
+
+    Pinning is given up only for a single rank, and where the user did not write ``pin_memory``:
+    several ranks would each decide by what they happen to see.
+
+    Args:
+        resolved: The plan.
+        ranks: Ranks of this machine.
+        held: Bytes this process holds; measured when not given.
+
+    Returns:
+        The plan to run, and what was compared or changed.
+
+    Raises:
+        OffloadError: It does not fit; the message holds the numbers and what would.
+    """
+    if resolved.model is None:
+        why = "the plan was resolved without a model, so the host memory it needs is not known"
+        return resolved, (_decision(why),)
+    found = host_budget(resolved, ranks=ranks, held=held)
+    if not found.lock_fits:
+        raise _cannot_lock(found)
+    if found.fits:
+        return resolved, (_decision(str(found)),)
+    unpinned = _unpinned(resolved, only_automatic=True)
+    if resolved.world_size == 1 and unpinned != resolved:
+        fitting = host_budget(unpinned, ranks=ranks, held=held)
+        if fitting.fits:
+            return unpinned, _given_up(found, fitting, resolved)
+    raise _too_much(resolved, found)
 
 
 def lockable_memory(platform: Platform, *, status: Path = _STATUS) -> int | None:
@@ -34,3 +163,125 @@ def _may_lock_anything(status: Path) -> bool:
         return False
     held = [line.split()[1] for line in lines if line.startswith("CapEff:")]
     return bool(held) and bool(int(held[0], 16) & _CAP_IPC_LOCK)
+
+
+def _resident() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _is_native(environ: Mapping[str, str]) -> bool:
+    return environ.get(BACKEND_VARIABLE, "torch").strip().lower() == "native"
+
+
+def _locked_by_aio(estimate: MemoryEstimate) -> int:
+    return max(
+        sum(item.nbytes for item in estimate.at("host", phase) if item.component == "swap buffers")
+        for phase in PHASES
+    )
+
+
+def _unpinned(resolved: ResolvedPlan, *, only_automatic: bool) -> ResolvedPlan:
+    zero, written = resolved.plan.zero_optimization, resolved.requested.zero_optimization
+    if zero is None:
+        return resolved
+    for name in _SECTIONS:
+        section = getattr(zero, name)
+        own = getattr(getattr(written, name, None), "pin_memory", None)
+        if section is not None and section.pin_memory is True:
+            if only_automatic and own not in (None, AUTO):
+                continue
+            zero = evolved(zero, **{name: evolved(section, pin_memory=False)})
+    plan = attrs.evolve(resolved.plan, zero_optimization=zero)
+    return attrs.evolve(resolved, plan=plan)
+
+
+def _given_up(
+    before: HostBudget, after: HostBudget, resolved: ResolvedPlan
+) -> tuple[Decision, ...]:
+    zero = resolved.plan.zero_optimization
+    return tuple(
+        Decision(
+            key=f"zero_optimization.{name}.pin_memory",
+            before=True,
+            after=False,
+            reason=f"page-locked it takes more host memory than there is ({before}); unpinned: "
+            f"{format_size(after.per_rank)}; copies to the device become slower",
+            severity="warning",
+        )
+        for name in _SECTIONS
+        if getattr(getattr(zero, name), "pin_memory", None) is True
+    )
+
+
+def _cannot_lock(found: HostBudget) -> OffloadError:
+    return OffloadError(
+        f"DeepSpeed locks {format_size(found.locked)} of swap buffers per rank, this process may "
+        f"lock {format_size(found.lockable or 0)}, and DeepSpeed's op aborts when it cannot",
+        key=KEY,
+        value=found.locked,
+        fix="raise the limit (ulimit -l unlimited), or lower sub_group_size and buffer_count",
+    )
+
+
+def _too_much(resolved: ResolvedPlan, found: HostBudget) -> OffloadError:
+    others = [f"{what}: {format_size(size)}" for what, size in _alternatives(resolved, found)]
+    ways = "; ".join(others) or "offload less, or see DeepSpeedPlan.advise"
+    return OffloadError(
+        f"the plan needs more host memory than there is: {found}",
+        key=KEY,
+        value=found.needed,
+        fix=f"per rank it would be - {ways}" if others else ways,
+    )
+
+
+def _alternatives(resolved: ResolvedPlan, found: HostBudget) -> Iterator[tuple[str, int]]:
+    """What could be changed, and the bytes per rank it then takes; only what saves something."""
+    ways: dict[str, Callable[[], HostBudget]] = {
+        "pin_memory: false": lambda: _again(_unpinned(resolved, only_automatic=False), found),
+        f"{BACKEND_VARIABLE}=native": lambda: _again(resolved, found, {BACKEND_VARIABLE: "native"}),
+        "stage 3 with the optimizer on NVMe": lambda: _again(_on_nvme(resolved), found),
+        "bf16 master weights and states": lambda: _again(_in_bf16(resolved), found),
+    }
+    for what, count in ways.items():
+        try:
+            other = count()
+        except PlanError:
+            continue
+        if other.per_rank < found.per_rank:
+            enough = "" if other.fits and other.lock_fits else " (not enough alone)"
+            yield what + enough, other.per_rank
+
+
+def _again(
+    resolved: ResolvedPlan, found: HostBudget, environ: Mapping[str, str] | None = None
+) -> HostBudget:
+    return host_budget(resolved, ranks=found.ranks, held=found.held, environ=environ)
+
+
+def _on_nvme(resolved: ResolvedPlan) -> ResolvedPlan:
+    """The same with stage 3 and the optimizer in files; what else was written stays."""
+    written = resolved.requested.to_deepspeed()
+    zero = dict(written.get("zero_optimization") or {})
+    zero |= {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+    plan: Any = type(resolved.requested).from_dict({**written, "zero_optimization": zero})
+    other: ResolvedPlan = plan.resolve(
+        platform=resolved.platform,
+        model=resolved.model,
+        world_size=resolved.world_size,
+        run=resolved.run,
+    )
+    return attrs.evolve(other, optimizer=resolved.optimizer)
+
+
+def _in_bf16(resolved: ResolvedPlan) -> ResolvedPlan:
+    bf16 = resolved.plan.bf16
+    if bf16 is None or bf16.enabled is not True:
+        return resolved
+    half = evolved(bf16, bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
+    return attrs.evolve(resolved, plan=attrs.evolve(resolved.plan, bf16=half))
+
+
+def _decision(reason: str) -> Decision:
+    return Decision(key=KEY, before=None, after=None, reason=reason)

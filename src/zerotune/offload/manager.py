@@ -13,6 +13,7 @@ import attrs
 
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
+from zerotune.offload.budget import fit_host_memory
 from zerotune.offload.choosing import RootChoice, Roots, Target, choose_root
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
 from zerotune.offload.lease import SwapDirectory, require_locks
@@ -107,7 +108,8 @@ class OffloadManager:
     ) -> Iterator[Lease]:
         """Hold a swap folder of this run's own for as long as the ``with`` block runs.
 
-        The engine must not outlive the block. Without NVMe offload in the plan nothing is made.
+        The engine must not outlive the block. Without NVMe offload in the plan nothing is made,
+        and only its host memory is checked.
         What dead runs left in the root is removed first, and what the plan will write is compared
         with what is free. The folder is removed at the end, by the rank that made it once all
         ranks are out; after an exception, or without ``barrier``, by whichever rank is the last
@@ -126,19 +128,25 @@ class OffloadManager:
 
         Raises:
             UnresolvedPlanError: Something in the plan is not settled.
-            OffloadError: The ranks are not the plan's or disagree, a root is unusable or too
-                small, this system has no file locks, the folder was deleted while the block
-                failed, or it could not be removed after a block that ended well.
+            OffloadError: The plan needs more host memory than there is, the ranks are not the
+                plan's or disagree, a root is unusable or too small, this system has no file
+                locks, the folder was deleted while the block failed, or it could not be removed
+                after a block that ended well.
         """
         check_ranks(resolved, rank, world_size)
+        resolved, fitted = fit_host_memory(resolved, ranks=local_ranks(resolved))
         targets = _swapped(resolved)
         if not targets:
-            yield Lease(plan=resolved, decisions=self._unused())
+            lease = _carrying(Lease(plan=resolved, decisions=(*fitted, *self._unused())))
+            announce(lease.decisions, rank=rank)
+            yield lease
             return
         # An unsettled plan is refused here, before anything is made.
         resolved.digest()
         owner = os.getpid()
         lease, directories = self._open(resolved, targets, rank, self._share or share)
+        lease.decisions = (*fitted, *lease.decisions)
+        _carrying(lease)
         announce(lease.decisions, rank=rank)
         try:
             yield lease
@@ -262,6 +270,13 @@ class OffloadManager:
             for root in attrs.astuple(self._arguments)
             if root is not None
         )
+
+
+def _carrying(lease: Lease) -> Lease:
+    """Let the plan carry the lease's decisions, so that an engine's explanation shows them."""
+    decisions = (*lease.plan.decisions, *lease.decisions)
+    lease.plan = attrs.evolve(lease.plan, decisions=decisions)
+    return lease
 
 
 def _text(root: str | os.PathLike[str] | None, name: str) -> str | None:

@@ -65,7 +65,8 @@ def prepare(
     Raises:
         PlanError: The plan cannot run like this.
         OptimizerError: The optimizer cannot be had.
-        OffloadError: A swap folder cannot be leased.
+        OffloadError: A swap folder cannot be leased, or the plan needs more host memory than
+            there is.
         EngineError: The engine could not be started, or is not what the plan says.
     """
     if not isinstance(plan, ResolvedPlan):
@@ -91,12 +92,19 @@ def _world_size() -> int:
     return Launch.from_environment().world_size
 
 
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return Launch.from_environment().rank
+
+
 def _lease(
     plan: ResolvedPlan, offload: OffloadManager, resources: ExitStack, timeout_s: float
 ) -> ResolvedPlan:
     """The plan inside this run's own swap folders; what holds them goes into ``resources``."""
     if not plan.nvme_paths:
-        return plan
+        # No folder is made, and no other rank asked: only the host memory is looked at.
+        return resources.enter_context(offload.lease(plan, rank=_rank())).plan
     if plan.world_size == 1:
         return resources.enter_context(offload.lease(plan)).plan
     # The ranks must share the folder's name before there is an engine; the engine joins this

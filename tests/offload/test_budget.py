@@ -1,0 +1,147 @@
+"""Host memory: what a plan takes against what a machine has."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from zerotune.errors import OffloadError
+from zerotune.offload import OffloadManager
+from zerotune.offload.budget import fit_host_memory, host_budget, lockable_memory
+from zerotune.optim import OptimizerResolver
+from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.platform import Platform
+
+GIB = 1024**3
+MODEL = ModelFacts.from_shapes([(f"layer{n}.weight", (4096, 4096)) for n in range(12)])
+
+
+def machine(gib, *, accelerator="cuda", lockable=None):
+    platform = Platform.synthetic(accelerator)
+    memory = attrs.evolve(platform.host_memory, available=int(gib * GIB), total=int(gib * GIB))
+    return attrs.evolve(platform, host_memory=memory, memlock_limit=lockable)
+
+
+def resolved(platform, *, stage=2, offload="cpu", world_size=1, model=MODEL, **zero):
+    plan = DeepSpeedPlan.build(stage=stage, offload=offload, precision="bf16", **zero)
+    found = plan.resolve(platform=platform, model=model, world_size=world_size)
+    return OptimizerResolver().apply(found)
+
+
+def pins(plan):
+    return plan.plan.zero_optimization.offload_optimizer.pin_memory
+
+
+def test_enough_is_a_note_with_the_numbers():
+    plan = resolved(machine(64))
+    same, (note,) = fit_host_memory(plan, ranks=1, held=0)
+    assert same is plan
+    assert note.severity == "note"
+    assert "64.00 GiB available" in note.reason
+
+
+def test_ranks_add_up_and_what_is_held_does_not_count_twice():
+    one = host_budget(resolved(machine(64)), ranks=1, held=0)
+    two = host_budget(resolved(machine(64)), ranks=2, held=0)
+    assert two.needed == 2 * one.needed
+    held = host_budget(resolved(machine(64)), ranks=2, held=GIB)
+    assert held.needed == two.needed - 2 * GIB
+    assert host_budget(resolved(machine(64)), ranks=1, held=10**15).needed == 0
+
+
+def test_pinned_memory_is_rounded_up_unless_deepspeed_pins_it_itself():
+    plan = resolved(machine(64))
+    torch = host_budget(plan, ranks=1, held=0, environ={})
+    native = host_budget(plan, ranks=1, held=0, environ={"DS_PIN_MEMORY_BACKEND": " Native "})
+    assert torch.pinned > native.pinned > 0
+    # 12 x 16.8 million elements of 4 bytes are 0.75 GiB, which torch makes 1 GiB.
+    assert (torch.pinned - native.pinned) % (GIB // 8) == 0
+    assert torch.locked == 0
+    assert native.locked == native.pinned
+
+
+def between_pinned_and_not():
+    """A machine on which the plan fits only without pinning."""
+    plan = resolved(machine(64))
+    pinned = host_budget(plan, ranks=1, held=0)
+    zero = {"pin_memory": False, "device": "cpu"}
+    loose = resolved(machine(64), offload_optimizer=zero)
+    unpinned = host_budget(loose, ranks=1, held=0)
+    assert unpinned.per_rank < pinned.per_rank
+    return (pinned.per_rank + unpinned.per_rank) / 2 / GIB
+
+
+def test_pinning_is_given_up_where_that_helps():
+    plan = resolved(machine(between_pinned_and_not()))
+    assert pins(plan) is True
+    fitted, (decision,) = fit_host_memory(plan, ranks=1, held=0)
+    assert pins(fitted) is False
+    assert decision.key == "zero_optimization.offload_optimizer.pin_memory"
+    assert (decision.before, decision.after, decision.severity) == (True, False, "warning")
+
+
+def test_a_written_pin_memory_stands():
+    tight = machine(between_pinned_and_not())
+    plan = resolved(tight, offload_optimizer={"pin_memory": True, "device": "cpu"})
+    with pytest.raises(OffloadError, match="pin_memory: false: "):
+        fit_host_memory(plan, ranks=1, held=0)
+
+
+def test_several_ranks_do_not_decide_each_for_itself():
+    tight = machine(between_pinned_and_not())
+    with pytest.raises(OffloadError, match="needs more host memory"):
+        fit_host_memory(resolved(tight, world_size=2), ranks=2, held=0)
+
+
+def test_too_much_is_refused_with_what_would_help():
+    plan = resolved(machine(1.5))
+    with pytest.raises(OffloadError) as caught:
+        fit_host_memory(plan, ranks=1, held=0)
+    error = caught.value
+    assert error.key == "offload.host_memory"
+    assert "1 rank(s) x" in error.reason
+    assert "1.50 GiB available" in error.reason
+    for way in ("pin_memory: false", "DS_PIN_MEMORY_BACKEND=native", "bf16 master weights"):
+        assert way in error.fix
+    assert "stage 3 with the optimizer on NVMe" in error.fix
+    assert "(not enough alone)" in error.fix
+
+
+def test_more_than_may_be_locked_is_refused(monkeypatch):
+    monkeypatch.setattr("zerotune.offload.budget._may_lock_anything", lambda _: False)
+    plan = resolved(machine(64, lockable=8 * 1024**2), stage=3, offload="nvme")
+    with pytest.raises(OffloadError, match=r"may lock 8\.00 MiB.*ulimit -l"):
+        fit_host_memory(plan, ranks=1, held=0)
+    assert fit_host_memory(resolved(machine(64, lockable=1)), ranks=1, held=0)[1]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "limit"), [("000001ffffffffff", None), ("0000000000000000", 65536)]
+)
+def test_the_limit_on_locking_binds_those_without_the_capability(tmp_path, capabilities, limit):
+    status = tmp_path / "status"
+    status.write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
+    assert lockable_memory(machine(1, lockable=65536), status=status) == limit
+    assert lockable_memory(machine(1, lockable=65536), status=tmp_path / "none") == 65536
+
+
+def test_without_a_model_nothing_is_known():
+    plan = resolved(machine(0.001), model=None)
+    same, (note,) = fit_host_memory(plan, ranks=1)
+    assert same is plan
+    assert "without a model" in note.reason
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_a_lease_refuses_before_anything_is_made(tmp_path, offload):
+    plan = resolved(machine(0.01), stage=3, offload=offload)
+    with pytest.raises(OffloadError, match="needs more host memory"):
+        OffloadManager(root=tmp_path / "swap").lease(plan).__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_decided_travels_with_the_plan(tmp_path):
+    with OffloadManager(root=tmp_path).lease(resolved(machine(64), stage=3, offload="nvme")) as one:
+        keys = {decision.key for decision in one.plan.decisions}
+        assert {"offload.host_memory", "offload.space", "offload.root"} <= keys
+        assert "available" in one.plan.explain()

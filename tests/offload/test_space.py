@@ -1,0 +1,145 @@
+"""Whether what a plan swaps fits on the disk."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from tests.offload.plans import swapping_plan
+from zerotune.errors import OffloadError
+from zerotune.offload import OffloadManager, swap_needs
+from zerotune.offload.choosing import RootChoice
+from zerotune.offload.ranks import local_ranks
+from zerotune.offload.root import check_root
+from zerotune.offload.space import SwapFiles, SwapNeeds, check_space
+from zerotune.plan import ModelFacts
+
+MIB = 1024**2
+
+
+def facts(*sizes):
+    return ModelFacts.from_shapes([(f"p{n}", (size,)) for n, size in enumerate(sizes)])
+
+
+def needs(**options):
+    return swap_needs(swapping_plan(**options)).files
+
+
+def test_small_tensors_stay_in_memory():
+    # In bf16 half a million elements are less than 1 MiB; together they are one sub-group.
+    found = needs(model=facts(500_000, 500_000))
+    assert found["param"] == SwapFiles()
+    master = 1_000_000 * 4
+    gradients = SwapFiles(nbytes=2 * 2_000_896, count=2)
+    assert found["optimizer"] == SwapFiles(nbytes=3 * 4_000_768, count=3) + gradients
+    assert 0 <= 4_000_768 - master < 1024
+
+
+def test_parts_of_ranks_are_rounded_up_one_by_one():
+    found = needs(model=facts(3_000_001), world_size=2)
+    part = 1_500_001
+    assert found["param"].nbytes == -(-part * 2 // 1024) * 1024
+    assert found["optimizer"].nbytes == 4 * (-(-part * 4 // 1024) * 1024)
+
+
+def test_threads_share_whole_kibibytes():
+    found = needs(model=facts(3_000_001), aio={"intra_op_parallelism": 4})
+    assert found["param"].nbytes % 4096 == 0
+
+
+def test_large_blocks_keep_more_in_memory():
+    aio = {"block_size": 16 * MIB}
+    assert needs(model=facts(3_000_000), aio=aio)["param"].count == 0
+
+
+def test_what_is_not_swapped_needs_nothing():
+    assert set(needs(model=facts(10), swap_param=False)) == {"optimizer"}
+
+
+def test_without_a_model_nothing_is_known():
+    assert swap_needs(swapping_plan()) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "count"), [(None, 8), ("4", 4), ("16", 8), ("x", 8), ("0", 1), ("", 8)]
+)
+def test_ranks_of_this_machine(written, count):
+    plan = swapping_plan(world_size=8)
+    environ = {} if written is None else {"LOCAL_WORLD_SIZE": written}
+    assert local_ranks(plan, environ) == count
+
+
+def roots(*paths):
+    found = [check_root(RootChoice(path=str(path), key="root")) for path in paths]
+    return dict(zip(("param", "optimizer"), found, strict=False))
+
+
+def asking(param, optimizer=0, files=1):
+    return SwapNeeds(
+        files={
+            "param": SwapFiles(nbytes=param, count=files),
+            "optimizer": SwapFiles(nbytes=optimizer, count=files),
+        }
+    )
+
+
+@pytest.fixture
+def small(tmp_path, mounted):
+    return mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=16m,nr_inodes=100", "none")
+
+
+def test_ranks_add_up(small):
+    check_space(roots(small), asking(7 * MIB), ranks=2, run_id="")
+    with pytest.raises(OffloadError) as caught:
+        check_space(roots(small), asking(7 * MIB), ranks=3, run_id="")
+    assert "21.2 MiB for 3 rank(s), 7.0 MiB each" in caught.value.reason
+    assert "16.0 MiB" in caught.value.reason
+    assert "5.2 MiB are missing" in caught.value.reason
+
+
+def test_two_roots_on_one_disk_share_its_space(small):
+    for name in ("a", "b"):
+        (small / name).mkdir()
+    both = roots(small / "a", small / "b")
+    check_space(both, asking(7 * MIB, 7 * MIB), ranks=1, run_id="")
+    with pytest.raises(OffloadError, match="are missing"):
+        check_space(both, asking(9 * MIB, 9 * MIB), ranks=1, run_id="")
+
+
+def test_files_are_counted_too(small):
+    with pytest.raises(OffloadError, match="makes 216 files and folders, and 9"):
+        check_space(roots(small), asking(0, files=200), ranks=1, run_id="")
+
+
+def test_what_another_run_will_write_is_taken(small):
+    plan = swapping_plan(model=facts(500_000))
+    reserved = swap_needs(plan).of("param", "optimizer").nbytes
+    with OffloadManager(root=small).lease(plan) as first:
+        (first.path / "half.swp").write_bytes(b"x" * 3 * MIB)
+        with pytest.raises(OffloadError, match="spoken for by other runs"):
+            OffloadManager(root=small).lease(swapping_plan(model=facts(700_000))).__enter__()
+        assert reserved > 7 * MIB
+        assert [path.name for path in small.iterdir()] == [first.path.name]
+    with OffloadManager(root=small).lease(swapping_plan(model=facts(700_000))):
+        pass
+
+
+def test_a_full_disk_is_refused_and_left_clean(small):
+    plan = swapping_plan(model=facts(5_000_000))
+    with pytest.raises(OffloadError, match="are missing"):
+        OffloadManager(root=small).lease(plan).__enter__()
+    assert list(small.iterdir()) == []
+
+
+def test_every_rank_refuses(small):
+    said = []
+
+    def share(text):
+        said.append(text)
+        return said[0]
+
+    plan = attrs.evolve(swapping_plan(model=facts(5_000_000), world_size=2))
+    for rank in (0, 1):
+        with pytest.raises(OffloadError, match="are missing"):
+            OffloadManager(root=small, share=share).lease(plan, rank=rank).__enter__()
+    assert list(small.iterdir()) == []
