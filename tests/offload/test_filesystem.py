@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune.offload.filesystem import filesystem_kind
+from zerotune.offload.filesystem import filesystem_kind, is_rotational, locality_of, mount_of
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -33,6 +35,59 @@ def test_the_later_of_two_mounts_on_one_folder_wins(tmp_path):
 
 def test_a_mounts_name_is_not_a_prefix_of_its_neighbours(tmp_path):
     assert kind(tmp_path, "/mnt2") == "ext4"
+
+
+def test_a_mount_says_what_it_is_and_who_can_reach_it(tmp_path):
+    table = tmp_path / "mountinfo"
+    table.write_text(TABLE)
+    mount = mount_of(Path("/mnt/other"), mount_table=table)
+    assert (mount.kind, str(mount.point), mount.source) == ("nfs4", "/mnt", "server:/x")
+    assert mount.locality == "network"
+
+
+@pytest.mark.parametrize(
+    ("kind", "locality"),
+    [
+        ("ext4", "local"),
+        ("tmpfs", "memory"),
+        ("overlay", "overlay"),
+        ("lustre", "network"),
+        ("cifs", "network"),
+        ("ceph", "network"),
+        ("fuse.s3fs", "network"),
+        ("fuseblk", "network"),
+        ("zonefs", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_who_can_reach_a_kind_of_file_system(kind, locality):
+    assert locality_of(kind) == locality
+
+
+@pytest.mark.parametrize(
+    ("place", "said", "answer"),
+    [
+        ("pci0/nvme0n1", "0", False),
+        ("pci0/sda", "1", True),
+        ("pci0/virtio1/vda", "1", None),
+        ("pci0/sda/sda1", "1", True),
+    ],
+)
+def test_spinning_platters_are_asked_of_the_disk_around_a_partition(tmp_path, place, said, answer):
+    device = tmp_path / "devices" / place
+    disk = device.parent if device.name == "sda1" else device
+    (disk / "queue").mkdir(parents=True)
+    (disk / "queue" / "rotational").write_text(f"{said}\n")
+    device.mkdir(exist_ok=True)
+    numbers = tmp_path / "block"
+    numbers.mkdir()
+    number = tmp_path.stat().st_dev
+    (numbers / f"{os.major(number)}:{os.minor(number)}").symlink_to(device)
+    assert is_rotational(tmp_path, devices=numbers) is answer
+
+
+def test_a_device_the_kernel_does_not_know_is_unknown(tmp_path):
+    assert is_rotational(tmp_path, devices=tmp_path / "none") is None
 
 
 def test_without_a_table_it_is_unknown(tmp_path):

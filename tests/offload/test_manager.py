@@ -16,6 +16,7 @@ import pytest
 from tests.offload.plans import plain_plan, swapping_plan
 from zerotune.errors import OffloadError, UnresolvedPlanError
 from zerotune.offload import OffloadManager, find_leases
+from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
@@ -152,6 +153,43 @@ class TestChoiceOfRoot:
         parent, lease = self.lease_parent(OffloadManager())
         assert parent == roots["environment"]
         assert "ZEROTUNE_SWAP_ROOT" in decision(lease, "offload.root").reason
+
+    @pytest.mark.parametrize("key", ["offload_param_path", "--offload_param_path"])
+    def test_a_trainers_file_before_deepspeeds_path_and_the_environment(
+        self, tmp_path, monkeypatch, key
+    ):
+        monkeypatch.setenv("ZEROTUNE_OFFLOAD_PARAM_PATH", str(tmp_path / "environment"))
+        config = swapping_plan(param=tmp_path / "plan").requested.to_deepspeed()
+        trainer = {key: str(tmp_path / "trainer"), "deepspeed_config": config}
+        plan = DeepSpeedPlan.from_dict(trainer).resolve(platform=Platform.synthetic())
+        plan = OptimizerResolver().apply(plan)
+        with OffloadManager().lease(plan) as lease:
+            assert lease.path.parent == tmp_path / "trainer"
+            reason = next(one.reason for one in lease.decisions if one.key == "offload.root")
+        assert "taken from offload_param_path, which comes before" in reason
+        assert f"nvme_path = {tmp_path / 'plan'}" in reason
+        assert f"ZEROTUNE_OFFLOAD_PARAM_PATH = {tmp_path / 'environment'}" in reason
+        with OffloadManager(offload_param_path=tmp_path / "argument").lease(plan) as lease:
+            assert lease.path.parent == tmp_path / "argument"
+
+    def test_each_part_has_a_variable_of_its_own(self, tmp_path, monkeypatch):
+        for name in ("OFFLOAD_PARAM_PATH", "OFFLOAD_OPTIMIZER_PATH", "SWAP_ROOT"):
+            monkeypatch.setenv(f"ZEROTUNE_{name}", str(tmp_path / name))
+        with OffloadManager().lease(swapping_plan()) as lease:
+            assert lease.paths["param"].parent == tmp_path / "OFFLOAD_PARAM_PATH"
+            assert lease.paths["optimizer"].parent == tmp_path / "OFFLOAD_OPTIMIZER_PATH"
+        monkeypatch.delenv("ZEROTUNE_OFFLOAD_OPTIMIZER_PATH")
+        with OffloadManager().lease(swapping_plan()) as lease:
+            assert lease.paths["optimizer"].parent == tmp_path / "SWAP_ROOT"
+        monkeypatch.delenv("ZEROTUNE_SWAP_ROOT")
+        with OffloadManager().lease(swapping_plan()) as lease:
+            assert lease.paths["optimizer"].parent == tmp_path / "OFFLOAD_PARAM_PATH"
+
+    def test_a_general_root_gives_way_to_one_for_its_part(self, tmp_path):
+        manager = OffloadManager(root=tmp_path / "all", offload_param_path=tmp_path / "param")
+        with manager.lease(swapping_plan()) as lease:
+            assert lease.paths["param"].parent == tmp_path / "param"
+            assert lease.paths["optimizer"].parent == tmp_path / "all"
 
     def test_a_launchers_none_is_no_path(self, tmp_path, monkeypatch):
         monkeypatch.setenv("ZEROTUNE_SWAP_ROOT", str(tmp_path))

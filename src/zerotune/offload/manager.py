@@ -230,7 +230,7 @@ class OffloadManager:
                 roots=tuple(unique.values()),
                 run_id=run_id,
                 decisions=(
-                    *(decision for root in unique.values() for decision in root.decisions),
+                    *dict.fromkeys(one for root in roots.values() for one in root.decisions),
                     *_moved(resolved, paths),
                     *cleaned,
                     *space,

@@ -1,0 +1,73 @@
+"""DeepSpeedCPUAdam after a resume computes what an uninterrupted one does, bit for bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from zerotune.backend.corrections import replay_adam_steps
+
+pytestmark = pytest.mark.deepspeed
+
+LAST = 12
+
+
+def weights_by_step(first: int, replay: bool, groups: tuple[tuple[float, float], ...]) -> list[str]:
+    """Weights after each step from ``first`` on, states being those an earlier process left."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from zerotune.backend.compiling import same_ninja
+
+    def parameters(step: int) -> list[torch.nn.Parameter]:
+        # What a checkpoint restores does not matter here, as long as it is the same for all.
+        generator = torch.Generator().manual_seed(step)
+        return [torch.nn.Parameter(torch.randn(257, generator=generator)) for _ in groups]
+
+    held = parameters(0)
+    with same_ninja():
+        adam = DeepSpeedCPUAdam(
+            [{"params": [p], "betas": b} for p, b in zip(held, groups, strict=True)], lr=0.1
+        )
+    if replay:
+        engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=adam))
+        replay_adam_steps(engine, first - 1)
+    found = []
+    for step in range(first, LAST + 1):
+        for own, fresh in zip(held, parameters(step), strict=True):
+            own.data.copy_(fresh.data)
+            own.grad = fresh.data.cos()
+            adam.state[own] = {
+                "step": step - 1,
+                "exp_avg": fresh.data.sin(),
+                "exp_avg_sq": fresh.data.abs(),
+            }
+        adam.step()
+        found.append("".join(p.data.numpy().tobytes().hex() for p in held))
+    return found
+
+
+def compare(groups: tuple[tuple[float, float], ...]) -> dict[str, list[int]]:
+    whole = weights_by_step(1, False, groups)
+    return {
+        kind: [
+            first
+            for first in range(1, LAST + 1)
+            if weights_by_step(first, replay, groups) != whole[first - 1 :]
+        ]
+        for kind, replay in (("as it is", False), ("replayed", True))
+    }
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [((0.9, 0.999),), ((0.9, 0.999), (0.9, 0.999)), ((0.9, 0.999), (0.8, 0.99))],
+    ids=["one", "alike", "different"],
+)
+def test_a_resumed_optimizer_steps_as_an_uninterrupted_one(groups):
+    (found,) = run_ranks(compare, groups)
+    assert found["replayed"] == []
+    if groups[0] == groups[-1]:
+        assert found["as it is"], "DeepSpeed rounds alike now, so the correction can go"
