@@ -6,10 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks import ema
+from benchmarks import ema, memory
 from zerotune import detect_platform
 
-BENCHMARKS = {"ema": ema.measure}
+BENCHMARKS = {"ema": ema.measure, "memory": memory.measure}
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         images_to_grid,
         sample,
     )
+    from zerotune.diffusion.profiling import model_facts
     from zerotune.ema import EMAShadow
     from zerotune.errors import ZeroTuneError
     from zerotune.offload import OffloadManager
@@ -46,6 +47,7 @@ _HOMES: Final = {
     "ResolvedPlan": "plan",
     "ModelFacts": "plan",
     "RunFacts": "plan",
+    "model_facts": "diffusion.profiling",
     "OptimizerResolver": "optim",
     "OffloadManager": "offload",
     "Platform": "platform",
@@ -79,6 +81,7 @@ __all__ = [
     "ResolvedPlan",
     "ModelFacts",
     "RunFacts",
+    "model_facts",
     "OptimizerResolver",
     "OffloadManager",
     "Platform",

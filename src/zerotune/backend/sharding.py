@@ -34,6 +34,11 @@ def shard_from_host(
     for parameter in model.parameters():
         if not hasattr(parameter, "ds_id") and parameter.dtype in _DTYPES.values():
             parameter.data = parameter.data.to(dtype)
+    # Its configuration asks for the world size, which DeepSpeed takes for 1 before this.
+    accelerator = deepspeed.accelerator.get_accelerator()
+    deepspeed.comm.init_distributed(
+        dist_backend=accelerator.communication_backend_name(), dist_init_required=False
+    )
     deepspeed.zero.Init(module=model, config_dict_or_path=plan.to_deepspeed())
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

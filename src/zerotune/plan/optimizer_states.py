@@ -51,6 +51,9 @@ _STATES: Final[dict[str, float | Callable[[_Params], float]]] = {
     "zerooneadam": 4.0,
     "prodigy": 4.0,
     "adamw8bit": 0.52,
+    "torchaoadamw8bit": 0.52,
+    "torchaoadamw4bit": 0.27,
+    "torchaoadamwfp8": 0.52,
     "adamwschedulefree": 2.0,
     "sgdschedulefree": 1.0,
 }

@@ -29,9 +29,9 @@ def advise(vram, ram="128GiB", nvme=0, **options):
         ("48GiB", "128GiB", 0, "ZeRO-3", False),
         ("24GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", False),
         ("12GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", True),
-        ("8GiB", "128GiB", 0, "ZeRO-3, optimizer in host memory, parameters in host memory", False),
-        ("4GiB", "128GiB", 0, "ZeRO-3, optimizer in host memory, parameters in host memory", True),
-        ("4GiB", "32GiB", "1TB", "ZeRO-3, optimizer on NVMe, parameters on NVMe", True),
+        ("8GiB", "128GiB", 0, "ZeRO-3, optimizer and parameters in host memory", False),
+        ("4GiB", "128GiB", 0, "ZeRO-3, optimizer and parameters in host memory", True),
+        ("4GiB", "24GiB", "1TB", "ZeRO-3, optimizer and parameters on NVMe", True),
     ],
 )
 def test_sdxl_on_cards_people_have(vram, ram, nvme, title, checkpointing):

@@ -37,10 +37,11 @@ class Layout:
         """In words."""
         places = {"cpu": "in host memory", "nvme": "on NVMe"}
         words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
-        if self.optimizer != "none":
-            words.append(f"optimizer {places[self.optimizer]}")
-        if self.parameters != "none":
-            words.append(f"parameters {places[self.parameters]}")
+        if self.optimizer == self.parameters != "none":
+            words.append(f"optimizer and parameters {places[self.optimizer]}")
+        else:
+            parts = {"optimizer": self.optimizer, "parameters": self.parameters}
+            words += [f"{part} {places[to]}" for part, to in parts.items() if to != "none"]
         if not self.pinned:
             words.append("not page-locked")
         return ", ".join(words)

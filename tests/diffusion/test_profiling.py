@@ -1,0 +1,158 @@
+"""Counting what a training step keeps, without computing it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+
+from tests.support.models import tiny_unet
+from zerotune.diffusion.profile_inputs import example_inputs
+from zerotune.diffusion.profiling import activation_peak, measure_activations, model_facts
+from zerotune.errors import InvalidValueError
+
+UNET = {
+    "_class_name": "UNet2DConditionModel",
+    "sample_size": 8,
+    "block_out_channels": [16, 32],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "cross_attention_dim": 16,
+    "attention_head_dim": 8,
+    "norm_num_groups": 8,
+    "layers_per_block": 1,
+}
+SD3 = {
+    "_class_name": "SD3Transformer2DModel",
+    "sample_size": 16,
+    "num_layers": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "caption_projection_dim": 16,
+    "joint_attention_dim": 16,
+    "pooled_projection_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "pos_embed_max_size": 64,
+}
+FLUX = {
+    "_class_name": "FluxTransformer2DModel",
+    "in_channels": 16,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "axes_dims_rope": [4, 6, 6],
+    "joint_attention_dim": 16,
+    "pooled_projection_dim": 16,
+    "guidance_embeds": True,
+}
+
+
+class Chain(torch.nn.Module):
+    """Whose activations can be counted by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 32, bias=False)
+        self.second = torch.nn.Linear(32, 4, bias=False)
+
+    def forward(self, sample):
+        return (self.second(torch.relu(self.first(sample))),)
+
+
+def test_the_peak_is_what_lives_at_once():
+    with torch.device("meta"):
+        chain = Chain().to(torch.bfloat16)
+        sample = torch.empty(16, 8, dtype=torch.bfloat16)
+    for parameter in chain.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    peak = activation_peak(chain, {"sample": sample})
+    # At the turn: relu's output for the weight's gradient (16 x 32), and of the loss the output
+    # (16 x 4) in bf16 and fp32 and its square; later gradients take the place of these.
+    kept = 16 * 32 * 2
+    assert kept + 16 * 4 * (2 + 4) <= peak <= 4 * kept
+
+
+@pytest.mark.parametrize("config", [UNET, SD3, FLUX], ids=lambda c: c["_class_name"])
+def test_meta_counts_what_a_real_pass_keeps(config):
+    kind = {
+        "UNet2DConditionModel": UNet2DConditionModel,
+        "SD3Transformer2DModel": SD3Transformer2DModel,
+        "FluxTransformer2DModel": FluxTransformer2DModel,
+    }[config["_class_name"]]
+    peaks = []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            model = kind.from_config(dict(config)).to(torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        arguments = _moved(example_inputs(model)(1, 128, 128), device)
+        peaks.append(activation_peak(model, arguments))
+    # Kernels differ in a few temporaries (the CPU's convolutions reorder their inputs).
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.15)
+    assert peaks[0] > 100_000
+
+
+def _moved(value, device):
+    if isinstance(value, dict):
+        return {name: _moved(item, device) for name, item in value.items()}
+    return torch.zeros(value.shape, dtype=value.dtype, device=device)
+
+
+def test_costs_grow_with_batch_and_pixels_and_shrink_with_checkpoints():
+    facts = model_facts(UNET, name="small")
+    assert facts.name == "small"
+    assert facts.numel == sum(
+        p.numel() for p in UNet2DConditionModel.from_config(UNET).parameters()
+    )
+    costs = facts.activations
+    small = costs.full.nbytes(batch=1, pixels=256**2)
+    assert costs.full.nbytes(batch=4, pixels=256**2) == pytest.approx(4 * small, rel=0.05)
+    assert costs.checkpointed.nbytes(batch=1, pixels=1024**2) < costs.full.nbytes(
+        batch=1, pixels=1024**2
+    )
+
+
+def test_the_fit_predicts_sizes_it_has_not_seen():
+    with torch.device("meta"):
+        model = UNet2DConditionModel.from_config(dict(UNET))
+    costs = measure_activations(model)
+    make = example_inputs(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for batch, height, width in [(2, 512, 768), (1, 2048, 2048), (16, 128, 128)]:
+        peak = activation_peak(model, make(batch, height, width))
+        assert costs.full.nbytes(batch=batch, pixels=height * width) == pytest.approx(
+            peak, rel=0.03
+        )
+
+
+def test_a_configuration_is_read_from_a_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(UNET))
+    from_folder = model_facts(tmp_path, activations=False)
+    assert from_folder == model_facts(tmp_path / "config.json", activations=False)
+    assert from_folder.activations is None
+    assert from_folder.name == "UNet2DConditionModel"
+
+
+def test_a_module_gives_its_parameters():
+    unet = tiny_unet()
+    assert model_facts(unet, activations=False).numel == sum(p.numel() for p in unet.parameters())
+    with pytest.raises(InvalidValueError, match="on the meta device"):
+        model_facts(unet)
+
+
+@pytest.mark.parametrize("source", [{}, {"_class_name": "Nothing"}, {"_class_name": 3}])
+def test_a_configuration_without_a_class_is_refused(source):
+    with pytest.raises(InvalidValueError, match="_class_name"):
+        model_facts(source)
+
+
+def test_a_missing_file_and_an_unknown_model_are_refused(tmp_path):
+    with pytest.raises(InvalidValueError, match="cannot be read"):
+        model_facts(tmp_path)
+    with pytest.raises(InvalidValueError, match="not known"):
+        example_inputs(Chain())
