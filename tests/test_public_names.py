@@ -24,6 +24,7 @@ NAMES = {
     "ImageTensors",
     "MetricsFile",
     "ModelFacts",
+    "model_facts",
     "OffloadManager",
     "OptimizerResolver",
     "Platform",

