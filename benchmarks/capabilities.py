@@ -83,10 +83,10 @@ class DigitsNet(torch.nn.Module):
 def model_for(name: str, offload: str = "none", seed: int = 0) -> torch.nn.Module:
     """The network; for mup's optimizers with base shapes set.
 
-    DeepSpeed swaps nothing below 1 MiB, so NVMe cells train a wider one (0.7 M weights).
+    DeepSpeed swaps nothing below 1 MiB, so NVMe cells train a wider one (0.27 M weights).
     """
     torch.manual_seed(seed)
-    model = DigitsNet(width=128 if offload == "nvme" else 16)
+    model = DigitsNet(width=80 if offload == "nvme" else 16)
     if name.startswith("Mu") and name != "Muon":
         from zerotune.backend.mup import set_base_shapes
 

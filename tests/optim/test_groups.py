@@ -204,3 +204,9 @@ def test_different_rates_need_a_schedule_that_knows_groups(resolve, decisions_fo
     parts = resolve(ParameterGroups.per_part({"unet": {"lr": 1e-5}}))
     assert parts.scheduler.source == "zerotune"
     assert "scaled for each group" in decisions_for(parts, "scheduler.type")[-1].reason
+
+
+def test_prodigy_takes_no_groups(resolve, monkeypatch):
+    monkeypatch.setattr("zerotune.optim.situation.find_spec", lambda _name: True)
+    with pytest.raises(OptimizerError, match="one rate from all weights"):
+        resolve(ParameterGroups.no_decay(), optimizer="Prodigy", params={"lr": 1.0})

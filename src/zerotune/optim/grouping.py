@@ -51,6 +51,13 @@ def group_parameters(
             key=KEY,
             fix="give them: plan.resolve(model=ModelFacts.from_module(model))",
         )
+    if entry.name == "Prodigy":
+        raise OptimizerError(
+            "it finds one rate from all weights, and ZeRO would step one group after the other",
+            key=KEY,
+            value=entry.name,
+            fix="leave the groups out, or use another optimizer",
+        )
     _check_patterns(groups, model)
     taken = _assign(groups.rules, model.trainable)
     _check_empty(groups.rules, taken, model)

@@ -131,7 +131,7 @@ class OptimizerResolver:
             scheduler=scheduler,
             states=settled.entry.states_for(settled.choice.params),
             situation=situation,
-            decisions=(*settled.decisions, *grouping, *why),
+            decisions=(*settled.decisions, *grouping, *why, *_not_saved(settled)),
         )
 
     def apply(self, resolved: ResolvedPlan) -> ResolvedPlan:
@@ -271,6 +271,19 @@ class OptimizerResolver:
             severity="note" if section is None else "warning",
         )
         return None, (decision,)
+
+
+def _not_saved(settled: Settled) -> tuple[Decision, ...]:
+    if not settled.entry.own_schedule:
+        return ()
+    name = settled.choice.name
+    reason = "the numbers it keeps for all weights together are not in checkpoints: a resumed run "
+    reason += "starts them anew"
+    if name == "AdamWScheduleFree":
+        reason += "; evaluation, EMA and exports see the weights trained, not their average"
+    return (
+        Decision(key="optimizer.state", before=name, after=name, reason=reason, severity="warning"),
+    )
 
 
 def _no_schedule(name: str) -> Decision:

@@ -1,0 +1,61 @@
+"""Schedules count optimizer steps: not micro batches, and not those of other processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from zerotune.plan.choices import SchedulerChoice
+from zerotune.plan.schedules import lr_at
+
+pytestmark = pytest.mark.deepspeed
+
+STEPS = 50
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "WarmupLR": {
+        "warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 60,
+        "warmup_type": "linear",
+    },
+    "cosine": {"num_warmup_steps": 10, "num_training_steps": 80, "num_cycles": 0.5},
+}  # fmt: skip
+
+
+def rates(accumulations: list[int]) -> dict[tuple[str, int], float]:
+    """Learning rate for the update after ``STEPS`` optimizer steps."""
+    from zerotune.backend.building import build_engine
+    from zerotune.backend.distributed import Launch
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.facts import ModelFacts
+
+    found = {}
+    for name, params in SCHEDULES.items():
+        for accumulation in accumulations:
+            model = torch.nn.Linear(3, 1)
+            plan = DeepSpeedPlan.build(
+                stage=2,
+                precision="fp32",
+                gradient_accumulation_steps=accumulation,
+                optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+                scheduler={"type": name, "params": params},
+            ).resolve(
+                model=ModelFacts.from_module(model),
+                world_size=Launch.from_environment().world_size,
+            )
+            with build_engine(model=model, plan=OptimizerResolver().apply(plan)) as engine:
+                for _ in range(STEPS * accumulation):
+                    engine.backward(engine(torch.ones(2, 3)).pow(2).mean())
+                    engine.step()
+                found[name, accumulation] = engine.lr
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+def test_rates_after_fifty_steps(world_size: int) -> None:
+    for found in run_ranks(rates, [1, 4], world_size=world_size):
+        for (name, _), rate in found.items():
+            choice = SchedulerChoice(name=name, params=SCHEDULES[name])
+            assert rate == lr_at(choice, STEPS, 1e-3), name

@@ -1,0 +1,72 @@
+"""The stored table against the real engine: a cross-section is run again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from zerotune.optim import OPTIMIZERS, CapabilityTable
+
+CELLS = [
+    ("AdamW", 2, "cpu", "fp32"), ("AdamW", 3, "none", "bf16"), ("Adagrad", 1, "cpu", "fp32"),
+    ("Lion", 1, "none", "fp32"), ("Lion", 3, "cpu", "bf16"), ("Lamb", 3, "none", "fp32"),
+    ("Lamb", 0, "none", "bf16"), ("Muon", 2, "none", "bf16"), ("Muon", 3, "cpu", "fp32"),
+    ("SGD", 2, "cpu", "fp32"), ("Adafactor", 2, "none", "fp32"), ("OneBitAdam", 0, "none", "fp32"),
+]  # fmt: skip
+
+
+def test_the_table_is_complete_for_what_needs_no_package() -> None:
+    table = CapabilityTable.stored()
+    for name, entry in OPTIMIZERS.items():
+        if entry.package is not None:
+            continue
+        for stage, offload in [(0, "none"), *((s, o) for s in (1, 2, 3) for o in ("none", "cpu"))]:
+            for precision in ("fp32", "bf16"):
+                assert (name, stage, offload, precision) in table.cells
+
+
+def test_a_table_survives_being_written_and_read() -> None:
+    table = CapabilityTable.stored()
+    text = table.to_json()
+    assert CapabilityTable.from_json(text) == table
+    assert len(json.loads(text)["cells"]) == len(table.cells)
+
+
+def test_a_working_cell_has_learnt() -> None:
+    for cell in CapabilityTable.stored().cells.values():
+        if cell.outcome != "cannot":
+            assert cell.last_loss < 0.9 * cell.first_loss, cell.key
+            assert cell.implementation
+        else:
+            assert cell.reason, cell.key
+
+
+def test_the_docs_show_the_stored_table() -> None:
+    capabilities = pytest.importorskip("benchmarks.capabilities")
+    page = capabilities.PAGE.read_text(encoding="utf-8")
+    shown = page.partition(capabilities.BEGIN)[2].partition(capabilities.END)[0]
+    assert shown.strip() == capabilities.rendered(CapabilityTable.stored()).strip()
+
+
+def run_again(cells: list[tuple[str, int, str, str]]) -> list[Any]:
+    from benchmarks.capabilities import run_cell
+
+    return [run_cell(*cell) for cell in cells]
+
+
+@pytest.mark.deepspeed
+def test_a_cross_section_of_the_table_is_still_true() -> None:
+    deepspeed = pytest.importorskip("deepspeed")
+    table = CapabilityTable.stored()
+    if deepspeed.__version__ != table.versions["deepspeed"]:
+        pytest.skip(f"the table is of DeepSpeed {table.versions['deepspeed']}")
+    (cells,) = run_ranks(run_again, CELLS)
+    for cell in cells:
+        stored = table.cells[cell.key]
+        assert (cell.outcome, cell.implementation) == (stored.outcome, stored.implementation), cell
+        if stored.last_loss is not None:
+            # bf16 and other processors round differently; a broken cell is off by far more.
+            assert cell.last_loss == pytest.approx(stored.last_loss, rel=0.15), cell

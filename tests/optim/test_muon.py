@@ -1,0 +1,96 @@
+"""Who belongs to Muon: hidden matrices, unless an earlier pattern says otherwise."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.optim import MUON_DEFAULTS, MuonPatterns, OptimizerResolver, ParameterGroups
+from zerotune.plan.facts import ModelFacts, ParameterFacts
+
+SHAPES = [
+    ("conv_in.weight", (8, 3, 3, 3)),
+    ("time_embedding.linear_1.weight", (32, 8)),
+    ("down.resnet.norm1.weight", (8,)),
+    ("down.resnet.conv1.weight", (8, 8, 3, 3)),
+    ("down.attn.to_q.weight", (8, 8)),
+    ("down.attn.to_q.bias", (8,)),
+    ("conv_out.weight", (3, 8, 3, 3)),
+]
+HIDDEN = {"down.resnet.conv1.weight", "down.attn.to_q.weight"}
+
+
+@pytest.fixture
+def resolve(make_plan):
+    def run(params=None, *, shapes=SHAPES, **resolver):
+        plan = make_plan("Muon", {"lr": 0.02} | (params or {}))
+        plan = attrs.evolve(plan, model=ModelFacts.from_shapes(shapes) if shapes else None)
+        return OptimizerResolver(**resolver).resolve(plan)
+
+    return run
+
+
+def groups_of(resolution):
+    return {group.name: group for group in resolution.optimizer.groups}
+
+
+def test_hidden_matrices_are_muons_and_the_rest_adams(resolve, decisions_for):
+    resolution = resolve()
+    groups = groups_of(resolution)
+    assert set(groups["muon"].parameters) == HIDDEN
+    assert set(groups["adam"].parameters) == {name for name, _ in SHAPES} - HIDDEN
+    assert groups["muon"].params == {"lr": 0.02, "use_muon": True}
+    (decision,) = decisions_for(resolution, "optimizer.params.adam_lr")
+    assert (decision.after, decision.severity) == (3e-4, "warning")
+    assert groups["adam"].params == {"lr": 3e-4, "use_muon": False}
+
+
+def test_a_convolution_is_a_recorded_decision(resolve, decisions_for):
+    (decision,) = decisions_for(resolve(), "use_muon")
+    assert decision.after == "1 convolutions"
+
+
+def test_patterns_are_edited_by_putting_one_first(resolve):
+    patterns = MuonPatterns(rules=[("*conv1*", False), ("conv_out", True), *MUON_DEFAULTS])
+    groups = groups_of(resolve(muon=patterns))
+    assert set(groups["muon"].parameters) == {"down.attn.to_q.weight", "conv_out.weight"}
+
+
+def test_first_and_last_matrix_go_by_place_where_names_do_not_tell():
+    shapes = [("0.weight", (4, 4)), ("1.weight", (4, 4)), ("1.bias", (4,)), ("2.weight", (4, 4))]
+    facts = [ParameterFacts(name=name, shape=shape) for name, shape in shapes]
+    assert MuonPatterns().select(facts) == {"1.weight"}
+
+
+def test_both_rates_can_be_written(resolve):
+    groups = groups_of(resolve({"muon_lr": 0.05, "adam_lr": 1e-3}))
+    assert groups["muon"].params["lr"] == 0.05
+    assert groups["adam"].params["lr"] == 1e-3
+
+
+def test_groups_of_ones_own_are_split_too(resolve):
+    groups = groups_of(resolve({"weight_decay": 0.1}, groups=ParameterGroups.no_decay()))
+    assert set(groups) == {"no decay, adam", "rest, muon", "rest, adam"}
+    assert groups["no decay, adam"].params["weight_decay"] == 0.0
+    assert groups["rest, muon"].params["weight_decay"] == 0.1
+
+
+def test_a_vector_cannot_be_muons(resolve):
+    with pytest.raises(InvalidValueError, match="this is none"):
+        resolve(muon=MuonPatterns(rules=[("*", True)]))
+
+
+def test_a_place_that_does_not_exist_is_refused():
+    with pytest.raises(InvalidValueError, match="no such place"):
+        MuonPatterns(rules=[("@middle", True)])
+
+
+def test_a_model_without_hidden_matrices_is_an_error(resolve):
+    with pytest.raises(OptimizerError, match="no parameter of this model is for Muon"):
+        resolve(shapes=SHAPES[:1])
+
+
+def test_muon_needs_the_model(resolve):
+    with pytest.raises(OptimizerError, match="from_module"):
+        resolve(shapes=None)
