@@ -1,12 +1,15 @@
 """What this machine is: accelerator, memory, cores, versions, and whether DeepSpeed can run.
 
-Importing this package loads neither torch nor deepspeed; ``detect_platform`` imports torch.
-Compilers and libraries are in ``zerotune.platform.toolchain``.
+Importing this package loads neither torch nor deepspeed; ``detect_platform`` imports torch. What
+looks at the machine is loaded on first use, so that describing one costs nothing. Compilers and
+libraries are in ``zerotune.platform.toolchain``.
 """
 
 from __future__ import annotations
 
-from zerotune.platform.detection import detect_platform
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from zerotune.platform.facts import (
     GIB,
     Accelerator,
@@ -15,7 +18,18 @@ from zerotune.platform.facts import (
     HostMemory,
     Platform,
 )
-from zerotune.platform.probe import Cores, MachineProbe, PlatformProbe, TorchFacts
+
+if TYPE_CHECKING:
+    from zerotune.platform.detection import detect_platform
+    from zerotune.platform.probe import Cores, MachineProbe, PlatformProbe, TorchFacts
+
+_HOMES: Final = {
+    "Cores": "probe",
+    "MachineProbe": "probe",
+    "PlatformProbe": "probe",
+    "TorchFacts": "probe",
+    "detect_platform": "detection",
+}
 
 __all__ = [
     "GIB",
@@ -30,3 +44,15 @@ __all__ = [
     "TorchFacts",
     "detect_platform",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
