@@ -45,7 +45,8 @@ def dead(tmp_path):
 
     def make(root=tmp_path):
         run_id = new_run_id()
-        folder = root / lease_name(run_id)
+        # Built under another name: a lease appears whole, with its record and its lock.
+        folder = root / f"building-{run_id}"
         swap = folder / "zero_stage_3" / "optimizer" / "rank0"
         swap.mkdir(parents=True)
         (swap / "0.tensor.swp").write_bytes(b"x" * 40_000)
@@ -55,7 +56,7 @@ def dead(tmp_path):
         )
         gone = attrs.evolve(record.owner, pid_start=record.owner.pid_start + 1)
         attrs.evolve(record, owner=gone).write(folder)
-        return folder
+        return folder.rename(root / lease_name(run_id))
 
     return make
 
@@ -385,7 +386,7 @@ def test_two_cleaners_at_once_free_everything_and_fail_at_nothing(tmp_path, dead
             made += 1
         counts = [process.communicate()[0].split() for process in (first, second)]
     assert [int(failed) for _, failed in counts] == [0, 0]
-    # What is half built when a cleaner sees it proves nothing and is kept until the next look.
+    # Both may count one of which each removed a part.
     assert sum(int(count) for count, _ in counts) >= made
     assert list(tmp_path.iterdir()) == []
 
