@@ -213,6 +213,12 @@ def _quiet() -> None:
     logging.disable(logging.WARNING)
 
 
+_LEGEND = (
+    "✓ works, ◐ works with a change that `capability(…)` names (both were run), "
+    "✗ cannot, · not run."
+)
+
+
 def rendered(table: CapabilityTable) -> str:
     """The table for the docs: a row a name, a column a place."""
     columns = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"),
@@ -234,7 +240,7 @@ def rendered(table: CapabilityTable) -> str:
         lines.append(f"| {name} | {' | '.join(row)} |")
     lines += [
         "",
-        "✓ works, ◐ works with a change (`capability(…)` says which), ✗ cannot, · not run.",
+        _LEGEND,
     ]
     lines += [""] + [f"{number}. {reason}" for reason, number in notes.items()]
     return "\n".join(lines)
@@ -271,12 +277,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     names = chosen.names or list(OPTIMIZERS)
     table = CapabilityTable.stored()
-    cells = {key: cell for key, cell in table.cells.items() if key[0] in OPTIMIZERS}
+    # Not run is not the same as cannot: what needs a package that is missing stays unverified.
+    cells = {
+        key: cell
+        for key, cell in table.cells.items()
+        if key[0] in OPTIMIZERS and "not installed" not in cell.reason
+    }
     for name in names:
         package = (OPTIMIZERS[name].package or "").partition(".")[0]
         if package and not find_spec(package):
-            # Not run is not the same as cannot: its cells stay unverified.
-            cells = {key: cell for key, cell in cells.items() if key[0] != name}
             print(name, f"left out: {package} is not installed", flush=True)
             continue
         for place in places():

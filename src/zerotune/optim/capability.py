@@ -76,8 +76,8 @@ def capability_of(
         return answer
     if answer.runs and cell.outcome == "cannot":
         return _cannot(f"it was tried: {cell.reason}", verified=True)
-    # A rule that refuses what was once seen to run knows something of this situation.
-    return attrs.evolve(answer, verified=answer.runs == (cell.outcome != "cannot"))
+    # What a rule refuses was not started, so nothing was seen of it.
+    return attrs.evolve(answer, verified=answer.runs)
 
 
 def _by_rules(entry: OptimizerEntry, situation: Situation) -> Capability:
