@@ -55,6 +55,8 @@ def shared_environment(session: nox.Session) -> None:
     wanted = Path(CONSTRAINTS).read_text() + (ROOT / "pyproject.toml").read_text()
     if not stamp.exists() or stamp.read_text() != wanted:
         run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "-e", ".[dev]")
+        # Its dependencies (torchvision, pandas, seaborn) only draw its own examples.
+        run(session, "-m", "pip", "install", "-c", CONSTRAINTS, "--no-deps", "mup")
         stamp.write_text(wanted)
 
 
@@ -173,6 +175,21 @@ def wheel(session: nox.Session) -> None:
             "assert r.files('zerotune').joinpath('py.typed').is_file(); "
             "print(zerotune.__version__, zerotune.DeepSpeedPlan.build(stage=2).explain())",
         )  # fmt: skip
+
+
+@nox.session(python=False)
+def faults(session: nox.Session) -> None:
+    """Kill runs at random moments, thirty by default; nobody else may lose a byte."""
+    training_environment(session)
+    run(session, "-m", "tests.offload.faults", *(session.posargs or ["--kills", "30"]))
+
+
+@nox.session(python=False)
+def parity(session: nox.Session) -> None:
+    """Every working optimizer under every stage and offload against its plain reference."""
+    training_environment(session)
+    session.env["ZEROTUNE_FULL_PARITY"] = "1"
+    run(session, "-m", "pytest", "-m", "slow", "tests/backend/test_optimizer_parity.py")
 
 
 @nox.session(python=False)

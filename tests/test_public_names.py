@@ -37,6 +37,7 @@ NAMES = {
     "ZeroTuneError",
     "__version__",
     "build_engine",
+    "cleanup_stale_swap",
     "detect_platform",
     "images_to_grid",
     "latest_checkpoint",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from zerotune.diffusion.profiling import model_facts
     from zerotune.ema import EMAShadow
     from zerotune.errors import ZeroTuneError
-    from zerotune.offload import OffloadManager
+    from zerotune.offload import OffloadManager, cleanup_stale_swap
     from zerotune.optim import OptimizerResolver
     from zerotune.plan import DeepSpeedPlan, ModelFacts, ResolvedPlan, RunFacts
     from zerotune.platform import Platform, detect_platform
@@ -50,6 +50,7 @@ _HOMES: Final = {
     "model_facts": "diffusion.profiling",
     "OptimizerResolver": "optim",
     "OffloadManager": "offload",
+    "cleanup_stale_swap": "offload",
     "Platform": "platform",
     "detect_platform": "platform",
     "prepare": "training",
@@ -84,6 +85,7 @@ __all__ = [
     "model_facts",
     "OptimizerResolver",
     "OffloadManager",
+    "cleanup_stale_swap",
     "Platform",
     "detect_platform",
     "prepare",

@@ -65,6 +65,11 @@ def _configure_bench(parser: argparse.ArgumentParser) -> None:
         help="search for the best settings, or measure DeepSpeed's defaults alone",
     )
     parser.add_argument(
+        "--family",
+        metavar="NAME",
+        help="also say how long a step of this model, all of it on NVMe, spends on the disk (sdxl)",
+    )
+    parser.add_argument(
         "--save",
         action="store_true",
         help="keep the best settings in ROOT, where later leases use them",
@@ -119,17 +124,36 @@ def _bench(arguments: argparse.Namespace) -> int:
     from zerotune.plan.memory.sizes import parse_size
 
     size = parse_size(arguments.size, key="--size")
+    if arguments.family:
+        from zerotune.plan import family
+
+        family(arguments.family)  # before a minute of measuring
     # DeepSpeed and its compiler print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):
         from zerotune.offload.benchmarking import benchmark
 
         found = benchmark(arguments.root, size=size, sweep=arguments.sweep)
         saved = found.best.save(found.root) if arguments.save else None
+    seconds = _step_seconds(found, arguments.family) if arguments.family else None
     if arguments.json:
-        _print_json(_bench_data(found, saved))
+        _print_json({**_bench_data(found, saved), "step_seconds": seconds})
     else:
         _print_bench(found, saved)
+        if seconds is not None:
+            sys.stdout.write(
+                f"a step of {arguments.family}, all of it on NVMe, spends at least {seconds:.1f} s"
+                " on this disk\n"
+            )
     return 0
+
+
+def _step_seconds(found: Benchmark, family: str) -> float:
+    from zerotune.plan import DeepSpeedPlan
+    from zerotune.platform import Platform
+
+    plan = DeepSpeedPlan.build(stage=3, offload="nvme", offload_param="nvme", precision="bf16")
+    estimate = plan.estimate(family, platform=Platform.synthetic("cuda"))
+    return found.best.step_seconds(estimate)
 
 
 def _lease_data(lease: FoundLease) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from zerotune.plan.section import evolved
 from zerotune.plan.sections import AioSection
 
 if TYPE_CHECKING:
+    from zerotune.plan.memory.values import MemoryEstimate
     from zerotune.plan.resolved import ResolvedPlan
 
 MEASURED_FILE: Final = "zerotune-aio.json"
@@ -54,6 +55,16 @@ class MeasuredDisk:
     def settings(self) -> dict[str, int]:
         """The keys of ``aio`` it chose."""
         return {name: getattr(self, name) for name in TUNED}
+
+    def step_seconds(self, estimate: MemoryEstimate) -> float:
+        """The least seconds one optimizer step spends on this disk, when nothing overlaps.
+
+        Args:
+            estimate: What the plan needs; its ranks share the disk.
+        """
+        ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
+        traffic = estimate.swap_traffic
+        return ranks * traffic.seconds(read_rate=self.read, write_rate=self.write)
 
     def to_aio(self, written: AioSection | None = None) -> AioSection:
         """An ``aio`` section for a plan; what is ``written`` there already stands."""

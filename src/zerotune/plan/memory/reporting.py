@@ -17,6 +17,7 @@ from zerotune.plan.memory.bars import (
     fits,
     memory_bars,
 )
+from zerotune.plan.memory.sizes import format_size
 from zerotune.plan.memory.values import (
     PHASES,
     PLACES,
@@ -66,6 +67,8 @@ def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
         "workload": attrs.asdict(estimate.workload),
         "places": {place: _place_data(estimate, place) for place in PLACES},
         "pinned": estimate.pinned,
+        "swap_traffic": attrs.asdict(estimate.swap_traffic),
+        "notes": list(estimate.notes),
     }
 
 
@@ -85,7 +88,19 @@ def explain_estimate(estimate: MemoryEstimate, *, budget: Budget | None = None) 
     for place in PLACES:
         if any(item.place == place for item in estimate.items):
             lines.extend(["", *_place_lines(estimate, place)])
+    lines.extend(_traffic_lines(estimate))
+    lines.extend(line for note in estimate.notes for line in _wrapped(f"note: {note}", indent="  "))
     return "\n".join(lines)
+
+
+def _traffic_lines(estimate: MemoryEstimate) -> list[str]:
+    traffic = estimate.swap_traffic
+    if not traffic.written:
+        return []
+    read, written = format_size(traffic.read), format_size(traffic.written)
+    return _wrapped(
+        f"  each optimizer step reads {read} from swap files and writes {written}", indent="  "
+    )
 
 
 def markdown_estimate(estimate: MemoryEstimate, *, budget: Budget | None = None) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 import attrs
 
 if TYPE_CHECKING:
+    from zerotune.plan.memory.traffic import SwapTraffic
     from zerotune.plan.memory.workload import Workload
     from zerotune.plan.resolved import ResolvedPlan
 
@@ -96,6 +97,13 @@ class MemoryEstimate:
         return max(
             _total(item for item in self.at("host", phase) if item.pinned) for phase in PHASES
         )
+
+    @property
+    def swap_traffic(self) -> SwapTraffic:
+        """What one optimizer step of one rank reads from and writes to swap files."""
+        from zerotune.plan.memory.traffic import swap_traffic
+
+        return swap_traffic(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain data that JSON can hold; every number in bytes per rank."""
