@@ -1,0 +1,274 @@
+"""What the page asks the server: JSON in, JSON out, nothing but the plan's own answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from zerotune.builder import wire
+from zerotune.builder.advice import advise
+from zerotune.builder.builtin_templates import BUILTIN, builtin_template, starting_state
+from zerotune.builder.catalogue import SchemaSource, catalogue
+from zerotune.builder.forms import FormState, read_plan
+from zerotune.builder.opening import Opened, open_file, open_text
+from zerotune.builder.preview import capabilities, preview_data, understand
+from zerotune.builder.session import Session
+from zerotune.builder.setup import Machines, read_setup
+from zerotune.builder.templates_store import Template, TemplateStore, read_template
+from zerotune.errors import (
+    InvalidValueError,
+    PlanConflictError,
+    PlanFileError,
+    PlanSyntaxError,
+    ZeroTuneError,
+)
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.memory.sizes import format_size
+
+logger = logging.getLogger("zerotune")
+
+Data = dict[str, Any]
+_STAGES = ("0", "1", "2", "3")
+_OFFLOADS = ("none", "cpu", "nvme")
+_PRECISIONS = ("bf16", "fp16", "fp32")
+
+
+@attrs.frozen(kw_only=True)
+class Api:
+    """The endpoints under ``/api``."""
+
+    session: Session
+    templates: TemplateStore
+    machines: Machines = attrs.field(factory=Machines)
+    schema: SchemaSource = attrs.field(factory=SchemaSource)
+
+    def routes(self) -> list[Route]:
+        """The routes, to be mounted under ``/api``."""
+        return [
+            _reading("/start", self._start),
+            _reading("/catalogue", lambda _: catalogue()),
+            _reading("/schema", lambda _: self.schema.data()),
+            _reading("/machine", self._machine),
+            _reading("/optimizers", self._optimizers),
+            _reading("/path", self._path),
+            _writing("/preview", self._preview),
+            _writing("/advise", lambda sent: advise(_state(sent), self.machines)),
+            _writing("/open", self._open),
+            _writing("/apply", self._apply),
+            _writing("/save", self._save),
+            _reading("/templates", self._list_templates),
+            _writing("/templates/use", self._use_template),
+            _writing("/templates/save", self._save_template),
+            _writing("/templates/rename", self._rename_template),
+            _writing("/templates/delete", self._delete_template),
+            _writing("/templates/import", self._import_template),
+        ]
+
+    def _start(self, _: Data) -> Data:
+        return self.session.opening()
+
+    def _machine(self, _: Data) -> Data:
+        machine = self.machines.this()
+        names = [f"{device.name}, {format_size(device.total_memory)}" for device in machine.devices]
+        return {
+            "accelerator": machine.accelerator,
+            "devices": names,
+            "ram": format_size(machine.host_memory.limit),
+            "deepspeed": machine.deepspeed.reason,
+            "versions": dict(machine.versions),
+        }
+
+    def _optimizers(self, asked: Data) -> Data:
+        setup, _ = read_setup({"this_machine": asked.get("machine") == "this"})
+        return {
+            "optimizers": capabilities(
+                self.machines.of(setup),
+                stage=int(_choice(asked, "stage", _STAGES, "2")),
+                offload=_choice(asked, "offload", _OFFLOADS, "none"),
+                precision=_choice(asked, "precision", _PRECISIONS, "bf16"),
+            )
+        }
+
+    def _path(self, asked: Data) -> Data:
+        return attrs.asdict(self.session.root.facts(asked.get("path")))
+
+    def _preview(self, sent: Data) -> Data:
+        preview = understand(_state(sent), self.machines)
+        return preview_data(preview, self.machines, applied=self.session.applied)
+
+    def _open(self, sent: Data) -> Data:
+        if "path" in sent:
+            return _opened(open_file(sent["path"], self.session.root))
+        text = wire.text(sent.get("text"), "text", longest=1 << 20)
+        name = wire.text(sent.get("name") or "the text", "name", longest=255)
+        return _opened(open_text(text, name=name, root=self.session.root))
+
+    def _apply(self, sent: Data) -> Data:
+        preview = understand(_state(sent), self.machines)
+        if preview.plan is None or preview.resolved is None:
+            worst = preview.messages[0]
+            raise PlanConflictError(
+                f"the plan cannot run: {worst.text}", key=worst.key or "plan", fix=worst.fix or None
+            )
+        try:
+            return self.session.apply(preview.plan, version=_version(sent))
+        except ZeroTuneError:
+            raise
+        except Exception as error:
+            # The callback is the host's; its failure must reach the page, whatever it is.
+            logger.exception("the trainer's apply callback failed")
+            raise _CallbackError(error) from error
+
+    def _save(self, sent: Data) -> Data:
+        plan = _whole(sent)
+        path = self.session.root.inside(sent.get("path"), key="path")
+        format_ = sent.get("format")
+        if format_ is not None:
+            format_ = wire.text(format_, "format", longest=20)
+        return self.session.save(plan, path, format_=format_, version=_version(sent))
+
+    def _list_templates(self, _: Data) -> Data:
+        return {
+            "builtin": [
+                {"id": one.id, "name": one.name, "description": one.description} for one in BUILTIN
+            ],
+            "own": [_template(one) for one in self.templates.all()],
+            "folder": str(self.templates.folder),
+        }
+
+    def _use_template(self, sent: Data) -> Data:
+        if "name" in sent:
+            template = self.templates.get(sent["name"])
+            return {"state": template.state.data(), "template": _template(template)}
+        found = builtin_template(wire.text(sent.get("id"), "id", longest=60))
+        around = wire.mapping(sent.get("setup"), "setup")
+        advice = advise(starting_state(found, around), self.machines)
+        if not advice["fits"]:
+            return {"state": None, **advice}
+        chosen = advice["chosen"]
+        return {"state": chosen["state"], "title": chosen["title"], "reason": chosen["reason"]}
+
+    def _save_template(self, sent: Data) -> Data:
+        template = Template(
+            name=wire.text(sent.get("name"), "name", longest=255),
+            description=wire.text(sent.get("description") or "", "description", longest=500),
+            state=_state(sent),
+        )
+        return _template(self.templates.put(template, version=_version(sent)))
+
+    def _rename_template(self, sent: Data) -> Data:
+        return _template(
+            self.templates.rename(sent.get("name"), sent.get("to"), version=_version(sent))
+        )
+
+    def _delete_template(self, sent: Data) -> Data:
+        self.templates.delete(sent.get("name"), version=_version(sent))
+        return {"deleted": sent.get("name")}
+
+    def _import_template(self, sent: Data) -> Data:
+        text = wire.text(sent.get("text"), "text", longest=1 << 20)
+        template = read_template(text, name="the file")
+        return _template(self.templates.put(template, version=None))
+
+
+class _CallbackError(Exception):
+    """The trainer that mounted the builder could not apply a plan."""
+
+
+def _state(sent: Data) -> FormState:
+    return FormState.of_request(sent.get("state"))
+
+
+def _whole(sent: Data) -> DeepSpeedPlan:
+    reading = read_plan(_state(sent))
+    if reading.plan is None:
+        raise reading.errors[0]
+    return reading.plan
+
+
+def _version(sent: Data) -> str | None:
+    version = sent.get("version")
+    return None if version is None else wire.text(version, "version", longest=64)
+
+
+def _choice(asked: Data, key: str, choices: tuple[str, ...], default: str) -> str:
+    value = asked.get(key, default)
+    if value not in choices:
+        raise InvalidValueError(
+            "is not one of the choices", key=key, value=value, fix=f"use {', '.join(choices)}"
+        )
+    return str(value)
+
+
+def _opened(opened: Opened) -> Data:
+    return {
+        "state": opened.state.data(),
+        "messages": [attrs.asdict(message) for message in opened.messages],
+        "source": opened.source,
+    }
+
+
+def _template(template: Template) -> Data:
+    return {**template.data(), "version": template.version}
+
+
+def _reading(path: str, answer: Callable[[Data], Any]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        return await _answered(answer, dict(request.query_params))
+
+    return Route(path, endpoint, methods=["GET"])
+
+
+def _writing(path: str, answer: Callable[[Data], Any]) -> Route:
+    async def endpoint(request: Request) -> Response:
+        body = await request.body()
+        try:
+            sent = wire.mapping(wire.parse(body.decode("utf-8")), "request")
+        except UnicodeDecodeError:
+            return _error(400, InvalidValueError("is not UTF-8", key="request"))
+        except ZeroTuneError as error:
+            return _error(400, error)
+        return await _answered(answer, sent)
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+async def _answered(answer: Callable[[Data], Any], sent: Data) -> Response:
+    """Run an endpoint in a worker thread: detecting, importing and fsync all take their time."""
+    try:
+        data = await run_in_threadpool(answer, sent)
+    except ZeroTuneError as error:
+        return _error(_status(error), error)
+    except _CallbackError as error:
+        return JSONResponse({"error": f"The trainer could not apply it: {error}"}, status_code=502)
+    except (OverflowError, RecursionError):
+        return _error(400, InvalidValueError("holds a number too large", key="request"))
+    return JSONResponse(wire.to_wire(data), headers={"cache-control": "no-store"})
+
+
+def _status(error: ZeroTuneError) -> int:
+    if isinstance(error, PlanConflictError):
+        return 409
+    return 404 if isinstance(error, PlanFileError) else 422
+
+
+def _error(status: int, error: ZeroTuneError) -> Response:
+    data: Data = {
+        "error": str(error),
+        "key": error.key,
+        "reason": error.reason,
+        "fix": error.fix,
+        "kind": type(error).__name__,
+    }
+    if isinstance(error, PlanSyntaxError):
+        data |= {"line": error.line, "column": error.column}
+    return JSONResponse(
+        wire.to_wire(data), status_code=status, headers={"cache-control": "no-store"}
+    )

@@ -1,0 +1,107 @@
+"""``create_app``: the builder as an ASGI application, alone or inside another trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from zerotune.builder import fields
+from zerotune.builder.api import Api
+from zerotune.builder.places import Root
+from zerotune.builder.security import LARGEST_BODY, LOOPBACK, Guard
+from zerotune.builder.session import Session
+from zerotune.builder.templates_store import TemplateStore
+from zerotune.plan import DeepSpeedPlan
+
+_STATIC: Final = Path(__file__).parent / "static"
+
+
+def create_app(
+    *,
+    plan: DeepSpeedPlan | None = None,
+    plan_file: str | os.PathLike[str] | None = None,
+    root: str | os.PathLike[str] | None = None,
+    on_apply: Callable[[DeepSpeedPlan], object] | None = None,
+    token: str | None = None,
+    hosts: Collection[str] = LOOPBACK,
+    templates_folder: str | os.PathLike[str] | None = None,
+    largest_body: int = LARGEST_BODY,
+) -> ASGIApp:
+    """The config builder as an ASGI application.
+
+    It can be mounted under a prefix of another application:
+    ``Mount("/builder", create_app(on_apply=use_plan))``.
+
+    Args:
+        plan: What the form shows first; a common case by default.
+        plan_file: File that *apply* writes; it is read whenever a page is opened.
+        root: Folder that every path the page names must lie in; the working directory by default.
+        on_apply: Called with the plan when the user applies it, in a worker thread; text that it
+            returns is shown.
+        token: Secret that every request must bring, as ``?token=`` once or as a bearer token.
+        hosts: Names in ``Host`` headers that are answered, without ports. Add the name under
+            which your own server is reached.
+        templates_folder: Where the user's templates are; in the user's configuration directory
+            by default.
+        largest_body: Bytes of a request.
+
+    Raises:
+        InvalidValueError: ``plan_file`` lies outside ``root``.
+    """
+    session = Session(
+        root=Root(folder=Path.cwd() if root is None else Path(root)),
+        plan=plan,
+        plan_file=None if plan_file is None else Path(plan_file),
+        on_apply=on_apply,
+    )
+    folder = None if templates_folder is None else Path(templates_folder)
+    api = Api(session=session, templates=TemplateStore(folder))
+    page = _environment().get_template("index.html")
+
+    async def index(request: Request) -> Response:
+        prefix = request.scope.get("root_path", "").rstrip("/")
+        return HTMLResponse(page.render(prefix=prefix, session=session, **_form()))
+
+    app = Starlette(
+        routes=[
+            Route("/", index, methods=["GET"]),
+            Mount("/api", routes=api.routes()),
+            Mount("/static", StaticFiles(directory=_STATIC)),
+        ]
+    )
+    return Guard(app, hosts=hosts, token=token, largest_body=largest_body)
+
+
+def _environment() -> Environment:
+    return Environment(
+        loader=PackageLoader("zerotune.builder"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _form() -> dict[str, Any]:
+    return {
+        "stages": fields.STAGES,
+        "stage": fields.STAGE,
+        "precision": fields.PRECISION,
+        "batch": fields.BATCH,
+        "world": fields.WORLD,
+        "offload": fields.OFFLOAD,
+        "stage_3": fields.stage_3_fields(),
+        "communication": fields.communication_fields(),
+        "setup": fields.setup_fields(),
+        "machine": fields.machine_fields(),
+    }

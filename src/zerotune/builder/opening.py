@@ -1,0 +1,155 @@
+"""Opening what somebody pasted, uploaded or named: anything the readers of a plan accept."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from zerotune.builder import wire
+from zerotune.builder.forms import FormState
+from zerotune.builder.messages import Message, of_decisions, of_error
+from zerotune.builder.places import Root
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.accelerate_block import plan_from_settings
+from zerotune.plan.accelerate_yaml import parse_yaml
+from zerotune.plan.json_text import parse_json
+from zerotune.plan.reading import WRAPPERS, plan_from_mapping, read_text, tolerated, undashed
+
+_YAML_SUFFIXES: Final = (".yaml", ".yml")
+_LARGEST: Final = 1 << 20
+
+
+@attrs.frozen(kw_only=True)
+class Opened:
+    """What was opened: as a form, and what reading it changed."""
+
+    state: FormState
+    messages: tuple[Message, ...]
+    source: str
+
+
+def open_file(written: Any, root: Root) -> Opened:
+    """Open a file inside the root.
+
+    Raises:
+        PlanError: As ``open_text``; also a file that is missing, too large or outside the root.
+    """
+    path = root.inside(written, key="path")
+    try:
+        size = path.stat().st_size if path.is_file() else 0
+    except OSError as error:
+        raise PlanFileError(f"cannot be read ({error})", key="path", value=str(path)) from None
+    if size > _LARGEST:
+        raise PlanFileError(
+            "is too large to be a configuration", key="path", value=str(path), fix="name another"
+        )
+    return open_text(read_text(path, key="path"), name=str(path), root=root, folder=path.parent)
+
+
+def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -> Opened:
+    """Open the text of a configuration.
+
+    A configuration that says something impossible opens all the same, to be repaired in the
+    form; only what is no JSON or YAML, or no configuration at all, is refused.
+
+    Args:
+        text: JSON, or accelerate's YAML.
+        name: Name of the file, for messages and for its suffix.
+        root: Where files that the text names may lie.
+        folder: Where relative ones are looked up.
+
+    Raises:
+        PlanSyntaxError: With line and column.
+        PlanError: It holds no configuration, or names a file outside the root.
+    """
+    content, sentences = _parsed(text, name)
+    wire.check(content)
+    if not isinstance(content, Mapping):
+        raise InvalidValueError(
+            "holds no configuration", key=name, value=content, fix="open an object of settings"
+        )
+    content = _inside(content, root, folder or root.folder)
+    try:
+        plan = _plan(content, name, folder)
+    except (PlanFileError, PlanSyntaxError):
+        raise
+    except ZeroTuneError as error:
+        config = _repairable(content)
+        if config is None:
+            raise
+        return Opened(state=FormState(config=config), messages=(of_error(error),), source=name)
+    said = of_decisions((*_tolerated(sentences, name), *plan.decisions))
+    return Opened(state=FormState.of_plan(plan), messages=tuple(said), source=name)
+
+
+def _parsed(text: str, name: str) -> tuple[Any, list[str]]:
+    if Path(name).suffix.lower() in _YAML_SUFFIXES:
+        return parse_yaml(text, source=name), []
+    try:
+        return parse_json(text, source=name)
+    except PlanSyntaxError as error:
+        if text.lstrip("\ufeff \t\r\n").startswith(("{", "[", "/")):
+            raise
+        # Pasted text has no suffix; what does not look like JSON may be accelerate's YAML.
+        content = parse_yaml(text, source=name)
+        if isinstance(content, Mapping):
+            return content, []
+        raise error from None
+
+
+def _plan(content: Mapping[str, Any], name: str, folder: Path | None) -> DeepSpeedPlan:
+    block = content.get("deepspeed_config")
+    if isinstance(block, Mapping) and (
+        "distributed_type" in content or "compute_environment" in content
+    ):
+        return plan_from_settings(content, source=name, folder=folder)
+    return plan_from_mapping(content, source=name, folder=folder)
+
+
+def _repairable(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration as it stands, if it is not wrapped in something else."""
+    if any(undashed(key) in WRAPPERS for key in content):
+        return None
+    if not any(key in content for key in ("zero_optimization", "optimizer", *_BATCH)):
+        return None
+    return {str(key): value for key, value in content.items()}
+
+
+_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16")
+
+
+def _inside(content: Mapping[str, Any], root: Root, folder: Path) -> dict[str, Any]:
+    """``content`` with every file it names made absolute, or refused when outside the root."""
+    safe = dict(content)
+    for key, value in content.items():
+        if undashed(key) not in WRAPPERS:
+            continue
+        if isinstance(value, str):
+            safe[key] = _named(value, root, folder, str(key))
+        elif isinstance(value, Mapping):
+            safe[key] = _inside(value, root, folder)
+    return safe
+
+
+def _named(written: str, root: Root, folder: Path, key: str) -> str:
+    if written.lstrip().startswith("{") or _is_encoded(written):
+        return written
+    return str(root.inside(str(folder / written), key=key))
+
+
+def _is_encoded(written: str) -> bool:
+    try:
+        return base64.urlsafe_b64decode(written).lstrip().startswith(b"{")
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _tolerated(sentences: list[str], name: str) -> list[Decision]:
+    return tolerated(sentences, name)

@@ -1,0 +1,264 @@
+"""What the page shows of a form: files, messages, memory, optimizers, changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import attrs
+
+from zerotune.builder.forms import FormState, read_plan
+from zerotune.builder.messages import Message, of_decision, of_decisions, of_error, of_finding
+from zerotune.builder.setup import Machines, Setup, read_setup
+from zerotune.decisions import Decision
+from zerotune.errors import ZeroTuneError
+from zerotune.optim import OPTIMIZERS, OptimizerResolver
+from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
+from zerotune.plan.explaining import describe
+from zerotune.plan.families import model_family
+from zerotune.plan.memory.bars import fits
+from zerotune.plan.memory.estimating import estimate_resolved, sides
+from zerotune.plan.memory.reporting import DURING, estimate_data, subject
+from zerotune.plan.memory.workload import Workload
+from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.platform import Platform
+
+ASSUMED_LR: Final = 1e-4
+"""Stands in for a learning rate that the training script gives."""
+
+_TOO_LARGE: Final = "A number is too large to calculate with."
+_FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
+_PLACES: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
+
+
+@attrs.frozen(kw_only=True)
+class Preview:
+    """A form, understood."""
+
+    plan: DeepSpeedPlan | None
+    resolved: ResolvedPlan | None
+    """With its optimizer settled; ``None`` when it cannot run."""
+    messages: tuple[Message, ...]
+    setup: Setup
+    platform: Platform
+
+
+def understand(state: FormState, machines: Machines) -> Preview:
+    """Read a form, check it and resolve it; raises nothing."""
+    setup, wrong = read_setup(state.setup)
+    platform = machines.of(setup)
+    reading = read_plan(state)
+    messages = [of_error(error) for error in (*wrong, *reading.errors)]
+    resolved = None
+    if reading.plan is not None:
+        try:
+            resolved, more = _resolve(reading.plan, setup, platform)
+        except (OverflowError, RecursionError):
+            more = [Message(severity="error", key="", text=_TOO_LARGE)]
+        messages += more
+    return Preview(
+        plan=reading.plan,
+        resolved=resolved,
+        messages=tuple(sorted(messages, key=_rank)),
+        setup=setup,
+        platform=platform,
+    )
+
+
+def preview_data(
+    preview: Preview, machines: Machines, *, applied: DeepSpeedPlan | None
+) -> dict[str, Any]:
+    """A preview as the page receives it."""
+    plan, resolved = preview.plan, preview.resolved
+    return {
+        "valid": plan is not None,
+        "runs": resolved is not None,
+        "title": describe(resolved) if resolved is not None else None,
+        "messages": [attrs.asdict(message) for message in preview.messages],
+        "outputs": _outputs(plan, resolved),
+        "effective": dict(_leaves(_running(resolved), "")) if resolved is not None else {},
+        "memory": _memory(preview, machines),
+        "optimizers": _optimizers(preview),
+        "changes": _changes(plan, applied),
+    }
+
+
+def _resolve(
+    plan: DeepSpeedPlan, setup: Setup, platform: Platform
+) -> tuple[ResolvedPlan | None, list[Message]]:
+    model = model_family(setup.family).facts if setup.family else None
+    run, assumed = _run(plan, setup)
+    context = RuleContext(world_size=setup.world_size, platform=platform, model=model, run=run)
+    findings = check_plan(plan, context)
+    messages = [of_finding(finding) for finding in findings]
+    messages += [of_decision(decision) for decision in assumed]
+    if any(finding.severity == "error" for finding in findings):
+        return None, [*messages, *of_decisions(plan.decisions, said=findings)]
+    try:
+        resolved = plan.resolve(
+            platform=platform, model=model, world_size=setup.world_size, run=run
+        )
+        choice = OptimizerResolver(platform=platform).resolve(resolved)
+    except ZeroTuneError as error:
+        return None, [of_error(error), *messages, *of_decisions(plan.decisions, said=findings)]
+    resolved = resolved.with_choices(choice.optimizer, choice.scheduler, choice.decisions)
+    return resolved, [*messages, *_new(findings, resolved.decisions)]
+
+
+def _new(findings: tuple[Finding, ...], decisions: tuple[Decision, ...]) -> list[Message]:
+    return of_decisions(decisions, said=findings)
+
+
+def _run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
+    """What a training script would say, where the plan leaves it to one."""
+    params = (plan.optimizer.params if plan.optimizer else None) or {}
+    scheduled = (plan.scheduler.params if plan.scheduler else None) or {}
+    automatic = AUTO in scheduled.values()
+    assumed = []
+    if params.get("lr") == AUTO:
+        assumed.append(
+            Decision(
+                key="optimizer.params.lr",
+                before=AUTO,
+                after=ASSUMED_LR,
+                reason="the training script gives it; shown here with this value",
+            )
+        )
+    run = RunFacts(
+        lr=ASSUMED_LR if assumed else None,
+        total_steps=setup.total_steps if plan.scheduler else None,
+        warmup_steps=0 if automatic else None,
+    )
+    return run, assumed
+
+
+def _outputs(plan: DeepSpeedPlan | None, resolved: ResolvedPlan | None) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if plan is not None:
+        for format_, name in _FORMATS:
+            try:
+                document = plan_document(plan, format_)
+            except ZeroTuneError as error:
+                found[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
+                continue
+            said = [attrs.asdict(of_decision(one)) for one in document.decisions]
+            found[name] = {"text": document.text, "messages": said}
+    if resolved is not None:
+        text = json.dumps(_running(resolved), indent=2, allow_nan=False) + "\n"
+        found["running"] = {"text": text, "messages": []}
+    return found
+
+
+def _running(resolved: ResolvedPlan | None) -> dict[str, Any]:
+    """What will run, the optimizer and schedule that the engine builds itself included."""
+    if resolved is None:
+        return {}
+    config = resolved.to_deepspeed()
+    for name, choice in (("optimizer", resolved.optimizer), ("scheduler", resolved.scheduler)):
+        if choice is not None and name not in config:
+            config[name] = {"type": choice.name, "params": dict(choice.params)}
+    return config
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _memory(preview: Preview, machines: Machines) -> dict[str, Any]:
+    resolved, setup = preview.resolved, preview.setup
+    if resolved is None:
+        return {"reason": "Nothing is estimated until the plan can run."}
+    if resolved.model is None:
+        return {"reason": "Choose a model family to see what training needs."}
+    height, width = sides(setup.resolution or model_family(setup.family).resolution)
+    try:
+        estimate = estimate_resolved(
+            resolved,
+            Workload(
+                batch=resolved.micro_batch_size,
+                height=height,
+                width=width,
+                gradient_checkpointing=setup.gradient_checkpointing,
+                ema=setup.ema,
+            ),
+        )
+        return {"subject": subject(estimate), **_estimated(estimate, machines.sizes(setup))}
+    except ZeroTuneError as error:
+        return {"reason": str(error)}
+    except (OverflowError, RecursionError):
+        return {"reason": _TOO_LARGE}
+
+
+def _estimated(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]:
+    ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
+    budget: dict[Any, int] = {
+        place: size if place == "device" else size // ranks
+        for place, size in sizes.items()
+        if size is not None
+    }
+    places = estimate_data(estimate)["places"]
+    bars = [
+        {
+            "place": fit.place,
+            "label": _PLACES[fit.place],
+            "needed": fit.needed,
+            "available": fit.available,
+            "fits": fit.fits,
+            "when": DURING[estimate.peak(fit.place).phase],
+            "components": [one for one in places[fit.place]["components"] if one["at_peak"]],
+        }
+        for fit in fits(estimate, budget)
+    ]
+    return {"bars": bars, "notes": list(estimate.notes)}
+
+
+def _optimizers(preview: Preview) -> list[dict[str, Any]]:
+    resolved, plan = preview.resolved, preview.plan
+    stage = resolved.stage if resolved else (plan.stage if plan else 0)
+    offload = plan.offload_optimizer_device if plan else "none"
+    precision = resolved.precision if resolved else (plan.precision if plan else "bf16")
+    if not isinstance(stage, int):
+        stage = 2
+    return capabilities(
+        preview.platform,
+        stage=stage,
+        offload=offload if offload in {"none", "cpu", "nvme"} and stage > 0 else "none",
+        precision="bf16" if precision == AUTO else precision,
+    )
+
+
+def capabilities(
+    platform: Platform, *, stage: int, offload: str, precision: str
+) -> list[dict[str, Any]]:
+    """Every optimizer of the catalogue, with whether it runs there and why not."""
+    resolver = OptimizerResolver(platform=platform)
+    found = []
+    for name in OPTIMIZERS:
+        answer = resolver.capability(name, stage=stage, offload=offload, precision=precision)
+        found.append(
+            {
+                "name": name,
+                "runs": answer.runs,
+                "status": answer.status,
+                "reason": answer.reason,
+                "alternative": answer.alternative,
+                "implementation": answer.implementation,
+                "verified": answer.verified,
+            }
+        )
+    return found
+
+
+def _changes(plan: DeepSpeedPlan | None, applied: DeepSpeedPlan | None) -> dict[str, Any] | None:
+    if plan is None or applied is None:
+        return None
+    return applied.diff(plan).to_dict()
+
+
+def _rank(message: Message) -> int:
+    return ("error", "warning", "note").index(message.severity)

@@ -1,0 +1,198 @@
+"""Who may talk to the builder: ASGI middleware around everything it serves.
+
+A page on ``localhost`` can be reached by any site the user visits: through DNS rebinding (the
+``Host`` is then the attacker's), through forms and ``fetch`` from another origin, or by being
+framed. Each is refused here, before any of the application runs.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, MutableMapping
+from http.cookies import CookieError, SimpleCookie
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
+LARGEST_BODY: Final = 1 << 20
+"""Bytes of a request; the largest public configurations are about ten thousand."""
+COOKIE: Final = "zerotune_builder"
+
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
+)
+_HEADERS: Final = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
+_READING: Final = frozenset({"GET", "HEAD"})
+
+
+class Guard:
+    """Checks host, origin, token and size of each request, and adds the safety headers."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        hosts: Collection[str] = LOOPBACK,
+        token: str | None = None,
+        largest_body: int = LARGEST_BODY,
+    ) -> None:
+        self._app = app
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._token = token
+        self._largest = largest_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or pass the request on."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return  # There are no web sockets here; closing without an answer refuses one.
+        answer = self._refusal(scope) or self._token_answer(scope)
+        sender = _with_headers(send)
+        if answer is not None:
+            await answer(scope, receive, sender)
+            return
+        body = await _body(receive, self._largest)
+        if body is None:
+            too_large = f"a request may have {self._largest} bytes at most"
+            await _refuse(413, too_large)(scope, receive, sender)
+            return
+        await self._app(scope, _replay(body, receive), sender)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if len(headers.getlist("host")) != 1 or _name(host) not in self._hosts:
+            return _refuse(421, "this host name is not one the builder was started for")
+        origin = headers.get("origin")
+        if origin is not None and not _same(origin, host):
+            return _refuse(403, "requests from other sites are refused")
+        site = headers.get("sec-fetch-site", "same-origin")
+        navigation = headers.get("sec-fetch-mode") == "navigate" and scope["method"] in _READING
+        if site not in {"same-origin", "none"} and not navigation:
+            return _refuse(403, "requests from other sites are refused")
+        if scope["method"] not in _READING:
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                # A form of another site cannot send this type without asking first.
+                return _refuse(415, "send application/json")
+            if headers.get("content-length", "0").isdecimal() and (
+                int(headers.get("content-length", "0")[:18]) > self._largest
+            ):
+                return _refuse(413, f"a request may have {self._largest} bytes at most")
+        return None
+
+    def _token_answer(self, scope: Scope) -> Response | None:
+        """A refusal, or the redirect that turns the token of an address into a cookie."""
+        if self._token is None:
+            return None
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_token(given.strip()):
+            return None
+        if self._is_token(_cookie(headers.get("cookie", ""))):
+            return None
+        asked = parse_qs(scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+        if scope["method"] in _READING and self._is_token(*asked.get("token", [])[:1]):
+            # Out of the address bar, the history and every log of addresses.
+            # Two slashes at the start would name another host.
+            here = "/" + scope["path"].lstrip("/")
+            answer = RedirectResponse(here, status_code=303)
+            answer.set_cookie(
+                COOKIE,
+                self._token,
+                httponly=True,
+                samesite="strict",
+                secure=scope.get("scheme") == "https",
+                path=scope.get("root_path") or "/",
+            )
+            return answer
+        return _refuse(401, "open the address that the command printed, with its token")
+
+    def _is_token(self, given: str = "") -> bool:
+        token = self._token or ""
+        return bool(given) and hmac.compare_digest(given.encode(), token.encode())
+
+
+def _name(host: str) -> str:
+    """The name in a ``Host`` header, without its port."""
+    name, _, port = host.lower().rpartition(":")
+    if not name or not port.isdecimal():
+        return host.lower()
+    return name
+
+
+def _same(origin: str, host: str) -> bool:
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return False
+    return parts.scheme in {"http", "https"} and parts.netloc.lower() == host.lower()
+
+
+def _cookie(header: str) -> str:
+    try:
+        cookie = SimpleCookie(header).get(COOKIE)
+    except CookieError:
+        return ""
+    return "" if cookie is None else cookie.value
+
+
+def _refuse(status: int, reason: str) -> Response:
+    return JSONResponse({"error": reason}, status_code=status)
+
+
+async def _body(receive: Receive, largest: int) -> bytes | None:
+    """The whole body, or ``None`` once it is too large."""
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return b""
+        part = message.get("body", b"")
+        size += len(part)
+        if size > largest:
+            return None
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop(0) if messages else await receive()
+
+    return replay
+
+
+def _with_headers(send: Send) -> Send:
+    async def sender(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", []))
+            present = {name for name, _ in headers}
+            extra = {**_HEADERS, "cache-control": "no-cache"}
+            headers.extend(
+                (name.encode(), value.encode())
+                for name, value in extra.items()
+                if name.encode() not in present
+            )
+            message["headers"] = headers
+        await send(message)
+
+    return sender

@@ -1,0 +1,42 @@
+// Asking the server. Every failure becomes an ApiError that carries what the server said.
+
+const prefix = () => `${document.body.dataset.prefix}/api`;
+
+export class ApiError extends Error {
+  constructor(status, data) {
+    super(data.error || `the server answered ${status}`);
+    this.status = status;
+    this.data = data;
+  }
+}
+
+async function answer(request) {
+  let response;
+  try {
+    response = await request;
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, { error: "The builder does not answer; is it still running?" });
+  }
+  let data = {};
+  try {
+    data = await response.json();
+  } catch {
+    data = { error: `the server answered ${response.status} without JSON` };
+  }
+  if (!response.ok) throw new ApiError(response.status, data);
+  return data;
+}
+
+export const get = (path, parameters = {}) =>
+  answer(fetch(`${prefix()}${path}?${new URLSearchParams(parameters)}`));
+
+export const post = (path, body, signal) =>
+  answer(
+    fetch(`${prefix()}${path}`, {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    }),
+  );

@@ -1,0 +1,119 @@
+// Controls and the state, one into the other. Which choice writes what stands in the page.
+
+import { all, byId, show } from "./dom.js";
+import { get } from "./api.js";
+import { changed, parse, print, read, same, state, write } from "./state.js";
+
+const DEVICE = "zero_optimization.";
+
+export function bind() {
+  for (const control of all("[data-kind]")) {
+    const typed = ["value", "path"].includes(control.dataset.kind);
+    control.addEventListener(typed ? "input" : "change", () => take(control));
+  }
+}
+
+export function take(control) {
+  const { kind, store, path } = control.dataset;
+  if (kind === "choice") choose(control, store);
+  else if (kind === "path") write(store, path, control.value.trim() || undefined);
+  else write(store, path, parse(control.value));
+  if (store === "setup" && path === "world_size" && state.launch.num_processes !== undefined) {
+    write("launch", "num_processes", parse(control.value));
+  }
+  changed(control);
+  refresh(control);
+}
+
+function choose(control, store) {
+  for (const [path, value] of Object.entries(JSON.parse(control.dataset.sets))) {
+    write(store, path, value === null ? undefined : value);
+    const section = path.slice(0, path.lastIndexOf("."));
+    if (value === "none" && same(read(store, section), { device: "none" })) {
+      write(store, section, undefined);
+    }
+  }
+}
+
+// A choice is taken when all it would write is there; "off" is also there when nothing is written.
+const OFF = [false, 0, "none", undefined];
+const holds = (store, path, value) => {
+  const written = read(store, path);
+  if (value === null) return written === undefined || written === value;
+  return same(written, value) || (written === undefined && OFF.includes(value));
+};
+const taken = (control) =>
+  Object.entries(JSON.parse(control.dataset.sets)).every(([path, value]) =>
+    holds(control.dataset.store, path, value),
+  );
+
+export function refresh(except = null) {
+  for (const control of all("[data-kind]")) {
+    if (control === except && document.activeElement === control) continue;
+    const { kind, store, path } = control.dataset;
+    if (kind === "choice") control.checked = taken(control);
+    else if (kind === "flag" || kind === "select") set(control, read(store, path));
+    else control.value = kind === "path" ? (read(store, path) ?? "") : print(read(store, path));
+  }
+  reveal();
+}
+
+function set(control, value) {
+  const wanted = value === undefined ? "" : JSON.stringify(value);
+  control.querySelector("[data-foreign]")?.remove();
+  if (![...control.options].some((option) => option.value === wanted)) {
+    const option = new Option(wanted === "" ? "not written" : wanted, wanted);
+    option.dataset.foreign = "";
+    control.add(option);
+  }
+  control.value = wanted;
+}
+
+function reveal() {
+  const stage = read("config", `${DEVICE}stage`) ?? 0;
+  const sentences = JSON.parse(byId("stage-sentences").content.textContent);
+  byId("stage-sentence").textContent = sentences[stage]?.[1] ?? "zerotune chooses when it starts.";
+  show(byId("stage-3-note"), stage !== 3 && stage !== "auto");
+  for (const folder of all(".nvme-folder")) {
+    const section = folder.dataset.device.replace(/\.device$/, "");
+    const used = read("config", `${section}.device`) === "nvme";
+    show(folder, used || read("config", `${section}.nvme_path`) !== undefined);
+  }
+  for (const input of all("[data-kind=path]")) look(input);
+  show(byId("machine-sizes"), read("setup", "this_machine") !== true);
+  show(byId("machine-facts"), read("setup", "this_machine") === true);
+}
+
+const looked = new WeakMap();
+
+function look(input) {
+  const facts = byId(`${input.id}-facts`);
+  const path = input.value.trim();
+  if (!path || looked.get(input)?.path === path) {
+    if (!path) facts.textContent = "";
+    return;
+  }
+  clearTimeout(looked.get(input)?.timer);
+  const timer = setTimeout(async () => {
+    const say = (text) => {
+      if (input.value.trim() === path) facts.textContent = text;
+    };
+    try {
+      say((await get("/path", { path })).sentence);
+    } catch (error) {
+      say(error.data?.reason ? `Not looked at: it ${error.data.reason}.` : error.message);
+    }
+  }, 250);
+  looked.set(input, { path, timer });
+}
+
+// What will really be used where a field is left empty.
+export function placeholders(effective) {
+  for (const input of all("input[data-path][data-kind=value], input[data-param]")) {
+    const path = input.dataset.path;
+    if (input.dataset.store === "setup") continue;
+    const value = Object.hasOwn(effective, path) ? effective[path] : undefined;
+    const nothing = input.dataset.default ?? "";
+    input.placeholder = value === undefined || value === null ? nothing : `→ ${print(value)}`;
+  }
+}

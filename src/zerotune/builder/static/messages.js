@@ -1,0 +1,77 @@
+// Each message beside the field it is about, all of them in one list, errors first.
+
+import { all, byId, el, fill, show } from "./dom.js";
+
+const WORD = { error: "Error", warning: "Warning", note: "Note" };
+
+function box(message, link) {
+  return el("div", { class: "message", "data-severity": message.severity },
+    el("b", { text: `${WORD[message.severity]}: ` }),
+    link,
+    message.text,
+    message.change ? el("code", { text: ` ${message.change}` }) : null,
+    message.fix ? el("span", { class: "fix", text: `Fix: ${message.fix}.`.replaceAll("..", ".") }) : null);
+}
+
+// The holder of a key, or of the nearest section above it.
+function holderOf(key, holders) {
+  for (let path = key; path; path = path.slice(0, Math.max(path.lastIndexOf("."), 0))) {
+    if (holders.has(path)) return holders.get(path);
+  }
+  return undefined;
+}
+
+const controlOf = (holder) =>
+  holder.closest(".field")?.querySelector("input:not([type=radio]), select, input:checked, input");
+
+export function renderMessages(messages) {
+  const holders = new Map();
+  for (const holder of all("[data-messages]")) {
+    fill(holder);
+    holders.set(holder.dataset.messages, holder);
+    controlOf(holder)?.removeAttribute("aria-invalid");
+  }
+  const alias = { "fp16.enabled": "bf16.enabled", "setup.batch": "train_micro_batch_size_per_gpu" };
+  const listed = [];
+  for (const message of messages) {
+    const holder = holderOf(alias[message.key] ?? message.key, holders);
+    if (holder) {
+      holder.append(box(message, null));
+      const control = controlOf(holder);
+      if (message.severity === "error") control?.setAttribute("aria-invalid", "true");
+    }
+    listed.push({ message, holder });
+  }
+  summarise(listed);
+}
+
+function summarise(listed) {
+  const count = (severity) => listed.filter(({ message }) => message.severity === severity).length;
+  const words = ["error", "warning", "note"]
+    .filter((severity) => count(severity))
+    .map((severity) => [severity, `${count(severity)} ${severity}${count(severity) > 1 ? "s" : ""}`]);
+  if (!count("error")) words.unshift(["good", "can run"]);
+  const worth = listed.filter(({ message, holder }) => message.severity !== "note" || !holder);
+  fill(byId("general"),
+    el("div", { class: "counts" },
+      ...words.map(([severity, text]) => el("span", { class: "count", "data-severity": severity, text }))),
+    ...worth.map(({ message, holder }) => box(message, link(message, holder))));
+}
+
+function link(message, holder) {
+  if (!message.key) return null;
+  const control = holder && controlOf(holder);
+  if (!control) return el("code", { text: `${message.key}: ` });
+  return el("a", { href: `#${control.id}`, text: `${message.key}`, onclick: (event) => {
+    event.preventDefault();
+    control.closest("details")?.setAttribute("open", "");
+    control.focus();
+    control.scrollIntoView({ block: "center" });
+  } }, );
+}
+
+export function renderTitle(data) {
+  const title = byId("title");
+  title.textContent = data.title ?? (data.valid ? "This plan cannot run as it is." : "This is not a plan yet.");
+  show(title, true);
+}

@@ -1,0 +1,44 @@
+"""``zerotune builder``: a page that builds, explains and saves a plan."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+from typing import Final
+
+NAME: Final = "builder"
+SUMMARY: Final = "Open a page that builds, explains and saves a plan."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--plan", metavar="FILE", help="the file that is opened and applied to")
+    parser.add_argument(
+        "--root",
+        metavar="DIR",
+        help="the only folder the page may touch; the plan's own, else the working directory",
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; this machine only by default"
+    )
+    parser.add_argument("--port", type=int, default=8265, metavar="N", help="8265; 0: a free one")
+    parser.add_argument(
+        "--token", metavar="TEXT", help="secret to ask for; made when --host is another address"
+    )
+    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    # By name: the builder is an extra, and both are entry points that do not know each other.
+    serving = importlib.import_module("zerotune.builder.serving")
+    serving.serve(
+        host=arguments.host,
+        port=arguments.port,
+        plan_file=None if arguments.plan is None else Path(arguments.plan),
+        root=None if arguments.root is None else Path(arguments.root),
+        token=arguments.token,
+        open_browser=not arguments.no_browser,
+    )
+    return 0
