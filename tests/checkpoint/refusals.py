@@ -17,8 +17,7 @@ import torch
 from tests.checkpoint.runs import everything, hostile, reseed, shadow_of, train
 from tests.support.models import HostileNet
 from tests.support.runs import PLAIN, Case, start
-from zerotune.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
-from zerotune.checkpoint.tensorfile import TensorFileWriter
+from zerotune.checkpoint import load_checkpoint, save_checkpoint, tensorfile, verify_checkpoint
 from zerotune.ema import EMAShadow
 
 
@@ -76,7 +75,7 @@ class Tried:
 
 
 def tensor_file(folder: Path) -> Path:
-    (path,) = folder.glob("*.safetensors")
+    (path,) = folder.glob("optimizer.exp_avg-*.safetensors")
     return path
 
 
@@ -90,7 +89,7 @@ def damaged(root: str) -> dict[str, Any]:
     tried = Tried(root)
     tried.damage("flipped", lambda folder: flip(tensor_file(folder), -1000))
     tried.damage("header", lambda folder: flip(tensor_file(folder), 40))
-    tried.damage("truncated", lambda folder: os.truncate(tensor_file(folder), 5000))
+    tried.damage("truncated", lambda folder: os.truncate(tensor_file(folder), 1500))
     tried.damage("missing", lambda folder: tensor_file(folder).unlink())
     tried.damage("manifest", lambda folder: flip(folder / "manifest.json", 700))
     tried.damage("beheaded", lambda folder: (folder / "manifest.json").unlink())
@@ -111,6 +110,7 @@ def refused(root: str) -> dict[str, Any]:
     engine.backward(engine(torch.randn(4, 7, 7)).pow(2).mean())
     engine.step()
     tried.refuse("accumulating", lambda: tried.save(path))
+    tried.refuse("load accumulating", lambda: tried.load(tried.good))
     engine.backward(engine(torch.randn(4, 7, 7)).pow(2).mean())
     engine.step()
     with ema.swapped_in():
@@ -144,15 +144,15 @@ def steps_root(tried: Tried) -> Path:
 @contextmanager
 def failing_write(after: int) -> Iterator[None]:
     """Make writing fail once so many bytes of tensors have been written."""
-    real, left = TensorFileWriter._write, [after]
+    real, left = tensorfile.write_at, [after]
 
-    def write(writer: TensorFileWriter, piece: memoryview) -> None:
+    def write(descriptor: int, piece: memoryview, offset: int) -> None:
         left[0] -= len(piece)
         if left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(writer._path))
-        real(writer, piece)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, piece, offset)
 
-    with mock.patch.object(TensorFileWriter, "_write", write):
+    with mock.patch.object(tensorfile, "write_at", write):
         yield
 
 

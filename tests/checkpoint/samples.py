@@ -12,24 +12,26 @@ from zerotune.checkpoint.folders import Staging
 from zerotune.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
-    FragmentRecord,
     Manifest,
     ParameterRecord,
     PlanRecord,
-    RankRecord,
+    TensorRecord,
 )
 from zerotune.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+
+
+def file_record(*, nbytes: int, sha256: str) -> FileRecord:
+    return FileRecord(name="rank-0.safetensors", kind="rank", of="0", nbytes=nbytes, sha256=sha256)
 
 
 def sample_manifest(
     *, files: tuple[FileRecord, ...] = (), extra: dict[str, Any] | None = None
 ) -> Manifest:
-    files = files or (FileRecord(name="rank-0.safetensors", nbytes=12, sha256="ab" * 32),)
+    files = files or (file_record(nbytes=12, sha256="ab" * 32),)
     return Manifest(
         created="2026-01-02T03:04:05+00:00",
         versions={"zerotune": "0.1.0"},
-        world_size=len(files),
-        replicated=False,
+        world_size=1,
         plan=PlanRecord(
             engine="deepspeed",
             stage=2,
@@ -49,18 +51,14 @@ def sample_manifest(
             scheduler={"last_batch_iteration": 2},
             loss_scaler={},
         ),
-        parameters=[ParameterRecord(name="weight", shape=(2, 3))],
-        buffers=[],
-        ranks=[
-            RankRecord(
-                rank=rank,
-                file=file,
-                fragments=[
-                    FragmentRecord(name="weight", start=0, numel=6, step=3, states=("exp_avg",))
-                ],
-            )
-            for rank, file in enumerate(files)
+        model={"_class_name": "Sample", "act": None},
+        parameters=[
+            ParameterRecord(name="weight", shape=(2, 3), step=3, states=["exp_avg"], scalars={})
         ],
+        frozen=[TensorRecord(name="fixed", shape=(4,), dtype="bfloat16")],
+        aliases={"tied": "weight"},
+        buffers=[],
+        files=files,
         shadows=["ema"],
         rng=True,
         extra=extra if extra is not None else {"epoch": 1},
@@ -73,7 +71,8 @@ def fill(folder: Path, *, extra: dict[str, Any] | None = None) -> None:
     path = folder / "rank-0.safetensors"
     with TensorFileWriter(path, specs=[TensorSpec.of("t", tensor)], metadata={}) as writer:
         writer.append("t", tensor)
-        record = writer.finish()
+        nbytes, sha256 = writer.finish()
+    record = file_record(nbytes=nbytes, sha256=sha256)
     (folder / MANIFEST).write_text(sample_manifest(files=(record,), extra=extra).to_json())
 
 

@@ -25,7 +25,7 @@ MOMENTS = (
 
 def kill_at(moment: int) -> None:
     """Kill this process before the given one of everything it does to the disk."""
-    from zerotune.checkpoint.tensorfile import TensorFileWriter
+    from zerotune.checkpoint import tensorfile
 
     left = [moment]
 
@@ -38,7 +38,7 @@ def kill_at(moment: int) -> None:
 
         return act
 
-    for owner, name in (*MOMENTS, (TensorFileWriter, "_write")):
+    for owner, name in (*MOMENTS, (tensorfile, "write_at")):
         setattr(owner, name, deadly(getattr(owner, name)))
 
 

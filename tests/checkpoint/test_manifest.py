@@ -52,8 +52,8 @@ def test_a_truncated_manifest_is_refused(length):
 
 
 def test_a_newer_format_asks_for_a_newer_zerotune():
-    newer = TEXT.replace('"version": 1', '"version": 2')
-    with pytest.raises(CheckpointError, match=r"format version 2; this zerotune reads 1"):
+    newer = TEXT.replace('"version": 2', '"version": 3')
+    with pytest.raises(CheckpointError, match=r"format version 3; this zerotune reads 2"):
         Manifest.from_json(newer)
 
 
@@ -69,12 +69,12 @@ def resigned(change):
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/etc/passwd", "", ".."])
 def test_a_file_outside_the_folder_is_refused(name):
-    text = resigned(lambda content: content["ranks"][0]["file"].update(name=name))
+    text = resigned(lambda content: content["files"][0].update(name=name))
     with pytest.raises(CheckpointCorruptError, match="not a plain file name"):
         Manifest.from_json(text)
 
 
-@pytest.mark.parametrize("key", ["plan", "ranks", "state", "world_size"])
+@pytest.mark.parametrize("key", ["plan", "files", "state", "world_size"])
 def test_a_missing_part_is_named(key):
     with pytest.raises(CheckpointCorruptError, match=key):
         Manifest.from_json(resigned(lambda content: content.pop(key)))

@@ -33,10 +33,9 @@ def write(path, tensors, metadata=None):
     with TensorFileWriter(path, specs=specs, metadata=metadata or {}) as writer:
         for key, tensor in tensors.items():
             writer.append(key, tensor)
-        record = writer.finish()
-    assert record.nbytes == path.stat().st_size == file_size(specs, metadata or {})
-    assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == hash_of(path)
-    return record
+        nbytes, sha256 = writer.finish()
+    assert nbytes == path.stat().st_size == file_size(specs, metadata or {})
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == hash_of(path)
 
 
 def same(left, right):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zerotune.checkpoint.loading import (
         CheckpointContents,
         load_checkpoint,
+        restore,
         verify_checkpoint,
     )
     from zerotune.checkpoint.manifest import Manifest
@@ -23,6 +24,7 @@ _HOMES: Final = {
     "latest_checkpoint": "folders",
     "load_checkpoint": "loading",
     "prune": "folders",
+    "restore": "loading",
     "save_checkpoint": "saving",
     "step_folder": "folders",
     "verify_checkpoint": "loading",
@@ -31,6 +33,7 @@ _HOMES: Final = {
 __all__ = [
     "save_checkpoint",
     "load_checkpoint",
+    "restore",
     "verify_checkpoint",
     "latest_checkpoint",
     "prune",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from zerotune.checkpoint.manifest import Manifest, ParameterRecord
+from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
 from zerotune.checkpoint.records import buffer_records, plan_record
 from zerotune.decisions import Decision
-from zerotune.errors import CheckpointMismatchError
+from zerotune.errors import CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -36,32 +36,56 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
         )
 
 
-def check_plan(manifest: Manifest, engine: Engine) -> None:
-    """Check that the engine is sharded as the one that was saved.
+def check_accumulation(engine: Engine) -> None:
+    """Refuse an engine in the midst of a group of micro batches: their gradients would stay.
 
     Raises:
-        CheckpointMismatchError: Names each difference, with the value to set.
+        CheckpointError: Micro batches are accumulated.
     """
-    saved = {**manifest.plan.sharding, "world_size": manifest.world_size}
-    running = {**plan_record(engine).sharding, "world_size": engine.group.world_size}
-    different = [key for key, value in saved.items() if running[key] != value]
-    if different:
-        raise CheckpointMismatchError(
-            "the checkpoint was saved under another plan: "
-            + "; ".join(f"{key} was {saved[key]!r}, now {running[key]!r}" for key in different),
-            key=different[0],
-            value=running[different[0]],
-            fix="resume with " + ", ".join(f"{key}={saved[key]!r}" for key in different),
+    steps = engine.plan.gradient_accumulation_steps
+    if left := engine.state.micro_step % steps:
+        raise CheckpointError(
+            f"{left} of {steps} micro batches are accumulated, and their gradients would be "
+            "added to the loaded weights",
+            key="gradient_accumulation_steps",
+            value=steps,
+            fix="load before training, or when engine.step() returned boundary=True",
         )
 
 
 def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     """What differs but does not stand in the way: the running plan's values are used."""
     saved, running = manifest.plan, plan_record(engine)
-    pairs = [
-        *_pairs("optimizer.params", saved.optimizer["params"], running.optimizer["params"]),
-        *_pairs("scheduler", _flat(saved.scheduler), _flat(running.scheduler)),
-    ]
+    if saved is None:
+        return ()
+    return (*_sharding(manifest, engine), *_values(saved, running))
+
+
+def _sharding(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
+    """Differences that decide which rank holds which part, in which form."""
+    if manifest.plan is None:
+        return ()
+    saved = {**manifest.plan.sharding, "world_size": manifest.world_size}
+    running = {**plan_record(engine).sharding, "world_size": engine.group.world_size}
+    return tuple(
+        Decision(
+            key=key,
+            before=value,
+            after=running[key],
+            reason="the checkpoint was saved under another plan and is divided anew",
+        )
+        for key, value in saved.items()
+        if running[key] != value
+    )
+
+
+def _values(saved: PlanRecord, running: PlanRecord) -> tuple[Decision, ...]:
+    pairs = _pairs("scheduler", _flat(saved.scheduler), _flat(running.scheduler))
+    if saved.optimizer["name"] == running.optimizer["name"]:
+        pairs += _pairs("optimizer.params", saved.optimizer["params"], running.optimizer["params"])
+    batches = (saved.config.get("train_batch_size"), running.config.get("train_batch_size"))
+    if batches[0] != batches[1]:
+        pairs.append(("train_batch_size", *batches))
     return tuple(
         Decision(
             key=key,
@@ -74,7 +98,7 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     )
 
 
-def _shapes(records: Iterable[ParameterRecord]) -> dict[str, tuple[int, ...]]:
+def _shapes(records: Iterable[ParameterRecord | TensorRecord]) -> dict[str, tuple[int, ...]]:
     return {record.name: tuple(record.shape) for record in records}
 
 

@@ -1,4 +1,4 @@
-"""What one rank puts into its tensor file, and under which names."""
+"""What one rank puts into a checkpoint, and under which names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import attrs
 import torch
 
 from zerotune.checkpoint import randomness
-from zerotune.checkpoint.manifest import FragmentRecord
+from zerotune.checkpoint.sharedfile import WEIGHTS, Subject
 from zerotune.checkpoint.tensorfile import TensorSpec
 from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.backend.master_weights import Fragment
+    from zerotune.backend.master_weights import Fragment, FragmentAddress
 
-MASTER: Final = "master/"
-OPTIMIZER: Final = "optimizer/"
 SHADOW: Final = "shadow/"
 BUFFER: Final = "buffer/"
 
@@ -29,8 +27,8 @@ Tensors = Mapping[str, torch.Tensor]
 class ShadowLike(Protocol):
     """Anything that keeps tensors beside the weights, such as ``zerotune.ema.EMAShadow``.
 
-    Tensors that belong to a fragment of the master weights are called
-    ``FragmentAddress.key``, any others by a name of their own.
+    Tensors that belong to a fragment of the master weights are fp32 and called
+    ``FragmentAddress.key``, any others have a name of their own and are alike on every rank.
     """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -42,13 +40,8 @@ class ShadowLike(Protocol):
         ...
 
 
-def state_key(state: str, key: str) -> str:
-    """Name in the file of an optimizer state of the fragment ``key``."""
-    return f"{OPTIMIZER}{state}/{key}"
-
-
 def shadow_key(shadow: str, key: str) -> str:
-    """Name in the file of tensor ``key`` of a shadow."""
+    """Name in a rank's file of a shadow's tensor that belongs to no fragment."""
     return f"{SHADOW}{shadow}/{key}"
 
 
@@ -65,19 +58,60 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def owns_fragments(engine: Engine) -> bool:
-    """Whether this rank writes fragments: all do under ZeRO, rank 0 does among replicas."""
-    return engine.group.is_main or not engine.master_weights.replicated
+@attrs.frozen(kw_only=True)
+class Part:
+    """A part of a parameter that this rank has something of."""
+
+    name: str
+    start: int
+    numel: int
+
+    @classmethod
+    def of(cls, address: FragmentAddress) -> Part:
+        """The part a fragment is."""
+        return cls(name=address.name, start=address.start, numel=address.numel)
+
+
+@attrs.frozen(kw_only=True)
+class Counters:
+    """What an optimizer counts for a parameter."""
+
+    step: int | None
+    scalars: Mapping[str, float]
+
+
+@attrs.frozen(kw_only=True)
+class RankShare:
+    """What one rank will write, told to the others before the first byte is written."""
+
+    parts: Mapping[Subject, tuple[Part, ...]]
+    counters: Mapping[str, Counters]
+    rank_file: int
+    """Bytes of the file that is this rank's alone."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Piece:
+    """Elements that go into a shared file."""
+
+    subject: Subject
+    part: Part
+    tensor: torch.Tensor
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class RankContents:
-    """Everything one rank writes, known before the first byte is written."""
+    """Everything one rank writes."""
 
-    fragments: tuple[FragmentRecord, ...]
-    others: Mapping[str, torch.Tensor]
-    """Buffers, shadows and generators: all that is no fragment of the master weights."""
+    parts: Mapping[Subject, tuple[Part, ...]]
+    counters: Mapping[str, Counters]
+    shadows: Mapping[str, Tensors]
+    """The tensors of each shadow that belong to a fragment, by ``FragmentAddress.key``."""
+    others: Tensors
+    """Buffers, generators and what a shadow has besides: for this rank's own file."""
     metadata: Mapping[str, str]
+    pieces: tuple[Piece, ...] | None = None
+    """Copies of everything in ``parts``; ``None`` where the engine is read while writing."""
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
@@ -90,66 +124,93 @@ class RankContents:
         others = {
             BUFFER + name: buffer for name, buffer in persistent_buffers(engine.module).items()
         }
-        states = {name: shadow.state_dict() for name, shadow in shadows.items()}
-        fragments: tuple[FragmentRecord, ...] = ()
-        if owns_fragments(engine):
-            fragments = tuple(_record(fragment) for fragment in engine.master_weights.read())
-            for name, state in states.items():
-                others |= {shadow_key(name, key): tensor for key, tensor in state.items()}
+        # Replicas hold the same, so one of them writes for all.
+        owner = engine.group.is_main or not engine.master_weights.replicated
+        addresses = {address.key: address for address in engine.master_weights.addresses}
+        parts: dict[Subject, tuple[Part, ...]] = {}
+        counters: dict[str, Counters] = {}
+        if owner:
+            parts, counters = _optimized(engine)
+        kept: dict[str, Tensors] = {}
+        for name, shadow in shadows.items():
+            state = shadow.state_dict()
+            kept[name] = {k: t for k, t in state.items() if owner and k in addresses}
+            if kept[name]:
+                owned = tuple(Part.of(addresses[key]) for key in kept[name])
+                parts[Subject(kind="shadow", of=name)] = owned
+            others |= {shadow_key(name, k): t for k, t in state.items() if k not in addresses}
         metadata = {"format": "pt", "rank": str(engine.group.rank)}
         if rng:
             generators, metadata[randomness.TEXT] = randomness.capture()
             others |= generators
-        return cls(fragments=fragments, others=others, metadata=metadata)
+        return cls(parts=parts, counters=counters, shadows=kept, others=others, metadata=metadata)
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """All tensors, in the order of ``tensors``."""
-        weights = [
-            TensorSpec(key=key, dtype=torch.float32, shape=(record.numel,))
-            for record in self.fragments
-            for key in _keys(record)
-        ]
-        return (*weights, *(TensorSpec.of(key, other) for key, other in self.others.items()))
+        """The tensors of this rank's own file."""
+        return tuple(TensorSpec.of(key, tensor) for key, tensor in self.others.items())
 
-    def tensors(self, engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, one sub-group of the master weights in memory at a time."""
-        if self.fragments:
-            for record, fragment in zip(self.fragments, engine.master_weights.read(), strict=True):
-                states = fragment.states
-                values = (fragment.value, *(states[name] for name in record.states))
-                yield from zip(_keys(record), values, strict=True)
-        yield from self.others.items()
+    def read(self, engine: Engine) -> Iterator[Piece]:
+        """Everything in ``parts``, one sub-group of the master weights in memory at a time."""
+        if self.pieces is not None:
+            yield from self.pieces
+            return
+        if WEIGHTS in self.parts:
+            for fragment in engine.master_weights.read():
+                part = Part.of(fragment.address)
+                yield Piece(subject=WEIGHTS, part=part, tensor=fragment.value)
+                for name, state in fragment.states.items():
+                    subject = Subject(kind="optimizer", of=name)
+                    yield Piece(subject=subject, part=part, tensor=state)
+        for name, tensors in self.shadows.items():
+            subject = Subject(kind="shadow", of=name)
+            for part, tensor in zip(self.parts.get(subject, ()), tensors.values(), strict=True):
+                yield Piece(subject=subject, part=part, tensor=tensor)
+
+    def copied(self, engine: Engine) -> RankContents:
+        """The same, copied into host memory: training may go on while it is written."""
+        pieces = tuple(
+            attrs.evolve(piece, tensor=_copy(piece.tensor)) for piece in self.read(engine)
+        )
+        others = {key: _copy(tensor) for key, tensor in self.others.items()}
+        return attrs.evolve(self, pieces=pieces, others=others, shadows={})
 
 
-def _keys(record: FragmentRecord) -> list[str]:
-    return [MASTER + record.key, *(state_key(state, record.key) for state in record.states)]
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
-def _record(fragment: Fragment) -> FragmentRecord:
-    address, states = fragment.address, fragment.states
+def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[str, Counters]]:
+    parts: dict[Subject, list[Part]] = {WEIGHTS: []}
+    counters = {}
+    for fragment in engine.master_weights.read():
+        part = Part.of(fragment.address)
+        parts[WEIGHTS].append(part)
+        for name in _checked_states(fragment):
+            parts.setdefault(Subject(kind="optimizer", of=name), []).append(part)
+        counters[part.name] = Counters(
+            step=fragment.step, scalars=plain_data(fragment.scalars, part.name)
+        )
+    return {subject: tuple(owned) for subject, owned in parts.items()}, counters
+
+
+def _checked_states(fragment: Fragment) -> tuple[str, ...]:
+    name, states = fragment.address.name, fragment.states
     if fragment.other_states:
         raise CheckpointError(
             f"the optimizer keeps {', '.join(fragment.other_states)}, which no checkpoint can "
             "divide like the weights",
-            key=address.name,
+            key=name,
             fix="train with an optimizer that keeps one number per weight, such as AdamW",
         )
-    for name, state in states.items():
-        if state.dtype != torch.float32:
+    for state, tensor in states.items():
+        if tensor.dtype != torch.float32:
             raise CheckpointError(
-                f"optimizer state {name!r} is {state.dtype}; only fp32 states are saved",
-                key=address.name,
+                f"optimizer state {state!r} is {tensor.dtype}; only fp32 states are saved",
+                key=name,
                 fix="leave bf16_optimizer_states off",
             )
-    return FragmentRecord(
-        name=address.name,
-        start=address.start,
-        numel=address.numel,
-        step=fragment.step,
-        states=tuple(sorted(states)),
-        scalars=plain_data(fragment.scalars, address.name),
-    )
+    return tuple(states)
 
 
 def plain_data(value: Any, key: str) -> Any:

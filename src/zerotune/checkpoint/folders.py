@@ -204,17 +204,17 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointCorruptError: Names the first that is not.
     """
-    for record in manifest.ranks:
-        path = folder / record.file.name
+    for record in manifest.files:
+        path = folder / record.name
         try:
             nbytes = path.stat().st_size
         except OSError as error:
             raise CheckpointCorruptError(
                 f"is missing ({error.strerror})", key=str(path), fix="use another checkpoint"
             ) from None
-        if nbytes != record.file.nbytes:
+        if nbytes != record.nbytes:
             raise CheckpointCorruptError(
-                f"has {nbytes} bytes instead of {record.file.nbytes}",
+                f"has {nbytes} bytes instead of {record.nbytes}",
                 key=str(path),
                 fix="use another checkpoint",
             )
@@ -296,7 +296,7 @@ def _check_replaceable(final: Path) -> None:
 def _no_checkpoint(path: Path) -> CheckpointError:
     fix = "give a folder written by save_checkpoint, such as <root>/step-00001234"
     if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
-        fix = "it looks like DeepSpeed's own checkpoint, which cannot be loaded here"
+        fix = f"DeepSpeed's own checkpoint? `zerotune checkpoint convert {path} NEW`"
     elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
         fix = f"did you mean {newest}?"
     return CheckpointError(f"is no checkpoint (no {MANIFEST} in it)", key=str(path), fix=fix)

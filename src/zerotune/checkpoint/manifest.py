@@ -15,7 +15,7 @@ from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "zerotune-checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 def _tuple(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -29,55 +29,40 @@ class FileRecord:
 
     name: str
     """Its name inside the folder."""
+    kind: str
+    """``"weights"``, ``"optimizer"``, ``"shadow"``: tensors by parameter name, in full shape.
+    ``"rank"``: what one rank alone has."""
+    of: str
+    """Name of the optimizer state or of the shadow; number of the rank; empty for weights."""
     nbytes: int
     sha256: str
 
 
 @attrs.frozen(kw_only=True)
-class FragmentRecord:
-    """A part of a parameter, with what the optimizer knows of it."""
+class TensorRecord:
+    """A tensor of the model that is no trained parameter."""
 
     name: str
-    """Dotted name of the parameter."""
-    start: int
-    """First element in the flattened parameter."""
-    numel: int
-    step: int | None
-    """Updates it has seen; ``None`` where the optimizer does not count."""
-    states: tuple[str, ...] = attrs.field(converter=_tuple)
-    """Optimizer states saved beside its value."""
-    scalars: Mapping[str, float] = attrs.field(factory=dict)
-    """Single numbers the optimizer keeps for it."""
-
-    @property
-    def stop(self) -> int:
-        """One past the last element in the flattened parameter."""
-        return self.start + self.numel
-
-    @property
-    def key(self) -> str:
-        """``name[start:stop]``, as in the tensor files."""
-        return f"{self.name}[{self.start}:{self.stop}]"
-
-
-@attrs.frozen(kw_only=True)
-class RankRecord:
-    """What one rank wrote."""
-
-    rank: int
-    file: FileRecord
-    fragments: tuple[FragmentRecord, ...] = attrs.field(converter=_tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_tuple)
+    dtype: str = "float32"
 
 
 @attrs.frozen(kw_only=True)
 class ParameterRecord:
-    """A parameter of the model."""
+    """A trained parameter, with what the optimizer knows of it."""
 
     name: str
+    """Dotted name."""
     shape: tuple[int, ...] = attrs.field(converter=_tuple)
     """Full, unpartitioned shape."""
     dtype: str = "float32"
     """Dtype of the saved master weights."""
+    step: int | None = None
+    """Updates it has seen; ``None`` where the optimizer does not count."""
+    states: tuple[str, ...] = attrs.field(converter=_tuple, default=())
+    """Optimizer states saved of it."""
+    scalars: Mapping[str, float] = attrs.field(factory=dict)
+    """Single numbers the optimizer keeps for it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -109,7 +94,6 @@ class PlanRecord:
             "precision": self.precision,
             "offload_optimizer": self.offload_optimizer,
             "offload_param": self.offload_param,
-            "optimizer": self.optimizer["name"],
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
         }
 
@@ -122,16 +106,24 @@ class Manifest:
     """UTC time, ISO 8601."""
     versions: Mapping[str, str]
     """Versions of zerotune, torch, deepspeed, …"""
+    origin: str = "save_checkpoint"
+    """What wrote it: ``save_checkpoint``, or what it was converted from."""
     world_size: int
-    replicated: bool
-    """Every rank held all weights, and rank 0 wrote them."""
-    plan: PlanRecord
+    """Processes that trained; each has a rank file."""
+    plan: PlanRecord | None
+    """``None`` when it holds weights alone."""
     state: EngineState
+    model: Mapping[str, Any] | None = None
+    """The model's own configuration, as diffusers writes it into ``config.json``."""
     parameters: tuple[ParameterRecord, ...] = attrs.field(converter=_tuple)
-    """The trainable parameters, in the order of the master weights."""
-    buffers: tuple[ParameterRecord, ...] = attrs.field(converter=_tuple)
+    """The trained parameters, in the order of the master weights."""
+    frozen: tuple[TensorRecord, ...] = attrs.field(converter=_tuple, default=())
+    """Parameters that are not trained, and so are not in the checkpoint."""
+    aliases: Mapping[str, str] = attrs.field(factory=dict)
+    """Further names of tied parameters, and the name they are saved under."""
+    buffers: tuple[TensorRecord, ...] = attrs.field(converter=_tuple)
     """The model's persistent buffers; every rank wrote its own."""
-    ranks: tuple[RankRecord, ...] = attrs.field(converter=_tuple)
+    files: tuple[FileRecord, ...] = attrs.field(converter=_tuple)
     shadows: tuple[str, ...] = attrs.field(converter=_tuple)
     """Names of the saved shadows."""
     rng: bool
@@ -142,7 +134,11 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensor files."""
-        return sum(record.file.nbytes for record in self.ranks)
+        return sum(file.nbytes for file in self.files)
+
+    def files_of(self, kind: str, of: str = "") -> tuple[FileRecord, ...]:
+        """The files of the weights, of an optimizer state, of a shadow or of a rank."""
+        return tuple(file for file in self.files if (file.kind, file.of) == (kind, of))
 
     def to_json(self) -> str:
         """One JSON object, indented for a human reader, that carries its own hash."""
@@ -208,24 +204,22 @@ def _corrupt(source: str, reason: str) -> CheckpointCorruptError:
 
 def _build(content: dict[str, Any]) -> Manifest:
     del content["format"], content["version"]
+    plan = content["plan"]
     return Manifest(
         **{
             **content,
-            "plan": PlanRecord(**content["plan"]),
+            "plan": None if plan is None else PlanRecord(**plan),
             "state": EngineState(**content["state"]),
             "parameters": [ParameterRecord(**record) for record in content["parameters"]],
-            "buffers": [ParameterRecord(**record) for record in content["buffers"]],
-            "ranks": [_rank(record) for record in content["ranks"]],
+            "frozen": [TensorRecord(**record) for record in content["frozen"]],
+            "buffers": [TensorRecord(**record) for record in content["buffers"]],
+            "files": [_file(record) for record in content["files"]],
         }
     )
 
 
-def _rank(record: Mapping[str, Any]) -> RankRecord:
-    file = FileRecord(**record["file"])
+def _file(record: Mapping[str, Any]) -> FileRecord:
+    file = FileRecord(**record)
     if Path(file.name).name != file.name or file.name in ("", ".", ".."):
         raise ValueError(f"{file.name!r} is not a plain file name")
-    return RankRecord(
-        rank=record["rank"],
-        file=file,
-        fragments=[FragmentRecord(**fragment) for fragment in record["fragments"]],
-    )
+    return file

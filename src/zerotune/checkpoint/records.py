@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from zerotune.checkpoint.contents import persistent_buffers, plain_data
-from zerotune.checkpoint.manifest import ParameterRecord, PlanRecord
+from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
+from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
+
     from zerotune.backend.engine import Engine
+
+
+def draft(
+    engine: Engine, *, shadows: Mapping[str, Any], rng: bool, extra: Mapping[str, Any]
+) -> Manifest:
+    """The manifest of an engine as it is now, with neither parameters nor files.
+
+    Raises:
+        CheckpointError: A schedule or loss scale cannot be stored.
+    """
+    state = attrs.evolve(
+        engine.state,
+        scheduler=plain_data(engine.state.scheduler, "scheduler"),
+        loss_scaler=plain_data(engine.state.loss_scaler, "loss_scaler"),
+    )
+    frozen, aliases = _untrained(engine)
+    return Manifest(
+        created=now(),
+        versions={"zerotune": version(), **engine.plan.platform.versions},
+        world_size=engine.group.world_size,
+        plan=plan_record(engine),
+        state=state,
+        model=model_config(engine.module),
+        parameters=(),
+        frozen=frozen,
+        aliases=aliases,
+        buffers=buffer_records(engine),
+        files=(),
+        shadows=sorted(shadows),
+        rng=rng,
+        extra=extra,
+    )
 
 
 def plan_record(engine: Engine) -> PlanRecord:
@@ -30,14 +69,51 @@ def plan_record(engine: Engine) -> PlanRecord:
     )
 
 
-def buffer_records(engine: Engine) -> tuple[ParameterRecord, ...]:
+def buffer_records(engine: Engine) -> tuple[TensorRecord, ...]:
     """What the manifest says of the model's buffers."""
-    return tuple(
-        ParameterRecord(
-            name=name, shape=tuple(buffer.shape), dtype=str(buffer.dtype).removeprefix("torch.")
-        )
-        for name, buffer in persistent_buffers(engine.module).items()
-    )
+    return tuple(_record(name, b) for name, b in persistent_buffers(engine.module).items())
+
+
+def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
+    """A diffusers model's ``config.json``; ``None`` of a module that has none."""
+    write = getattr(module, "to_json_string", None)
+    if write is None:
+        return None
+    try:
+        config: Mapping[str, Any] = plain_data(json.loads(write()), "model.config")
+    except (TypeError, ValueError, CheckpointError):
+        # A configuration that is no JSON cannot be exported either, and that says so.
+        return None
+    return config
+
+
+def now() -> str:
+    """UTC time, ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def version() -> str:
+    """The installed zerotune."""
+    try:
+        return importlib.metadata.version("zerotune")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _untrained(engine: Engine) -> tuple[list[TensorRecord], dict[str, str]]:
+    """Parameters that are not trained, and further names of tied ones."""
+    module = engine.module
+    named = list(module.named_parameters())
+    first = {id(parameter): name for name, parameter in named}
+    frozen = [_record(name, p) for name, p in named if not p.requires_grad]
+    every = module.named_parameters(remove_duplicate=False)
+    return frozen, {name: first[id(p)] for name, p in every if first[id(p)] != name}
+
+
+def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
+    # ZeRO-3 keeps the full shape beside a partitioned parameter.
+    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    return TensorRecord(name=name, shape=shape, dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 def _as_plain(choice: Any) -> dict[str, Any]:

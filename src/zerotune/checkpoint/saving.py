@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
-from collections.abc import Mapping
-from datetime import datetime, timezone
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from zerotune.checkpoint.collective import together
-from zerotune.checkpoint.contents import RankContents, ShadowLike, plain_data
+from zerotune.checkpoint.contents import RankContents, RankShare, ShadowLike, plain_data
+from zerotune.checkpoint.filing import Filing
 from zerotune.checkpoint.folders import Staging, check_space, checked_path
-from zerotune.checkpoint.manifest import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    ParameterRecord,
-    RankRecord,
-)
-from zerotune.checkpoint.records import buffer_records, plan_record
+from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from zerotune.checkpoint.records import draft
+from zerotune.checkpoint.sharedfile import SharedFileWriter, Written, confirm
 from zerotune.checkpoint.tensorfile import TensorFileWriter, file_size
 from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
+
+_FILE_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def save_checkpoint(
@@ -38,11 +36,13 @@ def save_checkpoint(
     rng: bool = True,
     timeout_s: float | None = None,
 ) -> Path:
-    """Write everything that training needs to go on.
+    """Write everything that training needs to go on, under this plan or any other.
 
-    Collective: every rank must call it, with the same arguments. The folder appears under its
-    name only when it is whole and on disk; a former checkpoint of that name stays until then.
-    Beyond the engine's own memory it needs that of one fragment.
+    Collective: every rank must call it, with the same arguments. Weights, each optimizer state and
+    each shadow become plain safetensors files keyed by parameter name, in full shape; every rank
+    writes its parts at their place, so nothing is gathered. The folder appears under its name
+    only when everything in it was read back and found as it was meant; a former checkpoint of that
+    name stays until then. Beyond the engine's own memory it needs that of one fragment.
 
     Args:
         directory: The checkpoint's folder, on a file system all ranks share.
@@ -60,40 +60,81 @@ def save_checkpoint(
     Raises:
         CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-able, the disk is
             too small, or the folder exists and is no checkpoint.
+        CheckpointCorruptError: The disk does not hold what was written; the message names the file.
         CollectiveError: A rank did not come, or the arguments differ.
     """
-    group, shadows = engine.group, dict(shadows or {})
+    group = engine.group
     group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
-    save = _Save(engine=engine, shadows=shadows, rng=rng)
-    agreed = together(group, "check the arguments", lambda: save.check(directory, extra or {}))
-    if any(arguments != agreed[0] for arguments in agreed):
-        group.agree(agreed[group.rank], "arguments of save_checkpoint")
-    try:
-        sizes = together(group, "look at the weights", save.inspect)
-        save.folder = together(group, "make the folder", lambda: save.stage(sum(sizes)))[0]
-        records = together(group, "write the weights", save.write)
-        together(group, "finish the checkpoint", lambda: save.publish(records))
-    except BaseException:
-        save.abandon()
-        raise
-    return save.final
+    save = Save(engine=engine, group=group)
+    save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
+    return save.write()
 
 
-class _Save:
-    """The stages of one save, as one rank goes through them."""
+class Save:
+    """One save, as one rank goes through it.
 
-    def __init__(self, *, engine: Engine, shadows: Mapping[str, ShadowLike], rng: bool) -> None:
+    Args:
+        engine: What is saved.
+        group: The processes, over whose control channel ``write`` keeps them together.
+    """
+
+    def __init__(self, *, engine: Engine, group: ProcessGroup) -> None:
         self._engine = engine
-        self._shadows = shadows
-        self._rng = rng
-        self._extra: Mapping[str, Any] = {}
-        self._contents: RankContents | None = None
+        self._group = group
         self._staging: Staging | None = None
-        self.final = Path()
-        self.folder = Path()
+        self._final = self._folder = Path()
+        self._contents: RankContents
+        self._draft: Manifest
+        self._filing: Filing
 
-    def check(self, directory: str | os.PathLike[str], extra: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Refuse what cannot be saved; returns what all ranks must agree on."""
+    def prepare(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None,
+        shadows: Mapping[str, ShadowLike] | None,
+        rng: bool,
+    ) -> None:
+        """Agree on what is saved and where. Collective; reads no weights."""
+        group, shadows = self._group, dict(shadows or {})
+
+        def check() -> tuple[Any, ...]:
+            self._check(directory, shadows)
+            plain = plain_data(extra or {}, "extra")
+            self._draft = draft(self._engine, shadows=shadows, rng=rng, extra=plain)
+            step = self._draft.state.global_step
+            return str(self._final), step, sorted(shadows), rng, plain
+
+        agreed = together(group, "check the arguments", check)
+        if any(arguments != agreed[0] for arguments in agreed):
+            group.agree(agreed[group.rank], "arguments of save_checkpoint")
+        self._file(together(group, "look at the weights", lambda: self._inspect(shadows, rng)))
+
+    def copy(self) -> None:
+        """Copy everything into host memory, so that training may go on during ``write``."""
+        self._contents = self._contents.copied(self._engine)
+
+    def write(self) -> Path:
+        """Write and publish it. Collective over the group's control channel.
+
+        Returns:
+            The checkpoint.
+        """
+        group = self._group
+        try:
+            self._folder = together(group, "make the folder", self._stage)[0]
+            written = together(group, "write the weights", self._write)
+            parts = [part for _, each in written for part in each]
+            confirmed = together(group, "read back what was written", lambda: self._confirm(parts))
+            files = [file for files in confirmed for file in files]
+            records = [*files, *(record for record, _ in written)]
+            together(group, "finish the checkpoint", lambda: self._publish(records))
+        except BaseException:
+            self._abandon()
+            raise
+        return self._final
+
+    def _check(self, directory: str | os.PathLike[str], shadows: Mapping[str, Any]) -> None:
         steps = self._engine.plan.gradient_accumulation_steps
         if self._engine.state.micro_step % steps:
             raise CheckpointError(
@@ -103,99 +144,81 @@ class _Save:
                 value=steps,
                 fix="save when engine.step() returned boundary=True",
             )
-        for name in self._shadows:
-            if not name or "/" in name:
-                raise CheckpointError("a shadow's name has no '/'", key="shadows", value=name)
-        self.final = checked_path(directory)
-        self._extra = plain_data(extra, "extra")
-        step = self._engine.state.global_step
-        return str(self.final), step, sorted(self._shadows), self._rng, self._extra
+        for name in shadows:
+            if not _FILE_NAME.fullmatch(name):
+                raise CheckpointError(
+                    "files are called after it: letters, digits, '.', '-' and '_' only",
+                    key="shadows",
+                    value=name,
+                )
+        self._final = checked_path(directory)
 
-    def inspect(self) -> int:
-        """Settle what this rank writes; returns how many bytes."""
-        contents = RankContents.of(self._engine, shadows=self._shadows, rng=self._rng)
-        self._contents = contents
-        return file_size(contents.specs, contents.metadata)
-
-    def stage(self, nbytes: int) -> Path:
-        """Make the temporary folder, on rank 0."""
-        if self._engine.group.is_main:
-            self._staging = Staging(self.final)
-            check_space(self._staging.path, nbytes)
-            return self._staging.path
-        return Path()
-
-    def write(self) -> RankRecord:
-        """Write this rank's tensor file."""
-        group, contents = self._engine.group, self._require_contents()
-        if not self.folder.is_dir():
-            raise CheckpointError(
-                "rank 0 made this folder and this rank does not see it",
-                key=str(self.folder),
-                fix="save to a file system that all machines share",
-            )
-        name = f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
-        return RankRecord(
-            rank=group.rank,
-            file=self._write_tensors(self.folder / name, contents),
-            fragments=contents.fragments,
+    def _inspect(self, shadows: Mapping[str, ShadowLike], rng: bool) -> RankShare:
+        self._contents = contents = RankContents.of(self._engine, shadows=shadows, rng=rng)
+        return RankShare(
+            parts=contents.parts,
+            counters=contents.counters,
+            rank_file=file_size(contents.specs, contents.metadata),
         )
 
-    def publish(self, records: list[RankRecord]) -> None:
+    def _file(self, shares: Sequence[RankShare]) -> None:
+        # Every rank comes to the same layout, or to the same error.
+        self._filing = Filing.of(shares, self._engine.master_weights.parameters)
+        self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
+
+    def _stage(self) -> Path:
+        """Make the temporary folder and the shared files in it, on rank 0."""
+        if not self._group.is_main:
+            return Path()
+        self._staging = Staging(self._final)
+        check_space(self._staging.path, self._filing.nbytes)
+        for file in self._filing.files:
+            file.create(self._staging.path)
+        return self._staging.path
+
+    def _write(self) -> tuple[FileRecord, tuple[Written, ...]]:
+        """Write this rank's parts, and its own file."""
+        if not self._folder.is_dir():
+            raise CheckpointError(
+                "rank 0 made this folder and this rank does not see it",
+                key=str(self._folder),
+                fix="save to a file system that all machines share",
+            )
+        with SharedFileWriter(self._folder, self._filing.files) as writer:
+            for piece in self._contents.read(self._engine):
+                writer.write(piece.subject, piece.part.name, piece.part.start, piece.tensor)
+            written = writer.finish()
+        return self._write_own(), written
+
+    def _write_own(self) -> FileRecord:
+        contents, rank = self._contents, self._group.rank
+        name = f"rank-{rank:05d}-of-{self._group.world_size:05d}.safetensors"
+        path = self._folder / name
+        with TensorFileWriter(path, specs=contents.specs, metadata=contents.metadata) as writer:
+            for key, tensor in contents.others.items():
+                writer.append(key, tensor)
+            nbytes, sha256 = writer.finish()
+        return FileRecord(name=name, kind="rank", of=str(rank), nbytes=nbytes, sha256=sha256)
+
+    def _confirm(self, parts: Iterable[Written]) -> list[FileRecord]:
+        """Read this rank's share of the shared files back."""
+        parts = list(parts)
+        mine = self._filing.files[self._group.rank :: self._group.world_size]
+        return [confirm(self._folder, file, parts) for file in mine]
+
+    def _publish(self, records: Iterable[FileRecord]) -> None:
         """Write the manifest and give the folder its name, on rank 0."""
         if self._staging is None:
             return
+        files = sorted(records, key=lambda record: record.name)
         path = self._staging.path / MANIFEST
         with path.open("x", encoding="utf-8") as file:
-            file.write(self._manifest(records).to_json())
+            file.write(attrs.evolve(self._draft, files=files).to_json())
             file.flush()
             os.fsync(file.fileno())
         self._staging.publish()
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Remove what was written, on rank 0."""
         if self._staging is not None:
             self._staging.abandon()
-
-    def _require_contents(self) -> RankContents:
-        if self._contents is None:
-            raise CheckpointError("inspect() comes first", key="save_checkpoint")
-        return self._contents
-
-    def _write_tensors(self, path: Path, contents: RankContents) -> FileRecord:
-        with TensorFileWriter(path, specs=contents.specs, metadata=contents.metadata) as writer:
-            for key, tensor in contents.tensors(self._engine):
-                writer.append(key, tensor)
-            return writer.finish()
-
-    def _manifest(self, records: list[RankRecord]) -> Manifest:
-        engine = self._engine
-        state = attrs.evolve(
-            engine.state,
-            scheduler=plain_data(engine.state.scheduler, "scheduler"),
-            loss_scaler=plain_data(engine.state.loss_scaler, "loss_scaler"),
-        )
-        return Manifest(
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            versions={"zerotune": _version(), **engine.plan.platform.versions},
-            world_size=engine.group.world_size,
-            replicated=engine.master_weights.replicated,
-            plan=plan_record(engine),
-            state=state,
-            parameters=[
-                ParameterRecord(name=name, shape=shape)
-                for name, shape in engine.master_weights.parameters.items()
-            ],
-            buffers=buffer_records(engine),
-            ranks=records,
-            shadows=sorted(self._shadows),
-            rng=self._rng,
-            extra=self._extra,
-        )
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("zerotune")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

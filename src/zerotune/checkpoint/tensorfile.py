@@ -1,8 +1,8 @@
-"""A safetensors file written piece by piece, so that no second copy of the weights is needed.
+"""Safetensors files written and read piece by piece: no second copy of the weights is needed.
 
 ``safetensors.torch.save_file`` wants every tensor in memory at once. But the file is an 8-byte
 length, a JSON header that follows from names and shapes alone, and the tensors' bytes one after
-another: so the header can be written first and the bytes as they come.
+another: so the header can be written first and the bytes as they come, by one process or by all.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
 
-from zerotune.checkpoint.manifest import FileRecord
-from zerotune.errors import CheckpointError
+from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -41,6 +41,7 @@ _NAMES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -138,11 +139,14 @@ class TensorFileWriter:
                 key=self._path.name,
                 fix="let nothing train while a checkpoint is saved",
             )
-        for piece in _bytes_of(tensor):
+        for piece in bytes_of(tensor):
             self._write(piece)
 
-    def finish(self) -> FileRecord:
+    def finish(self) -> tuple[int, str]:
         """Bring everything to disk and close.
+
+        Returns:
+            Bytes and SHA-256 (hex) of the file.
 
         Raises:
             CheckpointError: Not every announced tensor was written.
@@ -153,7 +157,7 @@ class TensorFileWriter:
             )
         os.fsync(self._file.fileno())
         self._file.close()
-        return FileRecord(name=self._path.name, nbytes=self._nbytes, sha256=self._hash.hexdigest())
+        return self._nbytes, self._hash.hexdigest()
 
     def __enter__(self) -> Self:
         return self
@@ -168,17 +172,84 @@ class TensorFileWriter:
 
     def _write(self, piece: memoryview) -> None:
         self._hash.update(piece)
+        with naming(self._path):
+            write_at(self._file.fileno(), piece, self._nbytes)
         self._nbytes += len(piece)
-        while piece:
-            # An unbuffered write may stop short, at 2 GiB at the latest.
-            piece = piece[self._file.write(piece) :]
 
 
-def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
+    """Write all of ``piece`` at a byte offset; the only place where tensors reach the disk."""
+    while piece:
+        # A write may stop short, at 2 GiB at the latest.
+        written = os.pwrite(descriptor, piece, offset)
+        piece, offset = piece[written:], offset + written
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the disk inside the block tell which file they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def read_at(descriptor: int, into: memoryview, offset: int) -> int:
+    """Fill ``into`` from a byte offset on; the bytes read, fewer only at the end of the file."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's elements as bytes, a few MiB at a time, from any device."""
     flat = tensor.detach().reshape(-1)
     for part in torch.split(flat, _PIECE):
         if part.numel():
             yield part.cpu().contiguous().view(torch.uint8).numpy().data
+
+
+@attrs.frozen(kw_only=True)
+class StoredTensor:
+    """A tensor in a file, as the header describes it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Where its first byte lies in the file."""
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Tensors by name, and the metadata, of a safetensors file.
+
+    Raises:
+        CheckpointCorruptError: It cannot be read or is no safetensors file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError(f"a header of {size} bytes")
+            entries = json.loads(file.read(size))
+        metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
+        tensors = {str(key): _stored(entry, 8 + size) for key, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(
+            f"cannot be read as safetensors ({error})", key=str(path), fix="use another checkpoint"
+        ) from error
+    return tensors, metadata
+
+
+def _stored(entry: Mapping[str, Any], begin: int) -> StoredTensor:
+    return StoredTensor(
+        dtype=_DTYPES[entry["dtype"]],
+        shape=tuple(entry["shape"]),
+        offset=begin + int(entry["data_offsets"][0]),
+    )
 
 
 def hash_of(path: Path) -> str:

@@ -1,0 +1,75 @@
+"""What is saved under one plan goes on under another, as if nothing had happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import anywhere
+from tests.checkpoint.anywhere import apart, folder_of
+from tests.support.ranks import run_ranks
+
+FP32, BF16 = 5e-5, 0.04
+"""Largest relative difference of a loss: the spread of uninterrupted runs of different stages."""
+
+# (saved under, processes) -> (resumed under, processes); a checkpoint is used more than once.
+PAIRS = [
+    (("plain", 1), ("z3-cpu", 2), "fp32"),
+    (("z3-cpu", 2), ("plain", 1), "fp32"),
+    (("z2-cpu", 1), ("z3-nvme", 1), "fp32"),
+    (("z3-cpu", 2), ("z2-cpu", 1), "fp32"),
+    (("z1", 2), ("z2", 1), "bf16"),
+    (("plain", 1), ("z0", 2), "bf16"),
+]
+Run = tuple[str, int, str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Any:
+    """Uninterrupted runs with a checkpoint on the way, each made when it is first needed."""
+    root = tmp_path_factory.mktemp("anywhere")
+    made: dict[Run, dict[str, Any]] = {}
+
+    def run(name: str, world_size: int, precision: str) -> tuple[str, dict[str, Any]]:
+        folder = folder_of(root, name, precision, world_size)
+        key = (name, world_size, precision)
+        if key not in made:
+            arguments = (name, precision, str(folder), str(root))
+            made[key] = run_ranks(anywhere.saved, *arguments, world_size=world_size)[0]
+        return str(folder), made[key]
+
+    return run
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+@pytest.mark.parametrize(
+    ("source", "target", "precision"),
+    PAIRS,
+    ids=[f"{a}x{n}-{b}x{m}-{precision}" for (a, n), (b, m), precision in PAIRS],
+)
+def test_a_run_goes_on_under_another_plan(source, target, precision, runs, tmp_path):
+    folder, expected = runs(*source, precision)
+    name, world_size = target
+    ranks = run_ranks(
+        anywhere.resumed, name, precision, [folder], str(tmp_path), world_size=world_size
+    )
+    check(name, expected, ranks[0][0], precision)
+    assert ranks[0][0]["losses"] == ranks[-1][0]["losses"]
+
+
+def check(name: str, expected: dict[str, Any], actual: dict[str, Any], precision: str) -> None:
+    # Weights, moments, counters and EMA are the saved ones to the bit, however they are divided.
+    names = {each for each in expected["state"] if not each.startswith("step ")}
+    assert len(names) > 4 * 10
+    assert not {n for n in names if actual["state"][n] != expected["state"][n]}
+    steps = {value for each, value in actual["state"].items() if each.startswith("step ")}
+    assert steps == {str(anywhere.BEFORE)}
+    assert actual["step"] == anywhere.BEFORE
+    assert any(d.startswith(("stage: ", "engine: ")) for d in actual["decisions"])
+    # Otherwise nothing was partitioned or swapped, and the test would show nothing.
+    assert bool(actual["whole"]) == ("z3" not in name)
+    assert bool(actual["swapped"]) == ("nvme" in name)
+    bound = FP32 if precision == "fp32" else BF16
+    assert apart(expected["losses"], actual["losses"]) <= bound
