@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.needs import needs
 from zerotune.backend.mup import set_base_shapes
 from zerotune.errors import EngineError
 
-pytest.importorskip("mup")
+needs("mup")
 
 BASE = {"block_out_channels": (8, 16)}
 DELTA = {"block_out_channels": (16, 32)}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from zerotune.errors import UnknownKeyError
 from zerotune.plan import DeepSpeedPlan, OffloadSection, known_keys
@@ -44,7 +45,7 @@ def parameters(schema):
 
 @pytest.fixture(scope="module")
 def validator(schema):
-    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema = needs("jsonschema")
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 
