@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from zerotune.backend.torch_optimizers.muon import orthogonalise
 
 pytestmark = pytest.mark.deepspeed
 
@@ -96,6 +97,159 @@ def ours(stage: int) -> list[str]:
 def test_ours_updates_the_hidden_convolution_alone_at_stage_3() -> None:
     (without_adams_counter,) = run_ranks(ours, 3)
     assert without_adams_counter == ["hidden.weight"]
+
+
+LR = 0.05
+
+
+class Matrices(torch.nn.Module):
+    """Linear layers alone, which DeepSpeed's Muon can update too; the middle one is hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = torch.nn.Linear(6, 8)
+        self.hidden = torch.nn.Linear(8, 8)
+        self.outer = torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(torch.tanh(self.hidden(torch.tanh(self.inner(x)))))
+
+
+def error_of(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 6, generator=generator)
+    return (model(inputs) - inputs[:, :3].sin()).pow(2).mean()
+
+
+def gradient() -> torch.Tensor:
+    """Of the hidden matrix, at the start, (8, 8)."""
+    model = Matrices()
+    error_of(model).backward()
+    return model.hidden.weight.grad
+
+
+def spread(matrix: torch.Tensor) -> float:
+    """Smallest singular value but one, over the largest: near 1 for an orthogonal matrix."""
+    values = torch.linalg.svdvals(matrix.float())
+    return float(values[-2] / values[0])
+
+
+def along(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
+
+
+def first_update_upstream(stage: int, offload: str, partitioned: bool) -> list[list[float]]:
+    """What DeepSpeed's Muon takes off the hidden matrix in its first step, over the rate."""
+    import os
+    from contextlib import nullcontext
+
+    import deepspeed
+    import torch._dynamo
+
+    from zerotune.backend.distributed import ProcessGroup
+
+    # Compiling its update takes half a minute and changes no number.
+    torch._dynamo.config.disable = True
+    os.environ["LOCAL_RANK"] = "0"
+    zero: dict[str, Any] = {"stage": stage, "reduce_scatter": False}
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": offload}
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Muon", "params": {"lr": LR, "weight_decay": 0.0}},
+        "zero_optimization": zero,
+    }
+    group = ProcessGroup(backend="gloo")
+    deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
+    with deepspeed.zero.Init(config_dict_or_path=config) if partitioned else nullcontext():
+        model = Matrices()
+    if partitioned:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            model.load_state_dict(Matrices().state_dict())
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=config,
+        dist_init_required=False,
+    )
+    engine.backward(error_of(engine))
+    engine.step()
+    weight = model.hidden.weight
+    with deepspeed.zero.GatheredParameters([weight], enabled=stage == 3):
+        after = weight.detach().clone()
+    group.close()
+    return ((Matrices().hidden.weight.detach() - after) / LR).tolist()
+
+
+REPORTS = [
+    pytest.param(3, "none", True, id="inactive under zero.Init (#8438)"),
+    pytest.param(0, "none", False, id="plain SGD at stage 0 (#8441)"),
+    pytest.param(2, "cpu", False, id="not orthogonal when offloaded, stage 2 (#8463)"),
+    pytest.param(3, "cpu", False, id="not orthogonal when offloaded, stage 3 (#8463)"),
+]
+
+
+@pytest.mark.parametrize(("stage", "offload", "partitioned"), REPORTS)
+def test_defects_reported_upstream_are_gone_from_0_19_8(
+    stage: int, offload: str, partitioned: bool
+) -> None:
+    import deepspeed
+    from packaging.version import Version
+
+    if Version(deepspeed.__version__) < Version("0.19.8"):
+        pytest.skip(f"they are mended in 0.19.8; this is {deepspeed.__version__}")
+    (rows,) = run_ranks(first_update_upstream, stage, offload, partitioned)
+    update = torch.tensor(rows)
+    assert spread(gradient()) < 0.1, "an orthogonal gradient would tell nothing"
+    assert spread(update) > 0.3
+    assert along(update, gradient()) < 0.9, "that would be SGD"
+
+
+def first_updates_and_losses(stage: int, offload: str) -> dict[str, Any]:
+    from zerotune.backend.building import build_engine
+    from zerotune.optim import OptimizerResolver
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.facts import ModelFacts
+
+    model = Matrices()
+    whole = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    plan = DeepSpeedPlan.build(
+        stage=stage,
+        offload=offload,
+        precision="fp32",
+        gradient_clipping=0.0,
+        optimizer={"type": "Muon", "params": {"lr": LR, "adam_lr": 1e-3, "weight_decay": 0.0}},
+        **whole,
+    ).resolve(model=ModelFacts.from_module(model))
+    resolver = OptimizerResolver(overrides={"scheduler.type": None})
+    with build_engine(model=model, plan=resolver.apply(plan)) as engine:
+        partitioned = hasattr(model.hidden.weight, "ds_id")
+        losses, weights = [], []
+        for _ in range(20):
+            weights.append(dict(engine.master_weights.gather())["hidden.weight"].clone())
+            loss = error_of(engine)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return {
+        "update": ((weights[0] - weights[1]) / LR).tolist(),
+        "losses": losses,
+        "partitioned": partitioned,
+    }
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (3, "none"), (2, "cpu"), (3, "cpu")])
+def test_ours_takes_an_orthogonal_step_wherever_deepspeeds_did_not(
+    stage: int, offload: str
+) -> None:
+    (found,) = run_ranks(first_updates_and_losses, stage, offload)
+    # At stage 3 the engine partitions through zero.Init, where DeepSpeed's was inactive.
+    assert found["partitioned"] == (stage == 3)
+    update = torch.tensor(found["update"])
+    torch.testing.assert_close(update, orthogonalise(gradient()), atol=2e-4, rtol=0)
+    assert spread(update) > 0.3 > 3 * spread(gradient())
+    assert found["losses"][-1] < 0.5 * found["losses"][0]
 
 
 def one_bit() -> dict[str, str]:
