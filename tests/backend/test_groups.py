@@ -164,3 +164,15 @@ def test_a_groups_rate_is_a_constant_multiple_of_the_curve() -> None:
     curve.load_state_dict({"last_batch_iteration": 1})
     assert curve.get_lr() == [0.5, 0.125]
     assert curve.state_dict() == {"last_batch_iteration": 1}
+
+
+def test_a_rate_that_is_a_tensor_stays_that_tensor():
+    rate = torch.tensor(2.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
+    schedule = SchedulerChoice(
+        name="linear", params={"num_warmup_steps": 0, "num_training_steps": 4}
+    )
+    curve = CurveScheduler(optimizer=optimizer, choice=schedule, base_lr=2.0)
+    curve.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert curve.get_lr() == [1.5]

@@ -39,6 +39,11 @@ def test_the_optimizer_that_was_asked_for_passes() -> None:
     assert failures(adamw()) == set()
 
 
+def test_a_rate_in_a_tensor_is_compared_as_fp32_holds_it() -> None:
+    assert failures(adamw(lr=torch.tensor(1e-3))) == set()
+    assert failures(adamw(lr=torch.tensor(1.00001e-3))) == {"optimizer.lr"}
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -165,7 +165,11 @@ class CurveScheduler:
         rate = lr_at(self._choice, self._steps, self._base_lr)
         groups = zip(self._optimizer.param_groups, self._factors, self._base_betas, strict=True)
         for group, factor, base_betas in groups:
-            group["lr"] = rate * factor
+            if isinstance(group["lr"], torch.Tensor):
+                # torchao compiles its update around the rate's tensor and refuses a number.
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
             if base_betas is not None:
                 group["betas"] = betas_at(self._choice, self._steps, tuple(base_betas))
 
