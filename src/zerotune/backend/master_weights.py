@@ -223,6 +223,11 @@ class MasterWeights:
         return self._group
 
     @property
+    def device(self) -> torch.device:
+        """Where the engine trains; the master weights may lie elsewhere."""
+        return self._device
+
+    @property
     def numel(self) -> int:
         """Elements this rank owns."""
         return sum(address.numel for address in self.addresses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,29 +13,44 @@ if TYPE_CHECKING:
         RampDecay,
         WarmupDecay,
     )
+    from zerotune.ema.group import EMAShadows
     from zerotune.ema.shadow import EMAShadow
+    from zerotune.ema.store import DeviceStore, FileStore, HostStore, ShadowStore
+
+# torch comes with what holds tensors only; the schedules are plain arithmetic.
+_HOMES = {
+    "ConstantDecay": "decay",
+    "DecaySchedule": "decay",
+    "DeviceStore": "store",
+    "EMAShadow": "shadow",
+    "EMAShadows": "group",
+    "FileStore": "store",
+    "HalfLife": "decay",
+    "HostStore": "store",
+    "RampDecay": "decay",
+    "ShadowStore": "store",
+    "WarmupDecay": "decay",
+}
 
 __all__ = [
     "EMAShadow",
+    "EMAShadows",
     "ConstantDecay",
     "DecaySchedule",
+    "DeviceStore",
+    "FileStore",
     "HalfLife",
+    "HostStore",
     "RampDecay",
+    "ShadowStore",
     "WarmupDecay",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # torch comes with the shadow only; the schedules are plain arithmetic.
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "EMAShadow":
-        from zerotune.ema import shadow
-
-        return shadow.EMAShadow
-    from zerotune.ema import decay
-
-    return getattr(decay, name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

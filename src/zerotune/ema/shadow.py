@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from zerotune.backend.attaching import master_weights_of
 from zerotune.ema.arithmetic import exchange, squared_distance, squared_norm
 from zerotune.ema.checking import UpdateWatch, check_complete
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
+from zerotune.ema.store import ShadowStore, as_store, copy_of, room_for
+from zerotune.ema.updating import ShadowUpdate, update_together
 from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -27,9 +29,9 @@ _CHECKED_UPDATES = 3
 class EMAShadow:
     """An exponential moving average of an engine's fp32 master weights.
 
-    Each rank averages the fragments it owns, in fp32 on the CPU: nothing is gathered, and where
-    offload keeps the master weights in host RAM nothing crosses the bus. It costs 4 bytes per
-    element this rank owns::
+    Each rank averages the fragments it owns, in fp32: nothing is gathered, and where offload
+    keeps the master weights in host RAM nothing crosses the bus. It costs 4 bytes per element
+    this rank owns::
 
         ema = EMAShadow(decay=0.999).attach(engine)
         for batch in data:
@@ -44,6 +46,8 @@ class EMAShadow:
             ``zerotune.ema.decay``.
         update_every: Optimizer steps per update; the decay is corrected for it.
         start_after: Optimizer steps during which the shadow follows the weights exactly.
+        store: Where the shadow lies: ``HostStore()``, ``DeviceStore()`` or
+            ``FileStore(folder=...)``; the host when not given.
 
     Raises:
         InvalidValueError: An argument is out of range.
@@ -55,11 +59,14 @@ class EMAShadow:
         decay: DecaySchedule | float = 0.9999,
         update_every: int = 1,
         start_after: int = 0,
+        store: ShadowStore | None = None,
     ) -> None:
         self._schedule = as_schedule(decay)
         self._update_every = _whole(update_every, "update_every", least=1)
         self._start_after = _whole(start_after, "start_after", least=0)
+        self._store = as_store(store)
         self._master: MasterWeights | None = None
+        self._settle: Callable[[], None] = _nothing
         self._tensors: dict[str, torch.Tensor] = {}
         self._exchanged: set[str] = set()
         self._swapped = False
@@ -85,8 +92,9 @@ class EMAShadow:
         if self._master is not None:
             raise EMAError("is attached already", key="EMAShadow", fix="make one shadow per engine")
         master = master_weights_of(source)
-        self._tensors = _copy_of(master)
-        check_complete(master, self._tensors)
+        tensors = copy_of(master, self._store)
+        check_complete(master, tensors)
+        self._tensors = tensors
         self._master = master
         return self
 
@@ -116,7 +124,6 @@ class EMAShadow:
         """Memory of this rank's shadow: 4 bytes per element it owns."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    @torch.no_grad()
     def step(self) -> None:
         """Take in the weights after one applied optimizer step.
 
@@ -124,21 +131,27 @@ class EMAShadow:
             EMAError: Not attached, swapped in, or one of the first updates left the shadow
                 farther from the weights than it was.
         """
-        master = self._ready("step()")
+        update_together(self)
+
+    def begin_update(self) -> ShadowUpdate | None:
+        """Count one optimizer step; what is to be done with the fragments, if anything.
+
+        ``step`` does it at once. For those who iterate over the fragments themselves, such as
+        several shadows in one pass: every fragment must be given to the update, and ``finish``
+        called, before the weights change again.
+
+        Raises:
+            EMAError: Not attached, or swapped in.
+        """
+        self._ready("step()")
         self._steps += 1
         if self._steps % self._update_every:
-            return
+            return None
         decay = self._decay_at(self._steps)
         watch = UpdateWatch(decay=decay) if self._to_be_checked() else None
-        for fragment in master.read():
-            shadow = self._of(fragment)
-            value = fragment.value.to(shadow.device)
-            if watch is not None:
-                watch.before(shadow, value)
-            shadow.lerp_(value, 1.0 - decay)
-            if watch is not None:
-                watch.after(shadow, value)
-        self._checked += watch is not None and watch.verdict()
+        return ShadowUpdate(
+            tensors=self._tensors, decay=decay, watch=watch, done=self._count_checked
+        )
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -217,18 +230,52 @@ class EMAShadow:
         self._ready("load_state_dict()")
         wanted, given = {*self._tensors, "steps"}, set(state)
         if wanted != given:
-            raise EMAError(
-                f"belongs to other weights (missing {_few(wanted - given)}, "
-                f"unexpected {_few(given - wanted)})",
-                key="state",
-                fix="load it into the model, plan and world size it was saved from",
-            )
+            raise _other_weights(wanted, given, key="state")
         for key, tensor in self._tensors.items():
             saved = state[key]
             if saved.numel() != tensor.numel():
                 raise EMAError(f"has {saved.numel()} elements instead of {tensor.numel()}", key=key)
             tensor.copy_(saved.view(-1))
         self._steps = int(state["steps"])
+
+    @torch.no_grad()
+    def move(self, store: ShadowStore) -> None:
+        """Put the shadow somewhere else; for a moment it lies in both places.
+
+        Raises:
+            EMAError: Not attached, swapped in, or no room there; the shadow stays where it is.
+        """
+        master = self._ready("move()")
+        tensors = room_for(master, as_store(store))
+        for key, tensor in self._tensors.items():
+            tensors[key].copy_(tensor)
+        self._tensors, self._store = tensors, store
+
+    @property
+    def source(self) -> MasterWeights:
+        """The weights it follows.
+
+        Raises:
+            EMAError: Not attached.
+        """
+        return self._attached()
+
+    def follow(self, source: Any) -> None:
+        """Go on with other weights of the same names and shapes, such as a reloaded model's.
+
+        Raises:
+            EMAError: Not attached, swapped in, or their parts are others; nothing has changed.
+        """
+        self._ready("follow()")
+        master = master_weights_of(source)
+        wanted, given = set(self._tensors), {address.key for address in master.addresses}
+        if wanted != given:
+            raise _other_weights(wanted, given, key="source")
+        self._master = master
+
+    def settle_with(self, settle: Callable[[], None]) -> None:
+        """Call ``settle`` before anything looks at the shadow: it ends an update under way."""
+        self._settle = settle
 
     def explain(self) -> str:
         """What is averaged, how fast, and what it costs, as text."""
@@ -238,7 +285,7 @@ class EMAShadow:
         if self._master is not None:
             elements = sum(tensor.numel() for tensor in self._tensors.values())
             lines.append(
-                f"  {elements:,} fp32 elements of this rank on the CPU "
+                f"  {elements:,} fp32 elements of this rank {self._store} "
                 f"({self.nbytes / 2**20:,.1f} MiB), {self._steps} steps seen, "
                 f"decay now {self.decay:.6g}"
             )
@@ -259,6 +306,9 @@ class EMAShadow:
         early = update <= _CHECKED_UPDATES or update & (update - 1) == 0
         return early and self._checked < _CHECKED_UPDATES
 
+    def _count_checked(self, proved: bool) -> None:
+        self._checked += proved
+
     def _of(self, fragment: Fragment) -> torch.Tensor:
         return self._tensors[fragment.address.key]
 
@@ -269,6 +319,7 @@ class EMAShadow:
                 key="EMAShadow",
                 fix="ema = EMAShadow(decay=0.999).attach(engine)",
             )
+        self._settle()
         return self._master
 
     def _ready(self, what: str) -> MasterWeights:
@@ -293,21 +344,17 @@ class EMAShadow:
                 self._exchanged ^= {key}
 
 
-def _copy_of(master: MasterWeights) -> dict[str, torch.Tensor]:
-    tensors = {}
-    # One allocation, not one per fragment: thousands of small blocks would each be rounded up.
-    buffer = torch.empty(master.numel, dtype=torch.float32)
-    parts = torch.split(buffer, [address.numel for address in master.addresses])
-    for fragment, part in zip(master.read(), parts, strict=True):
-        if fragment.value.numel() != part.numel():
-            raise EMAError(
-                f"holds {fragment.value.numel()} elements instead of {part.numel()}",
-                key=fragment.address.key,
-                fix="report this with the model's class and the plan",
-            )
-        part.copy_(fragment.value)
-        tensors[fragment.address.key] = part
-    return tensors
+def _nothing() -> None:
+    return None
+
+
+def _other_weights(wanted: set[str], given: set[str], *, key: str) -> EMAError:
+    return EMAError(
+        f"belongs to other weights (missing {_few(wanted - given)}, "
+        f"unexpected {_few(given - wanted)})",
+        key=key,
+        fix="use the model, plan and world size the shadow was made with",
+    )
 
 
 def _few(keys: set[str], most: int = 3) -> str:

@@ -1,0 +1,122 @@
+"""Where a shadow lies: the same numbers everywhere, and only the memory that was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ema.test_shadow import move, weights
+from tests.support.models import HostileNet
+from zerotune.ema import DeviceStore, EMAShadow, FileStore, HostStore
+from zerotune.errors import EMAError, InvalidValueError
+
+MIB = 2**20
+
+
+def stores(folder: Path) -> list[object]:
+    return [HostStore(), DeviceStore(), DeviceStore(device="cpu"), FileStore(folder=folder)]
+
+
+def test_every_store_holds_the_same_average(tmp_path):
+    model = HostileNet()
+    emas = [EMAShadow(decay=0.9, store=store).attach(model) for store in stores(tmp_path)]
+    for step in range(5):
+        move(model, seed=step)
+        for ema in emas:
+            ema.step()
+    expected = dict(emas[0].gather())
+    trained = weights(model)
+    for ema in emas[1:]:
+        assert all(torch.equal(full, expected[name]) for name, full in ema.gather())
+        with ema.swapped_in():
+            assert all(torch.equal(v, expected[n]) for n, v in weights(model).items())
+        assert all(torch.equal(v, trained[n]) for n, v in weights(model).items())
+        assert ema.nbytes == emas[0].nbytes
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {key} in /proc/self/status")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_a_mapped_file_takes_no_memory_of_the_process_and_leaves_no_name(tmp_path):
+    model = torch.nn.Linear(4096, 4096)
+    before = _status("RssAnon")
+    ema = EMAShadow(decay=0.9, store=FileStore(folder=tmp_path)).attach(model)
+    ema.step()
+    assert ema.nbytes == 4 * (4096 * 4096 + 4096)
+    assert _status("RssAnon") - before < 0.02 * ema.nbytes + MIB
+    maps = Path("/proc/self/maps").read_text()
+    assert f"{tmp_path}/ema-" in maps
+    assert not list(tmp_path.iterdir()), "a killed run must leave nothing behind"
+    del ema
+    assert f"{tmp_path}/ema-" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+def test_host_memory_is_four_bytes_per_element():
+    model = torch.nn.Linear(4096, 4096)
+    before = _status("RssAnon")
+    ema = EMAShadow(decay=0.9, store=HostStore()).attach(model)
+    grown = _status("RssAnon") - before
+    assert abs(grown - ema.nbytes) < 0.02 * ema.nbytes + MIB
+
+
+def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    ema = EMAShadow(decay=0.9, store=FileStore(folder=tmp_path))
+    with pytest.raises(EMAError, match="No space left") as caught:
+        ema.attach(HostileNet())
+    assert caught.value.key == "FileStore.folder"
+    assert str(tmp_path) in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    assert not ema.attached
+    with pytest.raises(EMAError, match="No such file"):
+        EMAShadow(store=FileStore(folder=tmp_path / "absent")).attach(HostileNet())
+
+
+def test_a_rank_that_owns_nothing_needs_no_file(tmp_path):
+    for store in stores(tmp_path):
+        assert store.allocate(0, device=torch.device("cpu")).shape == (0,)
+
+
+def test_move_keeps_every_bit_and_says_where_it_is(tmp_path):
+    model = HostileNet()
+    ema = EMAShadow(decay=0.9).attach(model)
+    move(model, seed=1)
+    ema.step()
+    before = dict(ema.gather())
+    assert "on the CPU" in ema.explain()
+    ema.move(FileStore(folder=tmp_path))
+    assert f"in a mapped file in {tmp_path}" in ema.explain()
+    assert all(torch.equal(full, before[name]) for name, full in ema.gather())
+    with pytest.raises(EMAError):
+        ema.move(FileStore(folder=tmp_path / "absent"))
+    assert all(torch.equal(full, before[name]) for name, full in ema.gather())
+
+
+@pytest.mark.parametrize("place", ["nvme", HostStore, 3])
+def test_what_is_no_place_is_refused(place):
+    with pytest.raises(InvalidValueError, match="no place for a shadow"):
+        EMAShadow(store=place)
+
+
+def test_follow_goes_on_with_a_reloaded_model():
+    model, twin = HostileNet(), HostileNet(seed=1)
+    ema = EMAShadow(decay=0.5).attach(model)
+    before = dict(ema.gather())
+    ema.follow(twin)
+    ema.step()
+    for name, full in ema.gather():
+        expected = before[name].lerp(weights(twin)[name], 0.5)
+        assert torch.equal(full, expected)
+    with pytest.raises(EMAError, match="other weights"):
+        ema.follow(torch.nn.Linear(2, 2))
