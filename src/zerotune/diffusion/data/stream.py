@@ -152,7 +152,7 @@ class DataStream:
         collate: Callable[[list[Any]], Batch] | None = None,
         pin_memory: bool = False,
     ) -> None:
-        _check(micro_batch_size, rank, world_size)
+        check_share(micro_batch_size, rank, world_size)
         if len(dataset) == 0:
             raise DataError("is empty", key="dataset", value=0, fix="give at least one sample")
         self._dataset = dataset
@@ -283,7 +283,8 @@ def derive_seed(seed: int, *parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _check(micro_batch_size: int, rank: int, world_size: int) -> None:
+def check_share(micro_batch_size: int, rank: int, world_size: int) -> None:
+    """Refuse a micro batch size or rank that cannot be."""
     if micro_batch_size < 1:
         raise InvalidValueError(
             "must be at least 1", key="micro_batch_size", value=micro_batch_size, fix="write 1"

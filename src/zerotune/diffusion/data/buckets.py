@@ -1,0 +1,241 @@
+"""Aspect-ratio buckets: which size each image gets, and what is cut off. Arithmetic only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import DataError, InvalidValueError
+
+Size = tuple[int, int]
+"""Width and height in pixels, in this order, as Pillow has it."""
+
+
+@attrs.frozen(kw_only=True, order=True)
+class Bucket:
+    """A size that images are brought to."""
+
+    width: int
+    height: int
+
+    @property
+    def aspect(self) -> float:
+        """Width over height."""
+        return self.width / self.height
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+
+@attrs.frozen(kw_only=True)
+class Placement:
+    """How one image comes into its bucket: resized to ``resized``, then cropped."""
+
+    bucket: Bucket
+    original: Size
+    """Of the upright image."""
+    resized: Size
+    """At least as large as the bucket in both directions, and equal to it in one."""
+
+    @property
+    def scale(self) -> float:
+        """Above 1 the image is enlarged."""
+        return max(
+            self.bucket.width / self.original[0],
+            self.bucket.height / self.original[1],
+        )
+
+    @property
+    def excess(self) -> Size:
+        """Pixels to be cut off after resizing, horizontally and vertically; one of them is 0."""
+        return self.resized[0] - self.bucket.width, self.resized[1] - self.bucket.height
+
+
+@attrs.frozen(kw_only=True)
+class BucketAssignment:
+    """Which bucket each image of a dataset is in."""
+
+    placements: tuple[Placement, ...]
+    """One per image, in the order of the dataset."""
+    decisions: tuple[Decision, ...] = ()
+
+    @cached_property
+    def members(self) -> dict[Bucket, tuple[int, ...]]:
+        """Image numbers by bucket, buckets in order of width."""
+        found: dict[Bucket, list[int]] = {}
+        for index, placement in enumerate(self.placements):
+            found.setdefault(placement.bucket, []).append(index)
+        return {bucket: tuple(found[bucket]) for bucket in sorted(found)}
+
+    def table(self) -> str:
+        """One line per bucket: size and number of images."""
+        return "\n".join(f"{bucket!s:>11}  {len(of)}" for bucket, of in self.members.items())
+
+
+def _positive(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value <= 0:
+        raise InvalidValueError("must be above 0", key=attribute.name, value=value, fix="raise it")
+
+
+@attrs.frozen(kw_only=True)
+class AspectBuckets:
+    """All sizes of at most ``area`` pixels whose sides are multiples of ``step``.
+
+    For each width the largest height that fits is a bucket, and for each height the largest
+    width; the largest square is one too. An image goes to the bucket whose shape is nearest to
+    its own (by ratio), the larger one if two are as near.
+
+    Raises:
+        InvalidValueError: A value out of range, or no size fits.
+    """
+
+    area: int = attrs.field(default=1024 * 1024, validator=_positive)
+    """Most pixels of an image."""
+    step: int = attrs.field(default=64, validator=_positive)
+    """Sides are multiples of it; the VAE and the U-Net together must divide by it."""
+    max_aspect: float = attrs.field(default=2.0)
+    """Longest side over shortest. More extreme images are cropped to it."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_aspect < 1:
+            raise InvalidValueError(
+                "the longest side over the shortest is at least 1",
+                key="max_aspect",
+                value=self.max_aspect,
+                fix="write 1 for squares only",
+            )
+        if self.step * self.step > self.area:
+            raise InvalidValueError(
+                f"no size with sides divisible by {self.step} has so few pixels",
+                key="area",
+                value=self.area,
+                fix=f"give at least {self.step**2}, or a smaller step",
+            )
+
+    @classmethod
+    def one_megapixel(cls) -> AspectBuckets:
+        """SDXL's training size: 1024² pixels, sides divisible by 64."""
+        return cls()
+
+    @classmethod
+    def three_quarter_megapixel(cls) -> AspectBuckets:
+        """0.75 of SDXL's area (about 886²), sides divisible by 64."""
+        return cls(area=1024 * 768)
+
+    @classmethod
+    def pixel_art(cls) -> AspectBuckets:
+        """128² pixels, sides divisible by 8. Resize with ``resampling="nearest"``."""
+        return cls(area=128 * 128, step=8)
+
+    @cached_property
+    def sizes(self) -> tuple[Bucket, ...]:
+        """Every bucket, narrowest first."""
+        found: set[Size] = set()
+        for side in range(self.step, int(math.sqrt(self.area * self.max_aspect)) + 1, self.step):
+            other = self.area // side // self.step * self.step
+            # The longest other side may be too long for this one: cut it to the ratio allowed.
+            other = min(other, int(side * self.max_aspect) // self.step * self.step)
+            if other and max(side, other) <= self.max_aspect * min(side, other):
+                found |= {(side, other), (other, side)}
+        largest = {
+            (w, h)
+            for w, h in found
+            if not any(w <= a and h <= b and (w, h) != (a, b) for a, b in found)
+        }
+        # Always a square, smaller than its neighbours if need be: most data are squares.
+        square = math.isqrt(self.area) // self.step * self.step
+        largest.add((square, square))
+        return tuple(Bucket(width=w, height=h) for w, h in sorted(largest))
+
+    def nearest(self, size: Size, *, among: Iterable[Bucket] | None = None) -> Bucket:
+        """The bucket whose shape is nearest to an image's.
+
+        Args:
+            size: Width and height of the upright image.
+            among: Choose from these instead of all.
+
+        Raises:
+            DataError: A side is below 1.
+        """
+        if min(size) < 1:
+            raise DataError("an image has at least one pixel", key="size", value=size)
+        wanted = math.log(size[0] / size[1])
+
+        def distance(bucket: Bucket) -> tuple[float, int, int]:
+            # Rounded so that mirrored shapes tie exactly on every machine.
+            off = round(abs(math.log(bucket.aspect) - wanted), 9)
+            return off, -bucket.width * bucket.height, bucket.width
+
+        return min(self.sizes if among is None else among, key=distance)
+
+    def place(self, size: Size, *, bucket: Bucket | None = None) -> Placement:
+        """How an image of this size comes into its bucket, or into the one given."""
+        target = self.nearest(size) if bucket is None else bucket
+        width, height = size
+        # In whole numbers: a rounded scale may leave the image one pixel short of its bucket.
+        if target.width * height >= target.height * width:
+            resized = target.width, max(target.height, round(height * target.width / width))
+        else:
+            resized = max(target.width, round(width * target.height / height)), target.height
+        return Placement(bucket=target, original=size, resized=resized)
+
+    def assign(self, sizes: Sequence[Size], *, minimum: int = 1) -> BucketAssignment:
+        """Give every image a bucket.
+
+        Args:
+            sizes: Width and height of each upright image.
+            minimum: Images of a bucket with fewer go to the nearest bucket that has as many;
+                the micro batch size is a good choice. What was moved is recorded.
+
+        Raises:
+            DataError: There is no image, or one without pixels.
+        """
+        if not sizes:
+            raise DataError("is empty", key="sizes", value=0, fix="give at least one image")
+        kinds = {size: self.nearest(size) for size in set(sizes)}
+        counts: dict[Bucket, int] = {}
+        for size in sizes:
+            counts[kinds[size]] = counts.get(kinds[size], 0) + 1
+        kept = [bucket for bucket, count in counts.items() if count >= minimum]
+        # With nothing large enough, everything goes to the fullest, so no image is left out.
+        kept = kept or [max(counts, key=lambda bucket: (counts[bucket], bucket))]
+        final = {
+            size: bucket if bucket in kept else self.nearest(size, among=kept)
+            for size, bucket in kinds.items()
+        }
+        placed = {size: self.place(size, bucket=bucket) for size, bucket in final.items()}
+        placements = tuple(placed[size] for size in sizes)
+        return BucketAssignment(
+            placements=placements,
+            decisions=(*_merged(counts, kept, minimum), *_enlarged(placements)),
+        )
+
+
+def _merged(counts: dict[Bucket, int], kept: list[Bucket], minimum: int) -> Iterable[Decision]:
+    gone = sorted(set(counts) - set(kept))
+    if gone:
+        yield Decision(
+            key="buckets",
+            before=len(counts),
+            after=len(kept),
+            reason=f"{sum(counts[bucket] for bucket in gone)} images of buckets with fewer than "
+            f"{minimum} ({', '.join(map(str, gone))}) go to the nearest fuller bucket",
+        )
+
+
+def _enlarged(placements: Sequence[Placement]) -> Iterable[Decision]:
+    scales = [placement.scale for placement in placements if placement.scale > 1]
+    if scales:
+        yield Decision(
+            key="images.scale",
+            before=1.0,
+            after=round(max(scales), 3),
+            reason=f"{len(scales)} of {len(placements)} images are smaller than their bucket and "
+            f"are enlarged, at most {max(scales):.2f} times; leave them out or lower the area",
+            severity="warning",
+        )
