@@ -81,8 +81,8 @@ def _devices(section: str, what: str) -> Field:
     path = f"{ZERO}.{section}.device"
     places = (
         ("none", "GPU", "not offloaded"),
-        ("cpu", "RAM", "host memory"),
-        ("nvme", "NVMe", "files; stage 3"),
+        ("cpu", "RAM", "stage 1 to 3" if section == "offload_optimizer" else "stage 3"),
+        ("nvme", "NVMe", "stage 3"),
     )
     return Field(
         path=path,

@@ -77,7 +77,7 @@ def preview_data(
         "title": describe(resolved) if resolved is not None else None,
         "messages": [attrs.asdict(message) for message in preview.messages],
         "outputs": _outputs(plan, resolved),
-        "effective": dict(_leaves(_running(resolved), "")) if resolved is not None else {},
+        "effective": _effective(preview),
         "memory": _memory(preview, machines),
         "optimizers": _optimizers(preview),
         "changes": _changes(plan, applied),
@@ -159,6 +159,14 @@ def _running(resolved: ResolvedPlan | None) -> dict[str, Any]:
         if choice is not None and name not in config:
             config[name] = {"type": choice.name, "params": dict(choice.params)}
     return config
+
+
+def _effective(preview: Preview) -> dict[str, Any]:
+    """What is used where the form says nothing, by path."""
+    found = dict(_leaves(_running(preview.resolved), ""))
+    if preview.setup.family:
+        found["setup.resolution"] = model_family(preview.setup.family).resolution
+    return found
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

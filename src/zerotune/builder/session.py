@@ -26,6 +26,7 @@ def default_plan() -> DeepSpeedPlan:
     """What an empty form says: the common case, the optimizer named."""
     return DeepSpeedPlan.build(
         stage=2,
+        offload="cpu",
         precision="bf16",
         optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
     )

@@ -17,13 +17,16 @@ export function take(control) {
   const { kind, store, path } = control.dataset;
   if (kind === "choice") choose(control, store);
   else if (kind === "path") write(store, path, control.value.trim() || undefined);
-  else write(store, path, parse(control.value));
+  else write(store, path, kind === "value" && store === "setup" ? words(control) : parse(control.value));
   if (store === "setup" && path === "world_size" && state.launch.num_processes !== undefined) {
     write("launch", "num_processes", parse(control.value));
   }
   changed(control);
   refresh(control);
 }
+
+// What is planned for is read by the server as it was typed ("24", "24 GB").
+const words = (control) => control.value.trim() || undefined;
 
 function choose(control, store) {
   for (const [path, value] of Object.entries(JSON.parse(control.dataset.sets))) {
@@ -53,10 +56,13 @@ export function refresh(except = null) {
     const { kind, store, path } = control.dataset;
     if (kind === "choice") control.checked = taken(control);
     else if (kind === "flag" || kind === "select") set(control, read(store, path));
-    else control.value = kind === "path" ? (read(store, path) ?? "") : print(read(store, path));
+    else control.value = text(kind, store, read(store, path));
   }
   reveal();
 }
+
+const text = (kind, store, value) =>
+  (kind === "path" || store === "setup") && typeof value === "string" ? value : print(value);
 
 function set(control, value) {
   const wanted = value === undefined ? "" : JSON.stringify(value);
@@ -110,8 +116,7 @@ function look(input) {
 // What will really be used where a field is left empty.
 export function placeholders(effective) {
   for (const input of all("input[data-path][data-kind=value], input[data-param]")) {
-    const path = input.dataset.path;
-    if (input.dataset.store === "setup") continue;
+    const path = input.dataset.store === "setup" ? `setup.${input.dataset.path}` : input.dataset.path;
     const value = Object.hasOwn(effective, path) ? effective[path] : undefined;
     const nothing = input.dataset.default ?? "";
     input.placeholder = value === undefined || value === null ? nothing : `→ ${print(value)}`;

@@ -6,7 +6,7 @@ import { bindAdvanced, refreshAdvanced } from "./advanced.js";
 import { bindDialogs } from "./dialogs.js";
 import { bind, placeholders, refresh } from "./form.js";
 import { renderMemory } from "./memory.js";
-import { renderMessages, renderTitle } from "./messages.js";
+import { renderCounts, renderMessages, renderTitle } from "./messages.js";
 import { refreshChoosers, setCapabilities, setCatalogue } from "./params.js";
 import { bindResults, renderChanges, renderOutputs } from "./results.js";
 import { onChange, read, replace, state } from "./state.js";
@@ -43,6 +43,7 @@ function render(data) {
   const reading = opened.filter((message) => !known.has(`${message.key} ${message.text}`));
   renderMessages([...data.messages, ...reading]);
   renderTitle(data);
+  renderCounts(data);
   renderOutputs(data.outputs);
   renderMemory(data.memory);
   renderChanges(data.changes);

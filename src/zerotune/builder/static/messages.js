@@ -13,10 +13,11 @@ function box(message, link) {
     message.fix ? el("span", { class: "fix", text: `Fix: ${message.fix}.`.replaceAll("..", ".") }) : null);
 }
 
-// The holder of a key, or of the nearest section above it.
+// The holder of a key, or of what stands for the nearest section above it.
 function holderOf(key, holders) {
   for (let path = key; path; path = path.slice(0, Math.max(path.lastIndexOf("."), 0))) {
-    if (holders.has(path)) return holders.get(path);
+    const found = ["", ".device", ".type", ".stage", ".enabled"].map((end) => holders.get(path + end)).find(Boolean);
+    if (found) return found;
   }
   return undefined;
 }
@@ -36,7 +37,7 @@ export function renderMessages(messages) {
   for (const message of messages) {
     const holder = holderOf(alias[message.key] ?? message.key, holders);
     if (holder) {
-      holder.append(box(message, null));
+      place(holder, message);
       const control = controlOf(holder);
       if (message.severity === "error") control?.setAttribute("aria-invalid", "true");
     }
@@ -45,17 +46,32 @@ export function renderMessages(messages) {
   summarise(listed);
 }
 
+// Errors and warnings are seen at once; notes are there for who asks.
+function place(holder, message) {
+  if (message.severity !== "note") return holder.prepend(box(message, null));
+  let notes = holder.querySelector("details.notes");
+  if (!notes) {
+    notes = el("details", { class: "notes" }, el("summary"));
+    holder.append(notes);
+  }
+  notes.append(box(message, null));
+  const count = notes.childElementCount - 1;
+  notes.firstElementChild.textContent = count === 1 ? "1 note" : `${count} notes`;
+}
+
 function summarise(listed) {
-  const count = (severity) => listed.filter(({ message }) => message.severity === severity).length;
-  const words = ["error", "warning", "note"]
+  const worth = listed.filter(({ message, holder }) => message.severity !== "note" || !holder);
+  fill(byId("general"), ...worth.map(({ message, holder }) => box(message, link(message, holder))));
+}
+
+export function renderCounts(data) {
+  const count = (severity) => data.messages.filter((message) => message.severity === severity).length;
+  const chips = ["error", "warning"]
     .filter((severity) => count(severity))
     .map((severity) => [severity, `${count(severity)} ${severity}${count(severity) > 1 ? "s" : ""}`]);
-  if (!count("error")) words.unshift(["good", "can run"]);
-  const worth = listed.filter(({ message, holder }) => message.severity !== "note" || !holder);
-  fill(byId("general"),
-    el("div", { class: "counts" },
-      ...words.map(([severity, text]) => el("span", { class: "count", "data-severity": severity, text }))),
-    ...worth.map(({ message, holder }) => box(message, link(message, holder))));
+  if (data.runs) chips.unshift(["good", "can run"]);
+  for (const bar of data.memory.bars ?? []) if (!bar.fits) chips.push(["error", `does not fit ${bar.label}`]);
+  fill(byId("counts"), ...chips.map(([severity, text]) => el("span", { class: "count", "data-severity": severity, text })));
 }
 
 function link(message, holder) {

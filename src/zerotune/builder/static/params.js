@@ -1,9 +1,10 @@
 // Optimizer and schedule: which, and with what. Both come from the server's catalogue.
 
-import { all, byId, el, fill, idOf } from "./dom.js";
+import { all, byId, el, fill, idOf, show } from "./dom.js";
 import { take } from "./form.js";
 import { changed, print, read, same, write } from "./state.js";
 
+const DEFAULTS = { optimizer: "AdamW", scheduler: "WarmupLR" };
 const lists = { optimizer: [], scheduler: [] };
 let capabilities = {};
 const GROUPS = {
@@ -52,7 +53,7 @@ function options(what) {
   const written = read("config", `${what}.type`);
   const entry = written === undefined ? undefined : find(what, written);
   const chosen = entry ? entry.name : written === undefined ? "" : print(written);
-  const none = what === "optimizer" ? "not written (AdamW)" : "none: constant learning rate";
+  const none = `not written (${DEFAULTS[what]})`;
   const groups = [el("option", { value: "", text: none })];
   if (chosen && !entry) groups.push(el("option", { value: chosen, text: chosen }));
   for (const [family, label] of Object.entries(GROUPS)) {
@@ -86,56 +87,87 @@ function about(what, entry) {
 
 const drawn = {};
 
+// Switches are for few; those that are written are shown with the rest.
+const isRare = (parameter) => parameter.optional || parameter.type === "bool";
+
 function parameters(what) {
-  const entry = find(what, read("config", `${what}.type`) ?? (what === "optimizer" ? "AdamW" : ""));
-  const written = read("config", `${what}.params`);
+  const entry = find(what, read("config", `${what}.type`) ?? DEFAULTS[what]);
+  const params = read("config", `${what}.params`);
+  const written = params !== null && typeof params === "object" && !Array.isArray(params) ? params : {};
   const known = entry?.params ?? [];
   const names = known.map((parameter) => parameter.name);
-  const foreign = Object.keys(
-    written !== null && typeof written === "object" && !Array.isArray(written) ? written : {},
-  ).filter((name) => !names.includes(name));
+  const foreign = Object.keys(written).filter((name) => !names.includes(name));
   const shape = [entry?.name, ...foreign];
+  const more = byId(`${what}-more`);
   if (!same(drawn[what], shape)) {
     drawn[what] = shape;
-    fill(
-      byId(`${what}-params`),
-      ...known.map((parameter) => row(what, parameter)),
-      ...foreign.map((name) => row(what, { name, range: "not an argument of it", foreign: true })),
-    );
+    const [rare, usual] = [true, false].map((wanted) =>
+      known.filter((parameter) => (isRare(parameter) && !(parameter.name in written)) === wanted));
+    fill(byId(`${what}-params`),
+      ...usual.map((parameter) => row(what, parameter)),
+      ...foreign.map((name) => row(what, { name, range: "not an argument of it", choices: [], foreign: true })));
+    fill(more.lastElementChild, ...rare.map((parameter) => row(what, parameter)));
+    show(more, rare.length > 0);
   }
-  for (const input of all("[data-param]", byId(`${what}-params`))) {
-    if (document.activeElement !== input) input.value = print(read("config", input.dataset.path));
+  for (const input of all("[data-param]", byId(`${what}-params`).parentElement)) {
+    if (document.activeElement !== input) setValue(input, read("config", input.dataset.path));
   }
+}
+
+function setValue(input, value) {
+  const text = value === undefined ? "" : print(value);
+  if (input.tagName === "SELECT" && ![...input.options].some((each) => each.value === text)) {
+    input.add(new Option(text, text));
+  }
+  input.value = text;
+}
+
+// Arguments without a name would mean nothing to DeepSpeed, so the default is named with them.
+function taken({ target }) {
+  const [what] = target.dataset.path.split(".");
+  if (target.value.trim() && read("config", `${what}.type`) === undefined) {
+    write("config", `${what}.type`, DEFAULTS[what]);
+  }
+  take(target);
+}
+
+function control(id, path, parameter) {
+  const standard = parameter.default ?? null;
+  const properties = {
+    id,
+    "data-param": parameter.name,
+    "data-store": "config",
+    "data-path": path,
+    "aria-describedby": `${id}-hint ${id}-messages`,
+  };
+  const words = parameter.type === "bool" ? ["true", "false"] : parameter.choices;
+  if (words.length) {
+    const nothing = parameter.optional || standard === null ? "not written" : `default: ${print(standard)}`;
+    return el("select", { ...properties, onchange: taken },
+      el("option", { value: "", text: nothing }),
+      ...words.map((word) => el("option", { value: word, text: word })));
+  }
+  return el("input", { ...properties, type: "text", autocomplete: "off", spellcheck: "false",
+    "data-default": parameter.optional || standard === null ? "" : print(standard),
+    oninput: taken });
 }
 
 function row(what, parameter) {
   const path = `${what}.params.${parameter.name}`;
   const id = idOf(path);
-  const standard = parameter.default ?? null;
-  const input = el("input", {
-    id,
-    type: "text",
-    autocomplete: "off",
-    spellcheck: "false",
-    "data-param": parameter.name,
-    "data-store": "config",
-    "data-path": path,
-    "data-default": parameter.optional || standard === null ? "" : print(standard),
-    "aria-describedby": `${id}-hint ${id}-messages`,
-    oninput: () => take(input),
-  });
   const remove = parameter.foreign
     ? el("button", { type: "button", class: "quiet", text: "remove", "aria-label": `Remove ${path}`,
         onclick: () => { write("config", path, undefined); changed(null); refreshChoosers(); } })
     : null;
   return el("div", { class: "field", "data-field": path },
     el("div", { class: "param-head" }, el("label", { for: id, text: parameter.name }), remove),
-    input,
+    control(id, path, parameter),
     el("p", { class: "hint", id: `${id}-hint`, text: hint(parameter) }),
     el("div", { class: "messages", id: `${id}-messages`, "data-messages": path }));
 }
 
 function hint(parameter) {
+  if (parameter.type === "bool" || parameter.choices.length) return "";
   const standard = parameter.default ?? null;
   if (standard === null) return parameter.required ? `${parameter.range}; no default` : parameter.range;
   return `${parameter.range}; ${parameter.optional ? "" : "default "}${print(standard)}`;
