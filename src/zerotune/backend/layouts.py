@@ -50,6 +50,11 @@ class ResidentLayout(MasterLayout):
 
     @property
     @override
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._optimizer
+
+    @property
+    @override
     def addresses(self) -> tuple[FragmentAddress, ...]:
         return self._addresses
 
@@ -204,6 +209,17 @@ class ShardedLayout(MasterLayout):
                         )
                     )
         self._addresses, self._order = tuple(addresses), tuple(order)
+
+    @property
+    @override
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return cast(torch.optim.Optimizer, self._wrapper.optimizer)
+
+    @property
+    @override
+    def swapped_out(self) -> bool:
+        swappable = self._wrapper._swappable_optimizer_subgroup
+        return any(swappable(slab) for slab in range(len(self.tensors)))
 
     @property
     @override

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.states import OptimizerStates
-from zerotune.errors import EngineError
+from zerotune.errors import EngineError, UnsupportedEngineError
 
 
 @attrs.frozen(kw_only=True)
@@ -130,6 +130,16 @@ class MasterLayout(ABC):
     """Every rank holds everything (no partitioning)."""
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """What changes the flat tensors; ``None`` where nobody knows."""
+        return None
+
+    @property
+    def swapped_out(self) -> bool:
+        """Whether some of the flat tensors lie on NVMe."""
+        return False
+
+    @property
     @abstractmethod
     def addresses(self) -> tuple[FragmentAddress, ...]:
         """This rank's fragments, ordered by slab."""
@@ -201,6 +211,7 @@ class MasterWeights:
         self._layout = layout
         self._group = group
         self._device = device
+        self._before_edit: list[Callable[[], None]] = []
 
     @property
     def addresses(self) -> tuple[FragmentAddress, ...]:
@@ -251,6 +262,8 @@ class MasterWeights:
                 for fragment in fragments:
                     fragment.value.copy_(new[fragment.address.name])
         """
+        for call in self._before_edit:
+            call()
         fragments = self._editable()
         try:
             yield fragments
@@ -266,6 +279,49 @@ class MasterWeights:
                     yield EditableFragment(
                         address=address, value=_narrow(slab.value, address), slab=slab
                     )
+
+    def before_change(
+        self, call: Callable[[], None], *, optimizer: torch.optim.Optimizer | None = None
+    ) -> Callable[[], None]:
+        """Have ``call`` called before every optimizer step and every edit made through this view.
+
+        At stage 3 an optimizer steps once per sub-group, and ``call`` is called as often.
+
+        Args:
+            call: Takes nothing; what it raises stops the step.
+            optimizer: What changes the weights, for a bare module; engines know theirs. A
+                wrapper that has the real one as ``optimizer``, as accelerate's, will do.
+
+        Returns:
+            A function that ends it.
+
+        Raises:
+            UnsupportedEngineError: The weights change outside the optimizer's step too, being
+                swapped to NVMe, or nobody knows the optimizer.
+        """
+        if self._layout.swapped_out:
+            raise UnsupportedEngineError(
+                "master weights on NVMe move in and out at any time",
+                key="offload_optimizer.device",
+                value="nvme",
+                fix="read them right after the optimizer's step",
+            )
+        known = self._layout.optimizer or getattr(optimizer, "optimizer", optimizer)
+        if not isinstance(known, torch.optim.Optimizer):
+            raise UnsupportedEngineError(
+                "nobody knows what changes these weights",
+                key="optimizer",
+                value=optimizer,
+                fix="give the engine instead of its module, or the optimizer that steps",
+            )
+        handle = known.register_step_pre_hook(lambda *_: call())
+        self._before_edit.append(call)
+
+        def end() -> None:
+            handle.remove()
+            self._before_edit.remove(call)
+
+        return end
 
     def gather(
         self, source: Callable[[Fragment], torch.Tensor] | None = None

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerotune.ema.background import BackgroundEMA
     from zerotune.ema.decay import (
         ConstantDecay,
         DecaySchedule,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # torch comes with what holds tensors only; the schedules are plain arithmetic.
 _HOMES = {
+    "BackgroundEMA": "background",
     "ConstantDecay": "decay",
     "DecaySchedule": "decay",
     "DeviceStore": "store",
@@ -35,6 +37,7 @@ _HOMES = {
 __all__ = [
     "EMAShadow",
     "EMAShadows",
+    "BackgroundEMA",
     "ConstantDecay",
     "DecaySchedule",
     "DeviceStore",

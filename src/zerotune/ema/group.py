@@ -61,6 +61,11 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
         update_together(*self._shadows.values())
 
     @property
+    def shadows(self) -> tuple[EMAShadow, ...]:
+        """All of them, in the order given."""
+        return tuple(self._shadows.values())
+
+    @property
     def nbytes(self) -> int:
         """Memory of this rank's shadows."""
         return sum(shadow.nbytes for shadow in self._shadows.values())

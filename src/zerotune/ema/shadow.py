@@ -104,6 +104,11 @@ class EMAShadow:
         return self._master is not None
 
     @property
+    def shadows(self) -> tuple[EMAShadow, ...]:
+        """This one, as ``EMAShadows`` has several."""
+        return (self,)
+
+    @property
     def swapped(self) -> bool:
         """Whether the model runs on the averaged weights now."""
         return self._swapped

@@ -1,0 +1,156 @@
+"""``BackgroundEMA``: the update runs while the next forward and backward do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from zerotune.ema.updating import ShadowUpdate, apply_updates
+from zerotune.errors import EMAError
+
+if TYPE_CHECKING:
+    import torch
+    from typing_extensions import Self
+
+    from zerotune.backend.master_weights import MasterWeights
+    from zerotune.ema.shadow import EMAShadow
+
+
+class _Shadows(Protocol):
+    @property
+    def shadows(self) -> Sequence[EMAShadow]: ...
+
+    def attach(self, source: Any) -> Any: ...
+
+
+class BackgroundEMA:
+    """Updates a shadow, or several, in a thread of its own; exact all the same.
+
+    Between two optimizer steps the fp32 master weights stand still, so they are read where they
+    are, without a copy. The next optimizer step waits for the update, and so does whatever looks
+    at the shadow or edits the weights::
+
+        ema = EMAShadow(decay=0.9999)
+        with BackgroundEMA(shadow=ema).attach(engine) as background:
+            for batch in data:
+                ...
+                if engine.step().applied:
+                    background.step()
+            with ema.swapped_in(): ...
+
+    It gains where the CPU has nothing else to do meanwhile, as with a GPU that computes; where
+    forward and backward keep every core busy, it gains nothing.
+
+    Args:
+        shadow: An ``EMAShadow`` or ``EMAShadows``.
+        optimizer: The optimizer that changes the weights; only for a bare module, because
+            engines know theirs.
+    """
+
+    def __init__(self, *, shadow: _Shadows, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._subject = shadow
+        self._optimizer = optimizer
+        self._master: MasterWeights | None = None
+        self._end: Callable[[], None] = _nothing
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._changes = 0
+
+    def attach(self, source: Any) -> Self:
+        """Attach the shadow if it is not yet, and watch for changes of its weights.
+
+        Args:
+            source: As for ``EMAShadow.attach``.
+
+        Raises:
+            EMAError: This object watches already.
+            UnsupportedEngineError: The weights lie on NVMe, where reading them would fight with
+                the optimizer's own swapping, or nothing is known to change them.
+        """
+        if self._master is not None:
+            raise EMAError("watches already", key="BackgroundEMA", fix="make one per shadow")
+        shadows = self._subject.shadows
+        if not all(shadow.attached for shadow in shadows):
+            self._subject.attach(source)
+        master = shadows[0].source
+        self._end = master.before_change(self._about_to_change, optimizer=self._optimizer)
+        for shadow in shadows:
+            shadow.settle_with(self.join)
+        self._master = master
+        return self
+
+    def step(self) -> None:
+        """Begin to take in the weights after one applied optimizer step.
+
+        Raises:
+            EMAError: Not attached, swapped in, the previous update failed, or the optimizer's
+                step went unseen, so that weights could change during an update.
+        """
+        if self._master is None:
+            raise EMAError(
+                "is not attached to any weights",
+                key="BackgroundEMA",
+                fix="BackgroundEMA(shadow=ema).attach(engine)",
+            )
+        self.join()
+        if not self._changes:
+            raise EMAError(
+                "no optimizer step has been seen before the first update",
+                key="BackgroundEMA.step()",
+                fix="call it after the optimizer's step, and give the optimizer that steps",
+            )
+        updates = [
+            update
+            for shadow in self._subject.shadows
+            if (update := shadow.begin_update()) is not None
+        ]
+        if updates:
+            self._thread = threading.Thread(
+                target=self._run, args=(self._master, updates), name="zerotune-ema"
+            )
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the update under way.
+
+        Raises:
+            EMAError: It found that the shadow does not follow the weights.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, and watch no longer; the shadow can be used as before."""
+        try:
+            self.join()
+        finally:
+            self._end()
+            self._end = _nothing
+            for shadow in self._subject.shadows:
+                shadow.settle_with(_nothing)
+            self._master = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _about_to_change(self) -> None:
+        self._changes += 1
+        self.join()
+
+    def _run(self, master: MasterWeights, updates: Sequence[ShadowUpdate]) -> None:
+        try:
+            apply_updates(master, updates)
+        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+            self._error = error
+
+
+def _nothing() -> None:
+    return None
