@@ -31,7 +31,7 @@ class OptimizerStates:
         return {
             name: value
             for name, value in self._state.items()
-            if _is_tensor(name, value) and value.numel() == self._key.numel()
+            if _is_numbers(name, value) and value.numel() == self._key.numel()
         }
 
     @property
@@ -118,6 +118,13 @@ class OptimizerStates:
 
 def _is_tensor(name: str, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and name != "step"
+
+
+def _is_numbers(name: str, value: Any) -> bool:
+    # Codes of low-bit optimizers (uint8, or a class that hides them) have the weights' size too,
+    # and mean nothing without the scales of their blocks.
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return _is_tensor(name, value) and plain and value.is_floating_point()
 
 
 def _scalar(value: float) -> torch.Tensor:
