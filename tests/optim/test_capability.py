@@ -4,7 +4,9 @@ import pytest
 
 from zerotune.errors import OptimizerError
 from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
+from zerotune.optim.capability import capability_of
 from zerotune.optim.capability_table import Cell
+from zerotune.optim.situation import Situation
 from zerotune.platform import Platform
 
 STAGES = (0, 1, 2, 3)
@@ -88,9 +90,6 @@ def test_mup_runs_everywhere_as_torchs_classes(name, runs_as, stage):
 
 
 def test_a_missing_package_is_named_with_its_extra():
-    from zerotune.optim.capability import capability_of
-    from zerotune.optim.situation import Situation
-
     for name, extra in (("MuAdamW", "mup"), ("Prodigy", "optimizers")):
         answer = capability_of(OPTIMIZERS[name], Situation(packages=frozenset()))
         assert answer.status == "cannot"
@@ -105,10 +104,30 @@ def test_numbers_for_all_weights_do_not_survive_sub_groups():
     assert capability("AdamWScheduleFree", stage=3).status == "cannot"
 
 
-def test_eight_bit_states_need_cuda():
-    assert "CUDA" in capability("AdamW8bit").reason
-    assert capability("AdamW8bit", accelerator="cuda", stage=2).status == "works with"
-    assert not capability("AdamW8bit", accelerator="cuda", stage=2, offload="cpu").runs
+def test_eight_bit_states_need_cuda_before_bitsandbytes_had_cpu_kernels():
+    entry = OPTIMIZERS["AdamW8bit"]
+
+    def runs(version, **situation):
+        found = Situation(versions={"bitsandbytes": version}, **situation)
+        return capability_of(entry, found, CapabilityTable()).runs
+
+    for version, on_cpu in (("0.49.2", False), ("0.50.0", True)):
+        assert runs(version) is on_cpu
+        assert runs(version, accelerator="cuda", stage=2)
+        assert runs(version, accelerator="cuda", stage=2, offload="cpu") is on_cpu
+    assert capability("AdamW8bit", stage=2, offload="cpu").verified
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"])
+def test_low_bit_states_are_not_swapped(name):
+    for accelerator in ("cpu", "cuda"):
+        answer = capability(name, stage=3, offload="nvme", accelerator=accelerator)
+        assert (answer.status, answer.alternative) == ("cannot", f"{name} with offload to the CPU")
+
+
+def test_torchao_says_when_its_states_stay_whole():
+    assert "fp32" not in capability("TorchAOAdamW8bit", stage=0).reason
+    assert "fp32 unless" in capability("TorchAOAdamW8bit", stage=2).reason
 
 
 def test_a_cell_that_failed_overrules_the_rules():
@@ -163,7 +182,8 @@ def test_the_plain_engine_runs_what_torch_has(name):
     runs = {
         "AdamW", "Adam", "Adagrad", "SGD", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta",
         "ASGD", "Rprop", "Adafactor", "Lion", "Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD",
-        "Prodigy", "AdamWScheduleFree", "TorchAOAdamW8bit", "TorchAOAdamW4bit",
+        "Prodigy", "AdamWScheduleFree", "AdamW8bit", "TorchAOAdamW8bit",
+        "TorchAOAdamW4bit",
     }  # fmt: skip
     assert capability(name, uses_deepspeed=False).runs == (name in runs)
 

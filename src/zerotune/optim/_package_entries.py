@@ -18,7 +18,6 @@ from zerotune.optim.parameters import Parameter
 
 ADAM_LR: Final = 1e-4
 _EXTRA: Final = "optimizers"
-_CUDA: Final = "a CUDA device"
 
 
 def _optional(name: str) -> Parameter:
@@ -36,12 +35,11 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             eps(),
             weight_decay(1e-2),
             Parameter(name="min_8bit_size", type="int", default=4096, low=0, optional=True),
-            Parameter(name="percentile_clipping", type="int", default=100, optional=True),
             flag("is_paged", optional=True),
         ),
         states=("state1", "state2"),
         adam_like=True,
-        requires=("the package bitsandbytes", _CUDA),
+        requires=("the package bitsandbytes", "from 0.50 on without CUDA or with offload"),
         package="bitsandbytes.optim",
         extra=_EXTRA,
     ),

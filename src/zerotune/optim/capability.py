@@ -26,6 +26,13 @@ _DOES_NOT_SUIT: Final[Mapping[str, tuple[str, str]]] = {
 
 _ONE_BIT: Final = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
 
+LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
+
+TORCHAO_BLOCKS: Final = (
+    "torchao keeps a partition's states in fp32 unless its size is a multiple of block_size, which "
+    "ZeRO does not see to, so that the saving may not come about"
+)
+
 _WHY_OWN: Final[Mapping[str, str]] = {
     "Lion": "DeepSpeed has it without CPU offload as a CUDA kernel only",
     "Lamb": "DeepSpeed has it as a CUDA kernel for fp16 only, and ZeRO hands that kernel flat "
@@ -141,16 +148,28 @@ def _package_missing(entry: OptimizerEntry, situation: Situation) -> Capability 
     )
 
 
-def _eight_bits_need_cuda(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name != "AdamW8bit":
+def _eight_bits_on_the_cpu(entry: OptimizerEntry, situation: Situation) -> Capability | None:
+    """CPU kernels came to bitsandbytes with 0.50 (its PR #1901)."""
+    if entry.name != "AdamW8bit" or not situation.before("bitsandbytes", 0, 50):
         return None
     if situation.offloaded:
         return _cannot(
-            "its kernels update states on the GPU, and offload keeps them in host memory"
+            "the kernels of bitsandbytes before 0.50 update states on the GPU, and offload keeps "
+            "them in host memory"
         )
     if situation.accelerator != "cuda":
-        return _cannot("its kernels are CUDA's")
+        return _cannot("the kernels of bitsandbytes before 0.50 are CUDA's")
     return None
+
+
+def _low_bits_are_not_swapped(entry: OptimizerEntry, situation: Situation) -> Capability | None:
+    if entry.name not in LOW_BIT or situation.offload != "nvme":
+        return None
+    return _cannot(
+        "DeepSpeed swaps states as if they had the weights' size and dtype; with 8-bit states on "
+        "NVMe the engine ran, and the loss did not fall",
+        f"{entry.name} with offload to the CPU",
+    )
 
 
 def _one_pace_for_all(entry: OptimizerEntry, situation: Situation) -> Capability | None:
@@ -213,6 +232,8 @@ def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability | No
         )
     config: dict[str, Any] = {"zero_allow_untested_optimizer": True}
     parts = [reason, "it is not on DeepSpeed's list of optimizers tested with ZeRO"]
+    if entry.package == "torchao.optim":
+        parts.append(TORCHAO_BLOCKS)
     if situation.offloaded:
         config["zero_force_ds_cpu_optimizer"] = False
         parts.append("offloaded, torch updates it on the CPU without a vectorised kernel")
@@ -225,7 +246,8 @@ _RULES: Final[tuple[Rule, ...]] = (
     _not_for_diffusion,
     _one_bit,
     _package_missing,
-    _eight_bits_need_cuda,
+    _eight_bits_on_the_cpu,
+    _low_bits_are_not_swapped,
     _one_pace_for_all,
     _only_deepspeed_has_it,
     _no_cpu_kernel,

@@ -12,7 +12,7 @@ import attrs
 from zerotune.decisions import Decision, announce
 from zerotune.errors import UNSET, InvalidValueError
 from zerotune.optim.arguments import Suggestion
-from zerotune.optim.capability import Capability, capability_of
+from zerotune.optim.capability import LOW_BIT, Capability, capability_of
 from zerotune.optim.capability_table import CapabilityTable
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
 from zerotune.optim.curves import ScheduleCurve, plot_curve, schedule_curve
@@ -274,16 +274,24 @@ class OptimizerResolver:
 
 
 def _not_saved(settled: Settled) -> tuple[Decision, ...]:
-    if not settled.entry.own_schedule:
-        return ()
     name = settled.choice.name
+    if name in LOW_BIT:
+        reason = "checkpoints take no states in 8 or 4 bits: saving them will be refused"
+    elif not settled.entry.own_schedule:
+        return ()
+    else:
+        reason = _numbers_for_all(name)
+    return (
+        Decision(key="optimizer.state", before=name, after=name, reason=reason, severity="warning"),
+    )
+
+
+def _numbers_for_all(name: str) -> str:
     reason = "the numbers it keeps for all weights together are not in checkpoints: a resumed run "
     reason += "starts them anew"
     if name == "AdamWScheduleFree":
         reason += "; evaluation, EMA and exports see the weights trained, not their average"
-    return (
-        Decision(key="optimizer.state", before=name, after=name, reason=reason, severity="warning"),
-    )
+    return reason
 
 
 def _no_schedule(name: str) -> Decision:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
@@ -57,7 +59,7 @@ class Situation:
             offload=resolved.offload_optimizer if resolved.uses_deepspeed else "none",
             precision=resolved.precision,
             accelerator=accelerator,
-            versions=platform.versions,
+            versions={**optional_versions(), **platform.versions},
             # The resolved plan writes every key; only the request tells what the user wrote.
             allow_untested=_flag(resolved.requested.zero_allow_untested_optimizer),
             force_cpu=_flag(resolved.requested.zero_force_ds_cpu_optimizer),
@@ -97,6 +99,15 @@ OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "sch
 def installed_packages() -> frozenset[str]:
     """Which of the optional packages can be found, without importing any."""
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
+
+
+def optional_versions() -> dict[str, str]:
+    """Versions of those of them that were installed as distributions."""
+    found = {}
+    for name in OPTIONAL_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def release_of(version: str) -> tuple[int, ...]:
