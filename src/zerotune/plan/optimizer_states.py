@@ -51,9 +51,10 @@ _STATES: Final[dict[str, float | Callable[[_Params], float]]] = {
     "zerooneadam": 4.0,
     "prodigy": 4.0,
     "adamw8bit": 0.52,
-    "torchaoadamw8bit": 0.52,
-    "torchaoadamw4bit": 0.27,
-    "torchaoadamwfp8": 0.52,
+    # Only tensors of whole blocks are stored in few bits; a ZeRO partition rarely is one.
+    "torchaoadamw8bit": 2.0,
+    "torchaoadamw4bit": 2.0,
+    "torchaoadamwfp8": 2.0,
     "adamwschedulefree": 2.0,
     "sgdschedulefree": 1.0,
 }
