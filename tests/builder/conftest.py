@@ -1,0 +1,35 @@
+"""A builder that is asked without a browser: its own root and its own templates."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("starlette", reason="starlette is not installed (zerotune[builder])")
+pytest.importorskip("httpx", reason="httpx is not installed, which starlette's TestClient needs")
+
+from starlette.testclient import TestClient
+
+from zerotune.builder import create_app
+
+
+@pytest.fixture
+def root(tmp_path):
+    folder = tmp_path / "root"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def client_of(root, tmp_path):
+    """Makes a client of a builder with some settings."""
+
+    def make(**settings):
+        app = create_app(**{"root": root, "templates_folder": tmp_path / "templates", **settings})
+        return TestClient(app, base_url="http://127.0.0.1:8265")
+
+    return make
+
+
+@pytest.fixture
+def client(client_of):
+    return client_of()

@@ -1,0 +1,292 @@
+"""What the page is told, and what it may do."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+
+import pytest
+
+from tests.builder.states import PLAN, state
+from tests.support.ranks import run_ranks
+from zerotune.plan import DeepSpeedPlan
+
+
+def preview(client, **parts):
+    return client.post("/api/preview", json={"state": state(**parts)}).json()
+
+
+def messages(found, key):
+    return [message for message in found["messages"] if message["key"] == key]
+
+
+class TestPreview:
+    def test_four_files_that_say_the_same(self, client, root):
+        found = preview(client)
+        assert json.loads(found["outputs"]["json"]["text"]) == PLAN
+        for name, output in (("a.json", "json"), ("a.yaml", "yaml")):
+            (root / name).write_text(found["outputs"][output]["text"])
+            assert DeepSpeedPlan.load(root / name) == DeepSpeedPlan.from_dict(PLAN)
+        names: dict = {}
+        exec(found["outputs"]["python"]["text"], names)
+        assert names["plan"] == DeepSpeedPlan.from_dict(PLAN)
+        running = json.loads(found["outputs"]["running"]["text"])
+        assert running["train_batch_size"] == 1
+        assert running["optimizer"]["params"]["betas"] == [0.9, 0.999]
+
+    def test_a_rule_speaks_at_its_key(self, client):
+        config = {**PLAN, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+        found = preview(client, config=config)
+        (message,) = messages(found, "zero_optimization.offload_param")
+        assert message["severity"] == "warning"
+        assert "stage 3" in message["text"] + message["fix"]
+
+    def test_one_mistake_does_not_hide_the_next(self, client):
+        config = {
+            **PLAN,
+            "gradient_clipping": -1,
+            "train_micro_batch_size_per_gpu": 0,
+            "zero_optimization": {"stage": 7, "overlap_com": True},
+        }
+        found = preview(client, config=config, setup={"vram": "much"})
+        assert found["valid"] is False
+        assert {message["key"] for message in found["messages"]} == {
+            "setup.vram",
+            "gradient_clipping",
+            "train_micro_batch_size_per_gpu",
+            "zero_optimization.stage",
+            "zero_optimization.overlap_com",
+        }
+
+    def test_memory_is_measured_against_the_chosen_machine(self, client):
+        bars = {bar["place"]: bar for bar in preview(client)["memory"]["bars"]}
+        assert bars["device"]["available"] == 24 * 2**30
+        assert bars["device"]["fits"]
+        parts = sum(part["nbytes"] for part in bars["device"]["components"])
+        assert parts == bars["device"]["needed"]
+        small = preview(client, setup={"vram": "8", "ram": "32 GiB"})["memory"]["bars"]
+        assert [bar["fits"] for bar in small[:2]] == [False, False]
+
+    def test_ranks_share_the_ram(self, client):
+        bars = preview(client, setup={"world_size": 2})["memory"]["bars"]
+        assert bars[1]["available"] == 32 * 2**30
+
+    def test_without_a_family_nothing_is_estimated(self, client):
+        assert "family" in preview(client, setup={"family": ""})["memory"]["reason"]
+
+    def test_optimizers_that_cannot_run_say_why(self, client):
+        found = {each["name"]: each for each in preview(client)["optimizers"]}
+        assert found["AdamW"]["runs"]
+        assert found["Prodigy"]["runs"]
+        at_three = client.get("/api/optimizers", params={"stage": 3}).json()["optimizers"]
+        prodigy = {each["name"]: each for each in at_three}["Prodigy"]
+        assert not prodigy["runs"]
+        assert "sub-group" in prodigy["reason"]
+        assert prodigy["alternative"] == "Prodigy at stage 2"
+        assert client.get("/api/optimizers", params={"stage": 4}).status_code == 422
+
+    def test_what_changed_since_it_was_applied(self, client_of):
+        client = client_of(plan=DeepSpeedPlan.from_dict(PLAN), on_apply=lambda plan: None)
+        assert preview(client)["changes"]["changes"] == []
+        config = {**PLAN, "gradient_clipping": 0.5}
+        (change,) = preview(client, config=config)["changes"]["changes"]
+        assert change == {
+            "key": "gradient_clipping", "kind": "changed", "before": 1.0, "after": 0.5,
+        }  # fmt: skip
+        assert client.post("/api/apply", json={"state": state(config)}).status_code == 200
+        assert preview(client, config=config)["changes"]["changes"] == []
+
+    def test_an_automatic_learning_rate_is_shown_as_assumed(self, client):
+        config = {**PLAN, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+        found = preview(client, config=config)
+        assert found["runs"]
+        assert any("training script" in m["text"] for m in messages(found, "optimizer.params.lr"))
+        assert json.loads(found["outputs"]["json"]["text"]) == config
+
+    def test_absurd_numbers_are_no_crash(self, client):
+        for number in (10**30, {"$int": "9" * 39}, 2**53):
+            config = {**PLAN, "train_micro_batch_size_per_gpu": number}
+            answer = client.post("/api/preview", json={"state": state(config)})
+            assert answer.status_code == 200
+
+
+class TestOpen:
+    def open(self, client, **body):
+        return client.post("/api/open", json=body)
+
+    @pytest.mark.parametrize(
+        ("text", "line", "column"),
+        [
+            ('{\n  "a": 1\n  "b": 2\n}', 3, 3),
+            ('{"zero_optimization": {"stage": }}', 1, 33),
+            ("a: [1,\nb: 2", 2, 5),
+        ],
+    )
+    def test_broken_text_says_where(self, client, text, line, column):
+        answer = self.open(client, text=text)
+        assert answer.status_code == 422
+        assert (answer.json()["line"], answer.json()["column"]) == (line, column)
+
+    def test_an_impossible_configuration_opens_for_repair(self, client):
+        broken = {**PLAN, "train_batch_sise": 4, "zero_optimization": {"stage": "two"}}
+        opened = self.open(client, text=json.dumps(broken)).json()
+        assert opened["state"]["config"] == broken
+        assert opened["messages"][0]["severity"] == "error"
+
+    def test_nothing_is_lost_or_changed(self, client):
+        config = {
+            "train_batch_size": "auto",
+            "gradient_accumulation_steps": "auto",
+            "zero_optimization": {"stage": 0, "stage3_model_persistence_threshold": 2**63 - 1},
+            "flops_profiler": {"enabled": True, "profile_step": 3},
+            "_comment": "ours",
+        }
+        opened = self.open(client, text=json.dumps(config)).json()
+        found = client.post("/api/preview", json={"state": opened["state"]}).json()
+        assert json.loads(found["outputs"]["json"]["text"]) == config
+
+    def test_a_trainers_file_beside_the_configuration_it_names(self, client, root):
+        (root / "ds.json").write_text(json.dumps(PLAN))
+        (root / "config.json").write_text(
+            json.dumps({"deepspeed_config": "ds.json", "mixed_precision": "bf16"})
+        )
+        opened = self.open(client, path="config.json").json()
+        assert opened["state"]["config"] == PLAN
+        assert opened["state"]["launch"] == {"mixed_precision": "bf16"}
+
+    def test_accelerates_yaml_brings_its_processes(self, client):
+        text = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {zero_stage: 3}\n"
+        opened = self.open(client, text=text).json()
+        assert opened["state"]["config"]["zero_optimization"]["stage"] == 3
+        assert opened["state"]["setup"]["world_size"] == 4
+
+    def test_comments_are_told(self, client):
+        opened = self.open(client, text='{"train_batch_size": 1, // one\n}').json()
+        assert opened["messages"][0]["severity"] == "warning"
+
+    def test_a_file_that_is_not_there(self, client):
+        assert self.open(client, path="none.json").status_code == 404
+
+
+class TestApplyAndSave:
+    def test_a_callback_receives_the_plan(self, client_of):
+        seen = []
+
+        def use(plan):
+            seen.append(plan)
+            return "Restarting with it."
+
+        client = client_of(on_apply=use)
+        answer = client.post("/api/apply", json={"state": state()})
+        assert answer.json()["answer"] == "Restarting with it."
+        assert seen == [DeepSpeedPlan.from_dict(PLAN)]
+
+    def test_a_callback_that_fails_is_told_and_no_crash(self, client_of):
+        def fail(plan):
+            raise RuntimeError("the trainer is busy")
+
+        answer = client_of(on_apply=fail).post("/api/apply", json={"state": state()})
+        assert answer.status_code == 502
+        assert "the trainer is busy" in answer.json()["error"]
+
+    def test_a_plan_that_cannot_run_is_not_applied(self, client_of):
+        seen = []
+        client = client_of(on_apply=seen.append)
+        config = {**PLAN, "optimizer": {"type": "Adamm"}}
+        answer = client.post("/api/apply", json={"state": state(config)})
+        assert answer.status_code == 409
+        assert seen == []
+
+    def test_a_trainers_file_keeps_everything_else(self, client_of, root):
+        file = root / "config.json"
+        file.write_text(json.dumps({"--seed": 3, "--deepspeed_config": {"train_batch_size": 2}}))
+        client = client_of(plan_file=file)
+        start = client.get("/api/start").json()
+        assert start["state"]["config"] == {"train_batch_size": 2}
+        body = {"state": state(), "version": start["version"]}
+        answer = client.post("/api/apply", json=body).json()
+        assert json.loads(file.read_text()) == {"--seed": 3, "--deepspeed_config": PLAN}
+        assert json.loads((root / "config.json.bak").read_text())["--seed"] == 3
+        assert answer["backups"] == [str(root / "config.json.bak")]
+
+    def test_two_tabs_do_not_overwrite_each_other(self, client_of, root):
+        client = client_of(plan_file=root / "plan.json")
+        first = second = client.get("/api/start").json()["version"]
+        other = state({**PLAN, "gradient_clipping": 0.1})
+        assert client.post("/api/apply", json={"state": other, "version": first}).is_success
+        answer = client.post("/api/apply", json={"state": state(), "version": second})
+        assert answer.status_code == 409
+        assert json.loads((root / "plan.json").read_text())["gradient_clipping"] == 0.1
+        assert client.post("/api/apply", json={"state": state(), "version": None}).is_success
+
+    def test_saving_under_a_suffix_chooses_the_format(self, client, root):
+        for name in ("a.json", "a.yaml", "a.py", "new/folder/b.json"):
+            body = {"path": name, "state": state()}
+            assert client.post("/api/save", json=body).is_success, name
+        assert (root / "a.py").read_text().startswith("from zerotune.plan import")
+        assert DeepSpeedPlan.load(root / "new/folder/b.json") == DeepSpeedPlan.from_dict(PLAN)
+        assert not [each for each in root.rglob("*.draft")]
+
+    def test_nothing_to_apply_to(self, client):
+        assert client.post("/api/apply", json={"state": state()}).status_code == 409
+
+    def test_a_broken_plan_file_is_said_and_not_overwritten(self, client_of, root):
+        file = root / "plan.json"
+        file.write_text('{"train_batch_size": }')
+        client = client_of(plan_file=file)
+        start = client.get("/api/start").json()
+        assert "line 1" in start["messages"][0]["text"]
+        assert file.read_text() == '{"train_batch_size": }'
+
+
+class TestAdvise:
+    def test_the_runners_up_come_with_their_forms(self, client):
+        found = client.post("/api/advise", json={"state": state(setup={"vram": "12"})}).json()
+        assert found["fits"]
+        assert found["chosen"]["title"] == "ZeRO-2, optimizer in host memory"
+        assert found["runners_up"]
+        assert found["rejected"]
+        for each in (found["chosen"], *found["runners_up"]):
+            shown = client.post("/api/preview", json={"state": each["state"]}).json()
+            assert all(bar["fits"] for bar in shown["memory"]["bars"]), each["title"]
+            assert each["state"]["config"]["optimizer"] == PLAN["optimizer"]
+
+    def test_when_nothing_fits_the_nearest_is_told(self, client):
+        found = client.post("/api/advise", json={"state": state(setup={"vram": "1"})}).json()
+        assert not found["fits"]
+        assert found["nearest"]["shortfalls"]["device"] > 0
+
+    def test_a_wrong_size_is_an_error_at_its_field(self, client):
+        answer = client.post("/api/advise", json={"state": state(setup={"ram": "-3"})})
+        assert answer.status_code == 422
+        assert answer.json()["key"] == "setup.ram"
+
+
+def test_path_facts(client, root):
+    (root / "swap").mkdir()
+    found = client.get("/api/path", params={"path": "swap"}).json()
+    assert found["exists"]
+    assert found["writable"]
+    assert found["free"] > 0
+    assert "free of" in found["sentence"]
+    assert "will be made" in client.get("/api/path", params={"path": "new"}).json()["sentence"]
+    (root / "file").write_text("")
+    assert "a folder" in client.get("/api/path", params={"path": "file"}).json()["sentence"]
+    assert client.get("/api/path").status_code == 422
+
+
+def read_schema():
+    from zerotune.builder.catalogue import SchemaSource
+
+    return SchemaSource().data()
+
+
+@pytest.mark.deepspeed
+def test_the_schema_is_that_of_the_installed_deepspeed():
+    # In a process of its own: importing DeepSpeed decides on an accelerator for ever.
+    (found,) = run_ranks(read_schema)
+    assert found["version"] == metadata.version("deepspeed")
+    by_path = {each["path"]: each for each in found["parameters"]}
+    assert by_path["zero_optimization.reduce_bucket_size"]["default"] == 500_000_000
+    assert by_path["zero_optimization.overlap_comm"]["doc"]
+    assert "zero_optimization" not in by_path

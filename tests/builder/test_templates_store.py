@@ -1,0 +1,159 @@
+"""The user's own templates: safe names, whole files, and nothing lost between two tabs."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from tests.builder.states import PLAN, state
+from zerotune.builder.forms import FormState
+from zerotune.builder.templates_store import Template, TemplateStore, checked_name, user_folder
+from zerotune.errors import InvalidValueError, PlanConflictError
+
+
+@pytest.fixture
+def store(tmp_path):
+    return TemplateStore(tmp_path / "templates")
+
+
+def template(name="mine", clipping=1.0):
+    return Template(name=name, state=FormState(config={**PLAN, "gradient_clipping": clipping}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", " ", "../up", "a/b", "a\\b", ".hidden", "CON", "lpt1.x", "a\0", "x" * 61, "ü" * 60 + "é",
+     "trailing.", "a\nb", 'a"b', None, 3, "\ud800", "a:b"],
+)  # fmt: skip
+def test_names_that_are_no_file_names_are_refused(name, store):
+    with pytest.raises(InvalidValueError):
+        checked_name(name)
+    with pytest.raises(InvalidValueError):
+        store.get(name)
+
+
+@pytest.mark.parametrize("name", ["SDXL 24 GB", "été", "a", "v1.2 (test)", "東京", "console"])
+def test_names_people_give_are_kept(name, store):
+    stored = store.put(template(name), version=None)
+    assert store.get(name) == stored
+    assert [each.name for each in store.all()] == [checked_name(name)]
+
+
+def test_both_spellings_of_an_accent_are_one_name():
+    assert checked_name("e\u0301te") == "éte"
+
+
+def test_a_second_tab_does_not_overwrite_the_first(store):
+    old = store.put(template(), version=None)
+    first = store.put(template(clipping=0.1), version=old.version)
+    with pytest.raises(PlanConflictError, match="another tab"):
+        store.put(template(clipping=0.2), version=old.version)
+    with pytest.raises(PlanConflictError, match="another tab"):
+        store.delete("mine", version=old.version)
+    with pytest.raises(PlanConflictError, match="already"):
+        store.put(template("MINE"), version=None)
+    assert store.get("mine") == first
+
+
+def test_a_deleted_template_is_not_made_again_by_accident(store):
+    old = store.put(template(), version=None)
+    store.delete("mine", version=old.version)
+    with pytest.raises(PlanConflictError, match="deleted"):
+        store.put(template(), version=old.version)
+
+
+def test_renaming(store):
+    old = store.put(template("one"), version=None)
+    store.put(template("two"), version=None)
+    with pytest.raises(PlanConflictError, match="already"):
+        store.rename("one", "two", version=old.version)
+    renamed = store.rename("one", "One", version=old.version)
+    again = store.rename("One", "three", version=renamed.version)
+    assert [each.name for each in store.all()] == ["three", "two"]
+    assert again.state == old.state
+
+
+def test_many_at_once_each_take_a_turn(tmp_path):
+    """Two stores on one folder, as two builders have."""
+    stores = [TemplateStore(tmp_path), TemplateStore(tmp_path)]
+    base = stores[0].put(template(), version=None)
+    outcomes = []
+
+    def write(number):
+        try:
+            stores[number % 2].put(template(clipping=number / 100), version=base.version)
+            outcomes.append(number)
+        except PlanConflictError:
+            pass
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = outcomes
+    assert stores[0].get("mine").state.config["gradient_clipping"] == winner / 100
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+
+
+def test_somebody_elses_file_does_no_harm(store):
+    store.put(template(), version=None)
+    for name, text in (("a.json", "{"), ("b.json", "[]"), ("c.json", "\x00"), ("d.txt", "{}")):
+        (store.folder / name).write_text(text)
+    assert [each.name for each in store.all()] == ["mine"]
+
+
+def test_they_live_in_the_users_configuration(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert user_folder() == tmp_path / "zerotune" / "templates"
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_folder() == tmp_path / ".config" / "zerotune" / "templates"
+
+
+class TestOverHttp:
+    def save(self, client, **body):
+        return client.post("/api/templates/save", json={"state": state(), **body})
+
+    def test_the_whole_life_of_one(self, client, tmp_path):
+        saved = self.save(client, name="first").json()
+        stored = json.loads((tmp_path / "templates" / "first.json").read_text())
+        assert stored["state"]["config"] == PLAN
+        (listed,) = client.get("/api/templates").json()["own"]
+        assert listed == saved
+        body = {"name": "first", "to": "second", "version": saved["version"]}
+        renamed = client.post("/api/templates/rename", json=body).json()
+        used = client.post("/api/templates/use", json={"name": "second"}).json()
+        assert used["state"] == saved["state"]
+        body = {"name": "second", "version": renamed["version"]}
+        assert client.post("/api/templates/delete", json=body).is_success
+        assert client.get("/api/templates").json()["own"] == []
+        assert client.post("/api/templates/use", json={"name": "second"}).status_code == 404
+
+    def test_an_export_can_be_imported(self, client):
+        exported = self.save(client, name="first").json()
+        text = json.dumps({**exported, "name": "copy"})
+        imported = client.post("/api/templates/import", json={"text": text}).json()
+        assert imported["state"] == exported["state"]
+        again = client.post("/api/templates/import", json={"text": text})
+        assert again.status_code == 409
+        other = client.post("/api/templates/import", json={"text": json.dumps(PLAN)})
+        assert other.status_code == 422
+
+    def test_conflicts_are_409(self, client):
+        version = self.save(client, name="first").json()["version"]
+        assert self.save(client, name="first").status_code == 409
+        assert self.save(client, name="first", version="0" * 16).status_code == 409
+        assert self.save(client, name="first", version=version).is_success
+        assert self.save(client, name="../first").status_code == 422
+
+    def test_every_built_in_one_fits_what_it_is_for(self, client):
+        for one in client.get("/api/templates").json()["builtin"]:
+            body = {"id": one["id"], "setup": {"family": "sdxl", "vram": "24", "ram": "64"}}
+            used = client.post("/api/templates/use", json=body).json()
+            shown = client.post("/api/preview", json={"state": used["state"]}).json()
+            assert shown["runs"], one
+            assert all(bar["fits"] for bar in shown["memory"]["bars"]), one
+        assert client.post("/api/templates/use", json={"id": "none"}).status_code == 422
