@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from zerotune.checkpoint.contents import ShadowLike
+    from zerotune.checkpoint.export import export_checkpoint, export_model
     from zerotune.checkpoint.folders import latest_checkpoint, prune, step_folder
     from zerotune.checkpoint.loading import (
         CheckpointContents,
@@ -21,6 +22,8 @@ _HOMES: Final = {
     "CheckpointContents": "loading",
     "Manifest": "manifest",
     "ShadowLike": "contents",
+    "export_checkpoint": "export",
+    "export_model": "export",
     "latest_checkpoint": "folders",
     "load_checkpoint": "loading",
     "prune": "folders",
@@ -35,6 +38,8 @@ __all__ = [
     "load_checkpoint",
     "restore",
     "verify_checkpoint",
+    "export_model",
+    "export_checkpoint",
     "latest_checkpoint",
     "prune",
     "step_folder",

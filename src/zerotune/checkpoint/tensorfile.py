@@ -159,6 +159,10 @@ class TensorFileWriter:
         self._file.close()
         return self._nbytes, self._hash.hexdigest()
 
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -168,7 +172,7 @@ class TensorFileWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        self.close()
 
     def _write(self, piece: memoryview) -> None:
         self._hash.update(piece)

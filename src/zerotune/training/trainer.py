@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from zerotune.checkpoint import load_checkpoint, save_checkpoint
+from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.diffusion.sampling import sample
@@ -200,6 +200,37 @@ class Trainer:
             group=self.engine.group,
         )
         self._tell("on_resume", Path(path))
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights: Literal["ema", "trained"] | None = None,
+        dtype: str | torch.dtype = "fp32",
+    ) -> Path:
+        """Write the model as a diffusers model folder, one parameter at a time. Collective.
+
+        Args:
+            path: The folder; a name that ends with ``.safetensors`` becomes a single file.
+            weights: ``"ema"`` or ``"trained"``; the EMA where there is one when not given.
+            dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            InvalidValueError: There is no EMA, or it is none of these.
+            CheckpointError: It cannot be written.
+        """
+        if weights not in (None, "ema", "trained") or (weights == "ema" and self.ema is None):
+            raise InvalidValueError(
+                "there are no such weights",
+                key="weights",
+                value=weights,
+                fix='weights="trained", or Trainer(ema=EMAShadow(...))',
+            )
+        shadow = None if weights == "trained" else self.ema
+        return export_model(path, engine=self.engine, weights=shadow, dtype=dtype)
 
     def sample(
         self,
