@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         WarmupDecay,
     )
     from zerotune.ema.group import EMAShadows
+    from zerotune.ema.model import EMAModel
     from zerotune.ema.shadow import EMAShadow
     from zerotune.ema.store import DeviceStore, FileStore, HostStore, ShadowStore
 
@@ -24,6 +25,7 @@ _HOMES = {
     "ConstantDecay": "decay",
     "DecaySchedule": "decay",
     "DeviceStore": "store",
+    "EMAModel": "model",
     "EMAShadow": "shadow",
     "EMAShadows": "group",
     "FileStore": "store",
@@ -37,6 +39,7 @@ _HOMES = {
 __all__ = [
     "EMAShadow",
     "EMAShadows",
+    "EMAModel",
     "BackgroundEMA",
     "ConstantDecay",
     "DecaySchedule",

@@ -243,6 +243,12 @@ class EMAShadow:
             tensor.copy_(saved.view(-1))
         self._steps = int(state["steps"])
 
+    @property
+    def device(self) -> torch.device:
+        """Where the shadow lies."""
+        tensors = iter(self._tensors.values())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
     @torch.no_grad()
     def move(self, store: ShadowStore) -> None:
         """Put the shadow somewhere else; for a moment it lies in both places.

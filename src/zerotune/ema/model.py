@@ -1,0 +1,328 @@
+"""``EMAModel``: the interface of diffusers' class of that name, on an ``EMAShadow``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerotune.ema.decay import RampDecay, WarmupDecay
+from zerotune.ema.fullstate import FullState
+from zerotune.ema.publishing import write_folder
+from zerotune.ema.shadow import EMAShadow
+from zerotune.ema.store import DeviceStore, HostStore, ShadowStore
+from zerotune.ema.tracked import TrackedParameters
+from zerotune.errors import EMAError, InvalidValueError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Parameters = Iterable[torch.nn.Parameter]
+
+_SETTINGS = {
+    "decay": (float, int),
+    "min_decay": (float, int),
+    "update_after_step": (int,),
+    "use_ema_warmup": (bool,),
+    "inv_gamma": (float, int),
+    "power": (float, int),
+}
+
+
+class EMAModel:
+    """A drop-in for ``diffusers.training_utils.EMAModel``, under every ZeRO stage too.
+
+    In a loop without DeepSpeed only the import changes. With DeepSpeed the fp32 weights are the
+    engine's, so give that instead of the parameters, once it is made::
+
+        unet, optimizer, ... = accelerator.prepare(unet, optimizer, ...)
+        ema_unet = EMAModel(unet, decay=0.9999, model_cls=..., model_config=...)
+        ...
+        ema_unet.step(unet.parameters())
+
+    The names and meanings are diffusers'. What differs: the shadow is fp32 whatever happens,
+    holds trainable parameters only (frozen ones are taken from the model), and starts on the
+    CPU; parameters of another number or shape are refused where diffusers would leave some out.
+    Under ZeRO everything but ``step`` is collective: every rank must call it.
+
+    Args:
+        parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
+        decay: Largest decay.
+        min_decay: Smallest decay after the first update.
+        update_after_step: Steps during which the shadow follows the weights exactly.
+        use_ema_warmup: ``WarmupDecay`` instead of ``RampDecay``.
+        inv_gamma: ``WarmupDecay.inverse_gamma``.
+        power: ``WarmupDecay.power``.
+        foreach: Accepted and without effect: there is only one way, and it is as fast.
+        model_cls: A diffusers model class, for ``save_pretrained``.
+        model_config: Its config.
+        store: Where the shadow lies; the host when not given.
+
+    Raises:
+        InvalidValueError: A setting is out of range.
+        EMAError: The parameters are not the fp32 weights, or none is trainable.
+    """
+
+    def __init__(  # noqa: PLR0917 - diffusers' own signature
+        self,
+        parameters: Any,
+        decay: float = 0.9999,
+        min_decay: float = 0.0,
+        update_after_step: int = 0,
+        use_ema_warmup: bool = False,
+        inv_gamma: float = 1.0,
+        power: float = 2 / 3,
+        foreach: bool = False,
+        model_cls: Any | None = None,
+        model_config: Any | None = None,
+        *,
+        store: ShadowStore | None = None,
+    ) -> None:
+        self.decay, self.min_decay = decay, min_decay
+        self.update_after_step, self.use_ema_warmup = update_after_step, use_ema_warmup
+        self.inv_gamma, self.power, self.foreach = inv_gamma, power, foreach
+        self.model_cls, self.model_config = model_cls, model_config
+        self.cur_decay_value: float | None = None
+        self.get_decay(1)
+        self._tracked = TrackedParameters.of(parameters)
+        self._frozen = self._frozen_now()
+        self._stored: list[torch.Tensor] | dict[str, torch.Tensor] | None = None
+        self._shadow = EMAShadow(decay=_Settings(self), store=store).attach(self._tracked.master)
+
+    @property
+    def shadow(self) -> EMAShadow:
+        """The shadow itself, with ``swapped_in``, ``gather``, ``distance`` and the rest."""
+        return self._shadow
+
+    @property
+    def optimization_step(self) -> int:
+        """Optimizer steps seen."""
+        return self._shadow.steps
+
+    @property
+    def shadow_params(self) -> list[torch.Tensor]:
+        """Full fp32 averages on the CPU, by position: as much memory as the whole model."""
+        return [value.clone() for value in FullState.gathered(self._by_position())]
+
+    def get_decay(self, optimization_step: int) -> float:
+        """Decay of the update after that many optimizer steps, from 1."""
+        schedule: WarmupDecay | RampDecay
+        if self.use_ema_warmup:
+            schedule = WarmupDecay(
+                decay=self.decay,
+                inverse_gamma=self.inv_gamma,
+                power=self.power,
+                min_decay=self.min_decay,
+            )
+        else:
+            schedule = RampDecay(decay=self.decay, min_decay=self.min_decay)
+        return schedule.at(optimization_step - self.update_after_step - 1)
+
+    def step(self, parameters: Parameters | None = None) -> None:
+        """Take in the weights after one applied optimizer step.
+
+        Args:
+            parameters: Those of the model that trains, which may be another object than the
+                shadow was made from; may be left out when it is the same.
+        """
+        given = self._given(parameters)
+        if not self._tracked.are(given):
+            self._tracked.like(given)
+            tracked = TrackedParameters.of(given)
+            self._shadow.follow(tracked.master)
+            self._tracked = tracked
+        self._frozen = self._frozen_now()
+        self._shadow.step()
+        self.cur_decay_value = self.get_decay(self.optimization_step)
+
+    @torch.no_grad()
+    def copy_to(self, parameters: Parameters | None = None) -> None:
+        """Write the averages into parameters: the model's own, or another's of any dtype."""
+        given = self._given(parameters)
+        if self._tracked.are(given):
+            self._write(self._shadow.state_dict())
+            return
+        self._tracked.like(given)
+        for index, value in self._by_position():
+            given[index].data.copy_(value)
+
+    @torch.no_grad()
+    def store(self, parameters: Parameters | None = None) -> None:
+        """Keep the weights as they are: another 4 bytes per element, until ``restore``.
+
+        ``shadow.swapped_in()`` needs no such copy.
+        """
+        given = self._given(parameters)
+        if self._tracked.are(given):
+            read = self._tracked.master.read()
+            self._stored = {f.address.key: f.value.to("cpu", copy=True) for f in read}
+        else:
+            self._stored = [parameter.detach().to("cpu", copy=True) for parameter in given]
+
+    @torch.no_grad()
+    def restore(self, parameters: Parameters | None = None) -> None:
+        """Put back what ``store`` kept.
+
+        Raises:
+            EMAError: Nothing is stored, or it was stored from another model.
+        """
+        given, stored = self._given(parameters), self._stored
+        if stored is None:
+            raise EMAError(
+                "nothing is stored", key="restore()", fix="call store() before copy_to()"
+            )
+        if isinstance(stored, dict) != self._tracked.are(given):
+            raise EMAError("was stored from other parameters", key="restore()", fix="give the same")
+        if isinstance(stored, dict):
+            self._write(stored)
+        else:
+            for parameter, value in zip(given, stored, strict=True):
+                parameter.data.copy_(value)
+        self._stored = None
+
+    def to(
+        self, device: Any = None, dtype: torch.dtype | None = None, non_blocking: bool = False
+    ) -> None:
+        """Move the shadow to a device.
+
+        Raises:
+            InvalidValueError: ``dtype`` is not fp32: a shadow in bf16 would stand still.
+        """
+        del non_blocking
+        if dtype not in (None, torch.float32):
+            raise InvalidValueError(
+                "a shadow in less than fp32 stands still at a decay near 1",
+                key="dtype",
+                value=str(dtype),
+                fix="leave it out; copy_to() rounds to the model's own dtype",
+            )
+        if device is not None and torch.device(device) != self._shadow.device:
+            host = torch.device(device).type == "cpu"
+            self._shadow.move(HostStore() if host else DeviceStore(device=torch.device(device)))
+
+    def pin_memory(self) -> None:
+        """Without effect: updates read the weights, and nothing copies the shadow to a device."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What diffusers' ``state_dict`` holds; ``shadow_params`` is the whole model in fp32."""
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return {
+            **settings,
+            "optimization_step": self.optimization_step,
+            "shadow_params": self.shadow_params,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` gave, here or in diffusers; all keys are optional.
+
+        Raises:
+            InvalidValueError: A setting is of another type or out of range.
+            EMAError: ``shadow_params`` has another number or shape. Nothing has changed.
+        """
+        before = {name: getattr(self, name) for name in _SETTINGS}
+        values = state_dict.get("shadow_params")
+        steps = state_dict.get("optimization_step", self.optimization_step)
+        try:
+            for name, types in (*_SETTINGS.items(), ("optimization_step", (int,))):
+                _check_type(name, state_dict.get(name, before.get(name, 0)), types)
+            for name in _SETTINGS:
+                setattr(self, name, state_dict.get(name, before[name]))
+            self.get_decay(1)
+            if values is not None:
+                self._tracked.like(tuple(values))
+        except (InvalidValueError, EMAError):
+            self.__dict__.update(before)
+            raise
+        full = None if values is None else dict(zip(self._tracked.names, values, strict=True))
+        own = self._shadow.state_dict()
+        self._shadow.load_state_dict(
+            FullState(own=own, addresses=self._tracked.master.addresses, full=full, steps=steps)
+        )
+        if values is not None:
+            self._frozen = {index: values[index].detach().clone() for index in self._frozen}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write a diffusers model folder with the averages and these settings in its config.
+
+        Raises:
+            EMAError: ``model_cls`` or ``model_config`` was not given.
+        """
+        if self.model_cls is None or self.model_config is None:
+            raise EMAError(
+                "needs to know what model this is",
+                key="save_pretrained()",
+                fix="EMAModel(..., model_cls=UNet2DModel, model_config=unet.config)",
+            )
+        model = self.model_cls.from_config(self.model_config)
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        model.register_to_config(**settings, optimization_step=self.optimization_step)
+        self.copy_to(model.parameters())
+        if self._tracked.master.group.rank == 0:
+            write_folder(Path(path), model.save_pretrained)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, model_cls: Any, foreach: bool = False) -> Self:
+        """Read a folder that ``save_pretrained`` wrote, here or in diffusers."""
+        config = model_cls.load_config(path)
+        settings = {k: config[k] for k in (*_SETTINGS, "optimization_step") if k in config}
+        model = model_cls.from_pretrained(path)
+        ema = cls(model.parameters(), model_cls=model_cls, model_config=model.config)
+        ema.foreach = foreach
+        ema.load_state_dict(settings)
+        return ema
+
+    def _given(self, parameters: Parameters | None) -> tuple[torch.nn.Parameter, ...]:
+        if parameters is None:
+            return self._tracked.parameters
+        if isinstance(parameters, torch.nn.Module):
+            return tuple(parameters.parameters())
+        return tuple(parameters)
+
+    def _frozen_now(self) -> dict[int, torch.Tensor]:
+        parameters = enumerate(self._tracked.parameters)
+        return {index: p.detach() for index, p in parameters if not p.requires_grad}
+
+    def _by_position(self) -> Iterator[tuple[int, torch.Tensor]]:
+        positions: dict[str, list[int]] = {}
+        for index, name in enumerate(self._tracked.names):
+            positions.setdefault(name, []).append(index)
+        for name, value in self._shadow.gather():
+            for index in positions[name]:
+                yield index, value
+        for index, value in self._frozen.items():
+            if value.shape != self._tracked.full_shape(index):
+                raise EMAError(
+                    "is frozen and partitioned, so it cannot be taken from the model",
+                    key=self._tracked.names[index],
+                    fix="use ema.shadow.gather(), which has the trainable parameters",
+                )
+            yield index, value
+
+    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        with self._tracked.master.editing() as fragments:
+            for fragment in fragments:
+                fragment.value.copy_(values[fragment.address.key])
+        for index, value in self._frozen.items():
+            parameter = self._tracked.parameters[index]
+            if value.data_ptr() != parameter.data_ptr():
+                parameter.data.copy_(value)
+
+
+class _Settings:
+    """The schedule an ``EMAModel`` has at the moment: scripts change its attributes."""
+
+    def __init__(self, owner: EMAModel) -> None:
+        self._owner = owner
+
+    def at(self, step: int) -> float:
+        return self._owner.get_decay(step + 1)
+
+    def __repr__(self) -> str:
+        return f"EMAModel(decay={self._owner.decay})"
+
+
+def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise InvalidValueError("has the wrong type", key=name, value=value)

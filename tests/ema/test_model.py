@@ -1,0 +1,186 @@
+"""EMAModel against diffusers' EMAModel, method by method, on plain models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DModel
+from diffusers.training_utils import EMAModel as Theirs
+
+from tests.ema.test_shadow import move, weights
+from tests.support.models import HostileNet, tiny_unet
+from zerotune.ema import EMAModel, FileStore
+from zerotune.errors import EMAError, InvalidValueError
+
+SETTINGS = [
+    {"decay": 0.97},
+    {"decay": 0.97, "use_ema_warmup": True, "inv_gamma": 2.0, "power": 0.75},
+    {"decay": 0.9, "min_decay": 0.3, "update_after_step": 4},
+]
+
+
+def pair(model: torch.nn.Module, **settings: Any) -> tuple[EMAModel, Theirs]:
+    return EMAModel(model.parameters(), **settings), Theirs(model.parameters(), **settings)
+
+
+def assert_same(ours: EMAModel, theirs: Theirs) -> None:
+    assert ours.optimization_step == theirs.optimization_step
+    assert ours.cur_decay_value == pytest.approx(theirs.cur_decay_value, rel=1e-12)
+    for mine, expected in zip(ours.shadow_params, theirs.shadow_params, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("make", [tiny_unet, HostileNet])
+def test_equals_diffusers_step_by_step(make, settings):
+    model = make()
+    ours, theirs = pair(model, **settings)
+    assert ours.cur_decay_value is None
+    for step in range(12):
+        move(model, seed=step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+        assert_same(ours, theirs)
+        assert ours.get_decay(step) == pytest.approx(theirs.get_decay(step), rel=1e-12)
+
+
+def test_attributes_that_a_script_changes_take_effect_as_in_diffusers():
+    model = HostileNet()
+    ours, theirs = pair(model, decay=0.9)
+    for step in range(20):
+        if step == 15:
+            ours.decay = theirs.decay = 0.2
+        move(model, seed=step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+    assert ours.cur_decay_value == 0.2
+    assert_same(ours, theirs)
+
+
+def test_a_shadow_made_from_another_model_follows_the_one_that_trains():
+    """What diffusers' scripts do: a second from_pretrained, then step with the first."""
+    model, copy = HostileNet(), HostileNet(seed=1)
+    ours, theirs = pair(copy, decay=0.9)
+    for step in range(4):
+        move(model, seed=step)
+        with torch.no_grad():
+            model.frozen.weight.fill_(step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_store_copy_to_restore(dtype):
+    model = HostileNet()
+    ours, theirs = pair(model, decay=0.5)
+    for step in range(3):
+        move(model, seed=step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+    other, expected = HostileNet(seed=2).to(dtype), HostileNet(seed=2).to(dtype)
+    before = weights(other)
+    ours.store(other.parameters())
+    ours.copy_to(other.parameters())
+    theirs.copy_to(expected.parameters())
+    for mine, value in zip(other.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(
+            mine, value, rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-7
+        )
+    ours.restore(other.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in weights(other).items())
+
+    trained, averages = weights(model), ours.shadow_params
+    ours.store(model.parameters())
+    ours.copy_to(model.parameters())
+    for parameter, value in zip(model.parameters(), averages, strict=True):
+        assert torch.equal(parameter.detach(), value)
+    ours.restore(model.parameters())
+    assert all(torch.equal(value, trained[name]) for name, value in weights(model).items())
+    with pytest.raises(RuntimeError, match="nothing is stored"):
+        ours.restore(model.parameters())
+
+
+def test_states_go_both_ways():
+    model = HostileNet()
+    ours, theirs = pair(model, decay=0.9, use_ema_warmup=True)
+    for step in range(5):
+        move(model, seed=step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+    assert set(ours.state_dict()) == set(theirs.state_dict())
+    ours_again, theirs_again = pair(HostileNet(seed=3))
+    ours_again.load_state_dict(theirs.state_dict())
+    theirs_again.load_state_dict(ours.state_dict())
+    for step in range(5, 8):
+        move(model, seed=step)
+        for ema in (ours, theirs, ours_again, theirs_again):
+            ema.step(model.parameters())
+    assert_same(ours_again, theirs)
+    assert_same(ours, theirs_again)
+
+
+# diffusers' own from_pretrained uses a form of from_config that it deprecates.
+@pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model:FutureWarning")
+def test_folders_go_both_ways(tmp_path):
+    model = tiny_unet()
+    kinds = {"model_cls": UNet2DModel, "model_config": model.config}
+    ours, theirs = pair(model, decay=0.95, **kinds)
+    for step in range(4):
+        move(model, seed=step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+    ours.save_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert {p.name for p in tmp_path.iterdir()} == {"ours", "theirs"}, "no temporary folder"
+    names = [{file.name for file in (tmp_path / who).iterdir()} for who in ("ours", "theirs")]
+    assert names[0] == names[1]
+    from_theirs = EMAModel.from_pretrained(tmp_path / "theirs", UNet2DModel)
+    from_ours = Theirs.from_pretrained(tmp_path / "ours", UNet2DModel)
+    assert from_theirs.decay == from_ours.decay == 0.95
+    for step in range(4, 6):
+        move(model, seed=step)
+        for ema in (ours, theirs, from_ours, from_theirs):
+            ema.step(model.parameters())
+    assert_same(from_theirs, theirs)
+    assert_same(ours, from_ours)
+    ours.save_pretrained(tmp_path / "ours")
+    again = EMAModel.from_pretrained(tmp_path / "ours", UNet2DModel)
+    assert again.optimization_step == 6
+    with pytest.raises(EMAError, match="what model this is"):
+        EMAModel(model.parameters()).save_pretrained(tmp_path / "none")
+
+
+def test_to_moves_the_shadow_but_not_to_half_precision(tmp_path):
+    model = HostileNet()
+    ema = EMAModel(model.parameters(), store=FileStore(folder=tmp_path))
+    ema.to(torch.device("cpu"))
+    ema.to(device="cpu", dtype=torch.float32)
+    assert "mapped file" in ema.shadow.explain(), "it is on the CPU already"
+    ema.to("meta")
+    assert ema.shadow.device.type == "meta"
+    with pytest.raises(InvalidValueError, match="stands still"):
+        ema.to(dtype=torch.bfloat16)
+
+
+def test_what_diffusers_would_take_in_silence_is_refused():
+    model = HostileNet()
+    ema = EMAModel(model.parameters())
+    with pytest.raises(EMAError, match="8 parameters instead of"):
+        ema.step(list(model.parameters())[:8])
+    with pytest.raises(EMAError, match=r"parameters\[0\].*shape"):
+        ema.copy_to(reversed(list(model.parameters())))
+    with pytest.raises(EMAError, match="EMAModel\\(engine"):
+        EMAModel(HostileNet().bfloat16().parameters())
+    with pytest.raises(InvalidValueError, match="never moves"):
+        EMAModel(model.parameters(), decay=1.0)
+    before = ema.state_dict()
+    for bad in ({"decay": 2.0}, {"decay": "x"}, {"optimization_step": 1.5}, {"shadow_params": []}):
+        with pytest.raises((InvalidValueError, EMAError)):
+            ema.load_state_dict({"power": 0.9, **bad})
+        after = ema.state_dict()
+        assert {k: v for k, v in after.items() if k != "shadow_params"} == {
+            k: v for k, v in before.items() if k != "shadow_params"
+        }
