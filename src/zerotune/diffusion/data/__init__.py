@@ -10,6 +10,26 @@ from zerotune.diffusion.data.bucket_stream import (
     stack_samples,
 )
 from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, BucketAssignment, Placement
+from zerotune.diffusion.data.folder import ImageFolder, MetadataFile, TextBeside
+from zerotune.diffusion.data.hugging_face import DatasetImages, HuggingFaceImages
+from zerotune.diffusion.data.pictures import (
+    AlphaOnColor,
+    BrokenImage,
+    DropAlpha,
+    HeaderOnly,
+    RefuseBroken,
+    SkipBroken,
+    WholeImage,
+    write_broken,
+)
+from zerotune.diffusion.data.prepared import (
+    Augmentation,
+    CenterCrop,
+    DetailCrop,
+    Preparation,
+    PreparedImages,
+)
+from zerotune.diffusion.data.source import ImageItem, ImageSource, JoinedSources, RepeatedSource
 from zerotune.diffusion.data.stream import (
     Batch,
     BatchStream,
@@ -19,23 +39,51 @@ from zerotune.diffusion.data.stream import (
     SampleOrder,
     derive_seed,
 )
+from zerotune.diffusion.data.tar_shards import TarShards
 
 __all__ = [
+    # Sources
+    "ImageSource",
+    "ImageItem",
+    "ImageFolder",
+    "TextBeside",
+    "MetadataFile",
+    "TarShards",
+    "HuggingFaceImages",
+    "DatasetImages",
+    "RepeatedSource",
+    "JoinedSources",
+    "WholeImage",
+    "HeaderOnly",
+    "SkipBroken",
+    "RefuseBroken",
+    "BrokenImage",
+    "write_broken",
+    # Buckets
     "AspectBuckets",
-    "Batch",
-    "BatchStream",
     "Bucket",
     "BucketAssignment",
-    "BucketOrder",
+    "Placement",
+    # Samples
+    "PreparedImages",
+    "Preparation",
+    "AlphaOnColor",
+    "DropAlpha",
+    "CenterCrop",
+    "DetailCrop",
+    "Augmentation",
+    "ImageTensors",
+    # Streams
+    "BatchStream",
+    "Batch",
+    "Captions",
     "BucketStream",
     "BucketedDataset",
-    "Captions",
-    "DataStream",
+    "BucketOrder",
     "Draw",
-    "ImageTensors",
-    "Placement",
-    "RepeatedBatches",
-    "SampleOrder",
-    "derive_seed",
     "stack_samples",
+    "DataStream",
+    "SampleOrder",
+    "RepeatedBatches",
+    "derive_seed",
 ]

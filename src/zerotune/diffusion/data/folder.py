@@ -1,0 +1,166 @@
+"""A folder of images with captions beside them or in one metadata file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import attrs
+
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.metadata import parse_csv, parse_jsonl
+from zerotune.diffusion.data.pictures import (
+    BrokenImage,
+    BrokenPolicy,
+    ImageCheck,
+    SkipBroken,
+    WholeImage,
+)
+from zerotune.diffusion.data.source import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.errors import DataError
+
+SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+"""Files with these endings, in either case, are images."""
+
+
+class CaptionFiles(Protocol):
+    """Finds the captions of a folder."""
+
+    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, str]:
+        """Captions by image name, a path relative to ``root`` with slashes."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class TextBeside:
+    """``cat.txt`` holds the caption of ``cat.png``."""
+
+    suffix: str = ".txt"
+
+    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, str]:
+        """Captions of the images that have such a file.
+
+        Raises:
+            DataError: A caption is not UTF-8.
+        """
+        found = {}
+        for name in names:
+            beside = (root / name).with_suffix(self.suffix)
+            if beside.is_file():
+                found[name] = _text(beside).strip()
+        return found
+
+
+@attrs.frozen(kw_only=True)
+class MetadataFile:
+    """One ``.jsonl`` or ``.csv`` file in the folder names images and captions."""
+
+    name: str = "metadata.jsonl"
+    file: str = "file_name"
+    """Key or column with the image's path."""
+    caption: str = "text"
+    """Key or column with the caption."""
+
+    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, str]:  # noqa: ARG002
+        """All captions of the file, also of images that are not there.
+
+        Raises:
+            DataError: The file is missing or malformed.
+        """
+        path = root / self.name
+        if not path.is_file():
+            raise DataError("is not there", key=self.name, fix=f"put it into {root.name}")
+        parse = parse_csv if path.suffix == ".csv" else parse_jsonl
+        return parse(_text(path), source=self.name, file=self.file, caption=self.caption)
+
+
+class ImageFolder(EncodedSource):
+    """All images of a folder and its subfolders, in order of their names.
+
+    Args:
+        root: The folder. Names that begin with a dot are left out.
+        captions: Where captions are. When not given: ``metadata.jsonl`` if it is there, else
+            ``metadata.csv``, else text files beside the images; which one is recorded.
+        check: ``WholeImage()`` decodes every file at the start, ``HeaderOnly()`` is faster.
+        on_broken: ``SkipBroken()`` leaves broken files out, ``RefuseBroken()`` stops. An image
+            that the metadata name and the folder lacks is broken too.
+
+    Raises:
+        DataError: There is no image, or a caption file is malformed.
+        MissingDependencyError: Pillow is not installed.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        captions: CaptionFiles | None = None,
+        check: ImageCheck | None = None,
+        on_broken: BrokenPolicy | None = None,
+    ) -> None:
+        self._root = Path(root)
+        if not self._root.is_dir():
+            raise DataError(
+                "is no folder", key="root", value=os.fspath(root), fix="name a folder of images"
+            )
+        policy = on_broken or SkipBroken()
+        names = _images_in(self._root)
+        chosen, decisions = (captions, ()) if captions else _detect(self._root)
+        words = chosen.read(self._root, names)
+        sizes, broken = measure(
+            names, self._root.joinpath, check=check or WholeImage(), on_broken=policy
+        )
+        self._items = [
+            ImageItem(name=name, size=size, caption=words.get(name, ""))
+            for name, size in sizes.items()
+        ]
+        missing = [
+            BrokenImage(name=name, reason="is named in the metadata and is not there")
+            for name in sorted(set(words) - set(names))
+        ]
+        for image in missing:
+            policy.broken(image)
+        self.broken = (*broken, *missing)
+        self.decisions = (*decisions, *scan_decisions(self.broken, self._items))
+        announce(self.decisions)
+
+    def encoded(self, index: int) -> Path:
+        """The file of an image."""
+        return self._root / self._items[index].name
+
+
+def _images_in(root: Path) -> list[str]:
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        place = Path(folder).relative_to(root)
+        found += [
+            (place / name).as_posix()
+            for name in files
+            if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
+        ]
+    # The order of a directory differs between machines; that of names does not.
+    return sorted(found)
+
+
+def _detect(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
+    for name in ("metadata.jsonl", "metadata.csv"):
+        if (root / name).is_file():
+            reason = f"{name} is in the folder"
+            return MetadataFile(name=name), (_chosen(name, reason),)
+    return TextBeside(), (_chosen(".txt", "there is no metadata.jsonl or metadata.csv"),)
+
+
+def _chosen(after: str, reason: str) -> Decision:
+    return Decision(key="data.captions", before=None, after=after, reason=reason)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"is not UTF-8 (byte {error.start})", key=path.name, fix="save it as UTF-8"
+        ) from None

@@ -1,0 +1,145 @@
+"""Hugging Face datasets, and any other map-style dataset of images, as sources."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerotune.decisions import announce
+from zerotune.diffusion.data.pictures import BrokenPolicy, ImageCheck, SkipBroken, WholeImage, need
+from zerotune.diffusion.data.source import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class HuggingFaceImages(EncodedSource):
+    """A dataset of the ``datasets`` library with an image column, on a disk or from the hub.
+
+    Images stay encoded in the dataset's own files; EXIF orientation and transparency are treated
+    as everywhere here, not as the library would. For streaming see ``StreamedImages``.
+
+    Args:
+        dataset: What ``datasets.load_dataset(..., split="train")`` gives.
+        image: Name of the image column.
+        caption: Name of the caption column; ``None`` for no captions.
+        check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
+        on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
+
+    Raises:
+        DataError: A column is missing, or no image can be read.
+        MissingDependencyError: ``datasets`` is not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        image: str = "image",
+        caption: str | None = "text",
+        check: ImageCheck | None = None,
+        on_broken: BrokenPolicy | None = None,
+    ) -> None:
+        library = need("datasets", package="datasets")
+        for column in (image, caption):
+            if column is not None and column not in dataset.column_names:
+                raise DataError(
+                    "is no column of the dataset",
+                    key="caption" if column == caption else "image",
+                    value=column,
+                    fix=f"one of {', '.join(dataset.column_names)}",
+                )
+        plain = dataset.with_format(None)
+        self._images = plain.select_columns([image]).cast_column(image, library.Image(decode=False))
+        self._column = image
+        words = plain[caption] if caption is not None else None
+        sizes, self.broken = measure(
+            map(str, range(len(plain))),
+            lambda name: self._encoded(int(name)),
+            check=check or WholeImage(),
+            on_broken=on_broken or SkipBroken(),
+        )
+        self._items = [
+            ImageItem(name=name, size=size, caption="" if words is None else words[int(name)] or "")
+            for name, size in sizes.items()
+        ]
+        self.decisions = scan_decisions(self.broken, self._items)
+        announce(self.decisions)
+
+    def encoded(self, index: int) -> Path | bytes:
+        """The image as it is stored."""
+        return self._encoded(int(self._items[index].name))
+
+    def _encoded(self, row: int) -> Path | bytes:
+        value = self._images[row][self._column]
+        if value is None:
+            raise ValueError("the row is empty")
+        if value["bytes"] is not None:
+            return bytes(value["bytes"])
+        return Path(value["path"])
+
+
+class DatasetImages(EncodedSource):
+    """Any map-style dataset whose samples hold a ``PIL.Image``, such as torchvision's.
+
+    Every sample is read once at the start for its size.
+
+    Args:
+        dataset: With ``__len__`` and ``__getitem__``.
+        image: Takes the image out of a sample.
+        caption: Takes the caption out of a sample.
+        on_broken: What becomes of samples that cannot be read.
+
+    Raises:
+        DataError: There is no image, or by ``on_broken``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        image: Callable[[Any], Image],
+        caption: Callable[[Any], str],
+        on_broken: BrokenPolicy | None = None,
+    ) -> None:
+        self._dataset, self._image = dataset, image
+        captions: dict[str, str] = {}
+
+        def encoded(name: str) -> bytes:
+            sample = dataset[int(name)]
+            captions[name] = caption(sample)
+            return _png(image(sample))
+
+        sizes, self.broken = measure(
+            map(str, range(len(dataset))),
+            encoded,
+            check=WholeImage(),
+            on_broken=on_broken or SkipBroken(),
+        )
+        self._items = [
+            ImageItem(name=name, size=size, caption=captions[name]) for name, size in sizes.items()
+        ]
+        self.decisions = scan_decisions(self.broken, self._items)
+        announce(self.decisions)
+
+    def encoded(self, index: int) -> bytes:
+        """The sample's image as PNG."""
+        return _png(self._image(self._dataset[int(self._items[index].name)]))
+
+    def content(self, index: int) -> str:
+        """A hash of the pixels."""
+        image = self.image(index)
+        return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
+
+
+def _png(image: Image) -> bytes:
+    # By way of PNG such images take the same road as files: orientation, 16 bits, transparency.
+    buffer = io.BytesIO()
+    if image.mode in ("CMYK", "YCbCr", "HSV", "LAB"):  # PNG has none of these.
+        image = image.convert("RGB")
+    image.save(buffer, format="PNG", compress_level=0, exif=image.getexif())
+    return buffer.getvalue()

@@ -1,0 +1,217 @@
+"""Encoded images as upright RGB, and what to do about transparency and broken files."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import attrs
+
+from zerotune.diffusion.data.buckets import Size
+from zerotune.errors import DataError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SWAPPED = frozenset((5, 6, 7, 8))
+_ORIENTATION = 0x0112
+
+
+class AlphaPolicy(Protocol):
+    """Makes an image without transparency of one with it."""
+
+    def flatten(self, image: Image) -> Image:
+        """An RGB image of an RGBA one."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class AlphaOnColor:
+    """Lay transparent images on a background: what the eye sees on a page of that color."""
+
+    color: tuple[int, int, int] = (255, 255, 255)
+
+    def flatten(self, image: Image) -> Image:
+        """The image on the background."""
+        background = pillow("Image").new("RGBA", image.size, (*self.color, 255))
+        flat: Image = pillow("Image").alpha_composite(background, image).convert("RGB")
+        return flat
+
+
+@attrs.frozen(kw_only=True)
+class DropAlpha:
+    """Keep the colors that lie hidden under transparency, as they were stored."""
+
+    def flatten(self, image: Image) -> Image:
+        """The color channels."""
+        return image.convert("RGB")
+
+
+@attrs.frozen(kw_only=True)
+class BrokenImage:
+    """A file or record that gives no image."""
+
+    name: str
+    reason: str
+
+
+class BrokenPolicy(Protocol):
+    """Decides what becomes of a broken image."""
+
+    def broken(self, image: BrokenImage) -> None:
+        """Return to leave the image out, or raise."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class SkipBroken:
+    """Leave broken images out. They are listed in the source's ``broken`` and announced."""
+
+    def broken(self, image: BrokenImage) -> None:
+        """Leave it out."""
+
+
+@attrs.frozen(kw_only=True)
+class RefuseBroken:
+    """Stop at the first broken image."""
+
+    def broken(self, image: BrokenImage) -> None:
+        """Raise.
+
+        Raises:
+            DataError: Always.
+        """
+        raise DataError(
+            image.reason, key=image.name, fix="repair or remove it, or pass SkipBroken()"
+        )
+
+
+class ImageCheck(Protocol):
+    """How closely images are looked at when a source is opened."""
+
+    def size(self, file: Path | bytes) -> Size:
+        """Width and height of the upright image; raises what Pillow raises."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class WholeImage:
+    """Decode every pixel: finds truncated files before the training does."""
+
+    def size(self, file: Path | bytes) -> Size:
+        """Width and height of the upright image."""
+        width, height = decode(file).size
+        return width, height
+
+
+@attrs.frozen(kw_only=True)
+class HeaderOnly:
+    """Read only the size: fast. A file broken further down stops the run when it is read.
+
+    PNG files are read whole all the same, because their orientation may come last.
+    """
+
+    def size(self, file: Path | bytes) -> Size:
+        """Width and height of the upright image."""
+        with _open(file) as image:
+            width, height = image.size
+            swapped = image.getexif().get(_ORIENTATION) in _SWAPPED
+        return (height, width) if swapped else (width, height)
+
+
+def pillow(module: str) -> ModuleType:
+    """A module of Pillow.
+
+    Raises:
+        MissingDependencyError: Pillow is not installed.
+    """
+    return need(f"PIL.{module}", package="pillow")
+
+
+def need(module: str, *, package: str) -> ModuleType:
+    """Import an optional module.
+
+    Raises:
+        MissingDependencyError: The package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != module.split(".", maxsplit=1)[0]:
+            raise
+        raise MissingDependencyError(
+            "is needed to read these data and is not installed",
+            key=package,
+            fix="pip install 'zerotune[data]'",
+        ) from error
+
+
+def decode(file: Path | bytes) -> Image:
+    """An image as people see it: upright by its EXIF orientation, 8 bits, RGB or RGBA.
+
+    Images of 16 bits are scaled to 8, where Pillow would clip them to white.
+
+    Raises:
+        OSError: It cannot be read, or is truncated.
+    """
+    with _open(file) as image:
+        image.load()
+        upright = pillow("ImageOps").exif_transpose(image)
+        return _eight_bits(upright)
+
+
+def why(error: Exception) -> str:
+    """A reason to give for an image that could not be decoded."""
+    # Pillow's and the system's messages name the file, which the list does already.
+    if type(error).__name__ == "UnidentifiedImageError":
+        text = "of no known format"
+    else:
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"cannot be read as an image ({text})"
+
+
+def readable_errors() -> tuple[type[Exception], ...]:
+    """What Pillow raises for files that hold no whole image."""
+    bomb: type[Exception] = pillow("Image").DecompressionBombError
+    # Decoders of rare formats raise the last three on damaged headers.
+    return (OSError, bomb, SyntaxError, ValueError, EOFError)
+
+
+def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) -> None:
+    """Write a list of broken images, one JSON object per line."""
+    lines = [json.dumps(attrs.asdict(image), ensure_ascii=False) + "\n" for image in broken]
+    write_atomically(Path(path), "".join(lines).encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _open(file: Path | bytes) -> Any:
+    return pillow("Image").open(io.BytesIO(file) if isinstance(file, bytes) else file)
+
+
+def _eight_bits(image: Image) -> Image:
+    if image.mode.startswith("I"):
+        import numpy as np
+
+        values = np.asarray(image).astype(np.int64)
+        if values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
+            raise ValueError(f"pixels of mode {image.mode} beyond 16 bits have no known white")
+        gray: Image = pillow("Image").fromarray((values // 257).astype(np.uint8))
+        return gray.convert("RGB")
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no known white")
+    return image.convert("RGBA" if image.has_transparency_data else "RGB")

@@ -1,0 +1,218 @@
+"""Images of a source as tensors of their bucket's size, with what SDXL is told about the crop."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import attrs
+import torch
+
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.bucket_order import Draw
+from zerotune.diffusion.data.buckets import AspectBuckets, BucketAssignment, Placement, Size
+from zerotune.diffusion.data.pictures import AlphaOnColor, AlphaPolicy, pillow
+from zerotune.diffusion.data.source import ImageSource
+from zerotune.diffusion.data.stream import derive_seed
+from zerotune.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Resampling = Literal["lanczos", "bicubic", "bilinear", "box", "nearest"]
+
+
+class Crop(Protocol):
+    """Decides which part of a resized image is kept."""
+
+    def corner(self, image: Image, excess: Size) -> Size:
+        """Left and top of the part, each from 0 to the excess in that direction."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class CenterCrop:
+    """Keep the middle."""
+
+    def corner(self, image: Image, excess: Size) -> Size:  # noqa: ARG002
+        """Half of the excess."""
+        return excess[0] // 2, excess[1] // 2
+
+
+@attrs.frozen(kw_only=True)
+class DetailCrop:
+    """Keep the part with most detail: where neighbouring pixels differ most. Deterministic."""
+
+    def corner(self, image: Image, excess: Size) -> Size:
+        """Where the sum of differences within the part is largest; the middle if all are equal."""
+        import numpy as np
+
+        gray = np.asarray(image.convert("L"), dtype=np.float64)
+        across = 1 if excess[0] == 0 else 0  # Only one direction has anything to cut.
+        detail = np.abs(np.diff(gray, axis=0)).sum(axis=1), np.abs(np.diff(gray, axis=1)).sum(0)
+        profile = np.append(detail[0] if across else detail[1], 0.0)
+        room = excess[across]
+        kept = len(profile) - room
+        sums = np.convolve(profile, np.ones(kept), "valid")[: room + 1]
+        # Among equals the most central one, so that a plain image is cropped as usual.
+        best = np.flatnonzero(sums >= sums.max() - 1e-6 * max(1.0, sums.max()))
+        place = int(best[np.argmin(np.abs(best - room // 2))])
+        return (0, place) if across else (place, 0)
+
+
+def _share(_: Any, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not 0 <= value <= 1:
+        raise InvalidValueError(
+            "is a probability", key=attribute.name, value=value, fix="give a value from 0 to 1"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Preparation:
+    """How images become tensors. All of it is part of a latent cache's key."""
+
+    alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor)
+    crop: Crop = attrs.field(factory=CenterCrop)
+    resampling: Resampling = attrs.field(default="lanczos")
+    """``"nearest"`` keeps pixel art crisp."""
+
+    @resampling.validator
+    def _known(self, _: Any, value: str) -> None:
+        known = ("lanczos", "bicubic", "bilinear", "box", "nearest")
+        if value not in known:
+            raise InvalidValueError(
+                "is not known", key="resampling", value=value, fix=f"one of {', '.join(known)}"
+            )
+
+    def apply(self, image: Image, placement: Placement) -> tuple[Image, Size]:
+        """Flatten, resize and crop.
+
+        Returns:
+            The RGB image in its bucket's size, and left and top of the crop in the resized one.
+        """
+        flat = self.alpha.flatten(image) if image.mode == "RGBA" else image
+        kind = pillow("Image").Resampling[self.resampling.upper()]
+        resized = flat.resize(placement.resized, kind)
+        left, top = self.crop.corner(resized, placement.excess)
+        bucket = placement.bucket
+        return resized.crop((left, top, left + bucket.width, top + bucket.height)), (left, top)
+
+
+@attrs.frozen(kw_only=True)
+class Augmentation:
+    """What varies from epoch to epoch, drawn from the seed, the image and the epoch alone."""
+
+    flip: float = attrs.field(default=0.0, validator=_share)
+    """Share of uses that are mirrored left to right."""
+    caption_dropout: float = attrs.field(default=0.0, validator=_share)
+    """Share of uses whose caption is empty, for guidance without a classifier."""
+    seed: int = 0
+
+    def flips(self, draw: Draw) -> bool:
+        """Whether this use is mirrored."""
+        return self._chance("flip", draw) < self.flip
+
+    def drops_caption(self, draw: Draw) -> bool:
+        """Whether this use goes without its caption."""
+        return self._chance("caption", draw) < self.caption_dropout
+
+    def _chance(self, purpose: str, draw: Draw) -> float:
+        return derive_seed(self.seed, purpose, draw.epoch, draw.index) / 2**63
+
+
+class PreparedImages:
+    """A bucketed dataset of images and captions.
+
+    A sample holds ``images`` (3, h, w) in [-1, 1], ``captions`` (text), and what SDXL calls
+    micro-conditioning, each (2,), vertical before horizontal: ``original_sizes`` of the upright
+    image, ``crop_corners`` in the resized one, ``target_sizes`` of the bucket.
+
+    Args:
+        source: Such as ``ImageFolder``.
+        buckets: The sizes to bring images to.
+        minimum: Images of buckets with fewer go to a fuller one; see ``AspectBuckets.assign``.
+        preparation: Alpha, resizing, cropping.
+        augmentation: Flips and dropped captions.
+
+    Attributes:
+        assignment: The bucket of each image.
+        decisions: What was chosen for the source and the buckets.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        *,
+        buckets: AspectBuckets,
+        minimum: int = 1,
+        preparation: Preparation | None = None,
+        augmentation: Augmentation | None = None,
+    ) -> None:
+        self.source = source
+        self.preparation = preparation or Preparation()
+        self.augmentation = augmentation or Augmentation()
+        sizes = [source.item(index).size for index in range(len(source))]
+        self.assignment: BucketAssignment = buckets.assign(sizes, minimum=minimum)
+        announce(self.assignment.decisions)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was chosen for the source and the buckets."""
+        return (*getattr(self.source, "decisions", ()), *self.assignment.decisions)
+
+    @cached_property
+    def identity(self) -> str:
+        """Changes when images are added, removed, renamed or resized."""
+        digest = hashlib.sha256()
+        for index in range(len(self.source)):
+            item = self.source.item(index)
+            digest.update(f"{item.name}\0{item.size}\n".encode())
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def caption(self, draw: Draw) -> str:
+        """The caption of one use, empty when it is dropped."""
+        dropped = self.augmentation.drops_caption(draw)
+        return "" if dropped else self.source.item(draw.index).caption
+
+    def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
+        """One image (3, h, w) in [-1, 1], and left and top of its crop in the image shown."""
+        placement = self.assignment.placements[index]
+        image, (left, top) = self.preparation.apply(self.source.image(index), placement)
+        if flipped:
+            image = image.transpose(pillow("Image").Transpose.FLIP_LEFT_RIGHT)
+            left = placement.excess[0] - left
+        return to_tensor(image), (left, top)
+
+    def __getitem__(self, draw: Draw | int) -> dict[str, Any]:
+        use = Draw(index=draw, epoch=0) if isinstance(draw, int) else draw
+        if not 0 <= use.index < len(self):
+            raise IndexError(use.index)
+        pixels, corner = self.pixels(use.index, flipped=self.augmentation.flips(use))
+        return {
+            "images": pixels,
+            "captions": self.caption(use),
+            **micro_conditioning(self.assignment.placements[use.index], corner),
+        }
+
+
+def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:
+    """Sizes and crop as SDXL is told them, each (2,), vertical before horizontal."""
+    width, height = placement.original
+    bucket = placement.bucket
+    return {
+        "original_sizes": torch.tensor([height, width]),
+        "crop_corners": torch.tensor([corner[1], corner[0]]),
+        "target_sizes": torch.tensor([bucket.height, bucket.width]),
+    }
+
+
+def to_tensor(image: Image) -> torch.Tensor:
+    """An RGB image as (3, h, w) in [-1, 1]."""
+    import numpy as np
+
+    values = torch.from_numpy(np.array(image.convert("RGB"), dtype=np.uint8))
+    return values.permute(2, 0, 1).contiguous().float().div_(127.5).sub_(1)

@@ -1,0 +1,143 @@
+"""WebDataset's tar shards, read at random places: exact order, exact resume, no pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+import attrs
+
+from zerotune.decisions import announce
+from zerotune.diffusion.data.folder import SUFFIXES
+from zerotune.diffusion.data.pictures import (
+    BrokenImage,
+    BrokenPolicy,
+    ImageCheck,
+    SkipBroken,
+    WholeImage,
+)
+from zerotune.diffusion.data.source import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.errors import DataError
+
+
+@attrs.frozen(kw_only=True)
+class _Member:
+    shard: Path
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        with self.shard.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+class TarShards(EncodedSource):
+    """Images in uncompressed tar files on a disk, as WebDataset and img2dataset write them.
+
+    Members with one name up to the first dot are one sample: ``0001.jpg`` and ``0001.txt``. The
+    shards are indexed once and then read member by member, so the order is that of every other
+    source, each rank reads only its share, and a run resumes without reading what is behind it.
+
+    Args:
+        shards: The files, in the order wanted.
+        caption: Ending of the caption's member: text, or ``json`` with ``caption_key`` in it.
+        caption_key: Key of the caption in a JSON member.
+        check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
+        on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
+
+    Raises:
+        DataError: A shard is missing, compressed or cut off, or there is no image.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[str | os.PathLike[str]],
+        *,
+        caption: str = "txt",
+        caption_key: str = "caption",
+        check: ImageCheck | None = None,
+        on_broken: BrokenPolicy | None = None,
+    ) -> None:
+        policy = on_broken or SkipBroken()
+        samples: dict[str, dict[str, _Member]] = {}
+        for shard in map(Path, shards):
+            for key, ending, member in _index(shard):
+                endings = samples.setdefault(f"{shard.name}/{key}", {})
+                if ending in endings:
+                    raise DataError(
+                        f"has {key}.{ending} twice, or another shard of this name has it",
+                        key=shard.name,
+                        fix="give each sample a name of its own",
+                    )
+                endings[ending] = member
+        self._images: dict[str, _Member] = {}
+        for name, endings in samples.items():
+            found = [member for end, member in endings.items() if f".{end.lower()}" in SUFFIXES]
+            if found:
+                self._images[name] = found[0]
+        sizes, unreadable = measure(
+            self._images,
+            lambda name: self._images[name].read(),
+            check=check or WholeImage(),
+            on_broken=policy,
+        )
+        bare = [
+            BrokenImage(name=name, reason="has no image member")
+            for name in samples
+            if name not in self._images
+        ]
+        for image in bare:
+            policy.broken(image)
+        self.broken = (*unreadable, *bare)
+        self._items = [
+            ImageItem(name=name, size=size, caption=_caption(name, samples, caption, caption_key))
+            for name, size in sizes.items()
+        ]
+        self.decisions = scan_decisions(self.broken, self._items)
+        announce(self.decisions)
+
+    def encoded(self, index: int) -> bytes:
+        """The image's member."""
+        return self._images[self._items[index].name].read()
+
+
+def _index(shard: Path) -> Iterator[tuple[str, str, _Member]]:
+    try:
+        # "r:" refuses compressed archives, in which nothing can be found without reading all.
+        with tarfile.open(shard, "r:") as archive:
+            for info in archive:
+                path = PurePosixPath(info.name)
+                if not info.isfile() or path.name.startswith("."):
+                    continue
+                stem, _, ending = path.name.partition(".")
+                if info.offset_data + info.size > shard.stat().st_size:
+                    raise tarfile.ReadError(f"{info.name} is cut off")
+                member = _Member(shard=shard, offset=info.offset_data, size=info.size)
+                yield str(path.parent / stem), ending, member
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(
+            f"cannot be read as an uncompressed tar file ({error})",
+            key=os.fspath(shard),
+            fix="unpack compressed shards (gunzip), load incomplete ones again, and use "
+            "StreamedImages for shards that are not on a disk",
+        ) from error
+
+
+def _caption(name: str, samples: dict[str, dict[str, _Member]], ending: str, json_key: str) -> str:
+    member = samples[name].get(ending)
+    if member is None:
+        return ""
+    try:
+        text = member.read().decode("utf-8-sig")
+        if ending != "json":
+            return text.strip()
+        value = json.loads(text).get(json_key)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"is no caption ({error})", key=f"{name}.{ending}", fix="write UTF-8 text or JSON"
+        ) from None
+    return value if isinstance(value, str) else ""

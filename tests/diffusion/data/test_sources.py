@@ -1,0 +1,275 @@
+"""Every source gives the same images, upright and whole, and says what it left out."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import logging
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from zerotune.decisions import _announced
+from zerotune.diffusion.data import (
+    DatasetImages,
+    HeaderOnly,
+    HuggingFaceImages,
+    ImageFolder,
+    JoinedSources,
+    MetadataFile,
+    RefuseBroken,
+    RepeatedSource,
+    TarShards,
+    WholeImage,
+    write_broken,
+)
+from zerotune.errors import DataError, InvalidValueError
+
+
+def pixels(image):
+    return np.asarray(image.convert("RGB")).astype(int)
+
+
+def tar_of(path, members):
+    with tarfile.open(path, "w") as archive:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_a_folder_gives_all_its_images_and_lists_the_broken(folder, broken_names, tmp_path, caplog):
+    _announced.clear()
+    with caplog.at_level(logging.WARNING, logger="zerotune"):
+        source = ImageFolder(folder)
+    assert len(source) == 300
+    names = [source.item(index).name for index in range(300)]
+    assert names == sorted(names)
+    item = source.item(names.index("part1/004.JPG"))
+    assert item.caption == "cutting 4"
+    assert item.size == source.image(names.index("part1/004.JPG")).size
+    assert tuple(image.name for image in source.broken) == broken_names
+    assert all("cannot be read" in image.reason for image in source.broken)
+    choice, broken = source.decisions
+    assert (choice.key, choice.after) == ("data.captions", ".txt")
+    assert (broken.before, broken.after) == (304, 300)
+    assert "4 images are left out: cut.jpg" in caplog.text
+    write_broken(source.broken, tmp_path / "broken.jsonl")
+    lines = (tmp_path / "broken.jsonl").read_text().splitlines()
+    assert [json.loads(line)["name"] for line in lines] == list(broken_names)
+
+
+def test_broken_files_stop_the_run_if_so_asked_and_never_pass_unseen(folder, tmp_path):
+    with pytest.raises(DataError, match=r"cut.jpg.*SkipBroken"):
+        ImageFolder(folder, on_broken=RefuseBroken())
+    # Only the end of this file is missing, so its header says nothing.
+    quick = ImageFolder(folder, check=HeaderOnly())
+    assert "cut.jpg" not in [image.name for image in quick.broken]
+    assert len(quick) == 301
+    with pytest.raises(DataError, match=r"cut.jpg.*WholeImage"):
+        quick.image(0)
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "text.png":
+            path.unlink()
+    with pytest.raises(DataError, match="no image that can be read"):
+        ImageFolder(folder)
+    with pytest.raises(DataError, match="no folder"):
+        ImageFolder(tmp_path / "nowhere")
+
+
+def test_captions_come_from_the_metadata_that_are_there(tmp_path, photos):
+    small = photos[0].resize((32, 24))
+    for name in ("a.png", "b.png"):
+        small.save(tmp_path / name)
+    (tmp_path / "b.txt").write_text("from beside")
+    (tmp_path / "metadata.csv").write_text('file_name,text\na.png,"one, two"\ngone.png,x\n')
+    by_csv = ImageFolder(tmp_path)
+    assert [by_csv.item(index).caption for index in range(2)] == ["one, two", ""]
+    assert [image.name for image in by_csv.broken] == ["gone.png"]
+    assert "is not there" in by_csv.broken[0].reason
+    assert by_csv.decisions[-1].reason.startswith("1 of 2 images have no caption (b.png")
+    with pytest.raises(DataError, match=r"gone.png"):
+        ImageFolder(tmp_path, on_broken=RefuseBroken())
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "lines"}\n')
+    assert ImageFolder(tmp_path).item(0).caption == "lines"
+    (tmp_path / "own.csv").write_text("path,words\n.\\b.png,mine\n")
+    own = MetadataFile(name="own.csv", file="path", caption="words")
+    assert ImageFolder(tmp_path, captions=own).item(1).caption == "mine"
+    with pytest.raises(DataError, match=r"other\.jsonl"):
+        ImageFolder(tmp_path, captions=MetadataFile(name="other.jsonl"))
+    (tmp_path / "metadata.jsonl").unlink()
+    (tmp_path / "metadata.csv").unlink()
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"b.txt.*UTF-8"):
+        ImageFolder(tmp_path)
+
+
+# Each with what turns the stored pixels upright (EXIF 2.3, 4.6.4.A, tag 274).
+ORIENTATIONS = {
+    1: lambda p: p,
+    2: lambda p: p[:, ::-1],
+    3: lambda p: p[::-1, ::-1],
+    4: lambda p: p[::-1],
+    5: lambda p: p.transpose(1, 0, 2),
+    6: lambda p: np.rot90(p, -1),
+    7: lambda p: p.transpose(1, 0, 2)[::-1, ::-1],
+    8: lambda p: np.rot90(p, 1),
+}
+
+
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+@pytest.mark.parametrize("check", [WholeImage(), HeaderOnly()])
+def test_photographs_stand_upright(orientation, check, tmp_path, photos):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = photos[0].resize((160, 107))
+    stored.save(tmp_path / "photo.jpg", exif=exif, quality=95)
+    stored.save(tmp_path / "photo.png", exif=exif)
+    source = ImageFolder(tmp_path, check=check)
+    wanted = ORIENTATIONS[orientation](pixels(stored))
+    for index in range(2):
+        assert source.item(index).size == (wanted.shape[1], wanted.shape[0])
+        assert source.image(index).size == source.item(index).size
+        assert np.abs(pixels(source.image(index)) - wanted).mean() < 4
+    assert np.array_equal(pixels(source.image(1)), wanted)
+
+
+def test_images_of_every_mode_keep_their_brightness(tmp_path, photos):
+    small = photos[1].resize((20, 10))
+    gray = small.convert("L")
+    small.convert("CMYK").save(tmp_path / "cmyk.tif")
+    gray.save(tmp_path / "gray.png")
+    small.quantize(32).save(tmp_path / "palette.png")
+    deep = Image.fromarray(np.asarray(gray).astype(np.uint16) * 257)
+    deep.save(tmp_path / "sixteen.png")
+    Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / "float.tif")
+    source = ImageFolder(tmp_path)
+    assert [image.name for image in source.broken] == ["float.tif"]
+    assert "floating-point" in source.broken[0].reason
+    images = {source.item(i).name: source.image(i) for i in range(len(source))}
+    assert {image.mode for image in images.values()} == {"RGB"}
+    assert np.array_equal(pixels(images["sixteen.png"]), pixels(gray))
+    assert np.array_equal(pixels(images["gray.png"]), pixels(gray))
+    assert np.abs(pixels(images["cmyk.tif"]) - pixels(small)).mean() < 4
+    assert np.abs(pixels(images["palette.png"]) - pixels(small)).mean() < 20
+
+
+@pytest.fixture
+def samples(cuttings, encode):
+    """Members of a shard: the kinds img2dataset writes, and a broken one."""
+    members = {}
+    for number, image in enumerate(cuttings[:20]):
+        members[f"set/{number:04}.png"] = encode(image)
+        members[f"set/{number:04}.txt"] = f"cutting {number}".encode()
+        members[f"set/{number:04}.json"] = json.dumps({"caption": f"json {number}"}).encode()
+    members["set/0020.png"] = members["set/0001.png"][:50]
+    members["set/0021.txt"] = b"alone"
+    return members
+
+
+def test_tar_shards_are_read_at_random_places(samples, cuttings, tmp_path):
+    items = list(samples.items())
+    shards = [
+        tar_of(tmp_path / "b.tar", dict(items[:30])),
+        tar_of(tmp_path / "a.tar", dict(items[30:])),
+    ]
+    source = TarShards(shards)
+    assert len(source) == 20
+    assert [source.item(index).caption for index in range(20)] == [
+        f"cutting {n}" for n in range(20)
+    ]
+    for index in (19, 3, 11):
+        assert np.array_equal(pixels(source.image(index)), pixels(cuttings[index]))
+    assert [image.name for image in source.broken] == ["a.tar/set/0020", "a.tar/set/0021"]
+    assert TarShards(shards, caption="json").item(3).caption == "json 3"
+    assert TarShards(shards, caption="json", caption_key="url").item(3).caption == ""
+    with pytest.raises(DataError, match="0020"):
+        TarShards(shards, on_broken=RefuseBroken())
+
+
+# webdataset leaves the shard open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_tar_shards_equal_what_webdataset_reads(samples, tmp_path):
+    webdataset = pytest.importorskip("webdataset")
+    members = {name: content for name, content in samples.items() if name < "set/0020"}
+    shard = tar_of(tmp_path / "0.tar", members)
+    theirs = list(webdataset.WebDataset(str(shard), shardshuffle=False))
+    gc.collect()
+    ours = TarShards([shard])
+    assert [f"0.tar/{sample['__key__']}" for sample in theirs] == [
+        ours.item(index).name for index in range(len(ours))
+    ]
+    assert [sample["png"] for sample in theirs] == [ours.encoded(i) for i in range(len(ours))]
+
+
+def test_shards_that_cannot_be_indexed_are_named(samples, tmp_path):
+    shard = tar_of(tmp_path / "0.tar", samples)
+    (tmp_path / "cut.tar").write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"cut.tar.*cannot be read"):
+        TarShards([tmp_path / "cut.tar"])
+    with tarfile.open(tmp_path / "0.tar.gz", "w:gz") as archive:
+        archive.add(shard, "x.png")
+    with pytest.raises(DataError, match=r"0.tar.gz.*gunzip"):
+        TarShards([tmp_path / "0.tar.gz"])
+    with pytest.raises(DataError, match="twice"):
+        TarShards([shard, shard])
+    bad = tar_of(tmp_path / "1.tar", {"1.png": samples["set/0000.png"], "1.txt": b"\xff"})
+    with pytest.raises(DataError, match=r"1.tar/1.txt.*no caption"):
+        TarShards([bad])
+
+
+def test_hugging_face_datasets_give_the_stored_bytes(samples, cuttings, tmp_path, encode):
+    datasets = pytest.importorskip("datasets")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    stored = [encode(image) for image in cuttings[:8]]
+    stored[2] = stored[2][:60]
+    stored[3] = encode(cuttings[3], "PNG", exif=exif)
+    (tmp_path / "last.png").write_bytes(stored[7])
+    rows = [{"bytes": data, "path": None} for data in stored[:7]]
+    rows.append({"bytes": None, "path": str(tmp_path / "last.png")})
+    dataset = datasets.Dataset.from_dict(
+        {"image": rows, "text": [f"cutting {n}" for n in range(8)]},
+        features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")}),
+    )
+    source = HuggingFaceImages(dataset)
+    assert [image.name for image in source.broken] == ["2"]
+    assert [source.item(i).caption for i in range(7)] == [
+        f"cutting {n}" for n in (0, 1, 3, 4, 5, 6, 7)
+    ]
+    assert source.item(2).size == cuttings[3].size[::-1]
+    assert np.array_equal(pixels(source.image(6)), pixels(cuttings[7]))
+    assert len(HuggingFaceImages(dataset, caption=None)) == 7
+    with pytest.raises(DataError, match=r"'words'.*image, text"):
+        HuggingFaceImages(dataset, caption="words")
+
+
+def test_any_dataset_of_images_is_a_source(cuttings):
+    pairs = [(image, number) for number, image in enumerate(cuttings[:6])]
+    source = DatasetImages(pairs, image=lambda s: s[0], caption=lambda s: f"class {s[1]}")
+    assert [source.item(index).caption for index in range(6)] == [f"class {n}" for n in range(6)]
+    assert np.array_equal(pixels(source.image(4)), pixels(cuttings[4]))
+    assert len({source.content(index) for index in range(6)}) == 6
+
+
+def test_sources_are_joined_and_repeated(folder, cuttings):
+    whole = ImageFolder(folder)
+    first = DatasetImages([cuttings[0]], image=lambda s: s, caption=lambda _: "class")
+    both = JoinedSources([RepeatedSource(first, times=5), whole])
+    assert len(both) == 305
+    assert both.item(4).name == "0/0"
+    assert both.item(5).name == "1/part0/000.png"
+    assert both.content(5) == whole.content(0)
+    assert np.array_equal(pixels(both.image(3)), pixels(cuttings[0]))
+    assert both.broken == whole.broken
+    assert both.decisions == (*first.decisions, *whole.decisions)
+    with pytest.raises(IndexError):
+        both.item(305)
+    with pytest.raises(InvalidValueError, match="times = 0"):
+        RepeatedSource(first, times=0)
+    with pytest.raises(DataError, match="at least one"):
+        JoinedSources([])
