@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zerotune.checkpoint.background import BackgroundSaver, PendingCheckpoint
     from zerotune.checkpoint.contents import ShadowLike
     from zerotune.checkpoint.export import export_checkpoint, export_model
     from zerotune.checkpoint.folders import latest_checkpoint, prune, step_folder
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from zerotune.checkpoint.saving import save_checkpoint
 
 _HOMES: Final = {
+    "BackgroundSaver": "background",
     "CheckpointContents": "loading",
     "Manifest": "manifest",
+    "PendingCheckpoint": "background",
     "ShadowLike": "contents",
     "export_checkpoint": "export",
     "export_model": "export",
@@ -43,6 +46,8 @@ __all__ = [
     "latest_checkpoint",
     "prune",
     "step_folder",
+    "BackgroundSaver",
+    "PendingCheckpoint",
     "CheckpointContents",
     "Manifest",
     "ShadowLike",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,11 +13,11 @@ import attrs
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.contents import RankContents, RankShare, ShadowLike, plain_data
 from zerotune.checkpoint.filing import Filing
-from zerotune.checkpoint.folders import Staging, check_space, checked_path
-from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from zerotune.checkpoint.folders import checked_path
+from zerotune.checkpoint.manifest import Manifest
 from zerotune.checkpoint.records import draft
-from zerotune.checkpoint.sharedfile import SharedFileWriter, Written, confirm
-from zerotune.checkpoint.tensorfile import TensorFileWriter, file_size
+from zerotune.checkpoint.tensorfile import file_size
+from zerotune.checkpoint.writing import Writing
 from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def save_checkpoint(
     group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
     save = Save(engine=engine, group=group)
     save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
-    return save.write()
+    return save.writing().run()
 
 
 class Save:
@@ -75,14 +75,13 @@ class Save:
 
     Args:
         engine: What is saved.
-        group: The processes, over whose control channel ``write`` keeps them together.
+        group: The processes.
     """
 
     def __init__(self, *, engine: Engine, group: ProcessGroup) -> None:
         self._engine = engine
         self._group = group
-        self._staging: Staging | None = None
-        self._final = self._folder = Path()
+        self._final = Path()
         self._contents: RankContents
         self._draft: Manifest
         self._filing: Filing
@@ -111,28 +110,23 @@ class Save:
         self._file(together(group, "look at the weights", lambda: self._inspect(shadows, rng)))
 
     def copy(self) -> None:
-        """Copy everything into host memory, so that training may go on during ``write``."""
+        """Copy everything into host memory, so that training may go on meanwhile."""
         self._contents = self._contents.copied(self._engine)
 
-    def write(self) -> Path:
-        """Write and publish it. Collective over the group's control channel.
+    def writing(self, *, group: ProcessGroup | None = None) -> Writing:
+        """What writes it.
 
-        Returns:
-            The checkpoint.
+        Args:
+            group: Other processes' control channel than that of ``prepare``.
         """
-        group = self._group
-        try:
-            self._folder = together(group, "make the folder", self._stage)[0]
-            written = together(group, "write the weights", self._write)
-            parts = [part for _, each in written for part in each]
-            confirmed = together(group, "read back what was written", lambda: self._confirm(parts))
-            files = [file for files in confirmed for file in files]
-            records = [*files, *(record for record, _ in written)]
-            together(group, "finish the checkpoint", lambda: self._publish(records))
-        except BaseException:
-            self._abandon()
-            raise
-        return self._final
+        return Writing(
+            group=group or self._group,
+            final=self._final,
+            draft=self._draft,
+            filing=self._filing,
+            contents=self._contents,
+            pieces=lambda: self._contents.read(self._engine),
+        )
 
     def _check(self, directory: str | os.PathLike[str], shadows: Mapping[str, Any]) -> None:
         steps = self._engine.plan.gradient_accumulation_steps
@@ -165,60 +159,3 @@ class Save:
         # Every rank comes to the same layout, or to the same error.
         self._filing = Filing.of(shares, self._engine.master_weights.parameters)
         self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
-
-    def _stage(self) -> Path:
-        """Make the temporary folder and the shared files in it, on rank 0."""
-        if not self._group.is_main:
-            return Path()
-        self._staging = Staging(self._final)
-        check_space(self._staging.path, self._filing.nbytes)
-        for file in self._filing.files:
-            file.create(self._staging.path)
-        return self._staging.path
-
-    def _write(self) -> tuple[FileRecord, tuple[Written, ...]]:
-        """Write this rank's parts, and its own file."""
-        if not self._folder.is_dir():
-            raise CheckpointError(
-                "rank 0 made this folder and this rank does not see it",
-                key=str(self._folder),
-                fix="save to a file system that all machines share",
-            )
-        with SharedFileWriter(self._folder, self._filing.files) as writer:
-            for piece in self._contents.read(self._engine):
-                writer.write(piece.subject, piece.part.name, piece.part.start, piece.tensor)
-            written = writer.finish()
-        return self._write_own(), written
-
-    def _write_own(self) -> FileRecord:
-        contents, rank = self._contents, self._group.rank
-        name = f"rank-{rank:05d}-of-{self._group.world_size:05d}.safetensors"
-        path = self._folder / name
-        with TensorFileWriter(path, specs=contents.specs, metadata=contents.metadata) as writer:
-            for key, tensor in contents.others.items():
-                writer.append(key, tensor)
-            nbytes, sha256 = writer.finish()
-        return FileRecord(name=name, kind="rank", of=str(rank), nbytes=nbytes, sha256=sha256)
-
-    def _confirm(self, parts: Iterable[Written]) -> list[FileRecord]:
-        """Read this rank's share of the shared files back."""
-        parts = list(parts)
-        mine = self._filing.files[self._group.rank :: self._group.world_size]
-        return [confirm(self._folder, file, parts) for file in mine]
-
-    def _publish(self, records: Iterable[FileRecord]) -> None:
-        """Write the manifest and give the folder its name, on rank 0."""
-        if self._staging is None:
-            return
-        files = sorted(records, key=lambda record: record.name)
-        path = self._staging.path / MANIFEST
-        with path.open("x", encoding="utf-8") as file:
-            file.write(attrs.evolve(self._draft, files=files).to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        self._staging.publish()
-
-    def _abandon(self) -> None:
-        """Remove what was written, on rank 0."""
-        if self._staging is not None:
-            self._staging.abandon()
