@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("starlette", reason="starlette is not installed (zerotune[builder])")
-pytest.importorskip("httpx", reason="httpx is not installed, which starlette's TestClient needs")
+from tests.support.needs import needs
+
+needs("starlette")
+needs("jinja2")
+needs("httpx")  # starlette's TestClient is made of it.
 
 from starlette.testclient import TestClient
 

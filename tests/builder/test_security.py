@@ -171,7 +171,7 @@ class TestPaths:
             '{"deepspeed_config": "/etc/hostname"}',
             '{"--deepspeed_config": "../secret/secret"}',
             '{"deepspeed_config": {"deepspeed_config": "/etc/hostname"}}',
-            "deepspeed_config:\n  deepspeed_config_file: /etc/hostname\ndistributed_type: DEEPSPEED\n",
+            "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: /etc/hostname}",
         ],
     )
     def test_a_configuration_cannot_name_a_file_outside_the_root(self, client, text):

@@ -27,6 +27,9 @@ from zerotune.platform import Platform
 ASSUMED_LR: Final = 1e-4
 """Stands in for a learning rate that the training script gives."""
 
+LEASED: Final = "(leased for each run)"
+"""Stands for a swap folder that nobody wrote."""
+
 _TOO_LARGE: Final = "A number is too large to calculate with."
 _FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
 _PLACES: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
@@ -42,6 +45,8 @@ class Preview:
     messages: tuple[Message, ...]
     setup: Setup
     platform: Platform
+    running: dict[str, Any] = attrs.field(factory=dict)
+    """What DeepSpeed receives; empty when it cannot run."""
 
 
 def understand(state: FormState, machines: Machines) -> Preview:
@@ -50,10 +55,14 @@ def understand(state: FormState, machines: Machines) -> Preview:
     platform = machines.of(setup)
     reading = read_plan(state)
     messages = [of_error(error) for error in (*wrong, *reading.errors)]
-    resolved = None
+    resolved: ResolvedPlan | None = None
+    running: dict[str, Any] = {}
     if reading.plan is not None:
         try:
             resolved, more = _resolve(reading.plan, setup, platform)
+            running = {} if resolved is None else _running(resolved)
+        except ZeroTuneError as error:
+            resolved, more = None, [of_error(error)]
         except (OverflowError, RecursionError):
             more = [Message(severity="error", key="", text=_TOO_LARGE)]
         messages += more
@@ -63,6 +72,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
         messages=tuple(sorted(messages, key=_rank)),
         setup=setup,
         platform=platform,
+        running=running,
     )
 
 
@@ -76,7 +86,7 @@ def preview_data(
         "runs": resolved is not None,
         "title": describe(resolved) if resolved is not None else None,
         "messages": [attrs.asdict(message) for message in preview.messages],
-        "outputs": _outputs(plan, resolved),
+        "outputs": _outputs(preview),
         "effective": _effective(preview),
         "memory": _memory(preview, machines),
         "optimizers": _optimizers(preview),
@@ -133,28 +143,40 @@ def _run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
     return run, assumed
 
 
-def _outputs(plan: DeepSpeedPlan | None, resolved: ResolvedPlan | None) -> dict[str, Any]:
+def _outputs(preview: Preview) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if plan is not None:
+    leased = [] if preview.resolved is None else _leased(preview.resolved)
+    if preview.plan is not None:
         for format_, name in _FORMATS:
             try:
-                document = plan_document(plan, format_)
+                document = plan_document(preview.plan, format_)
             except ZeroTuneError as error:
                 found[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
                 continue
-            said = [attrs.asdict(of_decision(one)) for one in document.decisions]
-            found[name] = {"text": document.text, "messages": said}
-    if resolved is not None:
-        text = json.dumps(_running(resolved), indent=2, allow_nan=False) + "\n"
-        found["running"] = {"text": text, "messages": []}
+            said = [*map(of_decision, document.decisions), *leased]
+            found[name] = {"text": document.text, "messages": [attrs.asdict(one) for one in said]}
+    if preview.running:
+        text = json.dumps(preview.running, indent=2, allow_nan=False) + "\n"
+        found["running"] = {"text": text, "messages": [attrs.asdict(one) for one in leased]}
     return found
 
 
-def _running(resolved: ResolvedPlan | None) -> dict[str, Any]:
+def _leased(resolved: ResolvedPlan) -> list[Message]:
+    return [
+        Message(
+            severity="note",
+            key=f"zero_optimization.offload_{part}.nvme_path",
+            text="zerotune leases a folder for each run; without zerotune, write one.",
+        )
+        for part, folder in resolved.nvme_paths.items()
+        if folder is None
+    ]
+
+
+def _running(resolved: ResolvedPlan) -> dict[str, Any]:
     """What will run, the optimizer and schedule that the engine builds itself included."""
-    if resolved is None:
-        return {}
-    config = resolved.to_deepspeed()
+    missing = {part: LEASED for part, folder in resolved.nvme_paths.items() if folder is None}
+    config = resolved.with_nvme_path(**missing).to_deepspeed()
     for name, choice in (("optimizer", resolved.optimizer), ("scheduler", resolved.scheduler)):
         if choice is not None and name not in config:
             config[name] = {"type": choice.name, "params": dict(choice.params)}
@@ -163,7 +185,7 @@ def _running(resolved: ResolvedPlan | None) -> dict[str, Any]:
 
 def _effective(preview: Preview) -> dict[str, Any]:
     """What is used where the form says nothing, by path."""
-    found = dict(_leaves(_running(preview.resolved), ""))
+    found = dict(_leaves(preview.running, ""))
     if preview.setup.family:
         found["setup.resolution"] = model_family(preview.setup.family).resolution
     return found

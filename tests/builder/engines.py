@@ -1,0 +1,59 @@
+"""Starts a saved file on the real engine; run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def train(file: str, swap: str, steps: int = 2) -> dict[str, Any]:
+    """Load a file that the builder saved, as a training script would, and take some steps."""
+    import torch
+
+    from tests.support.models import tiny_unet
+    from tests.support.runs import unet_loss
+    from zerotune.backend.building import build_engine
+    from zerotune.optim import OptimizerResolver
+    from zerotune.plan import DeepSpeedPlan, ModelFacts
+
+    torch.manual_seed(0)
+    model = tiny_unet()
+    resolved = DeepSpeedPlan.load(file).resolve(
+        model=ModelFacts.from_module(model), world_size=int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    folders = {part: swap for part, folder in resolved.nvme_paths.items() if folder is None}
+    engine = build_engine(
+        model=model, plan=OptimizerResolver().apply(resolved.with_nvme_path(**folders))
+    )
+    losses = []
+    for _ in range(steps):
+        loss = unet_loss(engine, 0)
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    stage = engine.deepspeed_engine.zero_optimization_stage()
+    engine.close()
+    return {"stage": stage, "losses": losses}
+
+
+ACCEPT = """
+import json, sys
+import deepspeed.runtime.config as config
+from deepspeed.runtime.config import DeepSpeedConfig
+
+class Ranks:
+    def get_rank(self, *a): return 0
+    def get_world_size(self, *a): return 1
+
+config.dist = Ranks()
+refused = {}
+cases = json.load(open(sys.argv[1]))
+for name, given in cases.items():
+    try:
+        read = DeepSpeedConfig(given)
+        assert int(read.zero_config.stage) == given["zero_optimization"]["stage"]
+    except Exception as error:
+        refused[name] = f"{type(error).__name__}: {error}"
+print("RESULT" + json.dumps(refused))
+"""
+"""Gives the configurations of a JSON file to the installed DeepSpeed; prints those it refuses."""

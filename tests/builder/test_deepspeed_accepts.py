@@ -1,0 +1,110 @@
+"""Everything the form can say is accepted by the installed DeepSpeed, and some of it is started."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.builder.engines import ACCEPT, train
+from tests.builder.states import CHOSEN
+from tests.support.ranks import run_ranks
+from zerotune.builder.forms import FormState
+from zerotune.builder.preview import understand
+from zerotune.builder.setup import Machines
+from zerotune.optim import OPTIMIZERS, SCHEDULERS
+
+pytestmark = pytest.mark.deepspeed
+
+PLACES = [
+    (stage, optimizer, parameters)
+    for stage in range(4)
+    for optimizer in ("none", "cpu", "nvme")
+    for parameters in ("none", "cpu", "nvme")
+]
+
+
+def form(stage, optimizer_on, parameters_on, optimizer, scheduler):
+    zero = {"stage": stage}
+    for name, device in (("offload_optimizer", optimizer_on), ("offload_param", parameters_on)):
+        if device != "none":
+            zero[name] = {"device": device}
+            if device == "nvme":
+                zero[name]["nvme_path"] = "/swap"
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": optimizer, "params": {"lr": 1e-4}},
+    }
+    if scheduler:
+        peaks = {"cycle_min_lr": 1e-6, "cycle_max_lr": 1e-4} if scheduler == "OneCycle" else {}
+        config["scheduler"] = {"type": scheduler, "params": peaks}
+    return FormState(config=config, setup={**CHOSEN, "family": ""})
+
+
+def cases():
+    """Every place with every optimizer, the schedules in turn; every place with every schedule."""
+    schedules = itertools.cycle([None, *SCHEDULERS])
+    for place in PLACES:
+        for optimizer in OPTIMIZERS:
+            yield (*place, optimizer, next(schedules))
+        for scheduler in SCHEDULERS:
+            yield (*place, "AdamW", scheduler)
+
+
+def test_deepspeed_accepts_all_that_can_run(tmp_path):
+    machines = Machines()
+    emitted, refused_by_us = {}, {}
+    for case in cases():
+        preview = understand(form(*case), machines)
+        if preview.resolved is None:
+            refused_by_us[case] = preview.messages[0]
+            continue
+        emitted[f"{case} as saved"] = preview.plan.to_deepspeed()
+        emitted[f"{case} as it runs"] = preview.running
+    # What is not emitted is refused for one of two reasons, and says so.
+    for case, message in refused_by_us.items():
+        stage, *devices, _, _ = case
+        swaps_too_early = "nvme" in devices and stage < 3
+        assert message.severity == "error"
+        assert swaps_too_early or message.key.startswith("optimizer"), (case, message)
+    assert len(emitted) > 1000
+    stages = {config["zero_optimization"]["stage"] for config in emitted.values()}
+    assert stages == {0, 1, 2, 3}
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps(emitted))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ACCEPT, str(file)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.split("RESULT", 1)[1]) == {}
+
+
+SAMPLE = [
+    (0, "none", "none", "AdamW", "WarmupLR"),
+    (1, "none", "none", "Lion", "WarmupCosineLR"),
+    (2, "cpu", "none", "Adagrad", "OneCycle"),
+    (3, "cpu", "cpu", "AdamW", "constant"),
+]
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda case: f"z{case[0]}-{case[3]}")
+def test_a_saved_file_trains(case, client, root):
+    state = form(*case).data()
+    state["config"].setdefault("scheduler", {})
+    if case[4] == "WarmupCosineLR":
+        state["config"]["scheduler"]["params"] = {"total_num_steps": 10, "warmup_num_steps": 1}
+    answer = client.post("/api/save", json={"path": "ds.json", "state": state})
+    assert answer.is_success, answer.text
+    (found,) = run_ranks(train, str(root / "ds.json"), str(root))
+    assert found["stage"] == case[0]
+    assert all(0 < loss < 10 for loss in found["losses"])

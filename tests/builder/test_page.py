@@ -1,0 +1,395 @@
+"""The page in headless Chromium, used as people use it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.builder.engines import train
+from tests.builder.pages import Page, browser, served
+from tests.builder.states import PLAN
+from tests.support.needs import needs
+from tests.support.ranks import run_ranks
+from zerotune.builder import create_app
+from zerotune.builder.builtin_templates import BUILTIN
+from zerotune.plan import DeepSpeedPlan
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("builder")
+
+
+@pytest.fixture(scope="module")
+def address(place):
+    app = create_app(
+        root=place, plan_file=place / "plan.json", templates_folder=place / "templates"
+    )
+    with served(app) as where:
+        yield where
+
+
+@pytest.fixture
+def context(chromium):
+    opened = chromium.new_context(viewport={"width": 1300, "height": 900})
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def page(context, address, place):
+    (place / "plan.json").unlink(missing_ok=True)
+    opened = Page(context, address)
+    yield opened
+    assert opened.complaints == []
+
+
+@pytest.fixture(scope="module")
+def saved(chromium, address, place):
+    """A file for each built-in template, built from an empty form."""
+    context = chromium.new_context()
+    page = Page(context, address)
+    files = {}
+    for template in BUILTIN:
+        page.use_builtin(template.name)
+        page.save_as(f"{template.id}.json")
+        files[template.id] = place / f"{template.id}.json"
+    assert page.complaints == []
+    context.close()
+    return files
+
+
+def test_each_template_becomes_a_file_that_says_what_was_shown(saved):
+    plans = {name: DeepSpeedPlan.load(file) for name, file in saved.items()}
+    assert {name: plan.stage for name, plan in plans.items()} == {
+        "lowest": 2,
+        "sdxl-24": 2,
+        "sdxl-12": 2,
+        "sdxl-8": 3,
+        "nvme": 3,
+        "two-gpus": 3,
+    }
+    assert plans["nvme"].offload_optimizer_device == "nvme"
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        # Those of 24 and 12 GB and the lowest stage are the same file.
+        ("sdxl-12", 1),
+        ("sdxl-8", 1),
+        pytest.param("nvme", 1, marks=pytest.mark.nvme),
+        ("two-gpus", 2),
+    ],
+)
+def test_each_template_trains(saved, name, ranks, tmp_path):
+    found = run_ranks(train, str(saved[name]), str(tmp_path), world_size=ranks)
+    for each in found:
+        assert each["stage"] == (2 if name == "sdxl-12" else 3)
+        assert all(0 < loss < 10 for loss in each["losses"])
+
+
+def test_every_option_is_switched_once(page):
+    """Each control of the form is used, and the configuration says what was chosen."""
+    tab = page.tab
+    for details in tab.locator("details.card").all():
+        details.locator("summary").first.click()
+    choices = tab.locator("input[data-kind=choice]").all()
+    assert len(choices) > 15
+    for choice in choices:
+        choice.check()
+        page.settle()
+        assert choice.is_checked()
+        if choice.get_attribute("data-store") == "config":
+            for path, value in json.loads(choice.get_attribute("data-sets")).items():
+                assert at(page, path) == value or value in (None, "none", 0, False)
+    for flag in tab.locator("select[data-kind=flag]").all():
+        for value in ("true", "false", ""):
+            flag.select_option(value)
+            assert at(page, flag.get_attribute("data-path")) == {"true": True, "false": False}.get(
+                value
+            )
+    for number in tab.locator("input[data-kind=value][data-store=config]").all():
+        number.fill("7")
+        assert at(page, number.get_attribute("data-path")) == 7
+        number.fill("auto")
+        assert at(page, number.get_attribute("data-path")) == "auto"
+        number.fill("")
+        assert at(page, number.get_attribute("data-path")) is None
+
+
+def at(page, path):
+    """What the page's state says at a path; asked of the page, as an invalid plan has no JSON."""
+    return page.tab.evaluate(
+        """async (path) => {
+            const { read } = await import(`${document.body.dataset.prefix}/static/state.js`);
+            const value = read("config", path);
+            return value === undefined ? null : value;
+        }""",
+        path,
+    )
+
+
+def test_every_optimizer_and_schedule_can_be_chosen(page):
+    for chooser in ("#optimizer-type", "#scheduler-type"):
+        names = page.tab.locator(f"{chooser} option:not([disabled])").evaluate_all(
+            "options => options.map((option) => option.value)"
+        )
+        assert len(names) > 8
+        for name in names:
+            page.tab.select_option(chooser, name)
+            if not page.tab.locator("#general .message[data-severity=error]").count():
+                section = page.config().get(chooser[1:].partition("-")[0])
+                assert (section or {}).get("type", "") == name
+        page.tab.select_option(chooser, names[1])
+
+
+def test_arguments_of_another_optimizer_do_not_stay_behind(page):
+    page.tab.fill("#optimizer-params-eps", "1e-7")
+    assert page.config()["optimizer"]["params"]["eps"] == 1e-7
+    page.tab.select_option("#optimizer-type", "Lion")
+    assert "eps" not in page.config()["optimizer"]["params"]
+    assert page.config()["optimizer"]["params"]["lr"] == 1e-4
+
+
+def test_messages_stand_beside_their_field(page):
+    page.tab.fill("#config-gradient-clipping", "-1")
+    page.settle()
+    beside = page.tab.locator("#config-gradient-clipping-messages .message")
+    beside.wait_for()
+    assert beside.get_attribute("data-severity") == "error"
+    assert page.tab.get_attribute("#config-gradient-clipping", "aria-invalid") == "true"
+    assert page.tab.locator("#save-button").is_disabled()
+    page.tab.locator("#general a").first.click()
+    assert page.tab.evaluate("document.activeElement.id") == "config-gradient-clipping"
+    page.tab.fill("#config-gradient-clipping", "1")
+    page.settle()
+    assert beside.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{\n  "zero_optimization": {\n    "stage": 2\n    "overlap_comm": true\n  }\n}', "Line 4, column 5"),
+        ("[1, 2]", "holds no configuration"),
+        ('{"a": 1, "b": 2, "c": 3}', "holds no DeepSpeed configuration"),
+        ('{"deepspeed_config": "/etc/passwd"}', "outside"),
+        ("<script>alert(1)</script>", "holds no configuration"),
+    ],
+)  # fmt: skip
+def test_broken_text_is_explained_in_the_dialog(page, text, expected):
+    before = page.config()
+    page.open_text(text)
+    page.tab.wait_for_function("document.getElementById('open-error').textContent")
+    assert expected in page.tab.locator("#open-error").text_content()
+    page.tab.locator("#open-dialog [data-close]").click()
+    assert page.config() == before
+
+
+def test_a_broken_configuration_is_repaired_in_the_form(page):
+    page.open_text(json.dumps({**PLAN, "gradient_clipping": "much", "_note": "<b>ours</b>"}))
+    page.settle()
+    page.tab.locator("#config-gradient-clipping-messages .message").wait_for()
+    page.tab.fill("#config-gradient-clipping", "0.5")
+    assert page.config() == {**PLAN, "gradient_clipping": 0.5, "_note": "<b>ours</b>"}
+
+
+def test_what_is_opened_is_what_is_shown(page):
+    config = {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 0, "stage3_model_persistence_threshold": 2**63 - 1},
+        "flops_profiler": {"enabled": True},
+    }
+    page.open_text(json.dumps(config))
+    page.tab.wait_for_selector("#open-dialog", state="hidden")
+    page.settle()
+    assert "9223372036854775807" in page.tab.locator("#output").text_content()
+    assert page.config() == config
+
+
+def test_fit_my_card_offers_plans_to_click(page):
+    page.tab.click("#fit-button")
+    page.tab.fill("#fit-vram", "8")
+    page.tab.click("#fit-do")
+    page.tab.wait_for_selector("#fit-results .candidate")
+    rejected = page.tab.locator("#fit-results .candidate[data-fits=false]")
+    assert "missing" in rejected.first.text_content()
+    page.tab.locator("#fit-results .candidate button").first.click()
+    assert page.config()["zero_optimization"]["stage"] == 3
+    assert page.tab.locator("#counts").text_content() == "can run"
+
+
+def test_a_folder_is_looked_at_as_it_is_typed(page, place):
+    page.tab.locator("#config-zero-optimization-stage-3").check()
+    page.tab.locator("#config-zero-optimization-offload-optimizer-device-2").check()
+    field = "#config-zero-optimization-offload-optimizer-nvme-path"
+    for path, expected in ((str(place), "free of"), ("/nowhere/else", "outside")):
+        page.tab.fill(field, path)
+        page.tab.wait_for_function(
+            "([id, text]) => document.querySelector(id).textContent.includes(text)",
+            arg=[f"{field}-facts", expected],
+        )
+
+
+def test_two_tabs_lose_nothing(page, context, address, place):
+    other = Page(context, address)
+    page.tab.click("#apply-button")
+    page.tab.wait_for_selector("#status[data-kind=good]:has-text('Applied')")
+    other.tab.fill("#config-gradient-clipping", "0.25")
+    other.settle()
+    other.tab.click("#apply-button")
+    other.tab.wait_for_selector("#status[data-kind=error]")
+    assert json.loads((place / "plan.json").read_text())["gradient_clipping"] == 1.0
+    other.tab.get_by_role("button", name="Overwrite it").click()
+    other.tab.wait_for_selector("#status[data-kind=good]")
+    assert json.loads((place / "plan.json").read_text())["gradient_clipping"] == 0.25
+    page.tab.fill("#config-gradient-clipping", "0.5")
+    page.settle()
+    page.tab.wait_for_selector("#changes .change:has-text('0.25')")
+    assert other.complaints == []
+
+
+def test_templates_in_two_tabs(page, context, address):
+    other = Page(context, address)
+    for each in (page, other):
+        each.tab.click("#templates-button")
+        each.tab.fill("#template-name", "shared")
+    page.tab.click("#template-save")
+    page.tab.wait_for_selector("#templates-own :text('shared')")
+    other.tab.click("#template-save")
+    other.tab.wait_for_selector("#templates-status:has-text('already')")
+    page.tab.get_by_role("button", name="Rename shared").click()
+    page.tab.get_by_label("New name of shared").fill("mine")
+    page.tab.get_by_role("button", name="Rename shared").click()
+    page.tab.wait_for_selector("#templates-own :text('mine')")
+    other.tab.get_by_role("button", name="Delete shared").click()
+    other.tab.wait_for_selector("#templates-own :text('mine')")
+    assert "Fix" in other.tab.locator("#templates-status").text_content()
+    with page.tab.expect_download() as export:
+        page.tab.get_by_role("button", name="Export mine").click()
+    assert json.loads(export.value.path().read_text())["name"] == "mine"
+    page.tab.get_by_role("button", name="Delete mine").click()
+    page.tab.wait_for_selector("#templates-own :text('None yet')")
+
+
+def test_by_keyboard_alone(page, place):
+    """From the top of the page: stage 3, half clipping, apply; Escape leaves a dialog."""
+    press = page.tab.keyboard.press
+
+    def tab_to(wanted):
+        for _ in range(80):
+            press("Tab")
+            if page.tab.evaluate("document.activeElement.id") == wanted:
+                return
+        pytest.fail(f"{wanted} cannot be reached")
+
+    tab_to("open-button")
+    press("Enter")
+    assert page.tab.locator("#open-dialog").is_visible()
+    press("Escape")
+    assert page.tab.evaluate("document.activeElement.id") == "open-button"
+    tab_to("config-zero-optimization-stage-2")
+    press("ArrowRight")
+    tab_to("config-gradient-clipping")
+    press("Control+A")
+    page.tab.keyboard.type("0.5")
+    assert page.config()["zero_optimization"]["stage"] == 3
+    assert page.config()["gradient_clipping"] == 0.5
+    tab_to("tab-json")
+    press("ArrowRight")
+    assert page.tab.get_attribute("#tab-running", "aria-selected") == "true"
+    page.tab.locator("#apply-button").focus()
+    press("Enter")
+    page.tab.wait_for_selector("#status[data-kind=good]:has-text('Applied')")
+    assert json.loads((place / "plan.json").read_text())["zero_optimization"]["stage"] == 3
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(chromium, address, scheme):
+    axe = needs("axe_playwright_python.sync_playwright").Axe()
+    context = chromium.new_context(color_scheme=scheme, viewport={"width": 1300, "height": 900})
+    page = Page(context, address)
+    for prepare in (look, look_at_messages, look_at_fit, look_at_templates):
+        prepare(page)
+        found = axe.run(page.tab).response["violations"]
+        serious = [
+            (each["id"], [node["html"][:120] for node in each["nodes"][:3]])
+            for each in found
+            if each["impact"] in {"serious", "critical"}
+        ]
+        assert serious == [], prepare.__name__
+    context.close()
+
+
+def look(page):
+    for details in page.tab.locator("details.card:not(#advanced)").all():
+        details.locator("summary").first.click()
+
+
+def look_at_messages(page):
+    page.tab.fill("#config-gradient-clipping", "-1")
+    page.tab.fill("#setup-vram", "8")
+    page.settle()
+    page.tab.fill("#config-gradient-clipping", "1")
+    page.tab.locator("#config-zero-optimization-offload-param-device-1").check()
+    page.settle()
+
+
+def look_at_fit(page):
+    page.tab.click("#fit-button")
+    page.tab.click("#fit-do")
+    page.tab.wait_for_selector("#fit-results .candidate")
+
+
+def look_at_templates(page):
+    page.tab.keyboard.press("Escape")
+    page.tab.click("#templates-button")
+    page.tab.wait_for_selector("#templates-own li")
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address, width):
+    context = chromium.new_context(viewport={"width": width, "height": 800})
+    page = Page(context, address)
+    look(page)
+    wide = page.tab.evaluate("document.documentElement.scrollWidth")
+    assert wide <= width
+    context.close()
+
+
+@pytest.mark.deepspeed
+def test_every_parameter_of_deepspeed_can_be_searched_and_set(page, address):
+    page.tab.route("**/api/schema?*", lambda route: route.fulfill(json=SCHEMA))
+    page.tab.locator("#advanced > summary").click()
+    page.tab.wait_for_selector(".advanced .entry")
+    page.tab.fill("#advanced-search", "second stream backward")
+    assert page.tab.locator(".advanced .entry").count() == 1
+    page.tab.fill(".advanced input", "true")
+    assert page.config()["zero_optimization"]["overlap_comm"] is True
+
+
+SCHEMA = {
+    "available": True,
+    "version": "0.19.8",
+    "parameters": [
+        {
+            "path": f"zero_optimization.{name}", "types": ["boolean"], "default": None, "doc": doc,
+            "deprecated": False, "replaced_by": None, "stages": [],
+        }
+        for name, doc in (
+            ("overlap_comm", "Reduce gradients on a second stream during the backward pass."),
+            ("reduce_scatter", "Reduce each gradient to its owner only."),
+        )
+    ],
+}  # fmt: skip
+"""As the server would send it; the real one is tested where DeepSpeed may be imported."""
