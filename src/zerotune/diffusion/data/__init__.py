@@ -10,6 +10,8 @@ from zerotune.diffusion.data.bucket_stream import (
     stack_samples,
 )
 from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, BucketAssignment, Placement
+from zerotune.diffusion.data.cache import CacheSettings, TensorCache, hash_weights
+from zerotune.diffusion.data.caching import CachedImages, cache_latents, cache_texts
 from zerotune.diffusion.data.folder import ImageFolder, MetadataFile, TextBeside
 from zerotune.diffusion.data.hugging_face import DatasetImages, HuggingFaceImages
 from zerotune.diffusion.data.pictures import (
@@ -73,6 +75,13 @@ __all__ = [
     "DetailCrop",
     "Augmentation",
     "ImageTensors",
+    # Caches
+    "TensorCache",
+    "CacheSettings",
+    "hash_weights",
+    "cache_latents",
+    "cache_texts",
+    "CachedImages",
     # Streams
     "BatchStream",
     "Batch",

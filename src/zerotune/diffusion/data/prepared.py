@@ -170,6 +170,11 @@ class PreparedImages:
             digest.update(f"{item.name}\0{item.size}\n".encode())
         return digest.hexdigest()
 
+    @cached_property
+    def contents(self) -> tuple[str, ...]:
+        """A hash of each stored image. Reads every file once."""
+        return tuple(self.source.content(index) for index in range(len(self.source)))
+
     def __len__(self) -> int:
         return len(self.source)
 

@@ -1,0 +1,295 @@
+"""Caches of latents and embeddings: complete, never stale, and whole after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+
+import pytest
+import torch
+
+from zerotune.diffusion.data import (
+    AspectBuckets,
+    Augmentation,
+    BucketStream,
+    CachedImages,
+    CacheSettings,
+    DetailCrop,
+    Draw,
+    ImageFolder,
+    Preparation,
+    PreparedImages,
+    TensorCache,
+    cache_latents,
+    cache_texts,
+    hash_weights,
+)
+from zerotune.errors import DataError, InvalidValueError
+
+SMALL = AspectBuckets(area=32 * 32, step=8)
+LATENTS = CacheSettings(kind="latents", model="averaging", dtype="float32", settings={"factor": 8})
+TEXTS = CacheSettings(kind="text", model="letters", dtype="float32", settings={"length": 4})
+
+
+class Encoder:
+    """Averages 8x8 blocks, as a VAE without weights, and counts what it was given."""
+
+    def __init__(self):
+        self.seen = []
+        self.batches = []
+
+    def __call__(self, images):
+        self.seen += [image.numpy().tobytes() for image in images]
+        self.batches.append(len(images))
+        return {"latents": torch.nn.functional.avg_pool2d(images, 8)}
+
+
+def letters(texts):
+    codes = [[float(ord(letter)) for letter in (text + "    ")[:4]] for text in texts]
+    return {"prompt_embeds": torch.tensor(codes), "pooled": torch.tensor(codes).sum(1)}
+
+
+def dataset_of(folder, *, flip=0.0, dropout=0.0, **options):
+    return PreparedImages(
+        ImageFolder(folder),
+        buckets=options.pop("buckets", SMALL),
+        augmentation=Augmentation(flip=flip, caption_dropout=dropout),
+        **options,
+    )
+
+
+def fill(dataset, root, encode, *, settings=LATENTS, **options):
+    cache = TensorCache(root, settings=settings)
+    cache_latents(dataset, cache=cache, encode=encode, **{"shard_size": 40} | options)
+    return cache
+
+
+def nothing():
+    """A barrier of ranks that run one after the other."""
+
+
+@pytest.fixture
+def some(folder):
+    """A folder of 60 pictures."""
+    for path in folder.rglob("*.*"):
+        if path.stem.isdigit() and int(path.stem) >= 60:
+            path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_image_is_encoded_once_over_all_ranks(some, tmp_path, ranks):
+    dataset = dataset_of(some, flip=0.5)
+    encoder = Encoder()
+    caches = [
+        fill(dataset, tmp_path, encoder, rank=rank, world_size=ranks, barrier=nothing)
+        for rank in range(ranks)
+    ]
+    assert len(caches[-1]) == 120
+    assert sum(encoder.batches) == 120
+    assert max(encoder.batches) == 4
+    again = Encoder()
+    assert len(fill(dataset, tmp_path, again)) == 120
+    assert again.seen == []
+    caches[0].refresh()
+    assert len(caches[0]) == 120
+
+
+def test_cached_samples_are_those_of_the_pixels(some, tmp_path):
+    options = {"preparation": Preparation(crop=DetailCrop()), "flip": 0.5, "dropout": 0.3}
+    dataset = dataset_of(some, **options)
+    latents = fill(dataset, tmp_path, Encoder())
+    texts = TensorCache(tmp_path, settings=TEXTS)
+    captions = [dataset.source.item(index).caption for index in range(len(dataset))]
+    cache_texts(captions, cache=texts, encode=letters, batch_size=7, shard_size=20)
+    assert len(texts) == 61
+    cached = CachedImages(dataset, latents=latents, texts=texts)
+    for index in range(0, 60, 7):
+        for epoch in range(3):
+            draw = Draw(index=index, epoch=epoch)
+            plain, sample = dataset[draw], cached[draw]
+            wanted = Encoder()(plain["images"][None])["latents"][0]
+            torch.testing.assert_close(sample["latents"], wanted)
+            assert torch.equal(
+                sample["prompt_embeds"], letters([plain["captions"]])["prompt_embeds"][0]
+            )
+            assert sample["pooled"].shape == ()
+            for name in ("original_sizes", "crop_corners", "target_sizes"):
+                assert torch.equal(sample[name], plain[name])
+    assert CachedImages(dataset, latents=latents)[3]["captions"] == dataset[3]["captions"]
+
+
+def test_a_run_goes_on_from_pixels_to_latents_in_worker_processes(some, tmp_path):
+    dataset = dataset_of(some, flip=0.5)
+    pixels = BucketStream(dataset, micro_batch_size=2, seed=1)
+    for _ in range(5):
+        next(pixels)
+    cached = CachedImages(dataset, latents=fill(dataset, tmp_path, Encoder()))
+    cached[0]  # An open file must not go to the worker.
+    stream = BucketStream(cached, micro_batch_size=2, num_workers=1)
+    stream.load_state_dict(pixels.state_dict())
+    for _ in range(4):
+        wanted, batch = next(pixels), next(stream)
+        assert batch["captions"] == wanted["captions"]
+        torch.testing.assert_close(batch["latents"], Encoder()(wanted["images"])["latents"])
+
+
+def changed_settings():
+    yield {
+        "settings": CacheSettings(
+            kind="latents", model="other", dtype="float32", settings={"factor": 8}
+        )
+    }
+    yield {
+        "settings": CacheSettings(
+            kind="latents", model="averaging", dtype="float16", settings={"factor": 8}
+        )
+    }
+    yield {
+        "settings": CacheSettings(
+            kind="latents", model="averaging", dtype="float32", settings={"factor": 4}
+        )
+    }
+    yield {"buckets": AspectBuckets(area=40 * 40, step=8)}
+    yield {"preparation": Preparation(crop=DetailCrop())}
+    yield {"preparation": Preparation(resampling="box")}
+
+
+@pytest.mark.parametrize("change", list(changed_settings()))
+def test_a_changed_setting_reads_nothing_of_before(some, tmp_path, change):
+    fill(dataset_of(some), tmp_path, Encoder())
+    change = dict(change)
+    settings = change.pop("settings", LATENTS)
+    dataset = dataset_of(some, **change)
+    stale = CachedImages(dataset, latents=TensorCache(tmp_path, settings=settings))
+    with pytest.raises(DataError, match="not in the cache"):
+        stale[0]
+    encoder = Encoder()
+    fill(dataset, tmp_path, encoder, settings=settings)
+    assert len(encoder.seen) == 60
+
+
+def test_a_changed_image_is_computed_anew_and_a_renamed_one_is_not(some, tmp_path):
+    fill(dataset_of(some), tmp_path, Encoder())
+    (some / "part0" / "000.png").rename(some / "zzz.png")
+    (some / "part0" / "003.png").write_bytes((some / "part0" / "006.png").read_bytes())
+    encoder = Encoder()
+    fill(dataset_of(some), tmp_path, encoder)
+    assert encoder.seen == []
+    other = dataset_of(some).source.image(0).point(lambda value: 255 - value)
+    other.save(some / "part0" / "003.png")
+    fill(dataset_of(some), tmp_path, encoder)
+    assert len(encoder.seen) == 1
+
+
+KILLED = textwrap.dedent("""
+    import os, signal, sys
+    import torch
+    from zerotune.diffusion.data import *
+    folder, root, when = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    dataset = PreparedImages(ImageFolder(folder), buckets=AspectBuckets(area=32 * 32, step=8))
+    settings = CacheSettings(
+        kind="latents", model="averaging", dtype="float32", settings={"factor": 8}
+    )
+    calls = 0
+    def encode(images):
+        global calls
+        calls += 1
+        if calls == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"latents": torch.nn.functional.avg_pool2d(images, 8)}
+    if when == 0:  # In the middle of a file.
+        os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+    cache = TensorCache(root, settings=settings)
+    cache_latents(dataset, cache=cache, encode=encode, batch_size=2, shard_size=10)
+""")
+
+
+@pytest.mark.parametrize("when", [0, 17])
+def test_a_kill_costs_one_file_at_most(some, tmp_path, when):
+    root = tmp_path / "cache"
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(some), str(root), str(when)],
+        check=False,
+        capture_output=True,
+        timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    dataset = dataset_of(some)
+    before = TensorCache(root, settings=LATENTS)
+    assert before.decisions == ()
+    # Buckets end with a smaller batch, so a file may hold one image less or more.
+    assert len(before) == 0 if when == 0 else 20 <= len(before) <= 34
+    encoder, steps = Encoder(), []
+    cache = fill(dataset, root, encoder, progress=lambda done, total: steps.append((done, total)))
+    assert len(encoder.seen) == 60 - len(before)
+    assert steps[0] == (0, 60 - len(before))
+    assert steps[-1] == (60 - len(before),) * 2
+    cached = CachedImages(dataset, latents=cache)
+    for index in range(60):
+        wanted = Encoder()(dataset[index]["images"][None])["latents"][0]
+        torch.testing.assert_close(cached[index]["latents"], wanted)
+
+
+def test_damaged_and_foreign_files_are_named_and_computed_again(some, tmp_path):
+    dataset = dataset_of(some)
+    cache = fill(dataset, tmp_path, Encoder())
+    first, _ = sorted(cache.folder.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:100])
+    other = CacheSettings(kind="latents", model="other", dtype="float32")
+    foreign = fill(dataset, tmp_path, Encoder(), settings=other)
+    next(foreign.folder.glob("*.safetensors")).replace(cache.folder / "foreign.safetensors")
+    again = TensorCache(tmp_path, settings=LATENTS)
+    reasons = {decision.before: decision.reason for decision in again.decisions}
+    assert set(reasons) == {first.name, "foreign.safetensors"}
+    assert "damaged" in reasons[first.name]
+    assert "other settings" in reasons["foreign.safetensors"]
+    encoder = Encoder()
+    fill(dataset, tmp_path, encoder)
+    assert 0 < len(encoder.seen) == 60 - len(again) < 60
+
+
+def test_encoders_leave_the_device_and_bad_ones_are_refused(some, tmp_path):
+    dataset = dataset_of(some)
+    vae = torch.nn.Linear(2, 2, device="cpu")
+    released = []
+    for _ in range(2):
+        fill(dataset, tmp_path, Encoder(), release=lambda: released.append(vae.to("meta")))
+    assert len(released) == 2
+    with pytest.raises(DataError, match="given 4 and gave 1"):
+        fill(dataset, tmp_path / "a", lambda images: {"latents": images[:1]})
+    with pytest.raises(DataError, match="not finite"):
+        fill(dataset, tmp_path / "b", lambda images: {"latents": images / 0})
+    with pytest.raises(InvalidValueError, match="barrier"):
+        fill(dataset, tmp_path / "c", Encoder(), world_size=2)
+    with pytest.raises(InvalidValueError, match="rank = 2"):
+        fill(dataset, tmp_path / "c", Encoder(), rank=2, world_size=2, barrier=nothing)
+    with pytest.raises(InvalidValueError, match="batch_size"):
+        fill(dataset, tmp_path / "c", Encoder(), batch_size=0)
+    with pytest.raises(InvalidValueError, match="JSON"):
+        CacheSettings(kind="latents", model="x", dtype="x", settings={"dtype": torch.float16})
+    with pytest.raises(InvalidValueError, match="kind"):
+        CacheSettings(kind="../x", model="x", dtype="x")
+    written = json.loads(
+        (TensorCache(tmp_path, settings=LATENTS).folder / "settings.json").read_text()
+    )
+    assert written["model"] == "averaging"
+
+
+def test_weights_are_told_apart_by_value_type_and_name():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    hashes = [hash_weights(layer), hash_weights(torch.nn.Sequential(layer))]
+    hashes.append(hash_weights(torch.nn.Linear(3, 2).to(torch.bfloat16)))
+    assert hash_weights(layer) == hashes[0]
+    with torch.no_grad():
+        layer.bias[1] += 1e-6
+    hashes.append(hash_weights(layer))
+    assert max(Counter(hashes).values()) == 1
