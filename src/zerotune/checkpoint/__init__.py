@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from zerotune.checkpoint.background import BackgroundSaver, PendingCheckpoint
     from zerotune.checkpoint.contents import ShadowLike
+    from zerotune.checkpoint.converting import convert
     from zerotune.checkpoint.export import export_checkpoint, export_model
     from zerotune.checkpoint.folders import latest_checkpoint, prune, step_folder
     from zerotune.checkpoint.loading import (
         CheckpointContents,
         load_checkpoint,
         restore,
-        verify_checkpoint,
     )
     from zerotune.checkpoint.manifest import Manifest
     from zerotune.checkpoint.saving import save_checkpoint
+    from zerotune.checkpoint.verifying import verify_checkpoint
 
 _HOMES: Final = {
     "BackgroundSaver": "background",
@@ -25,6 +26,7 @@ _HOMES: Final = {
     "Manifest": "manifest",
     "PendingCheckpoint": "background",
     "ShadowLike": "contents",
+    "convert": "converting",
     "export_checkpoint": "export",
     "export_model": "export",
     "latest_checkpoint": "folders",
@@ -33,7 +35,7 @@ _HOMES: Final = {
     "restore": "loading",
     "save_checkpoint": "saving",
     "step_folder": "folders",
-    "verify_checkpoint": "loading",
+    "verify_checkpoint": "verifying",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "verify_checkpoint",
     "export_model",
     "export_checkpoint",
+    "convert",
     "latest_checkpoint",
     "prune",
     "step_folder",

@@ -23,9 +23,16 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
         CheckpointMismatchError: Lists what is missing, unexpected or of another shape, by name.
     """
     running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
+    saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine))
+    saved_buffers = _shapes(manifest.buffers)
+    if manifest.plan is None:
+        # A model folder does not tell what of it is trained; the engine does.
+        saved_buffers = {name: shape for name, shape in saved.items() if name in buffers}
+        known = set(engine.module.state_dict(keep_vars=True)) - set(running)
+        saved = {name: shape for name, shape in saved.items() if name not in known}
     differences = [
-        *_differences("parameter", _shapes(manifest.parameters), running),
-        *_differences("buffer", _shapes(manifest.buffers), _shapes(buffer_records(engine))),
+        *_differences("parameter", saved, running),
+        *_differences("buffer", saved_buffers, buffers),
     ]
     if differences:
         raise CheckpointMismatchError(

@@ -23,11 +23,12 @@ from zerotune.checkpoint.comparing import changes, check_accumulation, check_mod
 from zerotune.checkpoint.contents import ShadowLike, persistent_buffers
 from zerotune.checkpoint.filling import Filler
 from zerotune.checkpoint.folders import check_files, find_checkpoint
-from zerotune.checkpoint.manifest import FileRecord, Manifest
+from zerotune.checkpoint.manifest import Manifest
 from zerotune.checkpoint.reading import CheckpointReader
-from zerotune.checkpoint.tensorfile import hash_of
+from zerotune.checkpoint.sharedfile import WEIGHTS
+from zerotune.checkpoint.verifying import check_hash
 from zerotune.decisions import Decision, announce
-from zerotune.errors import CheckpointCorruptError, CheckpointMismatchError
+from zerotune.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -102,20 +103,6 @@ def restore(
     return load_checkpoint(directory, engine=into, shadows=shadows)
 
 
-def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
-    """Check every file of a checkpoint against its size and hash. Not collective.
-
-    Raises:
-        CheckpointError: There is no checkpoint here.
-        CheckpointCorruptError: A file is missing, truncated or altered; the message names it.
-    """
-    folder, manifest = find_checkpoint(directory)
-    check_files(folder, manifest)
-    for record in manifest.files:
-        _check_hash(folder, record)
-    return manifest
-
-
 class _Load:
     """The stages of one load, as one rank goes through them."""
 
@@ -156,7 +143,7 @@ class _Load:
         check_files(self._folder, self.manifest)
         group = self._engine.group
         for record in self.manifest.files[group.rank :: group.world_size]:
-            _check_hash(self._folder, record)
+            check_hash(self._folder, record)
 
     def compare_shadows(self) -> None:
         """Refuse a shadow of other parameters."""
@@ -191,7 +178,9 @@ class _Load:
             saved = reader.buffers(self._like)
             with torch.no_grad():
                 for name, buffer in persistent_buffers(self._engine.module).items():
-                    buffer.copy_(saved[name])
+                    # In a checkpoint made of a model folder they lie among the weights.
+                    given = saved[name] if name in saved else reader.tensor(WEIGHTS, name)
+                    buffer.copy_(given)
             for name, shadow in self._shadows.items():
                 shadow.load_state_dict(self._shadow(reader, name))
             if rng and self.manifest.rng:
@@ -224,14 +213,4 @@ class _Load:
             )
             for name in self.manifest.shadows
             if name not in self._shadows
-        )
-
-
-def _check_hash(folder: Path, record: FileRecord) -> None:
-    path = folder / record.name
-    if hash_of(path) != record.sha256:
-        raise CheckpointCorruptError(
-            "was altered after it was written (its hash differs)",
-            key=str(path),
-            fix="use another checkpoint",
         )

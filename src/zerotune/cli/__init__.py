@@ -20,6 +20,7 @@ _COMMANDS: Final = (
     "zerotune.cli.plan",
     "zerotune.cli.schema",
     "zerotune.cli.offload",
+    "zerotune.cli.checkpoint",
     "zerotune.cli.builder",
 )
 

@@ -1,0 +1,155 @@
+"""``zerotune checkpoint``: what is in a checkpoint, whether it is whole, and other formats."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from zerotune.checkpoint.manifest import Manifest
+
+NAME: Final = "checkpoint"
+SUMMARY: Final = "Show, verify or convert checkpoints."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the commands below ``checkpoint``."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, summary, act in (
+        ("show", "What a checkpoint holds; reads its manifest alone.", _show),
+        ("verify", "Compare every file with its size and hash.", _verify),
+        (
+            "convert",
+            "A checkpoint into a diffusers model folder, or other formats into a checkpoint.",
+            _convert,
+        ),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary)
+        command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder")
+        if name == "convert":
+            _configure_convert(command)
+        command.add_argument("--json", action="store_true", help="print everything as JSON")
+        command.set_defaults(act=act)
+
+
+def _configure_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", type=Path, metavar="TARGET", help="what to write; must not exist")
+    parser.add_argument(
+        "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="precision of a model folder (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--base", type=Path, metavar="MODEL", help="the model folder that frozen weights come from"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what was asked.
+
+    Returns:
+        0 when all is well; 1 when ``verify`` finds damage.
+    """
+    return int(arguments.act(arguments))
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from zerotune.checkpoint.folders import find_checkpoint
+
+    folder, manifest = find_checkpoint(arguments.path)
+    if arguments.json:
+        _print_json({"path": str(folder), "nbytes": manifest.nbytes, **_content(manifest)})
+        return 0
+    for title, text in _lines(manifest):
+        sys.stdout.write(f"{title:<12}{text}\n")
+    for file in manifest.files:
+        sys.stdout.write(f"  {file.name}  {_size(file.nbytes)}\n")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from zerotune.checkpoint.folders import find_checkpoint
+    from zerotune.checkpoint.verifying import find_damage
+
+    folder, manifest = find_checkpoint(arguments.path)
+    damage = find_damage(folder, manifest)
+    if arguments.json:
+        files = [{"file": each.key, "reason": each.reason} for each in damage]
+        _print_json({"path": str(folder), "whole": not damage, "damage": files})
+    elif damage:
+        sys.stdout.writelines(f"{each.key}: {each.reason}\n" for each in damage)
+    else:
+        sys.stdout.write(f"{len(manifest.files)} files, {_size(manifest.nbytes)}: whole\n")
+    return 1 if damage else 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from zerotune.checkpoint import convert
+
+    written = convert(
+        arguments.path,
+        arguments.target,
+        shadow=arguments.shadow,
+        dtype=arguments.dtype,
+        base=arguments.base,
+    )
+    if arguments.json:
+        _print_json({"source": str(arguments.path), "written": str(written)})
+    else:
+        sys.stdout.write(f"written to {written}\n")
+    return 0
+
+
+def _content(manifest: Manifest) -> dict[str, Any]:
+    import attrs
+
+    content = attrs.asdict(manifest)
+    # The text of a run's generators and the like is for the run, not for a reader.
+    content["extra"] = sorted(manifest.extra)
+    return content
+
+
+def _lines(manifest: Manifest) -> list[tuple[str, str]]:
+    elements = sum(math.prod(record.shape) for record in manifest.parameters)
+    states = sorted({state for record in manifest.parameters for state in record.states})
+    versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
+    lines = [
+        ("written by", f"{manifest.origin}, {manifest.created}"),
+        ("step", f"{manifest.state.global_step:,} ({manifest.state.skipped_steps} skipped)"),
+        ("model", str((manifest.model or {}).get("_class_name", "not a diffusers model"))),
+        ("parameters", f"{len(manifest.parameters):,} with {elements:,} elements, fp32"),
+        ("frozen", f"{len(manifest.frozen):,}, not in it"),
+        ("states", ", ".join(states) or "none"),
+        ("shadows", ", ".join(manifest.shadows) or "none"),
+        ("saved under", _plan(manifest)),
+        ("versions", versions),
+        ("size", _size(manifest.nbytes)),
+    ]
+    return [line for line in lines if line[0] != "frozen" or manifest.frozen]
+
+
+def _plan(manifest: Manifest) -> str:
+    plan = manifest.plan
+    if plan is None:
+        return "no plan: weights alone"
+    kind = "without DeepSpeed" if plan.engine == "plain" else f"stage {plan.stage}"
+    return (
+        f"{kind}, offload {plan.offload_optimizer}, {plan.precision}, {plan.optimizer['name']}, "
+        f"{manifest.world_size} process(es)"
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,79 @@
+"""``zerotune checkpoint``: what it prints, and what its exit status says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from zerotune.cli import main
+
+
+@pytest.fixture
+def portable(tmp_path, capsys):
+    """A checkpoint made of a model folder, on the command line."""
+    (tmp_path / "model").mkdir()
+    tensors = {"first.weight": torch.randn(3, 5), "first.bias": torch.randn(3)}
+    save_file(tensors, tmp_path / "model" / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "model" / "config.json").write_text('{"_class_name": "Sample"}')
+    code, out, _ = run(capsys, "convert", tmp_path / "model", tmp_path / "portable")
+    assert (code, out) == (0, f"written to {tmp_path / 'portable'}\n")
+    return tmp_path / "portable"
+
+
+def run(capsys, *arguments):
+    code = main(["checkpoint", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_show(portable, capsys):
+    code, out, _ = run(capsys, "show", portable)
+    assert code == 0
+    assert "Sample" in out
+    assert "2 with 18 elements, fp32" in out
+    assert "no plan: weights alone" in out
+    assert "weights-00001-of-00001.safetensors" in out
+
+
+def test_show_as_json(portable, capsys):
+    content = json.loads(run(capsys, "show", portable, "--json")[1])
+    assert [record["name"] for record in content["parameters"]] == ["first.bias", "first.weight"]
+    assert content["nbytes"] == sum(file["nbytes"] for file in content["files"])
+
+
+def test_verify_names_every_damaged_file(portable, capsys):
+    assert run(capsys, "verify", portable)[0] == 0
+    weights = portable / "weights-00001-of-00001.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    (portable / "rank-00000-of-00001.safetensors").unlink()
+    code, out, _ = run(capsys, "verify", portable)
+    assert code == 1
+    assert f"{weights}: was altered" in out
+    assert "rank-00000-of-00001.safetensors: is missing" in out
+    found = json.loads(run(capsys, "verify", portable, "--json")[1])
+    assert found["whole"] is False
+    assert {each["file"] for each in found["damage"]} >= {str(weights)}
+
+
+def test_convert_back_to_a_model_folder(portable, tmp_path, capsys):
+    target = tmp_path / "small.safetensors"
+    assert run(capsys, "convert", portable, target, "--dtype", "bf16")[0] == 0
+    original = load_file(tmp_path / "model" / "diffusion_pytorch_model.safetensors")
+    small = load_file(target)
+    assert set(small) == set(original)
+    assert all(torch.equal(small[name], original[name].bfloat16()) for name in small)
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path, capsys):
+    for command in ("show", "verify"):
+        code, _, err = run(capsys, command, tmp_path)
+        assert code == 2
+        assert "is no checkpoint" in err
+    code, _, err = run(capsys, "convert", tmp_path, tmp_path / "new")
+    assert code == 2
+    assert "holds no safetensors weights" in err
