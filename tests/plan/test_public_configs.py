@@ -291,7 +291,7 @@ def test_bfloat16_is_bf16():
     assert plan.to_deepspeed() == {**BATCH, "bf16": {"enabled": True}}
 
 
-@pytest.mark.parametrize("name", ["CosineAnnealingLR", "cosine"])
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "CosineAnnealingWarmRestarts"])
 def test_a_scheduler_of_torch_gets_a_suggestion(resolve, name):
     config = {
         **zero(stage=2),
