@@ -202,3 +202,23 @@ def foreign(case: Case) -> dict[str, Any]:
         "moved": sum(int(part.sum()) for part in moved.values()) / total,
         "bf16_stuck": sum(int(part.sum()) for part in stuck.values()) / total,
     }
+
+
+def accumulate(case: Case, disturbed: bool) -> dict[str, Any]:
+    """Two steps of two micro batches; when disturbed, the shadow is used between the two."""
+    engine = start(case, model_for(case))
+    ema = EMAShadow(decay=0.5).attach(engine)
+    for index in range(4):
+        loss = (engine(batch(engine, index)).float() - 0.5).pow(2).mean()
+        engine.backward(loss)
+        outcome = engine.step()
+        if outcome.applied:
+            ema.step()
+        elif disturbed:
+            ema.distance()
+            list(ema.gather())
+            with ema.swapped_in():
+                forward(engine, batch(engine, 99))
+    found = {"applied": engine.state.global_step, "state": state(engine, ema)}
+    engine.close()
+    return found

@@ -1,0 +1,47 @@
+"""EMAModel in loops of one's own: torch, accelerate, accelerate with DeepSpeed, DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ema.loops import STEPS, follow_loop
+from tests.support.ranks import run_ranks
+
+
+def check(results: list[dict[str, Any]], *, sharded: bool, partitioned: bool = False) -> None:
+    for seen in results:
+        assert seen.pop("error") <= 1e-6
+        assert seen == {
+            "steps": STEPS,
+            "copied": True,
+            "restored": True,
+            "another": True,
+            "saved": True,
+            "unfinished": False,
+            "sharded": sharded,
+            "partitioned": partitioned,
+        }
+
+
+def test_a_torch_loop(tmp_path):
+    check([follow_loop("torch", None, str(tmp_path / "ema"))], sharded=False)
+
+
+def test_an_accelerate_loop_on_two_processes(tmp_path):
+    folder = str(tmp_path / "ema")
+    check(run_ranks(follow_loop, "accelerate", None, folder, world_size=2), sharded=False)
+
+
+@pytest.mark.deepspeed
+def test_an_accelerate_loop_that_drives_deepspeed(tmp_path):
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    check(run_ranks(follow_loop, "accelerate", zero, str(tmp_path / "ema")), sharded=True)
+
+
+@pytest.mark.deepspeed
+def test_a_deepspeed_loop_at_stage_3_in_bf16_on_two_processes(tmp_path):
+    folder = str(tmp_path / "ema")
+    results = run_ranks(follow_loop, "deepspeed", {"stage": 3}, folder, world_size=2)
+    check(results, sharded=True, partitioned=True)
