@@ -6,14 +6,6 @@ import pytest
 
 from tests.support.needs import needs
 
-needs("starlette")
-needs("jinja2")
-needs("httpx")  # starlette's TestClient is made of it.
-
-from starlette.testclient import TestClient
-
-from zerotune.builder import create_app
-
 
 @pytest.fixture
 def root(tmp_path):
@@ -25,10 +17,13 @@ def root(tmp_path):
 @pytest.fixture
 def client_of(root, tmp_path):
     """Makes a client of a builder with some settings."""
+    needs("httpx")  # starlette's TestClient is made of it.
+    client = needs("starlette.testclient").TestClient
+    create_app = needs("zerotune.builder.app").create_app
 
     def make(**settings):
         app = create_app(**{"root": root, "templates_folder": tmp_path / "templates", **settings})
-        return TestClient(app, base_url="http://127.0.0.1:8265")
+        return client(app, base_url="http://127.0.0.1:8265")
 
     return make
 

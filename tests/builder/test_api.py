@@ -58,6 +58,15 @@ class TestPreview:
             "zero_optimization.overlap_com",
         }
 
+    def test_a_mistake_does_not_hide_what_the_rules_find(self, client):
+        zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/swap"}}
+        config = {**PLAN, "gradient_clipping": -1, "zero_optimization": zero}
+        found = preview(client, config=config)
+        assert [message["key"] for message in found["messages"]] == [
+            "gradient_clipping",
+            "zero_optimization.offload_optimizer.device",
+        ]
+
     def test_memory_is_measured_against_the_chosen_machine(self, client):
         bars = {bar["place"]: bar for bar in preview(client)["memory"]["bars"]}
         assert bars["device"]["available"] == 24 * 2**30
@@ -86,7 +95,7 @@ class TestPreview:
         assert client.get("/api/optimizers", params={"stage": 4}).status_code == 422
 
     def test_what_changed_since_it_was_applied(self, client_of):
-        client = client_of(plan=DeepSpeedPlan.from_dict(PLAN), on_apply=lambda plan: None)
+        client = client_of(plan=DeepSpeedPlan.from_dict(PLAN), on_apply=str)
         assert preview(client)["changes"]["changes"] == []
         config = {**PLAN, "gradient_clipping": 0.5}
         (change,) = preview(client, config=config)["changes"]["changes"]
@@ -225,7 +234,7 @@ class TestApplyAndSave:
             assert client.post("/api/save", json=body).is_success, name
         assert (root / "a.py").read_text().startswith("from zerotune.plan import")
         assert DeepSpeedPlan.load(root / "new/folder/b.json") == DeepSpeedPlan.from_dict(PLAN)
-        assert not [each for each in root.rglob("*.draft")]
+        assert not list(root.rglob("*.draft"))
 
     def test_nothing_to_apply_to(self, client):
         assert client.post("/api/apply", json={"state": state()}).status_code == 409

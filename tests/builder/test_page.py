@@ -180,11 +180,11 @@ def test_messages_stand_beside_their_field(page):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{\n  "zero_optimization": {\n    "stage": 2\n    "overlap_comm": true\n  }\n}', "Line 4, column 5"),
+        ('{\n  "zero_optimization": {\n    "stage": 2\n    "aio": {}\n  }\n}', "Line 4, column 5"),
         ("[1, 2]", "holds no configuration"),
         ('{"a": 1, "b": 2, "c": 3}', "holds no DeepSpeed configuration"),
         ('{"deepspeed_config": "/etc/passwd"}', "outside"),
-        ("<script>alert(1)</script>", "holds no configuration"),
+        ("<script>alert(1)</script>", "Line 1, column 1"),
     ],
 )  # fmt: skip
 def test_broken_text_is_explained_in_the_dialog(page, text, expected):

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune.plan.families import family_names, model_family
+from zerotune.plan.families import family_names
 from zerotune.plan.schema import attribute_docs
 from zerotune.plan.section import join
 from zerotune.plan.sections import AioSection, Bf16Section, Fp16Section, OffloadSection, ZeroSection
@@ -217,10 +217,7 @@ def communication_fields() -> tuple[Field, ...]:
 
 def setup_fields() -> tuple[Field, ...]:
     """Model and workload."""
-    families = [
-        Option(label=f"{name} · {model_family(name).class_name}", sets={"family": name})
-        for name in family_names()
-    ]
+    families = [Option(label=name, sets={"family": name}) for name in family_names()]
     places = (("none", "no"), ("host", "in RAM"), ("device", "on the GPU"), ("nvme", "on NVMe"))
     return (
         Field(

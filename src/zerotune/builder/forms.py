@@ -64,6 +64,8 @@ class Reading:
 
     plan: DeepSpeedPlan | None
     """``None`` when something is wrong."""
+    rest: DeepSpeedPlan | None = None
+    """What is left without the settings that are wrong, to find what else is."""
     errors: tuple[ZeroTuneError, ...] = ()
     """Everything that is, as far as each can be told apart from the others."""
 
@@ -86,7 +88,7 @@ def read_plan(state: FormState) -> Reading:
             ):
                 break
         else:
-            return Reading(plan=None if errors else plan, errors=tuple(errors))
+            return Reading(plan=None if errors else plan, rest=plan, errors=tuple(errors))
     return Reading(plan=None, errors=tuple(errors))
 
 
@@ -104,16 +106,24 @@ def _plan(config: Mapping[str, Any], launch: Mapping[str, Any]) -> DeepSpeedPlan
     return attrs.evolve(plan, decisions=(*plan.decisions, *decisions))
 
 
+def is_written(config: Any, key: str) -> bool:
+    """Whether a configuration has a setting at a path."""
+    here = config
+    for name in key.split("."):
+        if not isinstance(here, dict) or name not in here:
+            return False
+        here = here[name]
+    return True
+
+
 def _put_aside(config: dict[str, Any], key: str) -> bool:
     """Remove the setting at a path; a path may end above what is written."""
+    if not is_written(config, key):
+        return False
     *sections, name = key.split(".")
     here: Any = config
     for section in sections:
-        if not isinstance(here, dict) or section not in here:
-            return False
         here = here[section]
-    if not isinstance(here, dict) or name not in here:
-        return False
     del here[name]
     return True
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.builder.forms import FormState, read_plan
+from zerotune.builder.forms import FormState, is_written, read_plan
 from zerotune.builder.messages import Message, of_decision, of_decisions, of_error, of_finding
 from zerotune.builder.setup import Machines, Setup, read_setup
 from zerotune.decisions import Decision
@@ -66,6 +66,8 @@ def understand(state: FormState, machines: Machines) -> Preview:
         except (OverflowError, RecursionError):
             more = [Message(severity="error", key="", text=_TOO_LARGE)]
         messages += more
+    elif reading.rest is not None:
+        messages += _also_wrong(reading.rest, state, RuleContext(world_size=setup.world_size))
     return Preview(
         plan=reading.plan,
         resolved=resolved,
@@ -114,6 +116,18 @@ def _resolve(
         return None, [of_error(error), *messages, *of_decisions(plan.decisions, said=findings)]
     resolved = resolved.with_choices(choice.optimizer, choice.scheduler, choice.decisions)
     return resolved, [*messages, *_new(findings, resolved.decisions)]
+
+
+def _also_wrong(rest: DeepSpeedPlan, state: FormState, context: RuleContext) -> list[Message]:
+    """What the rules refuse among the settings that could be read.
+
+    Only about what is written: the batch, say, may be missing because it was put aside.
+    """
+    return [
+        of_finding(finding)
+        for finding in check_plan(rest, context)
+        if finding.severity == "error" and is_written(state.config, finding.key)
+    ]
 
 
 def _new(findings: tuple[Finding, ...], decisions: tuple[Decision, ...]) -> list[Message]:

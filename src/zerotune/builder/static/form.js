@@ -7,7 +7,7 @@ import { changed, parse, print, read, same, state, write } from "./state.js";
 const DEVICE = "zero_optimization.";
 
 export function bind() {
-  for (const control of all("[data-kind]")) {
+  for (const control of all("[data-kind][data-path]")) {
     const typed = ["value", "path"].includes(control.dataset.kind);
     control.addEventListener(typed ? "input" : "change", () => take(control));
   }
@@ -51,7 +51,7 @@ const taken = (control) =>
   );
 
 export function refresh(except = null) {
-  for (const control of all("[data-kind]")) {
+  for (const control of all("[data-kind][data-path]")) {
     if (control === except && document.activeElement === control) continue;
     const { kind, store, path } = control.dataset;
     if (kind === "choice") control.checked = taken(control);

@@ -46,7 +46,7 @@ function render(data) {
   renderCounts(data);
   renderOutputs(data.outputs);
   renderMemory(data.memory);
-  renderChanges(data.changes);
+  renderChanges(data);
   placeholders(data.effective);
   const apply = byId("apply-button");
   if (apply) apply.disabled = !data.runs;

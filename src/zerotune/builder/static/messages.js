@@ -78,12 +78,13 @@ function link(message, holder) {
   if (!message.key) return null;
   const control = holder && controlOf(holder);
   if (!control) return el("code", { text: `${message.key}: ` });
-  return el("a", { href: `#${control.id}`, text: `${message.key}`, onclick: (event) => {
+  const anchor = el("a", { href: `#${control.id}`, text: message.key, onclick: (event) => {
     event.preventDefault();
     control.closest("details")?.setAttribute("open", "");
     control.focus();
     control.scrollIntoView({ block: "center" });
-  } }, );
+  } });
+  return el("span", {}, anchor, ": ");
 }
 
 export function renderTitle(data) {

@@ -69,8 +69,9 @@ async function copy() {
 
 const show = (value) => (value !== null && typeof value === "object" && "$int" in value ? value.$int : JSON.stringify(value));
 
-export function renderChanges(changes) {
+export function renderChanges({ changes, valid }) {
   const holder = byId("changes");
+  if (!valid) return fill(holder, el("p", { class: "sentence", text: "Compared again when the errors are gone." }));
   if (!changes) return fill(holder, el("p", { class: "sentence", text: "Nothing was applied yet." }));
   if (!changes.changes.length) return fill(holder, el("p", { class: "sentence", text: "Nothing: this is what was applied." }));
   const words = {
