@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import logging
+import sys
 import tarfile
 
 import numpy as np
@@ -26,7 +27,7 @@ from zerotune.diffusion.data import (
     WholeImage,
     write_broken,
 )
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 
 def pixels(image):
@@ -246,6 +247,16 @@ def test_hugging_face_datasets_give_the_stored_bytes(samples, cuttings, tmp_path
     assert len(HuggingFaceImages(dataset, caption=None)) == 7
     with pytest.raises(DataError, match=r"'words'.*image, text"):
         HuggingFaceImages(dataset, caption="words")
+
+
+def test_missing_packages_are_named_with_the_extra(monkeypatch, tmp_path, photos):
+    photos[0].resize((8, 8)).save(tmp_path / "a.png")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"datasets: .*zerotune\[data\]"):
+        HuggingFaceImages([])
+    monkeypatch.setitem(sys.modules, "PIL.ImageOps", None)
+    with pytest.raises(MissingDependencyError, match="pillow: "):
+        ImageFolder(tmp_path)
 
 
 def test_any_dataset_of_images_is_a_source(cuttings):

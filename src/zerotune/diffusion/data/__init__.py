@@ -41,6 +41,7 @@ from zerotune.diffusion.data.stream import (
     SampleOrder,
     derive_seed,
 )
+from zerotune.diffusion.data.streamed import StreamedImages
 from zerotune.diffusion.data.tar_shards import TarShards
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "BucketOrder",
     "Draw",
     "stack_samples",
+    "StreamedImages",
     "DataStream",
     "SampleOrder",
     "RepeatedBatches",

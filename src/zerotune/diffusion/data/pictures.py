@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import os
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -191,7 +192,8 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file that is there whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    # Not the process id: machines that share the disk may have the same.
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
     with draft.open("wb") as file:
         file.write(content)
         file.flush()

@@ -186,11 +186,7 @@ class PreparedImages:
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
         """One image (3, h, w) in [-1, 1], and left and top of its crop in the image shown."""
         placement = self.assignment.placements[index]
-        image, (left, top) = self.preparation.apply(self.source.image(index), placement)
-        if flipped:
-            image = image.transpose(pillow("Image").Transpose.FLIP_LEFT_RIGHT)
-            left = placement.excess[0] - left
-        return to_tensor(image), (left, top)
+        return to_pixels(self.source.image(index), placement, self.preparation, flipped=flipped)
 
     def __getitem__(self, draw: Draw | int) -> dict[str, Any]:
         use = Draw(index=draw, epoch=0) if isinstance(draw, int) else draw
@@ -202,6 +198,17 @@ class PreparedImages:
             "captions": self.caption(use),
             **micro_conditioning(self.assignment.placements[use.index], corner),
         }
+
+
+def to_pixels(
+    image: Image, placement: Placement, preparation: Preparation, *, flipped: bool
+) -> tuple[torch.Tensor, Size]:
+    """An image in its bucket (3, h, w) in [-1, 1], and left and top of its crop as shown."""
+    part, (left, top) = preparation.apply(image, placement)
+    if flipped:
+        part = part.transpose(pillow("Image").Transpose.FLIP_LEFT_RIGHT)
+        left = placement.excess[0] - left
+    return to_tensor(part), (left, top)
 
 
 def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:

@@ -1,0 +1,245 @@
+"""Images that can only be read one after the other: Hugging Face streaming, remote shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.bucket_order import Draw
+from zerotune.diffusion.data.bucket_stream import stack_samples
+from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, Placement
+from zerotune.diffusion.data.pictures import (
+    BrokenImage,
+    BrokenPolicy,
+    ImageCheck,
+    SkipBroken,
+    WholeImage,
+    decode,
+    readable_errors,
+    why,
+)
+from zerotune.diffusion.data.prepared import (
+    Augmentation,
+    Preparation,
+    micro_conditioning,
+    to_pixels,
+)
+from zerotune.diffusion.data.stream import Batch, check_share
+from zerotune.errors import DataError
+
+
+@attrs.frozen(kw_only=True)
+class _Arrived:
+    """A sample that waits for its micro batch."""
+
+    draw: Draw
+    encoded: bytes
+    caption: str
+    placement: Placement
+
+
+class StreamedImages:
+    """Endless micro batches, each of one bucket, of samples that come one after the other.
+
+    Images wait until their bucket has a micro batch; what waits at the end of an epoch is
+    completed in the next, so none is lost. Every rank reads the whole stream and prepares its
+    share of it, so all take equal steps and the order does not depend on their number: for
+    local files ``TarShards`` and ``HuggingFaceImages`` read less. To resume, what was consumed is
+    read again without being looked at.
+
+    Args:
+        samples: Can be iterated again and again and gives the same samples on all ranks, such as
+            a streaming Hugging Face dataset (``set_epoch`` is called) or a
+            ``webdataset.WebDataset`` of all shards.
+        read: Takes the encoded image and its caption out of a sample.
+        buckets: The sizes to bring images to.
+        micro_batch_size: Samples per batch and rank.
+        rank: This process.
+        world_size: Processes that share the data.
+        preparation: Alpha, resizing, cropping.
+        augmentation: Flips and dropped captions.
+        check: ``WholeImage()`` decodes every image on every rank; with ``HeaderOnly()`` each
+            decodes its own, and an image that is cut off stops the run.
+        on_broken: What becomes of images that cannot be read.
+
+    Attributes:
+        broken: What was left out since the start or the last resume.
+
+    Raises:
+        InvalidValueError: A size or rank that cannot be.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Any],
+        *,
+        read: Callable[[Any], tuple[bytes, str]],
+        buckets: AspectBuckets,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        preparation: Preparation | None = None,
+        augmentation: Augmentation | None = None,
+        check: ImageCheck | None = None,
+        on_broken: BrokenPolicy | None = None,
+    ) -> None:
+        check_share(micro_batch_size, rank, world_size)
+        self._samples, self._read, self._buckets = samples, read, buckets
+        self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
+        self._preparation = preparation or Preparation()
+        self._augmentation = augmentation or Augmentation()
+        self._check, self._policy = check or WholeImage(), on_broken or SkipBroken()
+        self.broken: list[BrokenImage] = []
+        self._waiting: dict[Bucket, list[_Arrived]] = {}
+        self._epoch, self._count, self._last = 0, 0, ""
+        self._arrived_in = 0
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The pass over the samples that is being read, from 0."""
+        return self._epoch
+
+    def __iter__(self) -> StreamedImages:
+        return self
+
+    def __next__(self) -> Batch:
+        # All ranks read all micro batches of the step, so that all are at the same place.
+        step = [self._assemble() for _ in range(self._world_size)]
+        return stack_samples([self._prepare(arrived) for arrived in step[self._rank]])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream and who waits, the same on every rank."""
+        waiting = [arrived.draw for of in self._waiting.values() for arrived in of]
+        return {
+            "epoch": self._epoch,
+            "count": self._count,
+            "last": self._last,
+            "waiting": sorted([draw.epoch, draw.index] for draw in waiting),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved place: read and throw away what was consumed.
+
+        Raises:
+            DataError: The stream gives other samples, or fewer.
+        """
+        self._waiting, self._iterator, self.broken = {}, None, []
+        waiting = {(epoch, index) for epoch, index in state["waiting"]}
+        self._epoch = min([epoch for epoch, _ in waiting] + [state["epoch"]])
+        self._count, self._last = 0, ""
+        self._arrived_in = state["epoch"]
+        sample, target = None, (state["epoch"], state["count"])
+        while (self._epoch, self._count) < target:
+            sample = self._take()
+            if (self._epoch, self._count) > target:
+                raise _other(f"ends before sample {state['count']} of epoch {state['epoch']}")
+            if (self._epoch, self._count - 1) in waiting:
+                self._receive(sample)
+        if state["last"] and (sample is None or self._digest(sample) != state["last"]):
+            raise _other("gives other samples than before")
+        self._last = state["last"]
+
+    def _assemble(self) -> list[_Arrived]:
+        while True:
+            for of in self._waiting.values():
+                if len(of) >= self._size:
+                    batch = of[: self._size]
+                    del of[: self._size]
+                    return batch
+            sample = self._take()
+            self._last = self._digest(sample)
+            self._receive(sample)
+            if self._epoch > self._arrived_in + 1:
+                raise DataError(
+                    f"gave no image that can be read in all of epoch {self._arrived_in + 1}",
+                    key="samples",
+                    value=[image.name for image in self.broken[:3]],
+                    fix="look at what read= returns",
+                )
+
+    def _take(self) -> Any:
+        """The next sample, of the next epoch if this one is over."""
+        for _ in range(2):
+            if self._iterator is None:
+                if hasattr(self._samples, "set_epoch"):
+                    self._samples.set_epoch(self._epoch)
+                self._iterator = iter(self._samples)
+            for sample in self._iterator:
+                self._count += 1
+                return sample
+            self._iterator = None
+            self._epoch, self._count = self._epoch + 1, 0
+        raise DataError(
+            "gives no sample",
+            key="samples",
+            value=type(self._samples).__name__,
+            fix="give something that can be iterated again and again, not a generator",
+        )
+
+    def _receive(self, sample: Any) -> None:
+        draw = Draw(index=self._count - 1, epoch=self._epoch)
+        try:
+            encoded, caption = self._read(sample)
+            placement = self._buckets.place(self._check.size(encoded))
+        except readable_errors() as error:
+            self._leave_out(BrokenImage(name=f"sample {draw.index}", reason=why(error)))
+            return
+        arrived = _Arrived(draw=draw, encoded=encoded, caption=caption, placement=placement)
+        self._arrived_in = draw.epoch
+        self._waiting.setdefault(placement.bucket, []).append(arrived)
+
+    def _leave_out(self, image: BrokenImage) -> None:
+        self._policy.broken(image)
+        if image in self.broken:  # Known from an earlier epoch.
+            return
+        self.broken.append(image)
+        decision = Decision(
+            key=f"data.broken.{image.name}",
+            before=None,
+            after="left out",
+            reason=image.reason,
+            severity="warning",
+        )
+        announce((decision,), rank=self._rank)
+
+    def _prepare(self, arrived: _Arrived) -> dict[str, Any]:
+        try:
+            image = decode(arrived.encoded)
+        except readable_errors() as error:
+            raise DataError(
+                why(error),
+                key=f"sample {arrived.draw.index}",
+                fix="pass check=WholeImage(), which finds such images before they are shared out",
+            ) from error
+        pixels, corner = to_pixels(
+            image,
+            arrived.placement,
+            self._preparation,
+            flipped=self._augmentation.flips(arrived.draw),
+        )
+        dropped = self._augmentation.drops_caption(arrived.draw)
+        return {
+            "images": pixels,
+            "captions": "" if dropped else arrived.caption,
+            **micro_conditioning(arrived.placement, corner),
+        }
+
+    def _digest(self, sample: Any) -> str:
+        try:
+            encoded, caption = self._read(sample)
+        except readable_errors():
+            return "unreadable"
+        return hashlib.sha256(encoded + caption.encode()).hexdigest()[:16]
+
+
+def _other(reason: str) -> DataError:
+    return DataError(
+        reason,
+        key="samples",
+        fix="give the same data in the same order, or start a new stream and leave its state out",
+    )
