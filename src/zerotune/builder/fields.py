@@ -37,7 +37,7 @@ STAGES: Final[Mapping[int, tuple[str, str]]] = {
         ),
     ),
     3: (
-        "+ parameters",
+        "+ weights",
         (
             "Weights are partitioned too and gathered layer by layer. Needed when the 16-bit "
             "weights do not fit, for parameters in host memory, and for NVMe."

@@ -123,9 +123,13 @@ def _also_wrong(rest: DeepSpeedPlan, state: FormState, context: RuleContext) -> 
 
     Only about what is written: the batch, say, may be missing because it was put aside.
     """
+    try:
+        findings = check_plan(rest, context)
+    except (OverflowError, RecursionError):
+        return [Message(severity="error", key="", text=_TOO_LARGE)]
     return [
         of_finding(finding)
-        for finding in check_plan(rest, context)
+        for finding in findings
         if finding.severity == "error" and is_written(state.config, finding.key)
     ]
 

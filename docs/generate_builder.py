@@ -1,0 +1,77 @@
+"""Takes the pictures of ``builder.md``: ``python docs/generate_builder.py``.
+
+Needs Chromium, playwright and pillow.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
+VIEWS = (
+    ("light", "light", 1360, 940),
+    ("dark", "dark", 1360, 940),
+    ("phone", "light", 390, 844),
+)
+
+
+def main() -> None:
+    """Open the page as a user would, plan an NVMe run, and take each picture."""
+    sys.path.insert(0, str(ROOT))
+    from tests.builder.pages import Page, browser, served
+    from zerotune.builder import create_app
+
+    with tempfile.TemporaryDirectory() as folder, browser() as chromium:
+        root = Path(folder)
+        app = create_app(root=root, plan_file=root / "plan.json", templates_folder=root / "own")
+        with served(app) as address:
+            for name, scheme, width, height in VIEWS:
+                context = chromium.new_context(
+                    color_scheme=scheme, viewport={"width": width, "height": height}
+                )
+                page = Page(context, address)
+                plan_nvme(page)
+                keep(page.tab.screenshot(), f"builder-{name}.png")
+                if name == "light":
+                    fit(page.tab)
+                    keep(page.tab.screenshot(), "builder-fit.png")
+                context.close()
+
+
+def plan_nvme(page: Any) -> None:
+    """A plan with something to see: stage 3, swap files, a card that is just large enough."""
+    page.use_builtin("SDXL on 24 GB")
+    page.tab.locator("#config-zero-optimization-stage-3").check()
+    page.tab.locator("#config-zero-optimization-offload-optimizer-device-2").check()
+    page.tab.fill("#setup-vram", "12")
+    page.tab.fill("#setup-nvme", "200")
+    page.settle()
+    page.tab.evaluate("document.querySelector('#stage-3-card').open = false; scrollTo(0, 0)")
+    page.tab.wait_for_timeout(500)
+
+
+def fit(tab: Any) -> None:
+    """The dialog with its answer."""
+    tab.click("#fit-button")
+    tab.click("#fit-do")
+    tab.wait_for_selector(".candidate")
+
+
+def keep(picture: bytes, name: str) -> None:
+    """Store a picture with as many colours as it needs and no more."""
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    image.quantize(96, dither=Image.Dither.NONE).save(IMAGES / name, optimize=True)
+
+
+if __name__ == "__main__":
+    if shutil.which("chromium") is None:
+        sys.exit("Chromium is not installed")
+    main()
