@@ -6,8 +6,11 @@ all plans are therefore those of one run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -107,6 +110,23 @@ def held(engine: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Bytes of tensors read inside the block, by the kind of file."""
+    from zerotune.checkpoint.reading import CheckpointReader
+
+    read: dict[str, int] = {}
+    real = CheckpointReader._read
+
+    def note(reader: Any, file: str, into: torch.Tensor, offset: int) -> None:
+        kind = file.partition("-")[0]
+        read[kind] = read.get(kind, 0) + into.nbytes
+        real(reader, file, into, offset)
+
+    with mock.patch.object(CheckpointReader, "_read", note):
+        yield read
+
+
 def saved(name: str, precision: str, folder: str, swap: str) -> dict[str, Any]:
     """An uninterrupted run that saves on the way."""
     from zerotune.checkpoint import save_checkpoint
@@ -131,9 +151,12 @@ def resumed(name: str, precision: str, folders: list[str], swap: str) -> list[di
     ema = shadow_of(engine)
     results = []
     for folder in folders:
-        contents = restore(folder, into=engine, shadows={"ema": ema})
+        with counting() as read:
+            contents = restore(folder, into=engine, shadows={"ema": ema})
         results.append(
             {
+                "read": dict(read),
+                "owned": engine.master_weights.numel,
                 "state": gathered(engine, ema),
                 "step": engine.state.global_step,
                 "lr": engine.lr,

@@ -173,6 +173,38 @@ def other_model(folder: str) -> str:
     return error
 
 
+def other_optimizer(folder: str, case: Case) -> dict[str, Any]:
+    """Load a checkpoint of AdamW into an engine that has trained with another optimizer."""
+    from tests.checkpoint.runs import fingerprint
+    from zerotune.checkpoint.reading import CheckpointReader
+    from zerotune.checkpoint.sharedfile import WEIGHTS, Subject
+
+    engine = hostile(case, seed=1)
+    ema = shadow_of(engine)
+    reseed(0)
+    train(engine, ema, 2)
+    contents = load_checkpoint(folder, engine=engine, shadows={"ema": ema})
+    with CheckpointReader(Path(folder), contents.manifest) as reader:
+        names = reader.names(WEIGHTS)
+        saved = {name: fingerprint(reader.tensor(WEIGHTS, name)) for name in names}
+        shadow = Subject(kind="shadow", of="ema")
+        averaged = {name: fingerprint(reader.tensor(shadow, name)) for name in names}
+    found = {
+        "weights": saved == {n: fingerprint(t) for n, t in engine.master_weights.gather()},
+        "ema": averaged == {n: fingerprint(t) for n, t in ema.gather()},
+        "states": {
+            (name, bool(state.any()))
+            for fragment in engine.master_weights.read()
+            for name, state in fragment.states.items()
+        },
+        "step": engine.state.global_step,
+        "decisions": [str(decision) for decision in contents.decisions],
+    }
+    train(engine, ema, 1)
+    engine.close()
+    return found
+
+
 def other_plan(folder: str, case: Case) -> Any:
     """Load a checkpoint of the plain engine under another plan; the error or the decisions."""
     engine = hostile(case, seed=0)

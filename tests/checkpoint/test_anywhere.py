@@ -57,6 +57,15 @@ def test_a_run_goes_on_under_another_plan(source, target, precision, runs, tmp_p
     )
     check(name, expected, ranks[0][0], precision)
     assert ranks[0][0]["losses"] == ranks[-1][0]["losses"]
+    for (found,) in ranks:
+        # Each rank reads what it owns, once, and nothing else.
+        kinds = ("weights", "optimizer.exp_avg", "optimizer.exp_avg_sq", "shadow.ema")
+        assert {kind: found["read"].pop(kind) for kind in kinds} == dict.fromkeys(
+            kinds, 4 * found["owned"]
+        )
+        assert set(found["read"]) == {"rank"}
+    if "z3" in name and world_size == 2:
+        assert ranks[0][0]["owned"] < 0.51 * sum(found["owned"] for (found,) in ranks) + 100
 
 
 def check(name: str, expected: dict[str, Any], actual: dict[str, Any], precision: str) -> None:

@@ -126,3 +126,15 @@ def test_another_world_size_is_a_decision(refused, refused_in):
 def test_accumulated_gradients_do_not_meet_loaded_weights(refused):
     assert refused["load accumulating"].startswith("CheckpointError: gradient_accumulation_steps")
     assert "added to the loaded weights" in refused["load accumulating"]
+
+
+def test_another_optimizer_begins_with_fresh_states(refused, refused_in):
+    sgd = {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}
+    case = attrs.evolve(PLAIN, accumulation=2, optimizer=sgd)
+    (found,) = run_ranks(refusals.other_optimizer, str(refused_in / "good"), case)
+    assert found["weights"]
+    assert found["ema"]
+    assert found["states"] == {("momentum_buffer", False)}
+    assert found["step"] == 2
+    (decision,) = [d for d in found["decisions"] if d.startswith("optimizer.states: ")]
+    assert decision.startswith("optimizer.states: 'AdamW' -> 'SGD' (the states of one mean nothing")
