@@ -16,7 +16,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("name", choices=sorted(BENCHMARKS))
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"))
+    parser.add_argument("--layers", type=int, help="ema only: size, 2 million parameters each")
     options = parser.parse_args()
+    if options.layers is not None and options.name != "ema":
+        parser.error("--layers belongs to ema")
+    settings = {} if options.layers is None else {"layers": options.layers}
     platform = detect_platform(log=False)
     result = {
         "benchmark": options.name,
@@ -24,7 +28,7 @@ def main() -> None:
         "cores": platform.usable_cores,
         "devices": [device.name for device in platform.devices],
         "versions": dict(platform.versions),
-    } | BENCHMARKS[options.name]()
+    } | BENCHMARKS[options.name](**settings)
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / f"{options.name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")

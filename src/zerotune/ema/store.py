@@ -79,7 +79,7 @@ class FileStore:
     shadow is gone, but no run can leave it behind, killed or not, and no other run can open it.
     Every rank may name the same folder; on several machines it should be on a local disk::
 
-        EMAShadow(store=FileStore(folder=lease.folder))
+        EMAShadow(store=FileStore(folder=lease.path))
     """
 
     folder: Path = attrs.field(converter=Path)
