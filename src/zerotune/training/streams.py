@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from zerotune.diffusion.data import BatchStream, DataStream, RepeatedBatches
+from zerotune.diffusion.data import (
+    BatchStream,
+    BucketedDataset,
+    BucketStream,
+    DataStream,
+    RepeatedBatches,
+)
 from zerotune.errors import DataError
 
 if TYPE_CHECKING:
@@ -17,7 +23,8 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
 
     Args:
         data: A ``BatchStream`` is taken as it is. What has ``__len__`` and ``__getitem__`` and is
-            no list or tuple is a dataset, shared over the ranks in an order fixed by ``seed``.
+            no list or tuple is a dataset, shared over the ranks in an order fixed by ``seed``;
+            one in buckets, such as ``PreparedImages``, gives batches of one bucket each.
             Any other iterable gives this rank's own batches. ``None`` is no data.
         engine: Tells rank, world size and micro batch size.
         seed: Fixes the order.
@@ -29,7 +36,8 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
         return data
     is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_dataset and not isinstance(data, list | tuple):
-        return DataStream(
+        stream = BucketStream if isinstance(data, BucketedDataset) else DataStream
+        return stream(
             data,
             micro_batch_size=engine.plan.micro_batch_size,
             seed=seed,

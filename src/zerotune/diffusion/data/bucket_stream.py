@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -24,6 +24,7 @@ class Captions(tuple[str, ...]):
         return self
 
 
+@runtime_checkable
 class BucketedDataset(Protocol):
     """A dataset whose samples have one of a few sizes."""
 

@@ -155,6 +155,14 @@ class DataStream:
         check_share(micro_batch_size, rank, world_size)
         if len(dataset) == 0:
             raise DataError("is empty", key="dataset", value=0, fix="give at least one sample")
+        if hasattr(dataset, "assignment"):
+            # It would give samples of many sizes, each with the flip of its first epoch for ever.
+            raise DataError(
+                "its samples lie in buckets, which this stream does not know",
+                key="dataset",
+                value=type(dataset).__name__,
+                fix="give it to BucketStream",
+            )
         self._dataset = dataset
         self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
         self._order = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)

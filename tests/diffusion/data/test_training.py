@@ -1,0 +1,41 @@
+"""A folder of pictures through the trainer: each rank its share, and exact on other ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.diffusion.data import workers
+from tests.support.ranks import run_ranks
+from zerotune.diffusion.data import (
+    AspectBuckets,
+    BucketStream,
+    DataStream,
+    ImageFolder,
+    PreparedImages,
+)
+from zerotune.errors import DataError
+
+
+def in_order(ranks):
+    """Micro batches of all ranks in global order."""
+    return [batch for step in zip(*ranks, strict=True) for batch in step]
+
+
+@pytest.mark.world_size(2)
+def test_a_folder_trains_on_two_ranks_and_goes_on_with_one(folder, tmp_path):
+    checkpoint = str(tmp_path / "checkpoint")
+    before = in_order(run_ranks(workers.train, str(folder), checkpoint, False, 5, world_size=2))
+    after = in_order(run_ranks(workers.train, str(folder), checkpoint, True, 10, world_size=1))
+    stream = BucketStream(workers.pictures(str(folder)), micro_batch_size=2, seed=3)
+    batches = [next(stream) for _ in range(20)]
+    whole = [(tuple(batch["captions"]), tuple(batch["images"].shape[2:])) for batch in batches]
+    assert before + after == whole
+    captions = [caption for batch, _ in whole for caption in batch]
+    assert len(captions) == len(set(captions)) == 40
+    assert len({size for _, size in whole}) == 3
+
+
+def test_a_stream_without_buckets_refuses_them(folder):
+    images = PreparedImages(ImageFolder(folder), buckets=AspectBuckets.pixel_art())
+    with pytest.raises(DataError, match="give it to BucketStream"):
+        DataStream(images, micro_batch_size=1)

@@ -1,0 +1,70 @@
+"""What the ranks of these tests do; in a module of its own, so that processes can import it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zerotune import DeepSpeedPlan, FlowMatchingObjective, Trainer, Unconditional
+from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+
+
+def color_unet() -> Any:
+    from diffusers import UNet2DModel
+
+    torch.manual_seed(0)
+    return UNet2DModel(
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        norm_num_groups=4,
+    )
+
+
+class Watched:
+    """An objective that keeps the captions and shapes of what it was given."""
+
+    def __init__(self) -> None:
+        self._objective = FlowMatchingObjective(family=Unconditional())
+        self.seen: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+
+    def __call__(self, engine: Any, batch: Any, generator: torch.Generator) -> Any:
+        self.seen.append((tuple(batch["captions"]), tuple(batch["images"].shape[2:])))
+        return self._objective(engine, batch, generator)
+
+
+def pictures(folder: str) -> PreparedImages:
+    return PreparedImages(
+        ImageFolder(folder),
+        buckets=AspectBuckets(area=32 * 32, step=8),
+        minimum=2,
+        augmentation=Augmentation(flip=0.5),
+    )
+
+
+def train(folder: str, checkpoint: str, resume: bool, steps: int) -> list[Any]:
+    """Captions and sizes that this rank saw; saves at the end."""
+    objective = Watched()
+    trainer = Trainer(
+        model=color_unet(),
+        plan=DeepSpeedPlan.build(
+            stage=0, precision="fp32", train_batch_size=4, micro_batch_size=2,
+            gradient_accumulation_steps=None,
+        ),
+        data=pictures(folder),
+        objective=objective,
+        callbacks=[],
+        deepspeed=False,
+        seed=3,
+    )  # fmt: skip
+    with trainer:
+        if resume:
+            trainer.resume(checkpoint)
+        trainer.fit(steps=steps)
+        if not resume:
+            trainer.save(checkpoint)
+    return objective.seen
