@@ -23,7 +23,7 @@
     ├── DataError (ValueError)
     ├── CheckpointError (RuntimeError)
     │   ├── CheckpointCorruptError   a file is missing, truncated or altered
-    │   └── CheckpointMismatchError  it belongs to another model, plan or world size
+    │   └── CheckpointMismatchError  it belongs to another model, or lacks what was asked for
     └── MissingDependencyError (ImportError)
 
 Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes.
@@ -208,7 +208,7 @@ class CheckpointCorruptError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint belongs to another model, plan or world size."""
+    """A checkpoint belongs to another model, or lacks what was asked for."""
 
 
 class MissingDependencyError(ZeroTuneError, ImportError):

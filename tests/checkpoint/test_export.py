@@ -34,3 +34,12 @@ def test_plain_diffusers_loads_what_was_exported(name, world_size, tmp_path):
         assert "exists and is not replaced" in rank["errors"]["taken"]
         assert "No space left on device" in rank["errors"]["full"]
         assert rank["errors"]["dtype"].startswith("InvalidValueError: dtype = 'int8'")
+
+
+def test_the_trainer_exports_the_average_or_the_trained_weights(tmp_path):
+    (found,) = run_ranks(exporting.trainer_exports, str(tmp_path))
+    assert found["still"] == {"conv_in.weight", "conv_in.bias"}
+    assert len(found["moved"]) > 50
+    assert found["shifted"]
+    for error in found["errors"]:
+        assert error.startswith("InvalidValueError: weights = ")

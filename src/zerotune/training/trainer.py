@@ -182,13 +182,16 @@ class Trainer:
         return written
 
     def resume(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a checkpoint, exactly as if there had been no interruption. Collective.
+        """Go on from a checkpoint as if there had been no interruption. Collective.
+
+        Under the plan it was saved under, bit for bit; under any other, what that changes is in
+        ``decisions``.
 
         Args:
             path: A checkpoint, as ``save`` wrote it.
 
         Raises:
-            CheckpointError: There is none, or it belongs to another model or plan.
+            CheckpointError: There is none, or it belongs to another model.
             DataError: The data are not those of the checkpoint.
         """
         contents = load_checkpoint(path, engine=self.engine, shadows=self._shadows())
