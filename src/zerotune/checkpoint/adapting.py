@@ -56,7 +56,12 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     if manifest.plan is None or manifest.plan.gradient_accumulation_steps != accumulation:
         state = attrs.evolve(state, micro_step=state.global_step * accumulation)
     state, schedule = _schedule(state, engine)
-    state, scale = _loss_scale(state, manifest, engine)
+    state, scale = carried_loss_scale(
+        state,
+        saved=manifest.plan,
+        running=plan_record(engine),
+        fresh=engine.state.loss_scaler,
+    )
     return state, (*schedule, *scale)
 
 
@@ -115,12 +120,24 @@ def _schedule(state: EngineState, engine: Engine) -> Adapted:
     return attrs.evolve(state, scheduler={_POSITION: position}), (decision,)
 
 
-def _loss_scale(state: EngineState, manifest: Manifest, engine: Engine) -> Adapted:
-    saved, running = manifest.plan, plan_record(engine)
+def carried_loss_scale(
+    state: EngineState,
+    *,
+    saved: PlanRecord | None,
+    running: PlanRecord,
+    fresh: Mapping[str, Any],
+) -> Adapted:
+    """The loss scale for the engine that runs.
+
+    Args:
+        state: What was saved.
+        saved: The plan it was saved under.
+        running: The plan that runs.
+        fresh: The loss scaler of the engine that runs, as it is now.
+    """
     if saved is not None and (saved.precision, saved.engine) == (running.precision, running.engine):
         return state, ()
     before = _scale(state.loss_scaler) if saved and saved.precision == "fp16" else None
-    fresh = engine.state.loss_scaler
     scaler: dict[str, Any] = {}
     after: float | None = None
     if running.precision != "fp16":

@@ -45,6 +45,7 @@ def export_model(
     weights: Gatherable | None = None,
     dtype: str | torch.dtype = "fp32",
     shard_size: int = SHARD_SIZE,
+    timeout_s: float | None = None,
 ) -> Path:
     """Write the engine's model as a diffusers model folder. Collective.
 
@@ -61,6 +62,7 @@ def export_model(
         dtype: Of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a
             torch dtype.
         shard_size: Most bytes of tensors in a file.
+        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
 
     Returns:
         The absolute path.
@@ -71,7 +73,7 @@ def export_model(
         CollectiveError: A rank did not come, or the arguments differ.
     """
     group, chosen = engine.group, checked_dtype(dtype)
-    group.barrier(f"exporting to {os.fspath(path)}")
+    group.barrier(f"exporting to {os.fspath(path)}", timeout_s=timeout_s)
     group.agree((os.fspath(path), str(chosen), weights is None, shard_size), "export_model")
     outline = _outline(engine)
     output = _Output()
