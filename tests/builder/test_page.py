@@ -190,7 +190,7 @@ def test_messages_stand_beside_their_field(page):
 def test_broken_text_is_explained_in_the_dialog(page, text, expected):
     before = page.config()
     page.open_text(text)
-    page.tab.wait_for_function("document.getElementById('open-error').textContent")
+    page.tab.locator("#open-error:not(:empty)").wait_for()
     assert expected in page.tab.locator("#open-error").text_content()
     page.tab.locator("#open-dialog [data-close]").click()
     assert page.config() == before
@@ -235,10 +235,7 @@ def test_a_folder_is_looked_at_as_it_is_typed(page, place):
     field = "#config-zero-optimization-offload-optimizer-nvme-path"
     for path, expected in ((str(place), "free of"), ("/nowhere/else", "outside")):
         page.tab.fill(field, path)
-        page.tab.wait_for_function(
-            "([id, text]) => document.querySelector(id).textContent.includes(text)",
-            arg=[f"{field}-facts", expected],
-        )
+        page.tab.locator(f"{field}-facts", has_text=expected).wait_for()
 
 
 def test_two_tabs_lose_nothing(page, context, address, place):
