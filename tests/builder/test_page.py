@@ -359,8 +359,12 @@ def test_nothing_is_cut_off_on_a_narrow_screen(chromium, address, width):
     context = chromium.new_context(viewport={"width": width, "height": 800})
     page = Page(context, address)
     look(page)
-    wide = page.tab.evaluate("document.documentElement.scrollWidth")
-    assert wide <= width
+    wide = page.tab.evaluate(
+        """() => [...document.querySelectorAll("body *")]
+            .filter((each) => each.getBoundingClientRect().right > innerWidth)
+            .map((each) => `${each.tagName} ${each.id || each.className}`)"""
+    )
+    assert page.tab.evaluate("document.documentElement.scrollWidth") <= width, wide
     context.close()
 
 

@@ -1,0 +1,73 @@
+"""``zerotune builder``: what it prints, what it refuses, and that it really serves."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.needs import needs
+from zerotune.cli import main
+
+
+def test_the_help_loads_no_server():
+    code = (
+        "import sys; from zerotune.cli import main\n"
+        "try: main(['builder', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print({'starlette', 'uvicorn', 'jinja2', 'torch'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")
+    assert "--no-browser" in done.stdout
+
+
+def test_a_taken_port_is_said(capsys):
+    needs("uvicorn")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["builder", "--no-browser", "--port", port]) == 2
+    assert "--port" in capsys.readouterr().err
+
+
+def test_a_plan_outside_the_root_is_refused(tmp_path, capsys):
+    needs("uvicorn")
+    (tmp_path / "root").mkdir()
+    plan = str(tmp_path / "plan.json")
+    arguments = ["--plan", plan, "--root", str(tmp_path / "root"), "--port", "0", "--no-browser"]
+    assert main(["builder", *arguments]) == 2
+    assert "outside" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["starlette", "jinja2", "uvicorn"])
+def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
+    for name in list(sys.modules):
+        if name == missing or name.startswith(f"{missing}.") or name == "zerotune.builder.app":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert main(["builder", "--no-browser", "--port", "0"]) == 2
+    assert "zerotune[builder]" in capsys.readouterr().err
+
+
+def test_it_serves_and_another_host_gets_a_token(tmp_path):
+    httpx = needs("httpx")
+    command = [sys.executable, "-m", "zerotune", "builder", "--no-browser", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--host", "0.0.0.0"], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        address = process.stdout.readline().split()[-1]
+        assert "?token=" in address
+        bare = address.partition("?")[0]
+        with httpx.Client(timeout=30) as client:
+            assert client.get(bare).status_code == 401
+            assert client.get(address, follow_redirects=True).status_code == 200
+            assert client.get(f"{bare}api/start").json()["can_apply"] is False
+    finally:
+        process.terminate()
+        process.wait(20)
+        process.stdout.close()
