@@ -178,6 +178,14 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def matrix(session: nox.Session) -> None:
+    """Every EMA under every plan, and every resume from every plan to every other."""
+    training_environment(session)
+    session.env["ZEROTUNE_EMA_MATRIX"] = "1"
+    run(session, "-m", "pytest", "tests/ema/test_matrix.py", *session.posargs)
+
+
+@nox.session(python=False)
 def faults(session: nox.Session) -> None:
     """Kill runs at random moments, thirty by default; nobody else may lose a byte."""
     training_environment(session)
