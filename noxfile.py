@@ -181,8 +181,11 @@ def wheel(session: nox.Session) -> None:
 def matrix(session: nox.Session) -> None:
     """Every EMA under every plan, and every resume from every plan to every other."""
     training_environment(session)
-    session.env["ZEROTUNE_EMA_MATRIX"] = "1"
-    run(session, "-m", "pytest", "tests/ema/test_matrix.py", *session.posargs)
+    session.env.update(ZEROTUNE_EMA_MATRIX="1", ZEROTUNE_MATRIX="1")
+    run(
+        session, "-m", "pytest", "tests/checkpoint/test_matrix.py", "tests/ema/test_matrix.py",
+        *session.posargs,
+    )  # fmt: skip
 
 
 @nox.session(python=False)
