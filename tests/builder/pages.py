@@ -61,7 +61,7 @@ class Page:
     def __init__(self, context: Any, address: str) -> None:
         self.complaints: list[str] = []
         self.tab = context.new_page()
-        self.tab.set_default_timeout(6_000)
+        self.tab.set_default_timeout(20_000)
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.tab.on("console", self._heard)
         self.tab.goto(address)

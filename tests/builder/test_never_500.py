@@ -18,7 +18,7 @@ from zerotune.plan.section import modelled
 from zerotune.plan.sections import OffloadSection, ZeroSection
 
 QUICK = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
