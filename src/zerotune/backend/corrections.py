@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -114,28 +115,43 @@ def split_aligned(
 
 
 def replay_adam_steps(engine: Any, steps: int) -> None:
-    """Bring DeepSpeedCPUAdam's powers of beta to where an uninterrupted run has them.
+    """Bring the powers of beta that DeepSpeed's CPU Adam keeps to where an uninterrupted run is.
 
-    The op keeps beta to the power of the step as a running fp32 product. In a process that starts
-    at a later step it computes the power anew, which rounds differently (first at step 3 of
-    0.999), so that a resumed run would drift from an uninterrupted one by about 1e-6 of a loss.
+    The op behind DeepSpeedCPUAdam, and behind FusedAdam on the CPU accelerator, keeps beta to the
+    power of the step as a running fp32 product. In a process that starts at a later step it
+    computes the power anew, which rounds differently (first at step 3 of 0.999), so that a resumed
+    run would drift from an uninterrupted one by about 1e-6 of a loss.
 
     Args:
-        engine: DeepSpeed's engine, of any optimizer; only this one is touched.
+        engine: DeepSpeed's engine, of any optimizer; only these are touched.
         steps: Optimizer steps taken before.
     """
     adam = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    if type(adam).__name__ != "DeepSpeedCPUAdam" or steps < 1:
+    update = _cpu_adam_update(adam)
+    if update is None or steps < 1:
         return
     betas = list(dict.fromkeys(tuple(group["betas"]) for group in adam.param_groups))
     # Where the groups differ, the op computes the powers anew at each change from one to the next.
     first = 1 if len(betas) == 1 else steps
-    dummies = [torch.zeros(1) for _ in range(4)]
     for step in range(first, steps + 1):
         for beta1, beta2 in betas:
-            adam.ds_opt_adam.adam_update(
-                adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *dummies
-            )
+            update(step, beta1, beta2)
+
+
+def _cpu_adam_update(adam: Any) -> Callable[[int, float, float], object] | None:
+    """One step of the op on a number that nobody has; ``None`` for every other optimizer."""
+    kind = type(adam).__name__
+    dummies = [torch.zeros(1) for _ in range(4)]
+    if kind == "DeepSpeedCPUAdam":
+        return lambda step, beta1, beta2: adam.ds_opt_adam.adam_update(
+            adam.opt_id, step, 0.0, beta1, beta2, 1.0, 0.0, True, *dummies
+        )
+    if kind != "FusedAdam" or adam._dummy_overflow_buf.device.type != "cpu":
+        return None
+    lists = [[dummy] for dummy in dummies]
+    return lambda step, beta1, beta2: adam.multi_tensor_adam(
+        1, adam._dummy_overflow_buf, lists, 0.0, beta1, beta2, 1.0, step, adam.adam_w_mode, 1, 0.0
+    )
 
 
 def _copy_into(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
