@@ -1,4 +1,4 @@
-"""DeepSpeed's Adam on the CPU computes after a resume what an uninterrupted one does, to the bit."""
+"""DeepSpeed's Adam on the CPU: a resumed run steps as an uninterrupted one does, bit for bit."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         restore,
     )
     from zerotune.checkpoint.manifest import Manifest
+    from zerotune.checkpoint.pipelines import export_pipeline
     from zerotune.checkpoint.saving import save_checkpoint
     from zerotune.checkpoint.verifying import verify_checkpoint
 
@@ -29,6 +30,7 @@ _HOMES: Final = {
     "convert": "converting",
     "export_checkpoint": "export",
     "export_model": "export",
+    "export_pipeline": "pipelines",
     "latest_checkpoint": "folders",
     "load_checkpoint": "loading",
     "prune": "folders",
@@ -44,6 +46,7 @@ __all__ = [
     "restore",
     "verify_checkpoint",
     "export_model",
+    "export_pipeline",
     "export_checkpoint",
     "convert",
     "latest_checkpoint",
