@@ -106,18 +106,10 @@ class _Counter:
         parts = (sizing.partition(p, self.resolved.world_size) for p in self.model.trainable)
         return groups.times(1 + states) + self._files(part * element for part in parts)
 
-    def _sub_groups(self) -> Iterator[int]:
-        """Elements of each sub-group, which closes once it has reached its size."""
+    def _sub_groups(self) -> tuple[int, ...]:
         zero = self.resolved.plan.zero_optimization
         size = _whole(zero.sub_group_size if zero else None) or sizing.SUB_GROUP_NVME
-        numel = 0
-        for parameter in self.model.trainable:
-            numel += sizing.partition(parameter, self.resolved.world_size)
-            if numel >= size:
-                yield numel
-                numel = 0
-        if numel:
-            yield numel
+        return sizing.sub_groups(self.model, self.resolved.world_size, size)
 
     def _half_masters(self) -> bool:
         bf16 = self.resolved.plan.bf16

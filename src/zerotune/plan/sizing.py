@@ -147,6 +147,18 @@ def _numel(parameter: ParameterFacts) -> int:
     return parameter.numel
 
 
+def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
+    """Elements of one rank's part of each sub-group: it closes once it reaches its size."""
+    groups: list[int] = []
+    numel = 0
+    for parameter in model.trainable:
+        numel += partition(parameter, world_size)
+        if numel >= sub_group_size:
+            groups.append(numel)
+            numel = 0
+    return (*groups, numel) if numel else tuple(groups)
+
+
 def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -> int:
     """Most elements of one rank's part of a sub-group: it closes once it reaches its size."""
     parts = [partition(p, world_size) for p in model.trainable]

@@ -174,15 +174,7 @@ class Costing:
         """Elements of this rank's part of each of stage 3's sub-groups."""
         zero = self.resolved.plan.zero_optimization
         size = int(zero.sub_group_size or 0) if zero is not None else 0
-        parts = [sizing.partition(parameter, self.ranks) for parameter in self.model.trainable]
-        groups: list[int] = []
-        group = 0
-        for part in parts:
-            group += part
-            if 0 < size <= group:
-                groups.append(group)
-                group = 0
-        return (*groups, group) if group else tuple(groups)
+        return sizing.sub_groups(self.model, self.ranks, size or self.trained)
 
 
 def power_of_two(nbytes: int) -> int:
