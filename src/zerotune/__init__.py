@@ -6,8 +6,9 @@ use: importing zerotune loads neither torch nor deepspeed and changes nothing in
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from zerotune.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from zerotune.backend.building import build_engine
@@ -113,13 +114,7 @@ __all__ = [
     "__version__",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_attribute(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from zerotune.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from zerotune.checkpoint.background import BackgroundSaver, PendingCheckpoint
@@ -59,12 +60,7 @@ __all__ = [
     "ShadowLike",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
-    return getattr(home, name)
+__getattr__ = lazy_attribute(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from zerotune.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from zerotune.ema.background import BackgroundEMA
@@ -52,11 +53,7 @@ __all__ = [
     "WarmupDecay",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_attribute(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,9 @@ Values only: nothing here loads torch or deepspeed. Names are loaded on first us
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from zerotune.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from zerotune.plan.advising.values import Advice, Budget, Candidate
@@ -121,13 +122,7 @@ __all__ = [
     "plan_from_arguments",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_attribute(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

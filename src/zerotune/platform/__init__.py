@@ -7,9 +7,9 @@ libraries are in ``zerotune.platform.toolchain``.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from zerotune.lazy import lazy_attribute
 from zerotune.platform.facts import (
     GIB,
     Accelerator,
@@ -45,13 +45,7 @@ __all__ = [
     "detect_platform",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_attribute(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:
