@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,19 +55,11 @@ class Muon(ShardAware):
         }
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if group["use_muon"]:
-                    self._matrices(p, group)
-                else:
-                    self._adam(p, group)
-        return loss
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        if group["use_muon"]:
+            self._matrices(p, group)
+        else:
+            self._adam(p, group)
 
     def _matrices(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state, grad = self.state[p], _gradient(p)

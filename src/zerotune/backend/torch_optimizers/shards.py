@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -48,6 +49,20 @@ class ShardAware(torch.optim.Optimizer):
     _group: ProcessGroup | None = None
     _parameters: int = 0
     _device: torch.device = torch.device("cpu")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update one tensor, which has a gradient."""
+        raise NotImplementedError
 
     def attach(self, *, layout: MasterLayout, group: ProcessGroup, device: torch.device) -> None:
         """Learn which part of which parameter lies where.
