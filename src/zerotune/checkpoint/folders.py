@@ -21,6 +21,7 @@ from typing import Final
 
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.errors import CheckpointCorruptError, CheckpointError
+from zerotune.files import sync_folder
 
 logger = logging.getLogger("zerotune")
 
@@ -109,15 +110,6 @@ def check_space(folder: Path, nbytes: int) -> None:
             key=str(folder),
             fix="free disk space, keep fewer checkpoints (prune), or save elsewhere",
         )
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from zerotune.checkpoint import tensorfile
-from zerotune.checkpoint.folders import Staging, check_space, checked_path, sync_folder
+from zerotune.checkpoint.folders import Staging, check_space, checked_path
 from zerotune.checkpoint.tensorfile import (
     StoredTensor,
     TensorFileWriter,
@@ -21,6 +21,7 @@ from zerotune.checkpoint.tensorfile import (
     read_header,
 )
 from zerotune.errors import CheckpointCorruptError, CheckpointError
+from zerotune.files import sync_folder
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -12,9 +12,9 @@ import torch
 
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.export import Gatherable, checked_dtype, export_model
-from zerotune.checkpoint.folders import sync_folder
 from zerotune.checkpoint.modelfolder import SHARD_SIZE
 from zerotune.errors import CheckpointError, CheckpointMismatchError
+from zerotune.files import sync_folder
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import attrs
 
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
+from zerotune.files import write_atomically
 from zerotune.plan.kinds import AUTO
 from zerotune.plan.section import evolved
 from zerotune.plan.sections import AioSection
@@ -83,16 +83,10 @@ class MeasuredDisk:
             OffloadError: It cannot be written.
         """
         path = root / MEASURED_FILE
-        draft = root / f".{MEASURED_FILE}.{os.getpid()}"
         text = json.dumps({"format": _FORMAT, **attrs.asdict(self)}, indent=2) + "\n"
         try:
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
+            write_atomically(path, text.encode())
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise OffloadError(
                 f"cannot be written ({error.strerror})", key="offload.root", value=str(path)
             ) from error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from zerotune.errors import PlanFileError
+from zerotune.files import sync_folder, write_atomically
 
 
 def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
@@ -23,36 +23,14 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
         PlanFileError: The system does not let us.
     """
     final = Path(path).resolve()
-    draft = final.with_name(f".{final.name}.{os.getpid()}.draft")
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _write(draft, content)
-        draft.replace(final)
-        _sync_folder(final.parent)
+        write_atomically(final, content)
+        sync_folder(final.parent)
     except OSError as error:
         raise PlanFileError(
             f"cannot be written ({error.strerror or error})",
             key=os.fspath(path),
             fix="name a file in a folder that you may write to",
         ) from error
-    finally:
-        with suppress(OSError):  # Most often it is gone, renamed.
-            draft.unlink()
     return Path(path)
-
-
-def _write(draft: Path, content: bytes) -> None:
-    with draft.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":  # Windows cannot open folders.
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.pictures import write_atomically
 from zerotune.errors import DataError, InvalidValueError
+from zerotune.files import write_atomically
 
 FORMAT: Final = "1"
 """Part of every key: a change of what is stored makes older caches invisible."""

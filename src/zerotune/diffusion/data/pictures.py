@@ -6,7 +6,6 @@ import importlib
 import io
 import json
 import os
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,7 @@ import attrs
 
 from zerotune.diffusion.data.buckets import Size
 from zerotune.errors import DataError, MissingDependencyError
+from zerotune.files import write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -188,17 +188,6 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
     """Write a list of broken images, one JSON object per line."""
     lines = [json.dumps(attrs.asdict(image), ensure_ascii=False) + "\n" for image in broken]
     write_atomically(Path(path), "".join(lines).encode())
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    # Not the process id: machines that share the disk may have the same.
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _open(file: Path | bytes) -> Any:
