@@ -12,7 +12,6 @@ from tests.support.models import HostileNet
 from zerotune.ema import DeviceStore, EMAShadow, FileStore, HostStore
 from zerotune.errors import EMAError, InvalidValueError
 
-MIB = 2**20
 
 
 def stores(folder: Path) -> list[object]:
@@ -50,7 +49,8 @@ def test_a_mapped_file_takes_no_memory_of_the_process_and_leaves_no_name(tmp_pat
     ema = EMAShadow(decay=0.9, store=FileStore(folder=tmp_path)).attach(model)
     ema.step()
     assert ema.nbytes == 4 * (4096 * 4096 + 4096)
-    assert _status("RssAnon") - before < 0.02 * ema.nbytes + MIB
+    # A quarter: allocators and other threads move the figure by megabytes; a copy is the whole.
+    assert _status("RssAnon") - before < 0.25 * ema.nbytes
     maps = Path("/proc/self/maps").read_text()
     assert f"{tmp_path}/ema-" in maps
     assert not list(tmp_path.iterdir()), "a killed run must leave nothing behind"
@@ -64,7 +64,8 @@ def test_host_memory_is_four_bytes_per_element():
     before = _status("RssAnon")
     ema = EMAShadow(decay=0.9, store=HostStore()).attach(model)
     grown = _status("RssAnon") - before
-    assert abs(grown - ema.nbytes) < 0.02 * ema.nbytes + MIB
+    # A tenth: bf16 shadows would be half, a second copy double.
+    assert abs(grown - ema.nbytes) < 0.1 * ema.nbytes
 
 
 def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path, monkeypatch):
