@@ -5,17 +5,46 @@ Every part works with an ``Engine`` and with a bare ``torch.nn.Module`` alike.
 
 from __future__ import annotations
 
-from zerotune.diffusion.data import Batch, BatchStream, DataStream, ImageTensors, RepeatedBatches
+from zerotune.diffusion.data import (
+    Batch,
+    BatchStream,
+    DataStream,
+    ImageTensors,
+    PriorPreservation,
+    RepeatedBatches,
+)
 from zerotune.diffusion.families.base import Conditioning, Denoiser, Family
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.grid import images_to_grid
-from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective, Objective
+from zerotune.diffusion.objective import (
+    DenoisingObjective,
+    FlowMatchingObjective,
+    LevelObjective,
+    Objective,
+)
+from zerotune.diffusion.objective_noise import (
+    DrawnNoise,
+    GaussianNoise,
+    InputPerturbation,
+    Noise,
+    OffsetNoise,
+)
+from zerotune.diffusion.objective_schedule import ResolutionShift, Shift
 from zerotune.diffusion.sampling import sample
+from zerotune.diffusion.validation_loss import HeldOutLoss, validation_loss
 
 __all__ = [
     "Objective",
     "DenoisingObjective",
     "FlowMatchingObjective",
+    "LevelObjective",
+    "Noise",
+    "DrawnNoise",
+    "GaussianNoise",
+    "OffsetNoise",
+    "InputPerturbation",
+    "Shift",
+    "ResolutionShift",
     "Family",
     "Unconditional",
     "ClassConditional",
@@ -25,7 +54,10 @@ __all__ = [
     "BatchStream",
     "DataStream",
     "RepeatedBatches",
+    "PriorPreservation",
     "ImageTensors",
     "sample",
+    "validation_loss",
+    "HeldOutLoss",
     "images_to_grid",
 ]

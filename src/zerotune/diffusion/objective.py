@@ -6,14 +6,29 @@ every device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
 
-from zerotune.diffusion.families.base import Denoiser, Family
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.families.base import Conditioning, Denoiser, Family
 from zerotune.diffusion.families.unconditional import Unconditional
+from zerotune.diffusion.objective_loss import check_gamma, mean_error, min_snr_weights
+from zerotune.diffusion.objective_noise import DrawnNoise, GaussianNoise, Noise
+from zerotune.diffusion.objective_schedule import (
+    NoiseLevels,
+    ResolutionShift,
+    Shift,
+    adding_scheduler,
+    at_quantile,
+    bounds,
+    check_range,
+    noise_levels,
+    own_copy,
+    stand_in_decision,
+)
 from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -21,6 +36,7 @@ if TYPE_CHECKING:
 
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 _DENSITIES = ("uniform", "logit_normal", "mode")
+_WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 
 
 @runtime_checkable
@@ -40,6 +56,58 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
+class LevelObjective(Objective, Protocol):
+    """An objective that also tells its error at noise levels of one's choice."""
+
+    def losses_at(
+        self,
+        model: Denoiser,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        quantiles: Sequence[float],
+        noise: Noise,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Mean squared errors (q,), fp32, one forward pass for each quantile.
+
+        Weighted by the batch, not by the objective, so that they compare between objectives.
+
+        Args:
+            model: What predicts.
+            batch: Tensors by name, batch first.
+            quantiles: In [0, 1], from little noise to much, of the levels that uniform draws
+                would give.
+            noise: What is added.
+            generator: For what else is drawn, such as dropped conditioning.
+        """
+        ...
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Inputs:
+    """A batch made ready for any noise level."""
+
+    batch: Mapping[str, torch.Tensor]
+    clean: torch.Tensor
+    conditioning: Conditioning
+    noise: DrawnNoise
+
+
+def _inputs(
+    family: Family, noise: Noise, batch: Mapping[str, torch.Tensor], generator: torch.Generator
+) -> _Inputs:
+    # In this order: seeds of earlier runs depend on it.
+    clean = family.clean(batch)
+    conditioning = family.conditioning(batch, generator)
+    return _Inputs(
+        batch=batch,
+        clean=clean,
+        conditioning=conditioning,
+        noise=noise.draw(clean, generator),
+    )
+
+
 def _new_ddpm() -> Any:
     from diffusers import DDPMScheduler
 
@@ -52,57 +120,108 @@ def _new_flow() -> Any:
     return FlowMatchEulerDiscreteScheduler()
 
 
-def _own(scheduler: Any) -> Any:
-    # Sampling calls set_timesteps, which overwrites the tables that training reads.
-    return type(scheduler).from_config(scheduler.config)
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class DenoisingObjective:
     """Denoising diffusion: DDPM's forward process, mean squared error.
 
-    Steps are uniform over the scheduler's; the target is what its ``prediction_type`` says.
+    Steps are uniform over the scheduler's; the target is what its ``prediction_type`` says. A
+    batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w) multiply the error.
 
     Source: diffusers' ``examples/text_to_image/train_text_to_image_sdxl.py``.
     """
 
-    scheduler: DDPMScheduler = attrs.field(factory=_new_ddpm, converter=_own)
-    """Any diffusers scheduler with ``add_noise`` and ``get_velocity``; a private copy is kept."""
+    scheduler: DDPMScheduler = attrs.field(factory=_new_ddpm, converter=own_copy)
+    """Any diffusers scheduler with ``alphas_cumprod``; a private copy is kept. With
+    ``rescale_betas_zero_snr=True`` the schedule ends in pure noise."""
     family: Family = attrs.field(factory=Unconditional)
     """How a batch becomes the model's inputs."""
+    noise: Noise = attrs.field(factory=GaussianNoise)
+    """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
+    snr_gamma: float | None = attrs.field(default=None, validator=check_gamma)
+    """Clip of min-SNR weighting, 5 in its paper; ``None``: all time steps weigh the same."""
+    timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
+    """Part of the schedule that is trained, from little noise to much: ``(0.0, 0.2)`` for a
+    refiner that takes over the last fifth of sampling."""
+    _adding: Any = attrs.field(
+        init=False, default=attrs.Factory(lambda self: adding_scheduler(self.scheduler), True)
+    )
 
     def __attrs_post_init__(self) -> None:
-        prediction = self.scheduler.config.get("prediction_type", "epsilon")
-        if prediction not in _PREDICTIONS:
+        if self._prediction not in _PREDICTIONS:
             raise InvalidValueError(
                 f"this objective learns {', '.join(_PREDICTIONS)}",
                 key="scheduler.prediction_type",
-                value=prediction,
+                value=self._prediction,
                 fix="use FlowMatchingObjective for flow matching",
             )
+        if self._prediction == "epsilon" and float(self._adding.alphas_cumprod[-1]) == 0.0:
+            raise InvalidValueError(
+                "the schedule ends in pure noise, from which a model that predicts noise cannot "
+                "tell the image",
+                key="scheduler.prediction_type",
+                value="epsilon",
+                fix='give the scheduler prediction_type="v_prediction", or '
+                "rescale_betas_zero_snr=False",
+            )
+        self._bounds()
+        announce(self.decisions)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was chosen for the scheduler."""
+        return stand_in_decision(self.scheduler, self._adding)
 
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
         """Mean squared error of the prediction, scalar, fp32."""
-        clean = self.family.clean(batch)
-        conditioning = self.family.conditioning(batch, generator)
-        noise = _noise_like(clean, generator)
-        timesteps = torch.randint(
-            self.scheduler.config.num_train_timesteps, (len(clean),), generator=generator
-        ).to(clean.device)
-        noisy = self.scheduler.add_noise(clean, noise, timesteps)
-        prediction = self.family.predict(model, noisy, timesteps, conditioning)
-        return _error(prediction, self._target(clean, noise, timesteps))
+        inputs = _inputs(self.family, self.noise, batch, generator)
+        low, high = self._bounds()
+        timesteps = torch.randint(low, high, (len(inputs.clean),), generator=generator)
+        weights = None
+        if self.snr_gamma is not None:
+            weights = min_snr_weights(self._adding, timesteps, gamma=self.snr_gamma)
+        return self._loss(model, inputs, timesteps, weights)
+
+    def losses_at(
+        self,
+        model: Denoiser,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        quantiles: Sequence[float],
+        noise: Noise,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Mean squared errors at quantiles of ``timestep_range``; see ``LevelObjective``."""
+        inputs = _inputs(self.family, noise, batch, generator)
+        low, high = self._bounds()
+        steps = [low + at_quantile(quantile, high - low) for quantile in quantiles]
+        times = [torch.full((len(inputs.clean),), step) for step in steps]
+        return torch.stack([self._loss(model, inputs, time, None) for time in times])
+
+    def _loss(
+        self, model: Denoiser, inputs: _Inputs, timesteps: torch.Tensor, weights: Any
+    ) -> torch.Tensor:
+        timesteps = timesteps.to(inputs.clean.device)
+        noisy = self._adding.add_noise(inputs.clean, inputs.noise.added, timesteps)
+        prediction = self.family.predict(model, noisy, timesteps, inputs.conditioning)
+        target = self._target(inputs.clean, inputs.noise.target, timesteps)
+        return mean_error(prediction, target, batch=inputs.batch, weights=weights)
+
+    @property
+    def _prediction(self) -> str:
+        return str(self.scheduler.config.get("prediction_type", "epsilon"))
+
+    def _bounds(self) -> tuple[int, int]:
+        return bounds(int(self.scheduler.config.num_train_timesteps), self.timestep_range)
 
     def _target(
         self, clean: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor
     ) -> torch.Tensor:
-        prediction = self.scheduler.config.get("prediction_type", "epsilon")
-        if prediction == "sample":
+        if self._prediction == "sample":
             return clean
-        if prediction == "v_prediction":
-            velocity: torch.Tensor = self.scheduler.get_velocity(clean, noise, timesteps)
+        if self._prediction == "v_prediction":
+            velocity: torch.Tensor = self._adding.get_velocity(clean, noise, timesteps)
             return velocity
         return noise
 
@@ -112,57 +231,99 @@ class FlowMatchingObjective:
     """Rectified flow: straight lines from data to noise, mean squared error of the velocity.
 
     ``noisy = (1 - sigma) * clean + sigma * noise``; the target is ``noise - clean``. Sigmas and
-    time steps are the scheduler's own, so ``shift`` and the like are its settings.
+    time steps are the scheduler's own, so ``shift`` and the like are its settings. With its
+    ``use_dynamic_shifting`` they are moved for each batch by what its resolution asks for, as
+    they are in sampling. A batch's ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w)
+    multiply the error.
 
     Source: diffusers' ``examples/dreambooth/train_dreambooth_sd3.py``.
     """
 
-    scheduler: FlowMatchEulerDiscreteScheduler = attrs.field(factory=_new_flow, converter=_own)
+    scheduler: FlowMatchEulerDiscreteScheduler = attrs.field(factory=_new_flow, converter=own_copy)
     """A private copy is kept."""
     family: Family = attrs.field(factory=Unconditional)
     """How a batch becomes the model's inputs."""
+    noise: Noise = attrs.field(factory=GaussianNoise)
+    """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
     density: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """How time steps are drawn (SD3 paper, section 3.1)."""
     logit_mean: float = 0.0
-    """Mean of ``"logit_normal"``."""
+    """Mean of ``"logit_normal"``; above 0 draws less noise."""
     logit_std: float = 1.0
     """Standard deviation of ``"logit_normal"``."""
     mode_scale: float = 1.29
     """Scale of ``"mode"``."""
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    """How errors weigh by noise level; with the density ``"uniform"`` these are diffusers'
+    ``weighting_scheme`` of the same name."""
+    timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
+    """Sigmas that are trained, after any shift; the density is squeezed into them."""
+    resolution_shift: Shift | None = None
+    """How a scheduler with ``use_dynamic_shifting`` shifts; ``ResolutionShift()`` when not
+    given."""
 
     def __attrs_post_init__(self) -> None:
-        if self.density not in _DENSITIES:
-            raise InvalidValueError(
-                f"is none of {', '.join(_DENSITIES)}",
-                key="density",
-                value=self.density,
-                fix='write "uniform"',
-            )
-        if not hasattr(self.scheduler, "sigmas"):
-            raise InvalidValueError(
-                "flow matching needs a scheduler with sigmas",
-                key="scheduler",
-                value=type(self.scheduler).__name__,
-                fix="use FlowMatchEulerDiscreteScheduler, or DenoisingObjective",
-            )
+        _check_density(self.density)
+        _check_weighting(self.weighting)
+        _check_flow(self.scheduler, shifted=self.resolution_shift is not None)
 
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
         """Mean squared error of the velocity, scalar, fp32."""
-        clean = self.family.clean(batch)
-        conditioning = self.family.conditioning(batch, generator)
-        noise = _noise_like(clean, generator)
-        index = self._draw(len(clean), generator)
-        sigma = self.scheduler.sigmas[index].to(clean.device, torch.float32)
-        sigma = sigma.view(-1, *(1,) * (clean.ndim - 1))
-        noisy = (1.0 - sigma) * clean + sigma * noise
-        prediction = self.family.predict(
-            model, noisy, self.scheduler.timesteps[index], conditioning
-        )
-        return _error(prediction, noise - clean)
+        inputs = _inputs(self.family, self.noise, batch, generator)
+        levels = self.levels(tuple(inputs.clean.shape))
+        index = self._draw(len(inputs.clean), len(levels), generator)
+        return self._loss(model, inputs, levels, index, self._weights(levels.sigmas[index]))
 
-    def _draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+    def losses_at(
+        self,
+        model: Denoiser,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        quantiles: Sequence[float],
+        noise: Noise,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Mean squared errors at quantiles of the shifted schedule; see ``LevelObjective``."""
+        inputs = _inputs(self.family, noise, batch, generator)
+        levels = self.levels(tuple(inputs.clean.shape))
+        # The table falls, quantiles rise.
+        places = [at_quantile(1.0 - quantile, len(levels)) for quantile in quantiles]
+        indices = [torch.full((len(inputs.clean),), place) for place in places]
+        return torch.stack([self._loss(model, inputs, levels, i, None) for i in indices])
+
+    def levels(self, shape: tuple[int, ...]) -> NoiseLevels:
+        """The noise levels that batches of samples of this shape (b, c, h, w) are trained on."""
+        shift = None
+        if self.scheduler.config.get("use_dynamic_shifting", False):
+            shift = self.resolution_shift or ResolutionShift()
+        return noise_levels(self.scheduler, shape, shift).part(self.timestep_range)
+
+    def _loss(
+        self,
+        model: Denoiser,
+        inputs: _Inputs,
+        levels: NoiseLevels,
+        index: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        clean, noise = inputs.clean, inputs.noise
+        sigma = levels.sigmas[index].to(clean.device).view(-1, *(1,) * (clean.ndim - 1))
+        noisy = (1.0 - sigma) * clean + sigma * noise.added
+        timesteps = levels.timesteps[index]
+        prediction = self.family.predict(model, noisy, timesteps, inputs.conditioning)
+        return mean_error(prediction, noise.target - clean, batch=inputs.batch, weights=weights)
+
+    def _weights(self, sigmas: torch.Tensor) -> torch.Tensor | None:
+        from diffusers.training_utils import compute_loss_weighting_for_sd3
+
+        if self.weighting == "none":
+            return None
+        weights: torch.Tensor = compute_loss_weighting_for_sd3(self.weighting, sigmas=sigmas)
+        return weights
+
+    def _draw(self, count: int, levels: int, generator: torch.Generator) -> torch.Tensor:
         from diffusers.training_utils import compute_density_for_timestep_sampling
 
         u: torch.Tensor = compute_density_for_timestep_sampling(
@@ -173,14 +334,54 @@ class FlowMatchingObjective:
             mode_scale=self.mode_scale,
             generator=generator,
         )
-        steps = int(self.scheduler.config.num_train_timesteps)
         # A logit-normal sigmoid rounds to exactly 1 in fp32 once in a while.
-        return (u * steps).long().clamp(0, steps - 1)
+        return (u * levels).long().clamp(0, levels - 1)
 
 
-def _noise_like(clean: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(clean.shape, generator=generator).to(clean.device)
+def _check_density(density: str) -> None:
+    if density in _DENSITIES:
+        return
+    weighting = density in _WEIGHTINGS
+    raise InvalidValueError(
+        "is a weighting of the loss" if weighting else f"is none of {', '.join(_DENSITIES)}",
+        key="density",
+        value=density,
+        fix=f'write density="uniform", weighting="{density}"' if weighting else 'write "uniform"',
+    )
 
 
-def _error(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(prediction.float(), target.to(prediction.device))
+def _check_weighting(weighting: str) -> None:
+    if weighting in _WEIGHTINGS:
+        return
+    density = weighting in _DENSITIES
+    raise InvalidValueError(
+        "is a density of time steps" if density else f"is none of {', '.join(_WEIGHTINGS)}",
+        key="weighting",
+        value=weighting,
+        fix=f'write density="{weighting}", weighting="none"' if density else 'write "none"',
+    )
+
+
+def _check_flow(scheduler: Any, *, shifted: bool) -> None:
+    flows = hasattr(scheduler, "sigmas") and not hasattr(scheduler, "alphas_cumprod")
+    if not flows or float(scheduler.sigmas.max()) > 1.0:
+        raise InvalidValueError(
+            "flow matching needs a scheduler with sigmas from 1 to 0",
+            key="scheduler",
+            value=type(scheduler).__name__,
+            fix="use FlowMatchEulerDiscreteScheduler, or DenoisingObjective",
+        )
+    if scheduler.config.get("invert_sigmas", False):
+        raise InvalidValueError(
+            "the model counts time from noise to data, which this objective does not",
+            key="scheduler.invert_sigmas",
+            value=True,
+            fix="invert the time steps in the family's predict, and pass invert_sigmas=False",
+        )
+    if shifted and not scheduler.config.get("use_dynamic_shifting", False):
+        raise InvalidValueError(
+            "the scheduler does not shift by resolution, so sampling would not either",
+            key="resolution_shift",
+            value=True,
+            fix="give the scheduler use_dynamic_shifting=True, or leave resolution_shift out",
+        )

@@ -31,6 +31,7 @@ from zerotune.diffusion.data.prepared import (
     Preparation,
     PreparedImages,
 )
+from zerotune.diffusion.data.priors import PriorPreservation
 from zerotune.diffusion.data.source import ImageItem, ImageSource, JoinedSources, RepeatedSource
 from zerotune.diffusion.data.stream import (
     Batch,
@@ -96,5 +97,6 @@ __all__ = [
     "DataStream",
     "SampleOrder",
     "RepeatedBatches",
+    "PriorPreservation",
     "derive_seed",
 ]

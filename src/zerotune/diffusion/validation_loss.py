@@ -1,0 +1,181 @@
+"""The loss on held-out data with noise that never changes, so that figures compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import attrs
+import torch
+
+from zerotune.diffusion.data.stream import Batch, derive_seed
+from zerotune.diffusion.evaluating import evaluating
+from zerotune.diffusion.families.base import Denoiser
+from zerotune.diffusion.objective import LevelObjective, Objective
+from zerotune.diffusion.objective_noise import DrawnNoise
+from zerotune.errors import DataError, InvalidValueError
+
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""The middles of five equal parts of the noise levels."""
+
+
+class _Group(Protocol):
+    rank: int
+    world_size: int
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+    def agree(self, value: Any, what: str) -> None: ...
+
+
+@attrs.frozen(kw_only=True)
+class FixedNoise:
+    """Noise that depends on a seed, the number of a batch and the row in it alone."""
+
+    seed: int
+    index: int
+    """Number of the batch."""
+
+    def draw(self, clean: torch.Tensor, generator: torch.Generator) -> DrawnNoise:  # noqa: ARG002
+        """Standard normal values; the generator is left alone."""
+        rows = [
+            torch.randn(clean.shape[1:], generator=_generator(self.seed, self.index, row))
+            for row in range(len(clean))
+        ]
+        noise = torch.stack(rows).to(clean.device)
+        return DrawnNoise(target=noise, added=noise)
+
+
+@attrs.frozen(kw_only=True)
+class HeldOutLoss:
+    """Mean squared errors on held-out data."""
+
+    mean: float
+    """Over all samples and quantiles."""
+    by_quantile: Mapping[float, float]
+    """Over all samples, from little noise to much."""
+    samples: int
+
+
+def validation_loss(
+    objective: Objective,
+    model: Denoiser,
+    batches: Sequence[Batch],
+    *,
+    seed: int = 0,
+    quantiles: Sequence[float] = QUANTILES,
+) -> HeldOutLoss:
+    """The error on held-out batches at fixed noise levels, with fixed noise.
+
+    Collective under an ``Engine``: every rank calls it with the same arguments, computes its
+    share of the batches in the same number of forward passes, and receives the same figures.
+    They depend on the batches and the seed, not on the number of ranks, the step, or what the
+    objective does with noise and weights in training, so they compare between all of these.
+    The training's own random numbers are left alone.
+
+    Args:
+        objective: ``DenoisingObjective``, ``FlowMatchingObjective``, or any other
+            ``LevelObjective``.
+        model: An ``Engine`` or a diffusers model; put in evaluation mode meanwhile.
+        batches: All held-out batches, the same on every rank, such as a list; each is read by one
+            rank only.
+        seed: Fixes the noise.
+        quantiles: Noise levels in [0, 1], from little noise to much; one forward pass each.
+
+    Raises:
+        DataError: There are no batches, or one has no samples.
+        InvalidValueError: The objective cannot tell its error at a level, or a level is none.
+        CollectiveError: The ranks were given different arguments.
+    """
+    levels = tuple(sorted(set(quantiles)))
+    able = _check(objective, batches, levels)
+    group = cast("_Group | None", getattr(model, "group", None))
+    if group is not None:
+        group.agree((len(batches), seed, levels), "validation loss")
+    found: dict[int, _BatchLosses] = {}
+    with evaluating(model):
+        for index in _share(len(batches), group):
+            batch = {name: value.to(model.device) for name, value in batches[index].items()}
+            losses = able.losses_at(
+                model,
+                batch,
+                quantiles=levels,
+                noise=FixedNoise(seed=seed, index=index),
+                generator=_generator(seed, index, "conditioning"),
+            )
+            found[index] = _BatchLosses(losses=losses.tolist(), samples=_count(batch, index))
+    return _merged([found] if group is None else group.gather(found), levels)
+
+
+@attrs.frozen(kw_only=True)
+class _BatchLosses:
+    losses: list[float]
+    samples: int
+
+
+def _check(
+    objective: Objective, batches: Sequence[Batch], levels: tuple[float, ...]
+) -> LevelObjective:
+    if not isinstance(objective, LevelObjective):
+        raise InvalidValueError(
+            "cannot tell its error at one noise level",
+            key="objective",
+            value=type(objective).__name__,
+            fix="give it a method losses_at, as LevelObjective describes",
+        )
+    if not levels or not all(0.0 <= level <= 1.0 for level in levels):
+        raise InvalidValueError(
+            "are no levels of noise",
+            key="quantiles",
+            value=levels,
+            fix="write numbers from 0 to 1, at least one",
+        )
+    if len(batches) == 0:
+        raise DataError(
+            "there is nothing to validate on", key="batches", value=0, fix="give at least one batch"
+        )
+    return objective
+
+
+def _share(count: int, group: _Group | None) -> list[int]:
+    """Numbers of the batches this rank computes: equally many on every rank.
+
+    At stage 3 each forward pass is a collective, so a rank without a batch of its own repeats
+    the last one; what is computed twice counts once.
+    """
+    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
+    rounds = math.ceil(count / world_size)
+    return [min(turn * world_size + rank, count - 1) for turn in range(rounds)]
+
+
+def _count(batch: Batch, index: int) -> int:
+    counts = {len(value) for value in batch.values()}
+    if len(counts) != 1 or counts == {0}:
+        raise DataError(
+            "all tensors of a batch have as many samples, and at least one",
+            key=f"batches[{index}]",
+            value=sorted(counts),
+            fix="leave empty batches out",
+        )
+    return counts.pop()
+
+
+def _merged(parts: list[dict[int, _BatchLosses]], levels: tuple[float, ...]) -> HeldOutLoss:
+    # In the order of the batches, so that the last digit is the same for any number of ranks.
+    every = {index: losses for part in parts for index, losses in part.items()}
+    ordered = [every[index] for index in sorted(every)]
+    samples = sum(batch.samples for batch in ordered)
+    means = [
+        sum(batch.losses[place] * batch.samples for batch in ordered) / samples
+        for place in range(len(levels))
+    ]
+    return HeldOutLoss(
+        mean=sum(means) / len(means),
+        by_quantile=dict(zip(levels, means, strict=True)),
+        samples=samples,
+    )
+
+
+def _generator(seed: int, *parts: object) -> torch.Generator:
+    return torch.Generator().manual_seed(derive_seed(seed, "validation", *parts))
