@@ -13,7 +13,20 @@ from zerotune.diffusion.data import (
     PriorPreservation,
     RepeatedBatches,
 )
-from zerotune.diffusion.families.base import Conditioning, Denoiser, Family
+from zerotune.diffusion.encoding import encode_dataset
+from zerotune.diffusion.families.base import (
+    Conditioning,
+    Denoiser,
+    Drawing,
+    Family,
+    LabelFamily,
+    PromptFamily,
+)
+from zerotune.diffusion.families.flux import Flux
+from zerotune.diffusion.families.stable_diffusion import StableDiffusion
+from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
+from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
+from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.grid import images_to_grid
 from zerotune.diffusion.objective import (
@@ -30,6 +43,8 @@ from zerotune.diffusion.objective_noise import (
     OffsetNoise,
 )
 from zerotune.diffusion.objective_schedule import ResolutionShift, Shift
+from zerotune.diffusion.parts import FrozenParts
+from zerotune.diffusion.pretrained import FAMILIES, Pretrained, load_pretrained
 from zerotune.diffusion.sampling import sample
 from zerotune.diffusion.validation_loss import HeldOutLoss, validation_loss
 
@@ -45,9 +60,22 @@ __all__ = [
     "InputPerturbation",
     "Shift",
     "ResolutionShift",
+    "load_pretrained",
+    "Pretrained",
+    "FAMILIES",
     "Family",
+    "LabelFamily",
+    "PromptFamily",
     "Unconditional",
     "ClassConditional",
+    "TextToImage",
+    "StableDiffusion",
+    "StableDiffusionXL",
+    "StableDiffusion3",
+    "Flux",
+    "FrozenParts",
+    "encode_dataset",
+    "Drawing",
     "Conditioning",
     "Denoiser",
     "Batch",

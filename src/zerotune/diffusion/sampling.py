@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
 import attrs
 import torch
 
-from zerotune.diffusion.families.base import Conditioning, Denoiser, Family
+from zerotune.diffusion.families.base import (
+    Conditioning,
+    Denoiser,
+    Drawing,
+    Family,
+    LabelFamily,
+    PromptFamily,
+)
 from zerotune.diffusion.families.unconditional import Unconditional
 from zerotune.errors import InvalidValueError
 
 _LARGEST_SEED = 2**63 - 1
+
+_Draw = Callable[[list[int]], torch.Tensor]
+"""From indices of images to those images."""
 
 
 class _Group(Protocol):
@@ -28,12 +38,12 @@ class _Group(Protocol):
 
 
 @attrs.frozen(kw_only=True)
-class _Drawing:
+class _Loop:
     """What one rank draws, and how."""
 
     model: Denoiser
     scheduler: Any
-    family: Family
+    family: LabelFamily
     shape: tuple[int, ...]
     steps: int
     guidance_scale: float
@@ -42,13 +52,17 @@ class _Drawing:
 def sample(
     model: Denoiser,
     *,
-    scheduler: Any,
+    scheduler: Any = None,
     family: Family | None = None,
+    prompts: Sequence[str] | None = None,
+    negative_prompt: str = "",
     labels: torch.Tensor | None = None,
     count: int | None = None,
     shape: tuple[int, int, int] | None = None,
+    size: tuple[int, int] | None = None,
     steps: int = 50,
     guidance_scale: float = 1.0,
+    trained_with: Any = None,
     generator: torch.Generator | None = None,
     batch_size: int | None = None,
 ) -> torch.Tensor:
@@ -65,13 +79,19 @@ def sample(
     Args:
         model: An ``Engine`` or a diffusers model; put in evaluation mode meanwhile.
         scheduler: ``FlowMatchEulerDiscreteScheduler``, ``DDPMScheduler``, ``DDIMScheduler`` …;
-            copied, not changed.
+            copied, not changed. A text-to-image family takes its pipeline's when not given.
         family: How the model is called; ``Unconditional()`` when not given.
-        labels: What to draw, (n,).
+        prompts: What to draw, of a text-to-image family; see ``TextToImage.draw``.
+        negative_prompt: What guidance leads away from; only with prompts.
+        labels: What to draw, (n,), of a family of labels.
         count: How many to draw, without labels.
-        shape: (c, h, w) of a sample; read from the model's configuration when not given.
+        shape: (c, h, w) of a sample; read from the model's configuration when not given. Not
+            with prompts.
+        size: Height and width in pixels; only with prompts.
         steps: Denoising steps.
         guidance_scale: Classifier-free guidance; 1 is none.
+        trained_with: The objective's scheduler, so that a pipeline's own predicts what was
+            learned; only with prompts.
         generator: A CPU generator in the same state on every rank; seed 0 when not given.
         batch_size: Images per forward pass and rank; all at once when not given.
 
@@ -83,29 +103,90 @@ def sample(
         CollectiveError: The ranks passed generators in different states.
     """
     family = Unconditional() if family is None else family
-    wanted = _count(labels, count)
+    wanted = _count(labels, prompts, count)
     _check(steps=steps, batch_size=batch_size)
     seeds = _seeds(generator, wanted)
     group = cast("_Group | None", getattr(model, "group", None))
     mine, chunk = _share(wanted, group, batch_size)
     if group is not None:
         group.agree(hash(tuple(seeds)), "sampling generator")
-    drawing = _Drawing(
-        model=model,
-        scheduler=scheduler,
-        family=family,
-        shape=shape or shape_of(model),
-        steps=steps,
-        guidance_scale=guidance_scale,
-    )
-    parts = []
+    if prompts is not None:
+        request = Drawing(
+            prompts=tuple(prompts),
+            seeds=tuple(seeds),
+            negative_prompt=negative_prompt,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            size=size,
+            scheduler=scheduler,
+            trained_with=trained_with,
+        )
+        draw = _from_prompts(model, family, request)
+    else:
+        loop = _loop(model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale)
+        draw = _from_labels(loop, labels, seeds)
     with _evaluating(model):
-        for start in range(0, len(mine), chunk):
-            picked = mine[start : start + chunk]
-            chosen = None if labels is None else labels.cpu()[picked]
-            parts.append(_draw(drawing, chosen, [seeds[i] for i in picked]))
+        parts = [draw(mine[start : start + chunk]) for start in range(0, len(mine), chunk)]
     images = torch.cat(parts)
     return images if group is None else torch.cat(group.gather(images))[:wanted]
+
+
+def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
+    if not isinstance(family, PromptFamily):
+        raise InvalidValueError(
+            f"{type(family).__name__} takes no texts",
+            key="prompts",
+            value=request.prompts[0],
+            fix="pass labels= or count=, or a text-to-image family",
+        )
+
+    def draw(picked: list[int]) -> torch.Tensor:
+        mine = attrs.evolve(
+            request,
+            prompts=tuple(request.prompts[index] for index in picked),
+            seeds=tuple(request.seeds[index] for index in picked),
+        )
+        return family.draw(model, mine)
+
+    return draw
+
+
+def _loop(
+    model: Denoiser,
+    family: Family,
+    scheduler: Any,
+    shape: tuple[int, ...] | None,
+    **settings: Any,
+) -> _Loop:
+    if not isinstance(family, LabelFamily):
+        raise InvalidValueError(
+            f"{type(family).__name__} draws from texts",
+            key="prompts",
+            value=None,
+            fix='pass prompts=["…"]',
+        )
+    if scheduler is None:
+        raise InvalidValueError(
+            "nothing says how to draw",
+            key="scheduler",
+            value=None,
+            fix="pass the objective's scheduler, or another of diffusers",
+        )
+    return _Loop(
+        model=model,
+        family=family,
+        scheduler=scheduler,
+        shape=shape or shape_of(model),
+        **settings,
+    )
+
+
+def _from_labels(loop: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> _Draw:
+    def draw(picked: list[int]) -> torch.Tensor:
+        chosen = None if labels is None else labels.cpu()[picked]
+        return _draw(loop, chosen, [seeds[index] for index in picked])
+
+    return draw
 
 
 def shape_of(model: Any) -> tuple[int, int, int]:
@@ -128,18 +209,19 @@ def shape_of(model: Any) -> tuple[int, int, int]:
     return int(channels), int(height), int(width)
 
 
-def _count(labels: torch.Tensor | None, count: int | None) -> int:
-    if labels is not None and count not in (None, len(labels)):
+def _count(labels: torch.Tensor | None, prompts: Sequence[str] | None, count: int | None) -> int:
+    listed = labels if prompts is None else prompts
+    if listed is not None and count not in (None, len(listed)):
         raise InvalidValueError(
-            f"{len(labels)} labels ask for as many images",
+            f"{len(listed)} {'labels' if prompts is None else 'prompts'} ask for as many images",
             key="count",
             value=count,
             fix="leave count out",
         )
-    wanted = count if labels is None else len(labels)
+    wanted = count if listed is None else len(listed)
     if wanted is None or wanted < 1:
         raise InvalidValueError(
-            "nothing to draw", key="count", value=wanted, fix="pass labels= or count="
+            "nothing to draw", key="count", value=wanted, fix="pass prompts=, labels= or count="
         )
     return wanted
 
@@ -168,7 +250,7 @@ def _share(wanted: int, group: _Group | None, batch_size: int | None) -> tuple[l
     return mine, min(batch_size or each, each)
 
 
-def _draw(drawing: _Drawing, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
+def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
     model, family = drawing.model, drawing.family
     scheduler = type(drawing.scheduler).from_config(drawing.scheduler.config)
     scheduler.set_timesteps(drawing.steps, device=model.device)
@@ -192,7 +274,7 @@ def _draw(drawing: _Drawing, labels: torch.Tensor | None, seeds: list[int]) -> t
     return images.float().cpu()
 
 
-def _unknown(drawing: _Drawing, conditioning: Conditioning) -> Conditioning | None:
+def _unknown(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:
     if drawing.guidance_scale == 1.0:
         return None
     unknown = drawing.family.without_condition(conditioning)
@@ -207,7 +289,7 @@ def _unknown(drawing: _Drawing, conditioning: Conditioning) -> Conditioning | No
 
 
 def _predict(
-    drawing: _Drawing,
+    drawing: _Loop,
     images: torch.Tensor,
     timestep: torch.Tensor,
     conditioning: Conditioning,

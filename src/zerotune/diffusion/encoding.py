@@ -1,0 +1,117 @@
+"""Encode a whole dataset once, so that VAE and text encoders can leave the device."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from zerotune.diffusion.data.cache import TensorCache
+from zerotune.diffusion.data.caching import CachedImages, Progress, cache_latents, cache_texts
+
+if TYPE_CHECKING:
+    from zerotune.diffusion.data.prepared import PreparedImages
+    from zerotune.diffusion.families.text_to_image import TextToImage
+
+
+class Ranks(Protocol):
+    """The processes that share the work: an engine's ``group``, or ``ProcessGroup``."""
+
+    rank: int
+    world_size: int
+
+    def barrier(self, purpose: str) -> None:
+        """Wait for all."""
+        ...
+
+
+def encode_dataset(
+    images: PreparedImages,
+    *,
+    family: TextToImage,
+    folder: str | os.PathLike[str],
+    ranks: Ranks | None = None,
+    device: torch.device | str | None = None,
+    batch_size: int = 4,
+    progress: bool = True,
+) -> CachedImages:
+    """Cache latents and text embeddings of all images, and let the frozen parts go.
+
+    Collective with several ranks: each computes its share. What lies in ``folder`` from an
+    earlier run with the same settings is not computed again; see ``cache_latents``.
+
+    Args:
+        images: The images and their captions.
+        family: With its frozen parts.
+        folder: Where the caches go.
+        ranks: Who shares the work; only this process when not given.
+        device: Where to encode: CUDA where there is any, when not given.
+        batch_size: Images, and texts, at a time.
+        progress: Show a bar on rank 0.
+
+    Returns:
+        The dataset to train on; VAE and text encoders are on the host.
+
+    Raises:
+        DataError: The family has no frozen parts, or an image is broken.
+    """
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    shown = progress and rank == 0
+    where = torch.device(device or _default_device(rank))
+    latents = TensorCache(folder, settings=family.latent_settings())
+    texts = TensorCache(folder, settings=family.text_settings())
+    shared: dict[str, Any] = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
+    with _Bar("latents", shown) as report:
+        cache_latents(
+            images,
+            cache=latents,
+            encode=lambda pixels: family.encode_images(pixels, device=where),
+            progress=report,
+            barrier=None if ranks is None else lambda: ranks.barrier("use cached latents"),
+            **shared,
+        )
+    with _Bar("captions", shown) as report:
+        cache_texts(
+            captions_of(images),
+            cache=texts,
+            encode=lambda captions: family.encode_texts(captions, device=where),
+            progress=report,
+            release=None if family.parts is None else family.parts.release,
+            barrier=None if ranks is None else lambda: ranks.barrier("use cached captions"),
+            **shared,
+        )
+    return CachedImages(images, latents=latents, texts=texts)
+
+
+def captions_of(images: PreparedImages) -> list[str]:
+    """The caption of each image, none dropped."""
+    return [images.source.item(index).caption for index in range(len(images))]
+
+
+def _default_device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+
+
+class _Bar:
+    """A progress bar of ``rich``, the one of zerotune's trainer, or nothing."""
+
+    def __init__(self, what: str, shown: bool) -> None:
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(disable=not shown)
+        self._what = what
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        task = self._bar.add_task(f"encoding {self._what}", total=None)
+
+        def report(done: int, total: int) -> None:
+            self._bar.update(task, completed=done, total=total)
+
+        return report
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,257 @@
+"""What all text-to-image models have in common: a VAE, text encoders, and a diffusers pipeline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from zerotune.diffusion.data.cache import CacheSettings
+from zerotune.diffusion.families.base import Conditioning, Denoiser, Drawing, config_of, take
+from zerotune.diffusion.parts import FrozenParts
+from zerotune.diffusion.stand_in import StandIn
+from zerotune.errors import DataError, InvalidValueError
+
+_FROM_TRAINING = ("prediction_type", "rescale_betas_zero_snr", "shift", "use_dynamic_shifting")
+
+
+def _probability(_instance: object, attribute: Any, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise InvalidValueError(
+            "is a probability", key=attribute.name, value=value, fix="write a number in [0, 1]"
+        )
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TextToImage(ABC):
+    """A family of latent text-to-image models. Subclass it to add one.
+
+    A batch holds ``latents`` (b, c, h, w) and the tensors of ``text_tensors``, as caches give
+    them, or ``images`` (b, 3, height, width) in [-1, 1] and ``captions``, which are then encoded
+    as they come. Both may be mixed.
+
+    A subclass names its pipeline, and says how texts are encoded (``embed``) and how the model is
+    called (``predict``).
+    """
+
+    pipeline: ClassVar[str]
+    """Class in diffusers that loads, draws and exports."""
+    component: ClassVar[str]
+    """Name of the trained model in the pipeline."""
+    text_tensors: ClassVar[tuple[str, ...]]
+    """What ``embed`` gives, as the pipeline's arguments are called."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Modules that get adapters by default, as in diffusers' training scripts."""
+    leaf_modules: ClassVar[tuple[str, ...]]
+    """Classes that stage 3 gathers as a whole, instead of layer by layer."""
+    flow_matching: ClassVar[bool] = False
+    """Whether these models learn velocities along straight lines, or noise."""
+
+    parts: FrozenParts | None = None
+    """VAE and text encoders. Not needed to train from caches; needed to draw images."""
+    dropout: float = attrs.field(default=0.0, validator=_probability)
+    """Share of samples trained on the empty text, for guidance without a classifier."""
+    parts_device: torch.device | None = None
+    """Where the parts encode what comes uncached; the batch's device when not given."""
+
+    @abstractmethod
+    def embed(
+        self, parts: FrozenParts, captions: Sequence[str], device: torch.device
+    ) -> dict[str, torch.Tensor]:
+        """Embeddings of captions by ``text_tensors``, batch first, through the pipeline."""
+
+    @abstractmethod
+    def predict(
+        self,
+        model: Denoiser,
+        noisy: torch.Tensor,
+        timesteps: torch.Tensor,
+        conditioning: Conditioning,
+    ) -> torch.Tensor:
+        """The model's output, shaped as ``noisy``."""
+
+    def clean(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The latents of a batch (b, c, h, w), fp32; images are encoded."""
+        if "latents" in batch:
+            return batch["latents"].float()
+        images = take(batch, "images")
+        return self._ready(images.device).encode_images(images).to(images.device)
+
+    def conditioning(
+        self, batch: Mapping[str, torch.Tensor], generator: torch.Generator
+    ) -> Conditioning:
+        """Embeddings of a batch's texts, some of them replaced by those of the empty text."""
+        first = self.text_tensors[0]
+        texts = {n: take(batch, n) for n in self.text_tensors} if first in batch else None
+        if texts is None:
+            captions: Sequence[str] = take(batch, "captions")  # type: ignore[assignment]
+            device = self.clean_device(batch)
+            texts = self.encode_texts(captions, device=device)
+        if self.dropout == 0:
+            return texts
+        count = len(texts[first])
+        dropped = torch.rand(count, generator=generator) < self.dropout
+        empty = self.remembered([""], device=texts[first].device)
+        return {name: _replaced(value, empty[name], dropped) for name, value in texts.items()}
+
+    def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
+        """Where the tensors of a batch lie."""
+        for value in batch.values():
+            if isinstance(value, torch.Tensor):
+                return value.device
+        return torch.device("cpu")
+
+    def encode_texts(
+        self, captions: Sequence[str], *, device: torch.device | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Embeddings of captions on ``device``, batch first.
+
+        Raises:
+            DataError: The family was made without its frozen parts.
+        """
+        parts = self._ready(device)
+        with torch.no_grad():
+            return self.embed(parts, list(captions), _device_of(parts.text_encoders))
+
+    def encode_images(
+        self, images: torch.Tensor, *, device: torch.device | None = None
+    ) -> dict[str, torch.Tensor]:
+        """``{"latents": …}`` of images (b, 3, height, width) in [-1, 1], for a cache."""
+        return {"latents": self._ready(device).encode_images(images)}
+
+    def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, torch.Tensor]:
+        """Embeddings of few texts that come again and again, computed once each."""
+        parts = self._needed("captions")
+        encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
+        return {name: value.to(device) for name, value in encoded.items()}
+
+    def latent_settings(self) -> CacheSettings:
+        """What cached latents depend on."""
+        parts = self._needed("images")
+        return CacheSettings(
+            kind="latents",
+            model=parts.hash(["vae"]),
+            dtype=str(parts.vae.dtype),
+            settings=parts.vae_settings(),
+        )
+
+    def text_settings(self) -> CacheSettings:
+        """What cached embeddings depend on."""
+        parts = self._needed("captions")
+        encoders = parts.text_encoders
+        return CacheSettings(
+            kind="texts",
+            model=parts.hash(list(encoders)),
+            dtype=str(next(iter(encoders.values())).dtype),
+            settings={"family": type(self).__name__, **self.embedding_settings()},
+        )
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """Settings of ``embed`` beyond the encoders' weights, of JSON types."""
+        return {}
+
+    def draw(self, model: Denoiser, drawing: Drawing) -> torch.Tensor:
+        """Images of prompts (n, 3, height, width), through the family's own diffusers pipeline.
+
+        Text encoders and VAE come to the model's device for as long as they compute.
+
+        Raises:
+            DataError: The family was made without its frozen parts.
+        """
+        parts = self._needed("prompts")
+        pipe = self._drawing_pipeline(parts, model, drawing)
+        height, width = drawing.size or self.default_size(model)
+        arguments = self.drawing_arguments(drawing, device=model.device)
+        latents = pipe(
+            **arguments,
+            height=height,
+            width=width,
+            num_inference_steps=drawing.steps,
+            generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
+            output_type="latent",
+        ).images
+        with parts.on(model.device, ["vae"]):
+            return parts.decode_latents(self.unpacked(pipe, latents, (height, width)))
+
+    def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
+        """What the pipeline is told of prompts and guidance."""
+        known = self.remembered(drawing.prompts, device=device)
+        arguments: dict[str, Any] = {"guidance_scale": drawing.guidance_scale, **_float(known)}
+        if drawing.guidance_scale != 1.0:
+            negative = self.remembered(
+                [drawing.negative_prompt] * len(drawing.prompts), device=device
+            )
+            arguments |= {f"negative_{name}": v for name, v in _float(negative).items()}
+        return arguments
+
+    def unpacked(self, pipe: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:  # noqa: ARG002
+        """Latents as images of latents (n, c, h, w), where the pipeline gives something else."""
+        return latents
+
+    def default_size(self, model: Any) -> tuple[int, int]:
+        """Height and width in pixels of the images the model was made for."""
+        side = config_of(model).sample_size
+        height, width = (side, side) if isinstance(side, int) else side
+        scale = self._needed("prompts").scale
+        return int(height) * scale, int(width) * scale
+
+    def _drawing_pipeline(self, parts: FrozenParts, model: Denoiser, drawing: Drawing) -> Any:
+        """A pipeline around the engine alone: texts are encoded before and latents decoded after.
+
+        So it computes where the engine does, wherever the frozen parts wait.
+        """
+        kind = type(parts.pipeline)
+        names = dict.fromkeys(parts.pipeline.components)
+        settings = {n: v for n, v in parts.pipeline.config.items() if n not in names}
+        given = {n: v for n, v in settings.items() if not n.startswith("_")}
+        pipe = kind(
+            **names
+            | given
+            | {
+                self.component: StandIn(config=config_of(model), model=model),
+                "scheduler": drawing.scheduler or self._scheduler(parts, drawing.trained_with),
+            }
+        )
+        pipe.vae_scale_factor = parts.scale
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def _scheduler(self, parts: FrozenParts, trained_with: Any) -> Any:
+        own = parts.pipeline.scheduler
+        changed = {} if trained_with is None else trained_with.config
+        kept = {name: changed[name] for name in _FROM_TRAINING if name in changed}
+        return type(own).from_config({**own.config, **kept})
+
+    def _needed(self, what: str) -> FrozenParts:
+        if self.parts is None:
+            raise DataError(
+                f"{type(self).__name__} has neither VAE nor text encoders, so {what} cannot be "
+                "used",
+                key="parts",
+                value=None,
+                fix=f"load them: {type(self).__name__}(parts=...), or load_pretrained(folder)",
+            )
+        return self.parts
+
+    def _ready(self, device: torch.device | None) -> FrozenParts:
+        parts = self._needed("images and captions")
+        wanted = self.parts_device or device
+        if wanted is not None:
+            parts.to(wanted)
+        return parts
+
+
+def _device_of(modules: Mapping[str, torch.nn.Module]) -> torch.device:
+    return next(next(iter(modules.values())).parameters()).device
+
+
+def _float(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def _replaced(value: torch.Tensor, empty: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+    mask = dropped.to(value.device).view(-1, *(1,) * (value.ndim - 1))
+    return torch.where(mask, empty.to(value), value)

@@ -1,0 +1,163 @@
+"""The parts of a pipeline that are not trained: VAE, text encoders, tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from zerotune.backend.whole import check_whole
+from zerotune.diffusion.data.cache import hash_weights
+
+Embeddings = Mapping[str, torch.Tensor]
+"""Tensors of texts by name, batch first."""
+
+
+class FrozenParts:
+    """A diffusers pipeline without its trained model, whole on every rank and without gradients.
+
+    Weights stay where they are until something has to be computed; ``on`` brings some of them to
+    a device for a while, ``release`` back to the host for good.
+
+    Args:
+        pipeline: Such as ``StableDiffusionXLPipeline``, its trained component ``None`` or a
+            ``StandIn``.
+
+    Raises:
+        EngineError: A part was partitioned by ZeRO-3 while it was loaded.
+    """
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        self._remembered: dict[str, dict[str, torch.Tensor]] = {}
+        for name, module in self.modules.items():
+            check_whole(module, name=name)
+            module.requires_grad_(False).eval()
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The parts that hold weights, by their name in the pipeline."""
+        return {
+            name: part
+            for name, part in self.pipeline.components.items()
+            if isinstance(part, torch.nn.Module) and next(part.parameters(), None) is not None
+        }
+
+    @property
+    def vae(self) -> Any:
+        """The autoencoder."""
+        return self.pipeline.vae
+
+    @property
+    def text_encoders(self) -> dict[str, torch.nn.Module]:
+        """The text encoders by name."""
+        return {n: module for n, module in self.modules.items() if n.startswith("text_encoder")}
+
+    @property
+    def scale(self) -> int:
+        """Pixels per latent pixel, along each side."""
+        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+
+    def to(self, device: torch.device | str) -> FrozenParts:
+        """Move all weights."""
+        for module in self.modules.values():
+            module.to(device)
+        return self
+
+    def release(self) -> None:
+        """Move all weights to the host and give the device's memory back."""
+        self.to("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def on(self, device: torch.device, names: Sequence[str]) -> Iterator[None]:
+        """Some parts on a device; afterwards they are where they were."""
+        moved = [(self.modules[n], _device(self.modules[n])) for n in names if n in self.modules]
+        for module, _ in moved:
+            module.to(device)
+        try:
+            yield
+        finally:
+            for module, before in moved:
+                module.to(before)
+
+    def remember(
+        self,
+        texts: Sequence[str],
+        encode: Callable[[Sequence[str]], Embeddings],
+        *,
+        device: torch.device,
+    ) -> dict[str, torch.Tensor]:
+        """Embeddings of texts, each computed once on ``device`` and then kept on the host."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._remembered]
+        if new:
+            with self.on(device, list(self.text_encoders)), torch.no_grad():
+                for text in new:
+                    encoded = encode([text])
+                    self._remembered[text] = {name: v[0].cpu() for name, v in encoded.items()}
+        first = self._remembered[texts[0]]
+        return {name: torch.stack([self._remembered[t][name] for t in texts]) for name in first}
+
+    @torch.no_grad()
+    def encode_images(self, images: torch.Tensor) -> torch.Tensor:
+        """The means of the VAE's distributions as the model sees them.
+
+        Args:
+            images: (b, 3, height, width) in [-1, 1], on the VAE's device or another.
+
+        Returns:
+            (b, c, height / scale, width / scale), fp32, on the VAE's device.
+        """
+        vae = self.vae
+        pixels = images.to(_device(vae), vae.dtype)
+        encoded: torch.Tensor = vae.encode(pixels).latent_dist.mode().float()
+        mean, deviation = self._normalisation(encoded)
+        return (encoded - mean) / deviation
+
+    @torch.no_grad()
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images of latents, one at a time: decoding takes much more memory than encoding.
+
+        Args:
+            latents: (b, c, h, w).
+
+        Returns:
+            (b, 3, height, width), nominally in [-1, 1], fp32, on the CPU.
+        """
+        vae = self.vae
+        mean, deviation = self._normalisation(latents.float())
+        scaled = (latents.float() * deviation + mean).to(_device(vae), vae.dtype)
+        ones = torch.split(scaled, 1)
+        decoded = [vae.decode(one, return_dict=False)[0].float().cpu() for one in ones]
+        return torch.cat(decoded)
+
+    def vae_settings(self) -> dict[str, Any]:
+        """All that decides what the VAE makes of an image, but its weights and precision."""
+        names = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+        return {name: self.vae.config.get(name) for name in names}
+
+    def hash(self, names: Sequence[str]) -> str:
+        """A hash of the weights of some parts."""
+        return "+".join(hash_weights(self.modules[name]) for name in names)
+
+    def _normalisation(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and deviation of latents, (1, c or 1, 1, 1): what the model sees has 0 and 1."""
+        settings = self.vae_settings()
+        scaling = float(settings["scaling_factor"])
+        mean = settings["latents_mean"]
+        deviation = settings["latents_std"]
+        if mean is None or deviation is None:
+            shift = torch.full((1, 1, 1, 1), float(settings["shift_factor"] or 0.0))
+            return shift.to(latents), torch.full((1, 1, 1, 1), 1 / scaling).to(latents)
+        channels = (1, -1, 1, 1)
+        return (
+            torch.tensor(mean).view(channels).to(latents),
+            torch.tensor(deviation).view(channels).to(latents) / scaling,
+        )
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next(module.parameters()).device

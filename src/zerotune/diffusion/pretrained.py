@@ -1,0 +1,292 @@
+"""From a folder or a hub id to what a run needs: model, family, scheduler."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+from packaging.version import Version
+
+from zerotune.backend.whole import unpartitioned
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.families.base import Family
+from zerotune.diffusion.families.flux import Flux
+from zerotune.diffusion.families.stable_diffusion import StableDiffusion
+from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
+from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
+from zerotune.diffusion.families.text_to_image import TextToImage
+from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
+from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
+from zerotune.diffusion.parts import FrozenParts
+from zerotune.diffusion.stand_in import StandIn
+from zerotune.errors import InvalidValueError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FAMILIES: Final[dict[str, type[TextToImage]]] = {
+    family.pipeline: family
+    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, Flux)
+}
+"""Families by the class of their diffusers pipeline."""
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_INDEX: Final = "model_index.json"
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Pretrained:
+    """What was loaded."""
+
+    model: torch.nn.Module
+    """What is trained: whole, on the host, in training mode."""
+    family: Family
+    """How it is called; with its frozen parts, where it has any."""
+    scheduler: Any
+    """The scheduler to train with: DDPM's forward process or flow matching's."""
+    folder: Path
+    """Where it lies; ``export_pipeline(base=folder)`` takes the frozen parts from here."""
+    decisions: tuple[Decision, ...] = ()
+    """What was chosen while loading."""
+
+    @property
+    def component(self) -> str | None:
+        """Name of the model in its pipeline; ``None`` for a model on its own."""
+        return self.family.component if isinstance(self.family, TextToImage) else None
+
+    def objective(self, **settings: Any) -> DenoisingObjective | FlowMatchingObjective:
+        """The objective these models were made with.
+
+        Args:
+            **settings: Of ``FlowMatchingObjective`` for SD3 and Flux (time steps are drawn
+                logit-normal if nothing else is said), of ``DenoisingObjective`` for all others.
+        """
+        fixed = {"scheduler": self.scheduler, "family": self.family}
+        if getattr(self.family, "flow_matching", False):
+            return FlowMatchingObjective(**{"density": "logit_normal"} | settings | fixed)
+        return DenoisingObjective(**settings | fixed)
+
+
+def load_pretrained(
+    source: str | os.PathLike[str],
+    *,
+    dtype: str = "fp32",
+    frozen_dtype: str = "bf16",
+    family: type[TextToImage] | None = None,
+    parts: bool = True,
+    leave_out: Sequence[str] = (),
+    revision: str | None = None,
+    variant: str | None = None,
+    local_files_only: bool = False,
+    **settings: Any,
+) -> Pretrained:
+    """Load a diffusers pipeline, or a U-Net on its own, to train it.
+
+    VAE and text encoders are loaded whole on every rank, also inside ``deepspeed.zero.Init`` and
+    where transformers would partition them. A VAE that overflows in half precision
+    (``force_upcast``, as SDXL's) stays in fp32.
+
+    Args:
+        source: A folder with ``model_index.json``, the folder of an unconditional U-Net
+            (``config.json``), or the id of a pipeline on the hub.
+        dtype: Of the trained model: ``"fp32"``; ``"bf16"`` for a base under adapters.
+        frozen_dtype: Of VAE and text encoders.
+        family: A family of yours, for pipelines zerotune does not know.
+        parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
+        leave_out: Components to leave out, such as ``("text_encoder_3", "tokenizer_3")`` of SD3.
+        revision: Of the hub's repository.
+        variant: Of the weight files, such as ``"fp16"``.
+        local_files_only: Do not ask the hub.
+        **settings: Of the family: ``dropout``, ``max_sequence_length``, …
+
+    Returns:
+        Model, family, training scheduler and the local folder.
+
+    Raises:
+        InvalidValueError: There is nothing to load, or the pipeline's family is not known.
+        MissingDependencyError: Text encoders without transformers installed.
+    """
+    folder = _folder(source, revision=revision, variant=variant, local_files_only=local_files_only)
+    if not (folder / _INDEX).is_file():
+        return _bare_model(folder, dtype=_dtype(dtype), variant=variant, settings=settings)
+    index = _read(folder / _INDEX)
+    kind = family or _family(index, folder)
+    options: dict[str, Any] = {"variant": variant, "local_files_only": True}
+    with unpartitioned():
+        model = _component(folder, index, kind.component, _dtype(dtype), options)
+        loaded = None
+        if parts:
+            # What the pipeline was saved without must be left out in so many words.
+            absent = [name for name, entry in index.items() if entry == [None, None]]
+            options |= dict.fromkeys((*absent, *leave_out)) | _precision(_dtype(frozen_dtype))
+            loaded = _frozen(folder, kind, model.config, options)
+    decisions = () if loaded is None else _spare_the_vae(loaded)
+    announce(decisions)
+    scheduler = _training_scheduler(folder, flow_matching=kind.flow_matching)
+    return Pretrained(
+        model=model.train(),
+        family=kind(parts=loaded, **settings),
+        scheduler=scheduler,
+        folder=folder,
+        decisions=decisions,
+    )
+
+
+def _folder(source: str | os.PathLike[str], **options: Any) -> Path:
+    path = Path(source)
+    if path.is_dir():
+        return path
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(str(source), **options))
+    except (OSError, ValueError) as error:
+        raise InvalidValueError(
+            f"is neither a folder nor a pipeline that could be had from the hub ({_first(error)})",
+            key="source",
+            value=os.fspath(source),
+            fix=f"give a folder that holds {_INDEX}, or a hub id such as "
+            "stabilityai/stable-diffusion-xl-base-1.0",
+        ) from error
+
+
+def _family(index: dict[str, Any], folder: Path) -> type[TextToImage]:
+    name = str(index.get("_class_name"))
+    if name not in FAMILIES:
+        raise InvalidValueError(
+            f"no family is known for this pipeline; known are {', '.join(FAMILIES)}",
+            key=f"{folder / _INDEX}: _class_name",
+            value=name,
+            fix="write a family (a page, see docs/families.md) and pass family=",
+        )
+    return FAMILIES[name]
+
+
+def _component(
+    folder: Path,
+    index: dict[str, Any],
+    name: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> Any:
+    import diffusers
+
+    entry = index.get(name)
+    kind = getattr(diffusers, entry[1], None) if isinstance(entry, list) else None
+    if kind is None:
+        raise InvalidValueError(
+            "the pipeline has no such model",
+            key=f"{folder / _INDEX}: {name}",
+            value=entry,
+            fix="download the whole pipeline",
+        )
+    try:
+        return kind.from_pretrained(folder, subfolder=name, **_precision(dtype), **options)
+    except OSError as error:
+        raise _unreadable(folder / name, error) from error
+
+
+def _frozen(
+    folder: Path,
+    kind: type[TextToImage],
+    config: Any,
+    options: dict[str, Any],
+) -> FrozenParts:
+    import diffusers
+
+    try:
+        pipeline = getattr(diffusers, kind.pipeline).from_pretrained(
+            folder, **{kind.component: None}, **options
+        )
+    except ImportError as error:
+        raise MissingDependencyError(
+            "text encoders come with transformers", fix="pip install transformers"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+    # The pipeline asks its model for sizes while it encodes texts.
+    setattr(pipeline, kind.component, StandIn(config=config))
+    return FrozenParts(pipeline)
+
+
+def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
+    if parts.vae.dtype == torch.float32 or not parts.vae.config.get("force_upcast"):
+        return ()
+    before = str(parts.vae.dtype).removeprefix("torch.")
+    parts.vae.to(torch.float32)
+    return (
+        Decision(
+            key="vae.dtype",
+            before=before,
+            after="float32",
+            reason="its configuration says force_upcast: half precision is not enough for it",
+        ),
+    )
+
+
+def _training_scheduler(folder: Path, *, flow_matching: bool) -> Any:
+    from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
+
+    kind = FlowMatchEulerDiscreteScheduler if flow_matching else DDPMScheduler
+    # The stored scheduler may be one for drawing, such as Euler's; its settings are the model's.
+    return kind.from_pretrained(folder, subfolder="scheduler")
+
+
+def _bare_model(
+    folder: Path, *, dtype: torch.dtype, variant: str | None, settings: dict[str, Any]
+) -> Pretrained:
+    from diffusers import DDPMScheduler, UNet2DModel
+
+    config = _read(folder / "config.json")
+    if config.get("_class_name") != "UNet2DModel":
+        raise InvalidValueError(
+            f"there is neither {_INDEX} nor the config.json of a UNet2DModel",
+            key="source",
+            value=str(folder),
+            fix="give the folder of a whole pipeline",
+        )
+    with unpartitioned():
+        model: Any = UNet2DModel.from_pretrained(folder, variant=variant, **_precision(dtype))
+    family = ClassConditional(**settings) if config.get("num_class_embeds") else Unconditional()
+    return Pretrained(model=model.train(), family=family, scheduler=DDPMScheduler(), folder=folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    return content
+
+
+def _unreadable(path: Path, error: Exception) -> InvalidValueError:
+    return InvalidValueError(
+        f"cannot be loaded ({_first(error)})",
+        key="source",
+        value=str(path),
+        fix="download the pipeline again, or name the variant whose files are there",
+    )
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _precision(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    import diffusers
+
+    renamed = Version(diffusers.__version__) >= Version("0.42")
+    return {"dtype" if renamed else "torch_dtype": dtype}
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise InvalidValueError(
+            "is not a precision", key="dtype", value=name, fix=f"one of {', '.join(_DTYPES)}"
+        )
+    return _DTYPES[name]
