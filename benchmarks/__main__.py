@@ -1,40 +1,49 @@
-"""Run a benchmark by name and write its result as JSON."""
+"""Run benchmarks by name; results are JSON, a table and a plot each."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import ema, memory
-from zerotune import detect_platform
+from benchmarks.framework import Benchmark, run
+from benchmarks.framework.tables import goals_table
+from benchmarks.registry import CPU, available, load
 
-BENCHMARKS = {"ema": ema.measure, "memory": memory.measure}
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was named.
 
-def main() -> None:
+    Returns:
+        0; goals that are missed are in the result.
+    """
+    known = available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=sorted(BENCHMARKS))
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"))
-    parser.add_argument("--layers", type=int, help="ema only: size, 2 million parameters each")
-    options = parser.parse_args()
-    if options.layers is not None and options.name != "ema":
-        parser.error("--layers belongs to ema")
-    settings = {} if options.layers is None else {"layers": options.layers}
-    platform = detect_platform(log=False)
-    result = {
-        "benchmark": options.name,
-        "processor": platform.processor,
-        "cores": platform.usable_cores,
-        "devices": [device.name for device in platform.devices],
-        "versions": dict(platform.versions),
-    } | BENCHMARKS[options.name](**settings)
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{options.name}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["medians"], indent=2))
-    print(f"samples and settings in {path}")
+    parser.add_argument(
+        "name", choices=[*known, "all"], help=f"all: {', '.join(CPU)}, one after the other"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="sizes that show within seconds that it works"
+    )
+    parser.add_argument("--output", type=Path, help="folder of the results")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    options = parser.parse_args(arguments)
+    output = options.output or Path(
+        "outputs", "benchmarks-quick" if options.quick else "benchmarks"
+    )
+    for name in CPU if options.name == "all" else (options.name,):
+        _run(load(name), output, quick=options.quick, fresh=options.fresh)
+    return 0
+
+
+def _run(benchmark: Benchmark, output: Path, *, quick: bool, fresh: bool) -> None:
+    result = run(benchmark, output=output, quick=quick, fresh=fresh)
+    sys.stdout.write(f"{benchmark.name}: {output / benchmark.name}.json, .md, .png\n")
+    if result["goals"]:
+        sys.stdout.write(goals_table(result["goals"]) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

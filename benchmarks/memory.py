@@ -1,28 +1,37 @@
 """Peak memory of real training steps against the plan's estimate, over stages, offload and batch.
 
 On a GPU: SDXL's U-Net with random weights at 1024 x 1024. Elsewhere the same run with a small
-U-Net, which shows that it works and no more. Every case runs in a process of its own, so that one
-that does not fit costs only itself.
+U-Net, whose device memory is RAM too. Every case runs in a process of its own, so that one that
+does not fit costs only itself.
 """
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-GIB = 2**30
-CASES: tuple[dict[str, Any], ...] = (
-    {"stage": 0},
-    {"stage": 2},
-    {"stage": 3},
-    {"stage": 2, "offload": "cpu"},
-    {"stage": 3, "offload": "cpu"},
-    {"stage": 3, "offload": "cpu", "offload_param": "cpu"},
+from benchmarks.framework import (
+    Benchmark,
+    Case,
+    CaseRefused,
+    Context,
+    Goal,
+    Measured,
+    Worker,
+    WorkerError,
+    anon_bytes,
+    device_bytes,
 )
+from benchmarks.framework.hardware import hardware
+
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3},
+    "stage 2, RAM": {"stage": 2, "offload": "cpu"},
+    "stage 3, RAM": {"stage": 3, "offload": "cpu"},
+    "stage 3, RAM with parameters": {"stage": 3, "offload": "cpu", "offload_param": "cpu"},
+}
 SMALL: dict[str, Any] = {
     "_class_name": "UNet2DConditionModel",
     "sample_size": 32,
@@ -33,104 +42,139 @@ SMALL: dict[str, Any] = {
     "attention_head_dim": 8,
     "norm_num_groups": 16,
 }
-STEPS = 2
+MEASURED, ESTIMATED = "measured", "estimated"
 
 
-def measure() -> dict[str, Any]:
-    """Run every case; report peaks, estimates and the error of each."""
-    on_gpu = torch.cuda.is_available()
-    batches = (1, 4) if on_gpu else (1,)
-    results = [_isolated(case, batch=batch, large=on_gpu) for case in CASES for batch in batches]
-    errors = [abs(result["error"]) for result in results if result.get("error") is not None]
+def cases(quick: bool) -> Sequence[Case]:
+    on_gpu = bool(hardware()["devices"])
+    if quick:
+        kinds: list[dict[str, Any]] = [{"model": "small", "side": 64, "batch": 1}]
+    elif on_gpu:
+        kinds = [{"model": "sdxl", "side": 1024, "batch": batch} for batch in (1, 4)]
+    else:
+        kinds = [{"model": "small", "side": 256, "batch": 4}]
+    names = ["stage 2, RAM"] if quick else list(PLANS)
+    return tuple(
+        Case(
+            name=f"{name}, batch {kind['batch']}",
+            settings={"plan": dict(PLANS[name]), **kind, "steps": 2},
+            measure=measure,
+        )
+        for name in names
+        for kind in kinds
+    )
+
+
+def measure(settings: Mapping[str, Any], context: Context) -> Measured:
+    """Train a few steps in a fresh process and compare its peak."""
+    try:
+        with Worker(Run, dict(settings)) as worker:
+            before = worker.call("held")
+            found, peak = worker.peak("train")
+    except WorkerError as error:
+        last = str(error).strip().splitlines()[-1]
+        if "memory" not in last and "died" not in last:
+            raise
+        raise CaseRefused(last[:300]) from error
+    facts = found["facts"]
+    if found["device"]:
+        context.log(f"  {found['device']}")
+        samples = {
+            MEASURED: {name: [value] for name, value in found["device"].items()},
+            ESTIMATED: {"allocated_bytes": [found["estimated"]]},
+        }
+    else:
+        samples = {
+            MEASURED: {"host_bytes": [peak - before]},
+            ESTIMATED: {"host_bytes": [found["estimated"]]},
+        }
+    return Measured(samples=samples, baseline=MEASURED, facts=facts)
+
+
+class Run:
+    """A model, its engine and a few steps, in a process of its own."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+
+    def held(self) -> int:
+        """Bytes this process holds with its libraries loaded and nothing else."""
+        import diffusers
+
+        import zerotune.training
+
+        _ = diffusers.UNet2DConditionModel, zerotune.training.Trainer
+        return anon_bytes()
+
+    def train(self) -> dict[str, Any]:
+        """Build the engine, take steps; what the plan estimates for it."""
+        import diffusers
+
+        from benchmarks.families import SDXL
+        from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine, model_facts
+        from zerotune.diffusion.profile_inputs import example_inputs
+
+        settings = self._settings
+        config = SDXL if settings["model"] == "sdxl" else SMALL
+        facts = model_facts(config)
+        precision = "bf16" if settings["model"] == "sdxl" else "fp32"
+        plan = DeepSpeedPlan.build(
+            precision=precision, micro_batch_size=settings["batch"], **settings["plan"]
+        )
+        model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+        model.enable_gradient_checkpointing()
+        resolved = OptimizerResolver().apply(plan.resolve(model=facts))
+        with build_engine(model=model, plan=resolved) as engine:
+            make, side = example_inputs(model), settings["side"]
+            for _ in range(settings["steps"]):
+                inputs = make(settings["batch"], side, side)
+                arguments = {name: _filled(value, engine) for name, value in inputs.items()}
+                engine.backward(engine(**arguments).sample.float().pow(2).mean())
+                engine.step()
+            device = device_bytes()
+        estimate = plan.estimate(facts, batch=settings["batch"], resolution=side)
+        return _account(estimate, device, sum(p.numel for p in facts.parameters))
+
+
+def _account(estimate: Any, device: Mapping[str, float], parameters: int) -> dict[str, Any]:
+    from zerotune.plan.memory.estimating import CONTEXT, RUNTIME
+
     return {
-        "model": "sdxl" if on_gpu else "small",
-        "results": results,
-        "medians": {
-            "absolute error of the device's peak": statistics.median(errors) if errors else None,
-            "cases that ran": len(errors),
-            "cases": len(results),
+        "device": dict(device),
+        # Neither the CUDA context nor the libraries are in what is measured.
+        "estimated": estimate.device - CONTEXT if device else estimate.host - RUNTIME,
+        "facts": {
+            "parameters": parameters,
+            "phase of the peak": estimate.peak("device" if device else "host").phase,
+            "estimated device GiB": round(estimate.device / 2**30, 3),
+            "estimated host GiB": round(estimate.host / 2**30, 3),
         },
     }
 
 
-def _isolated(case: dict[str, Any], *, batch: int, large: bool) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    worker = context.Process(target=_report, args=(send, case, batch, large))
-    worker.start()
-    send.close()
-    try:
-        outcome = json.loads(receive.recv())
-    except EOFError:
-        outcome = {"failed": "the process died"}
-    worker.join()
-    return {"plan": case, "batch": batch} | outcome
-
-
-def _report(send: Any, case: dict[str, Any], batch: int, large: bool) -> None:
-    try:
-        outcome = _run(case, batch, large)
-    except (RuntimeError, MemoryError) as error:
-        outcome = {"failed": str(error).splitlines()[0][:300]}
-    send.send(json.dumps(outcome))
-
-
-def _run(case: dict[str, Any], batch: int, large: bool) -> dict[str, Any]:
-    from benchmarks.families import SDXL
-    from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine, model_facts
-    from zerotune.diffusion.profile_inputs import example_inputs
-    from zerotune.training.memory import host_now, host_peak
-
-    config, side = (SDXL, 1024) if large else (SMALL, 256)
-    import diffusers
-
-    facts = model_facts(config)
-    before = host_now()
-    model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
-    model.enable_gradient_checkpointing()
-    precision = "bf16" if large else "fp32"
-    plan = DeepSpeedPlan.build(precision=precision, micro_batch_size=batch, **case)
-    resolved = OptimizerResolver().apply(plan.resolve(model=facts))
-    engine = build_engine(model=model, plan=resolved)
-    make = example_inputs(model)
-    for _ in range(STEPS):
-        arguments = {
-            name: _filled(value, engine) for name, value in make(batch, side, side).items()
-        }
-        engine.backward(engine(**arguments).sample.float().pow(2).mean())
-        engine.step()
-    estimate = plan.estimate(facts, batch=batch, resolution=side)
-    result = _compare(estimate, host_peak() - before)
-    engine.close()
-    return result
-
-
 def _filled(value: Any, engine: Any) -> Any:
+    import torch
+
     if isinstance(value, dict):
         return {name: _filled(item, engine) for name, item in value.items()}
     dtype = engine.dtype if value.is_floating_point() else value.dtype
     return torch.rand(value.shape, device=engine.device).to(dtype)
 
 
-def _compare(estimate: Any, host: int) -> dict[str, Any]:
-    from zerotune.plan.memory.estimating import CONTEXT, RUNTIME
-
-    result: dict[str, Any] = {
-        "estimated": {
-            "device_gib": estimate.device / GIB,
-            "host_gib": estimate.host / GIB,
-            "phase": estimate.peak("device").phase,
-        },
-        "measured": {"host_growth_gib": host / GIB},
-    }
-    if torch.cuda.is_available():
-        # The context is not torch's; the reserved peak is what other processes cannot have.
-        allocated = torch.cuda.max_memory_allocated()
-        result["measured"] |= {
-            "allocated_gib": allocated / GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        }
-        result["error"] = (estimate.device - CONTEXT) / allocated - 1
-    else:
-        result["error"] = (estimate.host - RUNTIME) / host - 1
-    return result
+BENCHMARK = Benchmark(
+    name="memory",
+    title="peak memory of real steps against the plan's estimate",
+    cases=cases,
+    goals=tuple(
+        Goal(
+            text=f"{name}: the estimate is at most 10 % above what was measured",
+            case=f"{name}, batch {batch}",
+            contestant=ESTIMATED,
+            against=MEASURED,
+            quantity=quantity,
+            limit=1.1,
+        )
+        for name in PLANS
+        for batch, quantity in ((1, "allocated_bytes"), (4, "allocated_bytes"), (4, "host_bytes"))
+    ),
+)

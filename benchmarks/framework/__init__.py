@@ -1,0 +1,24 @@
+"""What all benchmarks share: alternation, statistics, results that resume, tables and plots."""
+
+from __future__ import annotations
+
+from benchmarks.framework.running import alternate, run, timed
+from benchmarks.framework.values import Benchmark, Case, CaseRefused, Context, Goal, Measured
+from benchmarks.framework.workers import AnonPeak, Worker, WorkerError, anon_bytes, device_bytes
+
+__all__ = [
+    "Benchmark",
+    "Case",
+    "CaseRefused",
+    "Context",
+    "Goal",
+    "Measured",
+    "alternate",
+    "run",
+    "timed",
+    "Worker",
+    "WorkerError",
+    "AnonPeak",
+    "anon_bytes",
+    "device_bytes",
+]

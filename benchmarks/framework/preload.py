@@ -1,0 +1,26 @@
+"""Imported once by the fork server of the workers: DeepSpeed, for this machine's accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from zerotune.platform import detect_platform
+
+with contextlib.suppress(ImportError):
+    from zerotune.backend.require import quiet_deepspeed, require_deepspeed
+
+    platform = detect_platform(log=False)
+    if platform.deepspeed.available and platform.accelerator == "cpu":
+        # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
+        require_deepspeed(accelerator="cpu")
+        quiet_deepspeed()
+        import accelerate  # noqa: F401
+        import diffusers  # noqa: F401
+
+with contextlib.suppress(ImportError):
+    import cpuinfo
+
+    # DeepSpeed asks several times per engine, and each answer starts a process for a second.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cpuinfo.get_cpu_info()

@@ -1,0 +1,168 @@
+"""A result as data: statistics of raw samples, a file that grows case by case."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.framework.hardware import hardware, versions
+from benchmarks.framework.values import Benchmark, Case, Goal, Measured
+from zerotune.files import write_atomically
+
+SCHEMA: Final = 1
+
+
+class ResultFile:
+    """The result of one benchmark on disk; whole after every case.
+
+    Cases measured on the same machine, with the same versions and settings, are kept.
+
+    Args:
+        path: The JSON file.
+        benchmark: Whose result it is.
+        quick: Whether sizes say nothing.
+        fresh: Keep nothing of what is there.
+    """
+
+    def __init__(self, path: Path, benchmark: Benchmark, *, quick: bool, fresh: bool) -> None:
+        self.path = path
+        self._head = {
+            "schema": SCHEMA,
+            "benchmark": benchmark.name,
+            "title": benchmark.title,
+            "command": f"python -m benchmarks {benchmark.name}" + (" --quick" if quick else ""),
+            "quick": quick,
+            "hardware": hardware(),
+            "versions": versions(),
+        }
+        self._goals = benchmark.goals
+        self._cases: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            self._take(json.loads(path.read_text(encoding="utf-8")), fresh=fresh)
+
+    def _take(self, stored: Mapping[str, Any], *, fresh: bool) -> None:
+        if self._head["quick"] and not stored.get("quick", True):
+            raise SystemExit(
+                f"{self.path} holds a full measurement; give another --output for a quick one"
+            )
+        if not fresh and all(stored.get(key) == self._head[key] for key in _SAME):
+            self._cases = {case["name"]: case for case in stored["cases"]}
+
+    def has(self, case: Case) -> bool:
+        """Whether it was measured already, with these settings."""
+        stored = self._cases.get(case.name)
+        # As JSON has it: a tuple has become a list.
+        return stored is not None and stored["settings"] == json.loads(json.dumps(case.settings))
+
+    def add(self, case: Case, outcome: Measured | str, **about: Any) -> None:
+        """Store what a case gave, or why it was refused, and write the file."""
+        entry: dict[str, Any] = {"name": case.name, "settings": dict(case.settings), **about}
+        if isinstance(outcome, str):
+            entry["refused"] = outcome
+        else:
+            entry |= described(outcome)
+        self._cases[case.name] = entry
+        self.write([*self._cases])
+
+    def write(self, order: Sequence[str]) -> None:
+        """Write the cases named, in this order; others are left out."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.data(order), indent=1)
+        write_atomically(self.path, (text + "\n").encode())
+
+    def data(self, order: Sequence[str]) -> dict[str, Any]:
+        """The whole result, with the goals of these cases."""
+        cases = [self._cases[name] for name in order if name in self._cases]
+        goals = [judged(goal, cases) for goal in self._goals if goal.case in order]
+        return {**self._head, "cases": cases, "goals": goals}
+
+
+_SAME: Final = ("schema", "quick", "hardware", "versions")
+
+
+def described(measured: Measured) -> dict[str, Any]:
+    """Samples with their statistics, and the ratio to the baseline of the same round."""
+    baseline = measured.samples[measured.baseline]
+    contestants: dict[str, dict[str, Any]] = {}
+    for name, quantities in measured.samples.items():
+        contestants[name] = {}
+        for quantity, samples in quantities.items():
+            found: dict[str, Any] = {"samples": [_rounded(value) for value in samples]}
+            found |= summary(samples)
+            reference = baseline.get(quantity)
+            if name != measured.baseline and reference and all(reference):
+                found["ratio"] = ratio(samples, reference)
+            contestants[name][quantity] = found
+    return {
+        "baseline": measured.baseline,
+        "contestants": contestants,
+        "facts": dict(measured.facts),
+        "notes": list(measured.notes),
+    }
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median and spread."""
+    low, middle, high = _quartiles(samples)
+    return {
+        "median": _rounded(middle),
+        "q1": _rounded(low),
+        "q3": _rounded(high),
+        "min": _rounded(min(samples)),
+        "max": _rounded(max(samples)),
+    }
+
+
+def ratio(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of the ratios round by round.
+
+    What slows the whole machine for a while slows both and cancels; where the numbers of samples
+    differ there are no rounds, and medians are divided.
+    """
+    if len(samples) == len(baseline):
+        rounds = [ours / theirs for ours, theirs in zip(samples, baseline, strict=True)]
+    else:
+        rounds = [statistics.median(samples) / statistics.median(baseline)]
+    low, middle, high = _quartiles(rounds)
+    return {"median": _rounded(middle), "q1": _rounded(low), "q3": _rounded(high)}
+
+
+def _quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    if len(samples) < 2:
+        return samples[0], samples[0], samples[0]
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def judged(goal: Goal, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A goal with what was reached: ``reached`` and ``met`` are ``None`` when not measured."""
+    entry: dict[str, Any] = {
+        "text": goal.text, "case": goal.case, "contestant": goal.contestant,
+        "quantity": goal.quantity, "limit": goal.limit, "against": goal.against,
+    }  # fmt: skip
+    reached = _reached(goal, {case["name"]: case for case in cases}.get(goal.case))
+    met = None if reached is None else reached <= goal.limit
+    return entry | {"reached": reached, "met": met}
+
+
+def _reached(goal: Goal, case: Mapping[str, Any] | None) -> float | None:
+    def found(contestant: str) -> Any:
+        contestants: Mapping[str, Any] = (case or {}).get("contestants", {})
+        return contestants.get(contestant, {}).get(goal.quantity)
+
+    ours = found(goal.contestant)
+    if ours is None:
+        return None
+    if goal.against is None:
+        return float(ours["median"])
+    theirs = found(goal.against)
+    if theirs is None:
+        return None
+    return ratio(ours["samples"], theirs["samples"])["median"]

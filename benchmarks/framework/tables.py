@@ -1,0 +1,131 @@
+"""A result as Markdown. Standard library only: the documentation is made with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+_TITLES: Final = {
+    "seconds": "time",
+    "bytes_per_second": "rate",
+    "images_per_second": "rate",
+}
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The whole result: where it was measured, a table per case, the goals."""
+    parts = [f"# {result['benchmark']}: {result['title']}", provenance(result)]
+    if result["quick"]:
+        parts.append("A quick run: it shows that the benchmark works, and nothing else.")
+    for case in result["cases"]:
+        parts += [f"## {case['name']}", *case_parts(case)]
+    if result["goals"]:
+        parts += ["## Goals", goals_table(result["goals"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def provenance(result: Mapping[str, Any]) -> str:
+    """Hardware and versions in a sentence."""
+    machine = result["hardware"]
+    devices = [f"{device['name']} ({device['gib']:g} GiB)" for device in machine["devices"]]
+    host = f"{machine['usable_cores']} cores of {machine['processor']}"
+    where = ", ".join([*devices, host, f"{machine['host_gib']:g} GiB of RAM"])
+    packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    return f"{where}. {packages}. `{result['command']}`"
+
+
+def case_parts(case: Mapping[str, Any]) -> list[str]:
+    """The table of a case and its notes."""
+    if "refused" in case:
+        return [f"Did not run: {case['refused']}"]
+    return [case_table(case), *case["notes"]]
+
+
+def case_table(case: Mapping[str, Any]) -> str:
+    """Medians, spread and the ratio to the baseline."""
+    rows = [
+        f"| | quantity | median | quartiles | range | to {case['baseline']} |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for name, quantities in case["contestants"].items():
+        for quantity, found in quantities.items():
+            cells = [
+                name,
+                title(quantity),
+                amount(found["median"], quantity),
+                span(found["q1"], found["q3"], quantity),
+                span(found["min"], found["max"], quantity),
+                times(found.get("ratio")),
+            ]
+            rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def goals_table(goals: Iterable[Mapping[str, Any]]) -> str:
+    """Goals and what was reached."""
+    rows = ["| goal | reached | met |", "|---|--:|---|"]
+    for goal in goals:
+        met = {True: "yes", False: "no", None: "not measured"}[goal["met"]]
+        rows.append(f"| {goal['text']} | {reached(goal)} | {met} |")
+    return "\n".join(rows)
+
+
+def reached(goal: Mapping[str, Any]) -> str:
+    """What a goal's ratio or quantity came to."""
+    if goal["reached"] is None:
+        return "·"
+    if goal["against"] is None:
+        return amount(goal["reached"], goal["quantity"])
+    return f"{goal['reached']:.3f}"
+
+
+def title(quantity: str) -> str:
+    """``"save_seconds"`` → ``"save"``; the unit stands beside the number."""
+    if quantity in _TITLES:
+        return _TITLES[quantity]
+    for suffix in ("_seconds", "_bytes", "_bytes_per_second", "_per_second"):
+        quantity = quantity.removesuffix(suffix)
+    return quantity.replace("_", " ")
+
+
+def amount(value: float, quantity: str) -> str:
+    """A value with the unit that its quantity's name tells."""
+    if quantity.endswith("bytes_per_second"):
+        return f"{_bytes(value)}/s"
+    if quantity.endswith("_per_second"):
+        return f"{value:.4g}/s"
+    if quantity.endswith("seconds"):
+        return _seconds(value)
+    if quantity.endswith("bytes"):
+        return _bytes(value)
+    return f"{value:.4g}"
+
+
+def span(low: float, high: float, quantity: str) -> str:
+    """From … to, the unit once where both have the same."""
+    first, last = amount(low, quantity), amount(high, quantity)
+    number, _, unit = first.partition(" ")
+    return f"{number} to {last}" if unit and last.endswith(f" {unit}") else f"{first} to {last}"
+
+
+def times(ratio: Mapping[str, float] | None) -> str:
+    """``"1.003 (0.998 to 1.010)"``."""
+    if ratio is None:
+        return ""
+    if ratio["q1"] == ratio["q3"]:
+        return f"{ratio['median']:.3f}"
+    return f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
+
+
+def _seconds(value: float) -> str:
+    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if abs(value) < limit:
+            return f"{value * scale:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
+def _bytes(value: float) -> str:
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(value) >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.0f} B"
