@@ -84,6 +84,13 @@ class Page:
         self.settle()
         return json.loads(self.tab.locator("#output").text_content())
 
+    def wait_for(self, key: str, value: Any) -> None:
+        """Wait until the JSON that is shown says so: keys are typed faster than shown."""
+        deadline = time.monotonic() + 20
+        while (shown := self.config().get(key)) != value:
+            assert time.monotonic() < deadline, f"{key} is {shown!r}, not {value!r}"
+            self.tab.wait_for_timeout(50)
+
     def open_text(self, text: str) -> None:
         """Paste into the dialog and open."""
         self.tab.click("#open-button")

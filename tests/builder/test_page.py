@@ -300,8 +300,8 @@ def test_by_keyboard_alone(page, place):
     tab_to("config-gradient-clipping")
     press("Control+A")
     page.tab.keyboard.type("0.5")
+    page.wait_for("gradient_clipping", 0.5)
     assert page.config()["zero_optimization"]["stage"] == 3
-    assert page.config()["gradient_clipping"] == 0.5
     tab_to("tab-json")
     press("ArrowRight")
     assert page.tab.get_attribute("#tab-running", "aria-selected") == "true"
