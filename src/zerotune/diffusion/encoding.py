@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.diffusion.data.cache import TensorCache
 from zerotune.diffusion.data.caching import CachedImages, Progress, cache_latents, cache_texts
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """The processes that share the work: an engine's ``group``, or ``ProcessGroup``."""
+    """The processes that share the work, such as an engine's ``group``."""
 
     rank: int
     world_size: int
@@ -45,7 +48,8 @@ def encode_dataset(
         images: The images and their captions.
         family: With its frozen parts.
         folder: Where the caches go.
-        ranks: Who shares the work; only this process when not given.
+        ranks: Who shares the work: an engine's ``group``. When not given, all processes a
+            launcher started, before there is an engine.
         device: Where to encode: CUDA where there is any, when not given.
         batch_size: Images, and texts, at a time.
         progress: Show a bar on rank 0.
@@ -56,29 +60,62 @@ def encode_dataset(
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
     """
-    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    shown = progress and rank == 0
-    where = torch.device(device or _default_device(rank))
+    with ExitStack() as resources:
+        chosen = ranks or _launched(resources)
+        return _encode(
+            images,
+            family=family,
+            folder=folder,
+            ranks=chosen,
+            device=torch.device(device or _default_device(chosen.rank)),
+            batch_size=batch_size,
+            shown=progress and chosen.rank == 0,
+        )
+
+
+def _launched(resources: ExitStack) -> Ranks:
+    if not dist.is_initialized() and Launch.from_environment().world_size == 1:
+        return ProcessGroup.alone()
+    # One that a launcher asked for lasts: the engine joins it later.
+    group = ProcessGroup(backend="nccl" if torch.cuda.is_available() else "gloo")
+    resources.callback(group.close)
+    return group
+
+
+def _encode(
+    images: PreparedImages,
+    *,
+    family: TextToImage,
+    folder: str | os.PathLike[str],
+    ranks: Ranks,
+    device: torch.device,
+    batch_size: int,
+    shown: bool,
+) -> CachedImages:
     latents = TensorCache(folder, settings=family.latent_settings())
     texts = TensorCache(folder, settings=family.text_settings())
-    shared: dict[str, Any] = {"rank": rank, "world_size": world_size, "batch_size": batch_size}
+    shared: dict[str, Any] = {
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "batch_size": batch_size,
+    }
     with _Bar("latents", shown) as report:
         cache_latents(
             images,
             cache=latents,
-            encode=lambda pixels: family.encode_images(pixels, device=where),
+            encode=lambda pixels: family.encode_images(pixels, device=device),
             progress=report,
-            barrier=None if ranks is None else lambda: ranks.barrier("use cached latents"),
+            barrier=lambda: ranks.barrier("use cached latents"),
             **shared,
         )
     with _Bar("captions", shown) as report:
         cache_texts(
             captions_of(images),
             cache=texts,
-            encode=lambda captions: family.encode_texts(captions, device=where),
+            encode=lambda captions: family.encode_texts(captions, device=device),
             progress=report,
             release=None if family.parts is None else family.parts.release,
-            barrier=None if ranks is None else lambda: ranks.barrier("use cached captions"),
+            barrier=lambda: ranks.barrier("use cached captions"),
             **shared,
         )
     return CachedImages(images, latents=latents, texts=texts)
