@@ -364,8 +364,11 @@ def _offload_devices(engine: Any) -> tuple[str, str]:
 
 
 def _partitions(module: torch.nn.Module) -> bool:
-    """Whether stage 3 really partitions: a high persistence threshold keeps all whole."""
-    parameters = [p for _, p in trainable_parameters(module)]
+    """Whether stage 3 really partitions: a high persistence threshold keeps all whole.
+
+    Frozen parameters count too: beside a large frozen base all adapters are small enough to stay.
+    """
+    parameters = list(module.parameters())
     whole = sum(p.numel() for p in parameters)
     return whole < sum(torch.Size(full_shape(p)).numel() for p in parameters)
 
