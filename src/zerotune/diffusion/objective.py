@@ -178,6 +178,7 @@ class DenoisingObjective:
         inputs = _inputs(self.family, self.noise, batch, generator)
         low, high = self._bounds()
         timesteps = torch.randint(low, high, (len(inputs.clean),), generator=generator)
+        timesteps = timesteps.to(inputs.clean.device)
         weights = None
         if self.snr_gamma is not None:
             weights = min_snr_weights(self._adding, timesteps, gamma=self.snr_gamma)
@@ -196,13 +197,13 @@ class DenoisingObjective:
         inputs = _inputs(self.family, noise, batch, generator)
         low, high = self._bounds()
         steps = [low + at_quantile(quantile, high - low) for quantile in quantiles]
-        times = [torch.full((len(inputs.clean),), step) for step in steps]
+        shape, device = (len(inputs.clean),), inputs.clean.device
+        times = [torch.full(shape, step, device=device) for step in steps]
         return torch.stack([self._loss(model, inputs, time, None) for time in times])
 
     def _loss(
         self, model: Denoiser, inputs: _Inputs, timesteps: torch.Tensor, weights: Any
     ) -> torch.Tensor:
-        timesteps = timesteps.to(inputs.clean.device)
         noisy = self._adding.add_noise(inputs.clean, inputs.noise.added, timesteps)
         prediction = self.family.predict(model, noisy, timesteps, inputs.conditioning)
         target = self._target(inputs.clean, inputs.noise.target, timesteps)

@@ -96,7 +96,9 @@ def validation_loss(
     found: dict[int, _BatchLosses] = {}
     with evaluating(model):
         for index in _share(len(batches), group):
-            batch = {name: value.to(model.device) for name, value in batches[index].items()}
+            held_out = batches[index]
+            samples = _count(held_out, index)
+            batch = {name: value.to(model.device) for name, value in held_out.items()}
             losses = able.losses_at(
                 model,
                 batch,
@@ -104,7 +106,7 @@ def validation_loss(
                 noise=FixedNoise(seed=seed, index=index),
                 generator=_generator(seed, index, "conditioning"),
             )
-            found[index] = _BatchLosses(losses=losses.tolist(), samples=_count(batch, index))
+            found[index] = _BatchLosses(losses=losses.tolist(), samples=samples)
     return _merged([found] if group is None else group.gather(found), levels)
 
 

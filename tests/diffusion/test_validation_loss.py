@@ -1,0 +1,141 @@
+"""The validation loss: the same figure for the same weights, whoever computes it and when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import DDPMScheduler
+
+from tests.diffusion.validating import OBJECTIVE, held_out, validate_and_train
+from tests.support.models import tiny_unet
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case
+from zerotune.diffusion import DenoisingObjective, FlowMatchingObjective, validation_loss
+from zerotune.diffusion.data import derive_seed
+from zerotune.errors import DataError, InvalidValueError
+
+PARTITIONED = (("stage3_param_persistence_threshold", 0),)
+
+
+class FakeGroup:
+    """One rank of several that all run in this process, one after the other."""
+
+    def __init__(self, rank, world_size, box):
+        self.rank, self.world_size, self.box, self.agreed = rank, world_size, box, []
+
+    def agree(self, value, what):
+        self.agreed.append((value, what))
+
+    def gather(self, value):
+        self.box[self.rank] = value
+        return list(self.box.values())
+
+
+class Ranked(torch.nn.Module):
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def __init__(self, model, group):
+        super().__init__()
+        self.module, self.group, self.calls = model, group, 0
+
+    def forward(self, *args, **kwargs):
+        self.calls += 1
+        return self.module(*args, **kwargs)
+
+
+def test_the_figure_is_the_mean_over_samples_of_errors_at_fixed_levels():
+    model = tiny_unet()
+    objective = DenoisingObjective()
+    batches = [{"images": batch["images"]} for batch in held_out((3, 1))]
+    unlabelled = tiny_unet()
+    unlabelled.class_embedding = None
+    found = validation_loss(objective, unlabelled, batches, seed=4, quantiles=(0.5, 0.2))
+
+    scheduler, errors = DDPMScheduler(), {0.2: [], 0.5: []}
+    with torch.no_grad():
+        for index, batch in enumerate(batches):
+            for row, image in enumerate(batch["images"]):
+                seed = derive_seed(4, "validation", index, row)
+                noise = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+                for quantile, kept in errors.items():
+                    time = torch.tensor([int(1000 * quantile)])
+                    noisy = scheduler.add_noise(image[None], noise, time)
+                    kept.append(((unlabelled(noisy, time).sample - noise) ** 2).mean())
+    expected = {quantile: float(torch.stack(kept).mean()) for quantile, kept in errors.items()}
+    assert found.samples == 4
+    assert list(found.by_quantile) == [0.2, 0.5]
+    assert found.by_quantile == pytest.approx(expected, rel=1e-5)
+    assert found.mean == pytest.approx(sum(expected.values()) / 2, rel=1e-5)
+    assert model.training
+
+
+def test_it_repeats_itself_and_leaves_model_and_random_numbers_alone():
+    model = tiny_unet().train()
+    state = torch.get_rng_state()
+    first = validation_loss(OBJECTIVE, model, held_out())
+    torch.rand(3)
+    assert validation_loss(OBJECTIVE, model, held_out()) == first
+    torch.set_rng_state(state)
+    validation_loss(OBJECTIVE, model, held_out())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert validation_loss(OBJECTIVE, model, held_out(), seed=1) != first
+    with torch.no_grad():
+        model.conv_out.weight.mul_(1.1)
+    assert validation_loss(OBJECTIVE, model, held_out()) != first
+
+
+def test_weights_of_a_schedule_do_not_enter_the_figure():
+    model = tiny_unet()
+    batches = held_out((4,))
+    plain = FlowMatchingObjective(family=OBJECTIVE.family)
+    heavy = FlowMatchingObjective(
+        family=OBJECTIVE.family, weighting="sigma_sqrt", density="logit_normal"
+    )
+    assert validation_loss(plain, model, batches) == validation_loss(heavy, model, batches)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_the_figure_is_the_same_on_any_number_of_ranks(world_size):
+    model, box = tiny_unet(), {}
+    expected = validation_loss(OBJECTIVE, model, held_out(), quantiles=(0.3, 0.7))
+    calls = []
+    for rank in range(world_size):
+        ranked = Ranked(model, FakeGroup(rank, world_size, box))
+        found = validation_loss(OBJECTIVE, ranked, held_out(), quantiles=(0.3, 0.7))
+        calls.append(ranked.calls)
+        assert ranked.group.agreed
+    assert found == expected
+    assert calls == [2 * -(-3 // world_size)] * world_size
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_stage_3_on_two_ranks_gives_the_bare_models_figures_and_trains_on():
+    bare = validation_loss(OBJECTIVE, tiny_unet(), held_out()).by_quantile
+    case = Case(stage=3, micro_batch=4, overrides=PARTITIONED)
+    ranks = run_ranks(validate_and_train, case, world_size=2)
+    for figures, sizes, losses in ranks:
+        assert set(sizes) == {0}
+        assert figures == ranks[0][0]
+        assert figures[0] == pytest.approx(bare, rel=1e-5)
+        # The weights moved, and gradients still flow after an evaluation.
+        assert figures[0] != figures[1]
+        assert figures[1] != figures[2]
+        assert losses[0] != losses[1]
+
+
+def test_what_cannot_be_validated_is_refused():
+    model = tiny_unet()
+    with pytest.raises(InvalidValueError, match="losses_at"):
+        validation_loss(torch.nn.functional.mse_loss, model, held_out())
+    with pytest.raises(DataError, match="at least one batch"):
+        validation_loss(OBJECTIVE, model, [])
+    for quantiles in ((), (0.5, 1.5)):
+        with pytest.raises(InvalidValueError, match="from 0 to 1"):
+            validation_loss(OBJECTIVE, model, held_out(), quantiles=quantiles)
+    empty = {"images": torch.zeros(0, 1, 8, 8), "labels": torch.zeros(0)}
+    with pytest.raises(DataError, match="empty batches") as caught:
+        validation_loss(OBJECTIVE, model, [*held_out(), empty])
+    assert caught.value.key == "batches[3]"
