@@ -1,0 +1,129 @@
+"""Which cores a rank gets, on machines that are described."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.errors import InvalidValueError
+from zerotune.platform.cores import LogicalCpu, parse_list, read_cpus, share_cores
+
+
+def machine(*, nodes=1, cores=8, threads=2):
+    """``cores`` per node; siblings are numbered as Linux does on x86: all first threads first."""
+    whole = nodes * cores
+    return tuple(
+        sorted(
+            LogicalCpu(node=core // cores, package=core // cores, core=core, number=number)
+            for thread in range(threads)
+            for core in range(whole)
+            for number in [thread * whole + core]
+        )
+    )
+
+
+def everyone(cpus, ranks):
+    return [{cpu.number for cpu in cpus}] * ranks
+
+
+def test_siblings_of_one_core_count_once_and_one_rank_is_not_bound():
+    cpus = machine()
+    share = share_cores(cpus, affinities=everyone(cpus, 1), rank=0)
+    assert (share.threads, share.cpus) == (8, None)
+    assert share.reason == "8 physical core(s) for this rank"
+
+
+def test_two_ranks_get_a_numa_node_each_with_both_siblings():
+    cpus = machine(nodes=2, cores=4)
+    shares = [share_cores(cpus, affinities=everyone(cpus, 2), rank=rank) for rank in (0, 1)]
+    assert [share.threads for share in shares] == [4, 4]
+    assert shares[0].cpus == (0, 1, 2, 3, 8, 9, 10, 11)
+    assert shares[1].cpus == (4, 5, 6, 7, 12, 13, 14, 15)
+
+
+def test_data_workers_get_at_most_half():
+    cpus = machine()
+    few = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, workers=2)
+    many = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, workers=32)
+    assert (few.threads, many.threads) == (6, 4)
+    assert "2 left to 2 data worker(s)" in few.reason
+    assert "4 left to 32 data worker(s)" in many.reason
+
+
+def test_a_containers_quota_is_shared_by_its_ranks_and_rounded_down():
+    cpus = machine(cores=32)
+    one = share_cores(cpus, affinities=everyone(cpus, 1), rank=0, quota=6.9)
+    two = share_cores(cpus, affinities=everyone(cpus, 2), rank=1, quota=6.9)
+    none = share_cores(cpus, affinities=everyone(cpus, 2), rank=1, quota=0.5)
+    assert (one.threads, two.threads, none.threads) == (6, 3, 1)
+
+
+def test_a_launcher_that_gave_each_rank_cores_of_its_own_is_left_alone():
+    cpus = machine(cores=4, threads=1)
+    share = share_cores(cpus[2:], affinities=[{0, 1}, {2, 3}], rank=1)
+    assert (share.threads, share.cpus) == (2, None)
+
+
+def test_more_ranks_than_cores_take_one_thread_each_unbound():
+    cpus = machine(cores=2, threads=1)
+    shares = [share_cores(cpus, affinities=everyone(cpus, 3), rank=rank) for rank in range(3)]
+    assert [(share.threads, share.cpus) for share in shares] == [(1, None)] * 3
+
+
+def test_without_facts_there_is_no_share():
+    with pytest.raises(InvalidValueError):
+        share_cores((), affinities=[set()], rank=0)
+    with pytest.raises(InvalidValueError):
+        share_cores(machine(), affinities=[{0}], rank=1)
+
+
+@given(
+    nodes=st.integers(1, 4),
+    cores=st.integers(1, 16),
+    threads=st.integers(1, 2),
+    ranks=st.integers(1, 8),
+    workers=st.integers(0, 8),
+)
+def test_ranks_never_share_a_core_where_there_are_enough(nodes, cores, threads, ranks, workers):
+    cpus = machine(nodes=nodes, cores=cores, threads=threads)
+    shares = [
+        share_cores(cpus, affinities=everyone(cpus, ranks), rank=rank, workers=workers)
+        for rank in range(ranks)
+    ]
+    assert all(share.threads >= 1 for share in shares)
+    if ranks > 1 and nodes * cores >= ranks:
+        taken = [number for share in shares for number in share.cpus]
+        assert sorted(taken) == list(range(nodes * cores * threads)), "all, and each once"
+        assert sum(share.threads for share in shares) <= nodes * cores
+
+
+def test_the_kernels_files_are_read():
+    files = {
+        "/sys/devices/system/node/online": "0-1\n",
+        "/sys/devices/system/node/node0/cpulist": "0,2\n",
+        "/sys/devices/system/node/node1/cpulist": "1,3\n",
+    }
+    for number in range(4):
+        topology = f"/sys/devices/system/cpu/cpu{number}/topology"
+        files[f"{topology}/core_id"] = f"{number // 2}\n"
+        files[f"{topology}/physical_package_id"] = f"{number % 2}\n"
+    found = read_cpus(files.get, [0, 1, 2, 3])
+    assert [(cpu.number, cpu.node, cpu.package, cpu.core) for cpu in found] == [
+        (0, 0, 0, 0),
+        (2, 0, 0, 1),
+        (1, 1, 1, 0),
+        (3, 1, 1, 1),
+    ]
+    assert len(read_cpus({}.get, [4, 7])) == 2
+    assert share_cores(read_cpus({}.get, [4, 7]), affinities=[{4, 7}], rank=0).threads == 2
+
+
+@given(st.sets(st.integers(0, 300), max_size=20))
+def test_lists_of_the_kernel_are_parsed(numbers):
+    assert parse_list(",".join(map(str, sorted(numbers)))) == tuple(sorted(numbers))
+
+
+@given(st.text(alphabet="0123456789-, \nx", max_size=12))
+def test_no_text_breaks_the_parser(text):
+    assert all(number >= 0 for number in parse_list(text[:8]))
