@@ -1,0 +1,194 @@
+"""OpenMP threads and cores of a rank whose optimizer runs on the CPU; put back when it ends.
+
+torch and DeepSpeed's CPU optimizers share one OpenMP runtime (torch's ``libgomp``), so
+``torch.set_num_threads`` rules both. A ``DataLoader``'s workers set themselves to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import torch
+
+from zerotune.decisions import Decision
+from zerotune.platform import MachineProbe
+from zerotune.platform.cgroups import cpu_quota
+from zerotune.platform.cores import CoreShare, read_cpus, share_cores
+
+if TYPE_CHECKING:
+    from zerotune.backend.distributed import ProcessGroup
+    from zerotune.plan.resolved import ResolvedPlan
+
+VARIABLE: Final = "OMP_NUM_THREADS"
+KEY: Final = "threads"
+_LAUNCHERS: Final = {"TORCHELASTIC_RUN_ID": "torchrun", "ACCELERATE_MIXED_PRECISION": "accelerate"}
+"""What a launcher that sets ``OMP_NUM_THREADS=1`` for want of anything better leaves behind."""
+
+
+@attrs.frozen(kw_only=True)
+class ThreadFacts:
+    """What this process computes with before anything is chosen."""
+
+    threads: int
+    """OpenMP threads of torch now."""
+    defaults: frozenset[int]
+    """What torch takes by itself here: the cores, physical or logical, this process may use."""
+    environ: Mapping[str, str]
+
+    @property
+    def chosen_by(self) -> str | None:
+        """Who chose the number of threads on purpose; ``None``: nobody."""
+        given = self.environ.get(VARIABLE)
+        if given is not None and self.launcher is None:
+            return f"{VARIABLE}={given} in the environment"
+        usual = self.defaults | ({1} if self.launcher else frozenset())
+        if self.threads not in usual:
+            return f"torch.set_num_threads({self.threads})"
+        return None
+
+    @property
+    def launcher(self) -> str | None:
+        """The launcher whose default of one thread this is, not the user's wish."""
+        several = self.environ.get("LOCAL_WORLD_SIZE", self.environ.get("WORLD_SIZE", "1")) != "1"
+        if self.environ.get(VARIABLE) != "1" or not several:
+            return None
+        return next((name for mark, name in _LAUNCHERS.items() if mark in self.environ), None)
+
+
+def computes_on_cpu(plan: ResolvedPlan) -> bool:
+    """Whether optimizer or model run on the CPU, so that its threads matter."""
+    return plan.platform.accelerator == "cpu" or plan.offload_optimizer != "none"
+
+
+@contextlib.contextmanager
+def cpu_threads(
+    plan: ResolvedPlan, group: ProcessGroup, *, wanted: int | None = None, workers: int = 0
+) -> Iterator[tuple[Decision, ...]]:
+    """Give this rank its share of the machine's cores inside the block. Collective.
+
+    What the user chose stays: ``OMP_NUM_THREADS`` (but for the 1 that torchrun and accelerate
+    set by default), ``torch.set_num_threads``, and CPU affinity, which is only ever narrowed.
+
+    Args:
+        plan: Nothing is changed unless its optimizer or its model run on the CPU.
+        group: The ranks; those of one host divide its cores.
+        wanted: Threads the user asked for; chosen when not given.
+        workers: Data workers of this rank.
+
+    Yields:
+        What was chosen, or why nothing was.
+    """
+    if wanted is not None:
+        share = CoreShare(threads=wanted, cpus=None, reason="asked for")
+    elif not computes_on_cpu(plan):
+        yield ()
+        return
+    else:
+        affinity = _affinity()
+        here = _on_this_host(group, affinity)
+        facts = _facts(affinity)
+        # Every rank has taken part in the exchange; only now may they differ.
+        if facts.chosen_by is not None:
+            yield (_kept(facts),)
+            return
+        probe = MachineProbe()
+        share = share_cores(
+            read_cpus(probe.read_text, affinity),
+            affinities=list(here.values()),
+            rank=list(here).index(group.rank),
+            quota=cpu_quota(probe.read_text),
+            workers=workers,
+        )
+    with _applied(share) as decisions:
+        yield decisions
+
+
+def _facts(affinity: Collection[int]) -> ThreadFacts:
+    cpus = read_cpus(MachineProbe().read_text, affinity)
+    cores = {(cpu.node, cpu.package, cpu.core) for cpu in cpus}
+    return ThreadFacts(
+        threads=torch.get_num_threads(),
+        defaults=frozenset({len(cpus), len(cores), os.cpu_count() or 1}),
+        environ=dict(os.environ),
+    )
+
+
+def _kept(facts: ThreadFacts) -> Decision:
+    return Decision(
+        key=KEY, before=facts.threads, after=facts.threads, reason=f"left alone: {facts.chosen_by}"
+    )
+
+
+def _affinity() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _on_this_host(group: ProcessGroup, affinity: frozenset[int]) -> dict[int, frozenset[int]]:
+    host = socket.gethostname()
+    everyone = group.gather((host, affinity))
+    return {rank: cpus for rank, (name, cpus) in enumerate(everyone) if name == host}
+
+
+@contextlib.contextmanager
+def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
+    before, places = torch.get_num_threads(), _places() if share.cpus else {}
+    decisions = [
+        Decision(
+            key=KEY,
+            before=before,
+            after=share.threads,
+            reason=f"{share.reason}{_overridden()}",
+        )
+    ]
+    torch.set_num_threads(share.threads)
+    bound = share.cpus if share.cpus and _move({task: set(share.cpus) for task in places}) else None
+    if bound is not None:
+        decisions.append(
+            Decision(
+                key=f"{KEY}.cpus",
+                before=None,
+                after=list(bound),
+                reason="the ranks of this machine stay out of each other's way",
+            )
+        )
+    try:
+        yield tuple(decisions)
+    finally:
+        torch.set_num_threads(before)
+        if bound is not None:
+            everywhere = set().union(*places.values())
+            _move({task: everywhere for task in _places()} | places)
+
+
+def _overridden() -> str:
+    launcher = _facts(_affinity()).launcher
+    return f"; {VARIABLE}=1 is only {launcher}'s default" if launcher else ""
+
+
+def _places() -> dict[int, set[int]]:
+    """Where each thread of this process may run; nothing where the system cannot tell."""
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    found = {}
+    for entry in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # A thread may end meanwhile.
+            found[int(entry.name)] = set(os.sched_getaffinity(int(entry.name)))
+    return found
+
+
+def _move(places: Mapping[int, set[int]]) -> bool:
+    """Put threads where they are to run; whether this process' first one went."""
+    moved = False
+    for task, cpus in places.items():
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(task, cpus)
+            moved = moved or task == os.getpid()
+    return moved

@@ -1,0 +1,108 @@
+"""Threads and cores of ranks whose optimizer runs on the CPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from zerotune.backend.cpu_threads import ThreadFacts, cpu_threads
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import Platform
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+
+
+def facts(threads, **environ):
+    return ThreadFacts(threads=threads, defaults=frozenset({8, 16}), environ=environ)
+
+
+def test_what_torch_takes_by_itself_is_nobodys_choice():
+    assert facts(8).chosen_by is None
+    assert facts(16).chosen_by is None
+
+
+def test_the_environment_and_a_call_are_the_users_choice():
+    assert facts(4, OMP_NUM_THREADS="4").chosen_by == "OMP_NUM_THREADS=4 in the environment"
+    assert facts(1, OMP_NUM_THREADS="1").chosen_by == "OMP_NUM_THREADS=1 in the environment"
+    assert facts(3).chosen_by == "torch.set_num_threads(3)"
+
+
+def test_the_one_thread_of_launchers_is_nobodys_choice():
+    assert facts(1, **TORCHRUN).launcher == "torchrun"
+    assert facts(1, **TORCHRUN).chosen_by is None
+    accelerate = {"ACCELERATE_MIXED_PRECISION": "no", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    assert facts(1, **accelerate).launcher == "accelerate"
+    # torchrun leaves what the user exported, and one process alone gets no default.
+    assert facts(4, **TORCHRUN | {"OMP_NUM_THREADS": "4"}).chosen_by is not None
+    assert facts(1, **TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}).chosen_by is not None
+    assert facts(5, **TORCHRUN).chosen_by == "torch.set_num_threads(5)"
+
+
+def _plan(accelerator="cpu", offload="none"):
+    plan = DeepSpeedPlan.build(stage=2, offload=offload)
+    return plan.resolve(platform=Platform.synthetic(accelerator))
+
+
+def _rank(environ):
+    """One of two ranks that share this machine's cores."""
+    from zerotune.backend.distributed import ProcessGroup
+
+    os.environ.update(environ)
+    whole = os.sched_getaffinity(0)
+    torch.set_num_threads(1 if environ else len(whole))
+    torch.ones(2**20).exp()  # OpenMP's threads exist already, as they do after loading a model.
+    group = ProcessGroup(backend="gloo")
+    with cpu_threads(_plan(), group) as decisions:
+        inside = torch.get_num_threads(), _everywhere()
+    group.barrier("leaving")
+    after = torch.get_num_threads(), _everywhere()
+    group.close()
+    return {"decisions": decisions, "inside": inside, "after": after, "whole": whole}
+
+
+def _everywhere():
+    tasks = [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
+    return {frozenset(os.sched_getaffinity(task)) for task in tasks}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("environ", [{}, TORCHRUN])
+def test_two_ranks_take_a_core_each_and_give_it_back(environ):
+    first, second = run_ranks(_rank, environ, world_size=2)
+    if len(first["whole"]) < 2:
+        pytest.skip("one core cannot be divided")
+    for found in (first, second):
+        threads, places = found["inside"]
+        assert 1 <= threads <= len(found["whole"]) // 2
+        assert len(places) == 1, "every thread, OpenMP's too"
+        assert {decision.key for decision in found["decisions"]} == {"threads", "threads.cpus"}
+        assert ("only torchrun's default" in found["decisions"][0].reason) == bool(environ)
+        assert found["after"][0] == (1 if environ else len(found["whole"]))
+        assert found["after"][1] == {frozenset(found["whole"])}
+    assert not first["inside"][1] & second["inside"][1]
+
+
+def test_what_the_user_chose_stays_and_is_recorded():
+    before = torch.get_num_threads()
+    alone = SimpleNamespace(rank=0, gather=lambda value: [value])
+    torch.set_num_threads(7)
+    try:
+        with cpu_threads(_plan(), alone) as (decision,):
+            assert torch.get_num_threads() == 7
+        assert "torch.set_num_threads(7)" in decision.reason
+        with cpu_threads(_plan(), alone, wanted=3) as (decision,):
+            assert torch.get_num_threads() == 3
+        assert (decision.before, decision.after, decision.reason) == (7, 3, "asked for")
+        assert torch.get_num_threads() == 7
+        # An optimizer on the GPU does not compute here.
+        with cpu_threads(_plan("cuda"), alone) as nothing:
+            assert nothing == ()
+        with cpu_threads(_plan("cuda", "cpu"), alone) as kept:
+            assert len(kept) == 1
+    finally:
+        torch.set_num_threads(before)
