@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from zerotune.offload.choosing import Target
 from zerotune.offload.root import SwapRoot, gibibytes
 from zerotune.offload.stale import find_leases
 from zerotune.plan import sizing
+from zerotune.plan.optimizer_states import states_per_element
 
 if TYPE_CHECKING:
     from zerotune.plan.facts import ModelFacts
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 _ALIGNMENT: Final = 1024
 """``AIO_ALIGNED_BYTES``: each thread's share of a swap file is a multiple of it."""
 _AIO_BLOCK: Final = 1_048_576
-_ONE_STATE: Final = frozenset({"DeepSpeedCPULion", "DeepSpeedCPUAdagrad"})
 _FOLDERS: Final = 8
 _SLACK: Final = 1.01
 """What a file system keeps for itself per byte: block lists and rounding to blocks."""
@@ -101,7 +102,8 @@ class _Counter:
     def optimizer(self) -> SwapFiles:
         element = 2 if self._half_masters() else 4
         choice = self.resolved.optimizer
-        states = 1 if choice is not None and choice.implementation in _ONE_STATE else 2
+        name, params = (None, None) if choice is None else (choice.name, choice.params)
+        states = math.ceil(states_per_element(name, params))
         groups = self._files(numel * element for numel in self._sub_groups())
         parts = (sizing.partition(p, self.resolved.world_size) for p in self.model.trainable)
         return groups.times(1 + states) + self._files(part * element for part in parts)
