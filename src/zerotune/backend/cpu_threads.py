@@ -165,7 +165,7 @@ def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
         torch.set_num_threads(before)
         if bound is not None:
             everywhere = set().union(*places.values())
-            _move({task: everywhere for task in _places()} | places)
+            _move(dict.fromkeys(_places(), everywhere) | places)
 
 
 def _overridden() -> str:
