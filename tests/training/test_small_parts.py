@@ -138,7 +138,10 @@ def test_a_checkpoint_of_somebody_elses_loop_is_not_a_trainers():
 
 def test_every_event_of_a_callback_may_be_left_out():
     events = {name for name in dir(Callback) if name.startswith("on_")}
-    assert events == {"on_fit_start", "on_step_end", "on_fit_end", "on_save", "on_resume"}
+    assert events == {
+        *("on_fit_start", "on_step_end", "on_stop", "on_fit_end", "on_save", "on_resume"),
+        *("on_values", "on_images"),
+    }
     callback = ProgressBar()
     callback.on_save(None, None)
     callback.on_resume(None, None)

@@ -16,9 +16,11 @@ import torch
 
 from zerotune.backend.compiling import same_ninja
 from zerotune.backend.corrections import align_swapped_gradients, replay_adam_steps, undo_dummy_step
+from zerotune.backend.discarding import discard_gradients
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.environment import environment
+from zerotune.backend.environment import held
+from zerotune.backend.flattening import flat_through_host
 from zerotune.backend.groups import RunningGroup, expected_groups, running_groups
 from zerotune.backend.layouts import full_shape, layout_of_deepspeed, trainable_parameters
 from zerotune.backend.lifetime import Closing
@@ -29,6 +31,7 @@ from zerotune.backend.optimizers import (
     parameter_groups,
     scheduler_class,
 )
+from zerotune.backend.pinning import pin_exactly
 from zerotune.backend.require import quiet_deepspeed, require_deepspeed
 from zerotune.backend.sharding import shard_from_host
 from zerotune.backend.torch_optimizers import ShardAware
@@ -81,11 +84,14 @@ class DeepSpeedEngine(Closing):
         _check_shapes(model)
         rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
         # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it.
-        self.resources.enter_context(environment(LOCAL_RANK=str(launch.local_rank)))
-        self._engine, self._expected_groups = _initialize(deepspeed, model, named, plan)
+        self.resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
+        pinned = pin_exactly(plan)
+        self._engine, self._expected_groups, built = _initialize(deepspeed, model, named, plan)
         self._module = model
         self._decisions = (
             *_rounding(plan, rounded),
+            *pinned,
+            *built,
             *undo_dummy_step(self._engine),
             *align_swapped_gradients(self._engine),
         )
@@ -187,6 +193,10 @@ class DeepSpeedEngine(Closing):
             boundary=boundary,
             grad_norm=None if norm is None else float(norm),
         )
+
+    def discard(self) -> None:
+        """Drop the accumulation window under way; it counts as a skipped step."""
+        discard_gradients(self._engine)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -296,16 +306,17 @@ def _initialize(
     model: torch.nn.Module,
     named: list[tuple[str, torch.nn.Parameter]],
     plan: ResolvedPlan,
-) -> tuple[Any, tuple[RunningGroup, ...]]:
+) -> tuple[Any, tuple[RunningGroup, ...], tuple[Decision, ...]]:
     choice = plan.optimizer
     if choice is None:
         raise EngineError("the plan has no optimizer choice", key="plan.optimizer")
     client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
     expected = expected_groups(choice, named, client)
+    device = _device(deepspeed)
     try:
-        with same_ninja():
+        with same_ninja(), flat_through_host(deepspeed, plan, device=device) as built:
             if plan.stage == 3:
-                shard_from_host(deepspeed, model, plan, device=_device(deepspeed))
+                shard_from_host(deepspeed, model, plan, device=device)
             engine, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(choice, named),
@@ -321,7 +332,7 @@ def _initialize(
             key="deepspeed.initialize",
             fix="run `zerotune doctor` when an op could not be built, else change what it names",
         ) from error
-    return engine, expected
+    return engine, expected, tuple(built)
 
 
 def _device(deepspeed: Any) -> torch.device:

@@ -190,6 +190,14 @@ class ProcessGroup:
         total = torch.tensor(value, dtype=torch.float64 if device.type != "mps" else torch.float32)
         return float(self.sum_(total.to(device))) / self.world_size
 
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator."""
+        if self._control is None:
+            return flag
+        found = torch.tensor(int(flag), dtype=torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
+        return bool(found)
+
     def close(self) -> None:
         """Leave the group; the last to leave ends it, if it was started here."""
         if self._owned:

@@ -39,7 +39,7 @@ class EngineState:
     micro_step: int
     """Micro batches seen."""
     skipped_steps: int
-    """Steps not applied because the loss scale overflowed."""
+    """Steps not applied: the loss scale overflowed, a gradient was not finite, or discarded."""
     scheduler: dict[str, Any]
     loss_scaler: dict[str, Any]
 
@@ -113,6 +113,14 @@ class Engine(Protocol):
 
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group."""
+        ...
+
+    def discard(self) -> None:
+        """Drop the accumulation window under way, gradients included, in place of its last
+        ``step``. Weights, optimizer, schedule and loss scale stay; it counts as a skipped step.
+
+        Collective: every rank must drop the same window.
+        """
         ...
 
     def load_state(self, state: EngineState) -> None:

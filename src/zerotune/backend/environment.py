@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+_held: dict[str, tuple[int, str | None]] = {}
+"""For each held variable how many blocks hold it, and what it was before the first."""
+
 
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
@@ -16,6 +19,26 @@ def environment(**variables: str | None) -> Iterator[None]:
         yield
     finally:
         _apply(before)
+
+
+@contextmanager
+def held(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable until the last of several overlapping blocks is left.
+
+    Two engines of one process need the same variable and need not end in reverse order, so the
+    first to end must leave it to the other.
+    """
+    holders, before = _held.get(name, (0, os.environ.get(name)))
+    _held[name] = (holders + 1, before)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        holders, before = _held.pop(name)
+        if holders > 1:
+            _held[name] = (holders - 1, before)
+        else:
+            _apply({name: before})
 
 
 def _apply(variables: Mapping[str, str | None]) -> None:

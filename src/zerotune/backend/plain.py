@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -175,24 +176,35 @@ class PlainEngine(Closing):
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss, divided by the accumulation steps."""
         self._open_micro_batch()
-        self._accelerator.backward(loss)
+        self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group."""
-        self._open_micro_batch()
-        boundary = bool(self._accelerator.sync_gradients)
-        grad_norm = self._clip() if boundary else None
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        """Close a micro batch; update the weights when it is the last of its group.
+
+        A gradient that is not finite is not applied, as under DeepSpeed; known where
+        ``gradient_clipping`` asks for its norm.
+        """
+        boundary, grad_norm, applied = self._at_boundary, None, False
         self._close_micro_batch()
-        self._micro_step += 1
-        applied = boundary and not self._accelerator.optimizer_step_was_skipped
         if boundary:
+            grad_norm = self._clip()
+            applied = self._update(grad_norm)
+            self._optimizer.zero_grad()
             self._global_step += 1
             self._skipped_steps += not applied
             if applied and self._scheduler is not None:
                 self._scheduler.step()
+        self._micro_step += 1
         return StepOutcome(applied=applied, boundary=boundary, grad_norm=grad_norm)
+
+    def discard(self) -> None:
+        """Drop the accumulation window under way; it counts as a skipped step."""
+        self._close_micro_batch()
+        self._optimizer.zero_grad()
+        count = self._plan.gradient_accumulation_steps
+        self._micro_step = (self._micro_step // count + 1) * count
+        self._global_step += 1
+        self._skipped_steps += 1
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -213,15 +225,31 @@ class PlainEngine(Closing):
         self._close_micro_batch()
         self._accelerator.free_memory()
 
+    @property
+    def _at_boundary(self) -> bool:
+        return (self._micro_step + 1) % self._plan.gradient_accumulation_steps == 0
+
     def _open_micro_batch(self) -> None:
+        # Not accelerate's own accumulation: its counters are shared by the whole process, and
+        # two engines of one run would count each other's micro batches.
         if self._micro_batch is None:
-            self._micro_batch = self._accelerator.accumulate(self._wrapped)
+            whole = self._at_boundary or self._group.world_size == 1
+            self._micro_batch = nullcontext() if whole else self._wrapped.no_sync()
             self._micro_batch.__enter__()
 
     def _close_micro_batch(self) -> None:
         if self._micro_batch is not None:
             self._micro_batch.__exit__(None, None, None)
             self._micro_batch = None
+
+    def _update(self, grad_norm: float | None) -> bool:
+        """Step the optimizer; whether the weights changed."""
+        finite = grad_norm is None or math.isfinite(grad_norm)
+        # With a loss scale it is the scaler that skips, and lowers the scale.
+        if not finite and self._accelerator.scaler is None:
+            return False
+        self._optimizer.step()
+        return not self._optimizer.step_was_skipped
 
     def _clip(self) -> float | None:
         limit = self._plan.gradient_clipping
@@ -246,11 +274,6 @@ class PlainEngine(Closing):
             self._accelerator.mixed_precision, self._accelerator.mixed_precision
         )
         checks.equal("precision", self._plan.precision, precision)
-        checks.equal(
-            "gradient_accumulation_steps",
-            self._plan.gradient_accumulation_steps,
-            self._accelerator.gradient_accumulation_steps,
-        )
         checks.equal("world_size", self._plan.world_size, self._group.world_size)
         return checks
 
@@ -275,7 +298,6 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     with environment(**hidden):
         return accelerate.Accelerator(
             mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),
-            gradient_accumulation_steps=plan.gradient_accumulation_steps,
             cpu=plan.platform.accelerator == "cpu",
             step_scheduler_with_optimizer=False,
             kwargs_handlers=handlers,

@@ -39,7 +39,7 @@ RELIED_ON: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (
         "deepspeed.runtime.zero.stage_1_and_2",
         "DeepSpeedZeroOptimizer",
-        ("update_lp_params", "_link_all_hp_params"),
+        ("update_lp_params", "_link_all_hp_params", "zero_grad", "reset_cpu_buffers"),
     ),
     (
         "deepspeed.runtime.zero.stage3",
@@ -53,6 +53,9 @@ RELIED_ON: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
             "empty_partition_cache",
             "get_param_id",
             "set_grad_positions",
+            "_pre_step",
+            "_partition_all_parameters",
+            "_overflow_clean_up",
         ),
     ),
     (

@@ -57,6 +57,16 @@ class BackgroundEMA:
         self._error: BaseException | None = None
         self._changes = 0
 
+    @property
+    def subject(self) -> _Shadows:
+        """The ``EMAShadow`` or ``EMAShadows`` that is updated."""
+        return self._subject
+
+    @property
+    def watching(self) -> bool:
+        """Whether ``attach`` has been called, and ``close`` not yet."""
+        return self._master is not None
+
     def attach(self, source: Any) -> Self:
         """Attach the shadow if it is not yet, and watch for changes of its weights.
 

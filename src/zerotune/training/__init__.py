@@ -8,11 +8,19 @@ from __future__ import annotations
 from zerotune.training.callbacks import Callback
 from zerotune.training.memory import MemoryPart, expected_memory
 from zerotune.training.metrics import MetricsFile, StepMetrics, read_metrics
+from zerotune.training.nonfinite import (
+    NonFinite,
+    NonFinitePolicy,
+    RaiseNonFinite,
+    RollBackNonFinite,
+    SkipNonFinite,
+)
 from zerotune.training.plots import plot_loss, plot_report
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Report
-from zerotune.training.saving import SaveEvery
+from zerotune.training.saving import SaveEvery, SaveEveryInBackground
 from zerotune.training.setup import prepare
+from zerotune.training.signals import StopOnSignals
 from zerotune.training.step import TrainStep
 from zerotune.training.trainer import Trainer
 
@@ -24,6 +32,13 @@ __all__ = [
     "ProgressBar",
     "MetricsFile",
     "SaveEvery",
+    "SaveEveryInBackground",
+    "StopOnSignals",
+    "NonFinite",
+    "NonFinitePolicy",
+    "RaiseNonFinite",
+    "SkipNonFinite",
+    "RollBackNonFinite",
     "StepMetrics",
     "read_metrics",
     "Report",

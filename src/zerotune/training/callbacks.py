@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from zerotune.training.metrics import StepMetrics
     from zerotune.training.trainer import Trainer
 
@@ -17,11 +20,14 @@ class Callback:
     safe in them, and output belongs on rank 0: ``if trainer.is_main``.
     """
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int) -> None:
-        """``fit`` begins; it will go on until optimizer step ``steps``."""
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:
+        """``fit`` begins; it goes on until optimizer step ``steps``, or ``None``: until stopped."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """One optimizer step is done, EMA included."""
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
+        """``fit`` ends early: a signal, the time limit, or ``trainer.request_stop``."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """``fit`` ends, also when it raises."""
@@ -30,4 +36,10 @@ class Callback:
         """A checkpoint has been written to ``path``."""
 
     def on_resume(self, trainer: Trainer, path: Path) -> None:
-        """The checkpoint at ``path`` has been loaded."""
+        """The checkpoint at ``path`` has been loaded; also when a bad step made ``fit`` go back."""
+
+    def on_values(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Somebody measured something at this step, such as a validation loss."""
+
+    def on_images(self, trainer: Trainer, name: str, images: torch.Tensor) -> None:
+        """Somebody drew images (n, c, h, w) in [-1, 1] at this step, such as for validation."""

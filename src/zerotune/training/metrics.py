@@ -62,25 +62,33 @@ class MetricsFile(Callback):
         """The file."""
         return self._path
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
         """Open the file."""
-        if not trainer.is_main:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        _keep_until(self._path, trainer.step)
-        # Line buffered: a killed run keeps its metrics.
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        if trainer.is_main:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._open(trainer.step)
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Write one line."""
         if self._file is not None:
             self._file.write(json.dumps(attrs.asdict(metrics)) + "\n")
 
+    def on_resume(self, trainer: Trainer, path: Path) -> None:  # noqa: ARG002
+        """Remove the steps that a run which went back will take again."""
+        if self._file is not None:
+            self._file.close()
+            self._open(trainer.step)
+
     def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
         """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _open(self, step: int) -> None:
+        _keep_until(self._path, step)
+        # Line buffered: a killed run keeps its metrics.
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:

@@ -34,15 +34,15 @@ class ProgressBar(Callback):
         self._console = console
         self._losses: deque[float] = deque(maxlen=self._every)
         self._times: deque[float] = deque(maxlen=self._every + 1)
-        self._total = 0
+        self._total: int | None = None
         self._bar: Any = None
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int) -> None:
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:
         """Show the bar."""
         self._total = steps
         self._losses.clear()
         self._times.clear()
-        if not trainer.is_main or trainer.step >= steps:
+        if not trainer.is_main or (steps is not None and trainer.step >= steps):
             return
         if self._console is None:
             from rich.console import Console
@@ -64,9 +64,10 @@ class ProgressBar(Callback):
             bar.update(task, completed=metrics.step, **fields)
         elif metrics.step % self._every == 0 or metrics.step in (1, self._total):
             text = "  ".join(field.format(**fields) for field in _FIELDS)
-            width = len(str(self._total))
+            total = "" if self._total is None else str(self._total)
+            number = f"{metrics.step:>{len(total)}}/{total}" if total else str(metrics.step)
             self._console.print(
-                f"step {metrics.step:>{width}}/{self._total}  {text}",
+                f"step {number}  {text}",
                 markup=False,
                 highlight=False,
             )
@@ -80,14 +81,16 @@ class ProgressBar(Callback):
     def _fields(self, metrics: StepMetrics) -> dict[str, str]:
         elapsed = self._times[-1] - self._times[0]
         rate = (len(self._times) - 1) / elapsed if elapsed > 0 else 0.0
-        left = (self._total - metrics.step) / rate if rate > 0 else 0.0
+        left = None
+        if self._total is not None:
+            left = (self._total - metrics.step) / rate if rate > 0 else 0.0
         peak = metrics.host_peak if metrics.device_peak is None else metrics.device_peak
         return {
             "loss": f"{sum(self._losses) / len(self._losses):.4f}",
             "lr": f"{metrics.lr:.2e}",
             "rate": f"{rate:.2f}",
             "peak": format_bytes(peak),
-            "eta": format_seconds(left),
+            "eta": "-" if left is None else format_seconds(left),
         }
 
 
@@ -108,7 +111,7 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
-def _start_bar(console: Console, *, done: int, total: int) -> tuple[Any, Any]:
+def _start_bar(console: Console, *, done: int, total: int | None) -> tuple[Any, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     texts = [

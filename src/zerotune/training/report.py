@@ -44,6 +44,8 @@ class Report:
     """Most GPU memory torch has allocated, bytes; ``None`` without a GPU."""
     memory: tuple[MemoryPart, ...]
     """What the plan says each component takes, per rank."""
+    stopped: str | None = None
+    """Why the latest ``fit`` ended early; ``None`` if it did not."""
 
     @property
     def steps_per_second(self) -> float:
@@ -99,6 +101,8 @@ class Report:
                 for component, place, size, note in self.memory_rows()
             ),
         ]
+        if self.stopped is not None:
+            lines.append(f"stopped early: {self.stopped}")
         return "\n".join(lines)
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:

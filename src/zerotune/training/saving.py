@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerotune.checkpoint import prune, step_folder
+from zerotune.checkpoint import BackgroundSaver, PendingCheckpoint, prune, step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
-from zerotune.errors import CheckpointMismatchError
+from zerotune.errors import CheckpointMismatchError, InvalidValueError
 from zerotune.training.callbacks import Callback
 from zerotune.training.seeding import generator_from_text, generator_to_text
 
@@ -26,26 +27,117 @@ _KEY = "trainer"
 
 
 class SaveEvery(Callback):
-    """Saves ``root/step-…`` every few steps and keeps the newest.
+    """Saves ``root/step-…`` every few steps or minutes, and when a run is stopped early.
 
     Args:
         steps: Optimizer steps between two checkpoints.
+        minutes: Minutes between two checkpoints, by the clock of rank 0. With both, whatever
+            comes first.
         root: Folder of the checkpoints.
         keep: How many stay; ``None`` keeps all.
+
+    Raises:
+        InvalidValueError: Neither is given, or one is not above 0.
     """
 
     def __init__(
-        self, *, steps: int, root: str | os.PathLike[str], keep: int | None = None
+        self,
+        *,
+        steps: int | None = None,
+        minutes: float | None = None,
+        root: str | os.PathLike[str],
+        keep: int | None = None,
     ) -> None:
-        self._steps, self._root, self._keep = steps, Path(root), keep
+        if (steps is None and minutes is None) or any(
+            n is not None and n <= 0 for n in (steps, minutes)
+        ):
+            raise InvalidValueError(
+                "needs a number of steps or minutes above 0",
+                key="SaveEvery",
+                value={"steps": steps, "minutes": minutes},
+                fix="SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
+            )
+        self._steps, self._minutes = steps, minutes
+        self._root, self._keep = Path(root), keep
+        self._since = time.monotonic()
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+        """Start the clock."""
+        self._since = time.monotonic()
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Save when it is time."""
-        if metrics.step % self._steps:
-            return
-        trainer.save(step_folder(self._root, metrics.step))
+        if self._due(trainer, metrics.step):
+            self._save(trainer)
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:  # noqa: ARG002
+        """Save what was reached since the latest checkpoint."""
+        path = absolute(step_folder(self._root, trainer.step))
+        if trainer.last_saved != (trainer.step, path):
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save(step_folder(self._root, trainer.step))
+        self._prune(trainer)
+        self._since = time.monotonic()
+
+    def _prune(self, trainer: Trainer) -> None:
         if self._keep is not None and trainer.is_main:
             prune(self._root, keep=self._keep)
+
+    def _due(self, trainer: Trainer, step: int) -> bool:
+        if self._steps is not None and step % self._steps == 0:
+            return True
+        if self._minutes is None:
+            return False
+        # Clocks differ, and a checkpoint needs all ranks at the same step.
+        passed = time.monotonic() - self._since >= 60 * self._minutes
+        return trainer.engine.group.any(passed and trainer.is_main)
+
+
+class SaveEveryInBackground(SaveEvery):
+    """``SaveEvery`` whose checkpoints are written while training goes on.
+
+    Weights, states and shadows are copied into host memory first (16 bytes per fp32 weight with
+    Adam and an EMA). A checkpoint counts as saved, callbacks are told and older ones pruned, when
+    the next is due or ``fit`` ends: then all ranks know that it is whole.
+    """
+
+    _saver: BackgroundSaver | None = None
+    _pending: tuple[int, PendingCheckpoint] | None = None
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Wait for the checkpoint under way."""
+        try:
+            self._settle(trainer)
+        finally:
+            saver, self._saver = self._saver, None
+            if saver is not None:
+                saver.close()
+
+    def _save(self, trainer: Trainer) -> None:
+        self._settle(trainer)
+        if self._saver is None:
+            self._saver = BackgroundSaver(engine=trainer.engine)
+        pending = self._saver.save(
+            step_folder(self._root, trainer.step),
+            extra=trainer.extra_state(),
+            shadows=trainer.averages.shadows,
+        )
+        self._pending = trainer.step, pending
+        self._since = time.monotonic()
+
+    def _settle(self, trainer: Trainer) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            step, checkpoint = pending
+            trainer.note_saved(checkpoint.wait(), step=step)
+            self._prune(trainer)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """As checkpoints are called once they are written."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute keeps "..".
 
 
 def trainer_state(
@@ -99,4 +191,11 @@ def restore_trainer_state(
         severity="warning",
     )
     announce((decision,), rank=group.rank)
+    return (decision,)
+
+
+def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
+    """That a run went back to an earlier step, announced on rank 0."""
+    decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
+    announce((decision,), rank=rank)
     return (decision,)

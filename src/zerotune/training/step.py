@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from zerotune.backend.engine import StepOutcome
 from zerotune.errors import DataError, TrainingError
 from zerotune.training.memory import device_peak, host_peak
 from zerotune.training.metrics import StepMetrics
+from zerotune.training.nonfinite import NonFinite, RaiseNonFinite, is_finite
 from zerotune.training.timing import StepClock
 
 if TYPE_CHECKING:
-    from zerotune.backend.engine import Engine, StepOutcome
+    from zerotune.backend.engine import Engine
     from zerotune.diffusion.data import Batch, BatchStream
     from zerotune.diffusion.objective import Objective
-    from zerotune.ema import EMAShadow
+    from zerotune.training.nonfinite import NonFinitePolicy
+
+
+class _Following(Protocol):
+    def step(self) -> None: ...
 
 
 class TrainStep:
@@ -27,7 +33,8 @@ class TrainStep:
         objective: Gives the loss of a micro batch.
         stream: Gives this rank's micro batches.
         generator: A CPU generator of this rank's own, for all that the objective draws.
-        ema: Follows each applied step.
+        ema: Follows each applied step: an ``EMAShadow``, several, or one in the background.
+        non_finite: Decides about steps that are not finite; ``RaiseNonFinite()`` when not given.
     """
 
     def __init__(
@@ -37,10 +44,12 @@ class TrainStep:
         objective: Objective,
         stream: BatchStream,
         generator: torch.Generator,
-        ema: EMAShadow | None = None,
+        ema: _Following | None = None,
+        non_finite: NonFinitePolicy | None = None,
     ) -> None:
         self._engine, self._objective, self._stream = engine, objective, stream
         self._generator, self._ema = generator, ema
+        self._non_finite = non_finite or RaiseNonFinite()
         self._clock = StepClock(engine.device)
 
     def run(self) -> StepMetrics:
@@ -49,8 +58,8 @@ class TrainStep:
         Collective.
 
         Raises:
-            TrainingError: The loss is not finite on some rank; the weights are left as they
-                were before this step.
+            TrainingError: The loss is not finite on some rank and the policy does not go on; the
+                weights are left as they were before this step.
             DataError: A batch is not of the size the plan says.
         """
         engine, clock = self._engine, self._clock
@@ -58,7 +67,7 @@ class TrainStep:
         lr = engine.lr
         loss, outcome = self._window()
         with clock.phase("ema"):
-            if self._ema is not None and outcome.applied:
+            if self._ema is not None and outcome.applied and is_finite(outcome.grad_norm):
                 self._ema.step()
         step = engine.state.global_step
         seconds, phases = clock.finish()
@@ -76,6 +85,7 @@ class TrainStep:
         )
 
     def _window(self) -> tuple[float, StepOutcome]:
+        """Mean loss and what became of the accumulation window."""
         engine, clock = self._engine, self._clock
         count = engine.plan.gradient_accumulation_steps
         total = torch.zeros((), device=engine.device)
@@ -89,16 +99,14 @@ class TrainStep:
                 total += loss.detach().float()
                 if index == count - 1:
                     # Before the weights change: a step on a bad loss could not be taken back.
-                    mean = self._checked_mean(float(total) / count)
+                    mean = self._mean(float(total) / count)
             with clock.phase("optimizer"):
+                if index == count - 1 and not math.isfinite(mean):
+                    engine.discard()
+                    return mean, StepOutcome(applied=False, boundary=True)
                 outcome = engine.step()
-        if not outcome.boundary:
-            raise TrainingError(
-                f"{count} micro batches did not close an accumulation window",
-                key="engine.micro_step",
-                value=engine.state.micro_step,
-                fix="call engine.step() only through the trainer, or only outside of it",
-            )
+        _check_boundary(engine, outcome)
+        self._check_gradient(outcome)
         return mean, outcome
 
     def _next_batch(self) -> Batch:
@@ -116,18 +124,54 @@ class TrainStep:
         device = self._engine.device
         return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
-    def _checked_mean(self, loss: float) -> float:
+    def _mean(self, loss: float) -> float:
+        """Mean over the ranks; where it is not finite, the policy has agreed to drop it."""
         group = self._engine.group
         mean = group.mean(loss, device=self._engine.device)
-        if math.isfinite(mean):
-            return mean
-        each = group.gather(loss)
-        bad = [rank for rank, value in enumerate(each) if not math.isfinite(value)]
+        if not math.isfinite(mean):
+            each = group.gather(loss)
+            bad = tuple(rank for rank, value in enumerate(each) if not math.isfinite(value))
+            self._judge("loss", mean, ranks=bad, weights_changed=False)
+        return mean
+
+    def _check_gradient(self, outcome: StepOutcome) -> None:
+        # In fp16 a gradient that is not finite is how the loss scale finds its place.
+        if is_finite(outcome.grad_norm) or self._engine.plan.precision == "fp16":
+            return
+        self._judge(
+            "gradient norm",
+            outcome.grad_norm or 0.0,
+            ranks=tuple(range(self._engine.group.world_size)),
+            weights_changed=outcome.applied,
+        )
+
+    def _judge(
+        self,
+        what: Literal["loss", "gradient norm"],
+        value: float,
+        *,
+        ranks: tuple[int, ...],
+        weights_changed: bool,
+    ) -> None:
+        taken = self._engine.state.global_step
+        self._non_finite.judge(
+            NonFinite(
+                step=taken + 1 if what == "loss" else taken,
+                what=what,
+                value=value,
+                ranks=ranks,
+                lr=self._engine.lr,
+                weights_changed=weights_changed,
+            )
+        )
+
+
+def _check_boundary(engine: Engine, outcome: StepOutcome) -> None:
+    if not outcome.boundary:
         raise TrainingError(
-            f"not finite at step {self._engine.state.global_step + 1} on rank(s) "
-            f"{', '.join(map(str, bad))}; the weights are still those of the step before",
-            key="loss",
-            value=mean,
-            fix=f"lower the learning rate (now {self._engine.lr:g}), look for bad samples, "
-            "clip gradients, or use bf16 or fp32 instead of fp16; resume from a checkpoint",
+            f"{engine.plan.gradient_accumulation_steps} micro batches did not close an "
+            "accumulation window",
+            key="engine.micro_step",
+            value=engine.state.micro_step,
+            fix="call engine.step() only through the trainer, or only outside of it",
         )

@@ -52,3 +52,19 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
         value=type(data).__name__,
         fix="give something with __len__ and __getitem__, or a DataLoader",
     )
+
+
+def needed(stream: BatchStream | None) -> BatchStream:
+    """The stream, for training.
+
+    Raises:
+        DataError: There is none.
+    """
+    if stream is None:
+        raise DataError(
+            "there is nothing to train on",
+            key="data",
+            value=None,
+            fix="Trainer(data=...): a dataset or an iterable of batches",
+        )
+    return stream

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,24 +14,29 @@ from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.diffusion.sampling import sample
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.training.averages import EMA, Averages
+from zerotune.training.choosing import scheduler_of
 from zerotune.training.memory import device_peak, expected_memory, host_now, host_peak
+from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report
-from zerotune.training.saving import restore_trainer_state, trainer_state
+from zerotune.training.saving import restore_trainer_state, rolled_back, trainer_state
 from zerotune.training.seeding import seed_everything
 from zerotune.training.setup import prepare
+from zerotune.training.signals import with_signals
 from zerotune.training.step import TrainStep
-from zerotune.training.streams import as_stream
+from zerotune.training.stopping import Goal, Stopping
+from zerotune.training.streams import as_stream, needed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import timedelta
     from types import TracebackType
 
     from typing_extensions import Self
 
     from zerotune.backend.engine import Engine
     from zerotune.diffusion.objective import Objective
-    from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
@@ -58,11 +63,15 @@ class Trainer:
         plan: What is wanted of ZeRO, offload, precision, batch and optimizer.
         optimizer: Settles optimizer and schedule.
         offload: Leases swap folders.
-        ema: Follows the weights; attached here.
+        ema: Follows the weights: an ``EMAShadow``, several as ``EMAShadows``, or either in a
+            ``BackgroundEMA``; attached here, saved and resumed under their names.
         data: A dataset with ``__len__`` and ``__getitem__``, an iterable of micro batches (a
             ``DataLoader``, a list), or a ``BatchStream``. Batches are dicts of tensors.
         objective: Gives the loss; flow matching of images without conditioning by default.
-        callbacks: What is told of each step; a ``ProgressBar`` when not given.
+        callbacks: What is told of each step; a ``ProgressBar`` when not given. Unless one is
+            among them, a ``StopOnSignals`` is added.
+        non_finite: What to do about a loss or gradient that is not finite; ``RaiseNonFinite()``
+            when not given.
         run: What the script knows and the plan may leave ``"auto"``.
         platform: The machine; detected when not given.
         deepspeed: ``False`` asks for the plain engine.
@@ -80,10 +89,11 @@ class Trainer:
         plan: DeepSpeedPlan | ResolvedPlan,
         optimizer: OptimizerResolver | None = None,
         offload: OffloadManager | None = None,
-        ema: EMAShadow | None = None,
+        ema: EMA | None = None,
         data: Any = None,
         objective: Objective | None = None,
         callbacks: Sequence[Callback] | None = None,
+        non_finite: NonFinitePolicy | None = None,
         run: RunFacts | None = None,
         platform: Platform | None = None,
         deepspeed: bool = True,
@@ -105,16 +115,20 @@ class Trainer:
         with ExitStack() as undo:
             undo.callback(self.engine.close)
             self.stream = as_stream(data, engine=self.engine, seed=seed)
-            if ema is not None and not ema.attached:
-                ema.attach(self.engine)
+            self.averages = Averages(ema, engine=self.engine)
+            """The shadows by name, whatever kind of EMA was given."""
             undo.pop_all()
         self.ema = ema
         self.objective: Objective = objective or FlowMatchingObjective()
+        self.non_finite: NonFinitePolicy = non_finite or RaiseNonFinite()
         self._seed = seed
         self._generator = seed_everything(seed, rank=self.engine.group.rank)
         self._record = Record()
-        chosen = (ProgressBar(),) if callbacks is None else callbacks
-        self.callbacks: tuple[Callback, ...] = (self._record, *chosen)
+        self._stopping = Stopping(self.engine.group)
+        chosen = (ProgressBar(),) if callbacks is None else tuple(callbacks)
+        self.callbacks: tuple[Callback, ...] = with_signals((self._record, *chosen))
+        self.last_saved: tuple[int, Path] | None = None
+        """Step and folder of the latest checkpoint this trainer wrote."""
         self.decisions: tuple[Decision, ...] = ()
         """Automatic choices since the engine was built; the engine holds its own."""
 
@@ -128,44 +142,50 @@ class Trainer:
         """Whether this is rank 0, which writes and prints."""
         return self.engine.group.is_main
 
-    def fit(self, *, steps: int) -> Report:
-        """Train until ``steps`` optimizer steps have been taken in total.
+    def fit(
+        self,
+        *,
+        steps: int | None = None,
+        epochs: float | None = None,
+        time_limit: float | timedelta | None = None,
+    ) -> Report:
+        """Train until the earliest of what is given; steps and epochs count from the beginning.
 
         Collective. After ``resume`` it goes on from there, so the same call finishes a run that
-        was interrupted.
+        was interrupted. It also ends, after the step under way, at SIGINT or SIGTERM (see
+        ``StopOnSignals``) and by ``request_stop``; ``report.stopped`` then says why.
 
         Args:
             steps: The number of the last step.
+            epochs: Passes over the data, for data that know their length.
+            time_limit: Seconds or a ``timedelta`` from now on, by the first clock to reach it.
+                Leave room for the step under way and a checkpoint.
 
         Returns:
             The report.
 
         Raises:
-            DataError: There are no data, or a batch does not fit.
-            TrainingError: The loss is not finite.
+            InvalidValueError: Nothing is given, or a number is out of range.
+            DataError: There are no data, a batch does not fit, or epochs cannot be counted.
+            TrainingError: Loss or gradient are not finite, and ``non_finite`` does not go on.
         """
-        if self.stream is None:
-            raise DataError(
-                "there is nothing to train on",
-                key="data",
-                value=None,
-                fix="Trainer(data=...): a dataset or an iterable of batches",
-            )
-        train_step = TrainStep(
-            engine=self.engine,
-            objective=self.objective,
-            stream=self.stream,
-            generator=self._generator,
-            ema=self.ema,
-        )
+        train_step = self._train_step()
+        goal = Goal.of(self.engine, self.stream, steps=steps, epochs=epochs, time_limit=time_limit)
         self.engine.module.train()
-        try:
-            self._tell("on_fit_start", steps=steps)
-            while self.step < steps:
-                self._tell("on_step_end", train_step.run())
-        finally:
-            self._tell("on_fit_end")
+        self._stopping.begin(goal)
+        with ExitStack() as ends:
+            # Each is told, also when another one fails.
+            for callback in reversed(self.callbacks):
+                ends.callback(callback.on_fit_end, self)
+            self._tell("on_fit_start", steps=goal.last_step)
+            while not self._stopping.agreed() and self.step != goal.last_step:
+                self._take(train_step)
+            self._stop(goal)
         return self.report()
+
+    def request_stop(self, reason: str) -> None:
+        """End ``fit`` before the next step, on all ranks. Not collective: one rank is enough."""
+        self._stopping.request(reason)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a checkpoint: engine, EMA, data position and random numbers. Collective.
@@ -173,13 +193,25 @@ class Trainer:
         Raises:
             CheckpointError: It cannot be written.
         """
-        group = self.engine.group
-        extra = trainer_state(
-            stream=self.stream, generator=self._generator, seed=self._seed, group=group
+        written = save_checkpoint(
+            path, engine=self.engine, extra=self.extra_state(), shadows=self.averages.shadows
         )
-        written = save_checkpoint(path, engine=self.engine, extra=extra, shadows=self._shadows())
-        self._tell("on_save", written)
+        self.note_saved(written, step=self.step)
         return written
+
+    def extra_state(self) -> dict[str, Any]:
+        """What a trainer adds to a checkpoint, for those who write it themselves. Collective."""
+        return trainer_state(
+            stream=self.stream,
+            generator=self._generator,
+            seed=self._seed,
+            group=self.engine.group,
+        )
+
+    def note_saved(self, path: Path, *, step: int) -> None:
+        """Tell the callbacks of a checkpoint written from ``extra_state``. On every rank."""
+        self.last_saved = step, path
+        self._tell("on_save", path)
 
     def resume(self, path: str | os.PathLike[str]) -> None:
         """Go on from a checkpoint as if there had been no interruption. Collective.
@@ -194,7 +226,7 @@ class Trainer:
             CheckpointError: There is none, or it belongs to another model.
             DataError: The data are not those of the checkpoint.
         """
-        contents = load_checkpoint(path, engine=self.engine, shadows=self._shadows())
+        contents = load_checkpoint(path, engine=self.engine, shadows=self.averages.shadows)
         self.decisions += contents.decisions + restore_trainer_state(
             contents.extra,
             stream=self.stream,
@@ -204,18 +236,45 @@ class Trainer:
         )
         self._tell("on_resume", Path(path))
 
+    def roll_back(self, path: str | os.PathLike[str], *, reason: str) -> None:
+        """Take weights, optimizer, schedule, step and EMA of a checkpoint, and go on from there.
+
+        Data and random numbers stay where they are, unlike with ``resume``. Collective.
+
+        Args:
+            path: A checkpoint of this model.
+            reason: Why, for ``decisions``.
+
+        Raises:
+            CheckpointError: There is none, or it belongs to another model.
+        """
+        before, shadows = self.step, self.averages.shadows
+        contents = load_checkpoint(path, engine=self.engine, shadows=shadows, rng=False)
+        back = rolled_back(before, self.step, reason, rank=self.engine.group.rank)
+        self.decisions += contents.decisions + back
+        self._tell("on_resume", Path(path))
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Tell the callbacks of numbers measured at this step, such as a validation loss."""
+        self._tell("on_values", values)
+
+    def show(self, name: str, images: torch.Tensor) -> None:
+        """Tell the callbacks of images (n, c, h, w) in [-1, 1] drawn at this step."""
+        self._tell("on_images", name, images)
+
     def export(
         self,
         path: str | os.PathLike[str],
         *,
-        weights: Literal["ema", "trained"] | None = None,
+        weights: str | None = None,
         dtype: str | torch.dtype = "fp32",
     ) -> Path:
         """Write the model as a diffusers model folder, one parameter at a time. Collective.
 
         Args:
             path: The folder; a name that ends with ``.safetensors`` becomes a single file.
-            weights: ``"ema"`` or ``"trained"``; the EMA where there is one when not given.
+            weights: ``"trained"``, ``"ema"``, or the name of one of several EMAs; the first EMA
+                where there is one when not given.
             dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
 
         Returns:
@@ -225,14 +284,7 @@ class Trainer:
             InvalidValueError: There is no EMA, or it is none of these.
             CheckpointError: It cannot be written.
         """
-        if weights not in (None, "ema", "trained") or (weights == "ema" and self.ema is None):
-            raise InvalidValueError(
-                "there are no such weights",
-                key="weights",
-                value=weights,
-                fix='weights="trained", or Trainer(ema=EMAShadow(...))',
-            )
-        shadow = None if weights == "trained" else self.ema
+        shadow = self.averages.chosen(weights)
         return export_model(path, engine=self.engine, weights=shadow, dtype=dtype)
 
     def sample(
@@ -244,7 +296,7 @@ class Trainer:
         steps: int = 50,
         guidance_scale: float = 1.0,
         seed: int = 0,
-        ema: bool = True,
+        ema: bool | str = True,
         shape: tuple[int, int, int] | None = None,
         batch_size: int | None = None,
     ) -> torch.Tensor:
@@ -257,7 +309,7 @@ class Trainer:
             steps: Denoising steps.
             guidance_scale: Classifier-free guidance; 1 is none.
             seed: Fixes the images.
-            ema: ``False`` uses the trained weights.
+            ema: ``False`` uses the trained weights; a name, one of several EMAs.
             shape: (c, h, w); read from the model's configuration when not given.
             batch_size: Images per forward pass and rank.
 
@@ -267,16 +319,8 @@ class Trainer:
         Raises:
             InvalidValueError: An argument is missing or does not fit.
         """
-        chosen = scheduler or getattr(self.objective, "scheduler", None)
-        if chosen is None:
-            raise InvalidValueError(
-                f"{type(self.objective).__name__} has no scheduler to sample with",
-                key="scheduler",
-                value=None,
-                fix="pass a diffusers scheduler",
-            )
-        averaged = self.ema.swapped_in() if ema and self.ema is not None else nullcontext()
-        with averaged:
+        chosen = scheduler or scheduler_of(self.objective)
+        with self.averages.swapped_in(ema):
             return sample(
                 self.engine,
                 scheduler=chosen,
@@ -300,14 +344,15 @@ class Trainer:
             host_peak=host_peak(),
             device_peak=device_peak(self.engine.device),
             memory=expected_memory(plan, ema=self.ema is not None) if plan.model else (),
+            stopped=self._stopping.reason,
             **self._record.totals,
         )
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
         parts = [self.engine.explain()]
-        if self.ema is not None:
-            parts.append(self.ema.explain())
+        if self.averages.shadows:
+            parts.append(self.averages.explain())
         return "\n".join(parts)
 
     def close(self) -> None:
@@ -325,8 +370,26 @@ class Trainer:
     ) -> None:
         self.engine.__exit__(kind, error, traceback)
 
-    def _shadows(self) -> dict[str, EMAShadow]:
-        return {} if self.ema is None else {"ema": self.ema}
+    def _train_step(self) -> TrainStep:
+        return TrainStep(
+            engine=self.engine,
+            objective=self.objective,
+            stream=needed(self.stream),
+            generator=self._generator,
+            ema=self.averages,
+            non_finite=self.non_finite,
+        )
+
+    def _take(self, train_step: TrainStep) -> None:
+        metrics = train_step.run()
+        self.non_finite.settle(self, metrics)
+        if self.step == metrics.step:  # Else it went back, and this step is no part of the run.
+            self._tell("on_step_end", metrics)
+
+    def _stop(self, goal: Goal) -> None:
+        if self._stopping.reason is not None:
+            self._tell("on_stop", self._stopping.reason)
+            self.decisions += self._stopping.decisions(self.step, self.last_saved, goal)
 
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         for callback in self.callbacks:

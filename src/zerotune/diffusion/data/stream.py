@@ -184,6 +184,11 @@ class DataStream:
         """Epochs consumed; 1.5 is the middle of the second."""
         return self._position / self._order.length
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Micro batches that each rank takes in one epoch, on average."""
+        return self._order.length / self._size / self._world_size
+
     def __iter__(self) -> DataStream:
         return self
 

@@ -1,0 +1,89 @@
+"""One EMA, several, or one in the background: what a trainer does with any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeAlias
+
+from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
+from zerotune.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
+
+EMA: TypeAlias = "EMAShadow | EMAShadows | BackgroundEMA"
+_NAME = "ema"
+
+
+class Averages:
+    """The shadows of a trainer, by name.
+
+    Args:
+        ema: A single shadow is called ``"ema"``; ``EMAShadows`` have names of their own.
+        engine: Attached to it where that has not been done.
+    """
+
+    def __init__(self, ema: EMA | None, *, engine: Engine) -> None:
+        self._ema = ema
+        subject = ema.subject if isinstance(ema, BackgroundEMA) else ema
+        self.shadows: Mapping[str, EMAShadow] = {}
+        """The shadows by name."""
+        if isinstance(subject, EMAShadow):
+            self.shadows = {_NAME: subject}
+        elif isinstance(subject, EMAShadows):
+            self.shadows = dict(subject)
+        if isinstance(ema, BackgroundEMA):
+            if not ema.watching:
+                ema.attach(engine)
+        elif ema is not None and not all(shadow.attached for shadow in self.shadows.values()):
+            ema.attach(engine)
+
+    def step(self) -> None:
+        """Take in the weights after an applied optimizer step."""
+        if self._ema is not None:
+            self._ema.step()
+
+    def named(self, name: str | bool) -> EMAShadow | None:
+        """The shadow of a name; ``True`` is the first there is, ``False`` none.
+
+        Raises:
+            InvalidValueError: There is none of this name.
+        """
+        if name is False:
+            return None
+        if name is True:
+            return next(iter(self.shadows.values()), None)
+        if name not in self.shadows:
+            raise InvalidValueError(
+                "there are no such weights",
+                key="weights",
+                value=name,
+                fix=f"one of {', '.join(('trained', *self.shadows))}"
+                + ("" if self.shadows else ", or Trainer(ema=EMAShadow(...))"),
+            )
+        return self.shadows[name]
+
+    def chosen(self, weights: str | None) -> EMAShadow | None:
+        """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is.
+
+        Raises:
+            InvalidValueError: There is none of this name.
+        """
+        return self.named({None: True, "trained": False}.get(weights, weights or True))
+
+    def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:
+        """Run the model on averaged weights inside the block. Collective."""
+        shadow = self.named(name)
+        return nullcontext() if shadow is None else shadow.swapped_in()
+
+    def explain(self) -> str:
+        """All of them as text; empty without any."""
+        if list(self.shadows) == [_NAME]:
+            return self.shadows[_NAME].explain()
+        return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
+
+    def close(self) -> None:
+        """End an update under way. May be repeated."""
+        if isinstance(self._ema, BackgroundEMA):
+            self._ema.close()

@@ -1,0 +1,164 @@
+"""When ``fit`` ends: at a step, after epochs, at a time, or because somebody asks for it."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import attrs
+
+from zerotune.decisions import Decision, announce
+from zerotune.errors import DataError, InvalidValueError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zerotune.backend.distributed import ProcessGroup
+    from zerotune.backend.engine import Engine
+
+
+@runtime_checkable
+class CountedStream(Protocol):
+    """A stream that knows its length, such as ``DataStream`` and ``BucketStream``."""
+
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed by all ranks together."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Micro batches that each rank takes in one epoch, on average."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Goal:
+    """Until when to train."""
+
+    last_step: int | None
+    """Number of the last optimizer step; ``None`` where only the time ends it."""
+    seconds: float | None
+    """Time from now on; ``None`` without a limit."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        stream: Any,
+        *,
+        steps: int | None,
+        epochs: float | None,
+        time_limit: float | timedelta | None,
+    ) -> Goal:
+        """What the arguments of ``fit`` ask for; the earliest of them counts.
+
+        Raises:
+            InvalidValueError: None of them is given, or one is out of range.
+            DataError: Epochs of a stream that does not know its length.
+        """
+        if steps is None and epochs is None and time_limit is None:
+            raise InvalidValueError(
+                "nothing says when to stop",
+                key="fit",
+                fix="fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
+            )
+        if isinstance(time_limit, timedelta):
+            time_limit = time_limit.total_seconds()
+        _check(steps, "steps", least=0)
+        _check(epochs, "epochs")
+        _check(time_limit, "time_limit")
+        ends = [] if steps is None else [steps]
+        if epochs is not None:
+            ends.append(_step_of_epoch(epochs, engine=engine, stream=stream))
+        return cls(last_step=min(ends, default=None), seconds=time_limit)
+
+
+class Stopping:
+    """Requests to stop early, agreed between the ranks: one of them may be the only to know.
+
+    Args:
+        group: The processes, which ask each other once before every step.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._request: str | None = None
+        self._deadline: float | None = None
+        self._limit = 0.0
+        self.reason: str | None = None
+        """Why the latest ``fit`` ended early, the same on every rank; ``None`` if it did not."""
+
+    def begin(self, goal: Goal) -> None:
+        """A ``fit`` begins: earlier requests are forgotten, the time runs."""
+        self._request = self.reason = None
+        self._limit = goal.seconds or 0.0
+        self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds
+
+    def request(self, reason: str) -> None:
+        """Ask to stop before the next step. Not collective, and safe in a signal handler."""
+        self._request = self._request or reason
+
+    def agreed(self) -> bool:
+        """Whether some rank wants to stop; then ``reason`` says why. Collective."""
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        mine = self._request or (f"time limit of {self._limit:g} s" if late else None)
+        if not self._group.any(mine is not None):
+            return False
+        each = self._group.gather(mine)
+        known = dict.fromkeys(reason for reason in each if reason is not None)
+        self.reason = "; ".join(
+            f"{reason}{_where(each, reason, self._group.world_size)}" for reason in known
+        )
+        return True
+
+    def decisions(
+        self, step: int, last_saved: tuple[int, Path] | None, goal: Goal
+    ) -> tuple[Decision, ...]:
+        """The early end, announced on rank 0."""
+        saved = last_saved is not None and last_saved[0] == step
+        what = (
+            "a checkpoint was saved"
+            if saved
+            else ("nothing was saved; SaveEvery or StopOnSignals(save_to=...) would")
+        )
+        decision = Decision(
+            key="fit.last_step",
+            before=goal.last_step,
+            after=step,
+            reason=f"stopped early: {self.reason}; {what}",
+            severity="note" if saved else "warning",
+        )
+        announce((decision,), rank=self._group.rank)
+        return (decision,)
+
+
+def _where(each: list[str | None], reason: str, world_size: int) -> str:
+    ranks = [str(rank) for rank, given in enumerate(each) if given == reason]
+    return "" if len(ranks) == world_size else f" on rank {', '.join(ranks)}"
+
+
+def _check(value: Any, key: str, *, least: float | None = None) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = number and (value > 0 if least is None else value >= least and value == int(value))
+    if not fits or not math.isfinite(value):
+        what = "a number above 0" if least is None else f"a whole number, {least:g} or more"
+        raise InvalidValueError(f"must be {what}", key=f"fit({key})", value=value)
+
+
+def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
+    if not isinstance(stream, CountedStream):
+        raise DataError(
+            f"{type(stream).__name__} does not know how long an epoch is",
+            key="fit(epochs)",
+            value=epochs,
+            fix="give a dataset with __len__ and __getitem__ as data, or count in steps",
+        )
+    windows = (epochs - stream.epoch) * stream.steps_per_epoch
+    # An epoch that is whole must not take one step more because 0.1 + 0.2 is not 0.3.
+    left = math.ceil(round(windows / engine.plan.gradient_accumulation_steps, 9))
+    return engine.state.global_step + max(0, left)
