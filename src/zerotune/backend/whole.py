@@ -56,7 +56,9 @@ def check_whole(module: torch.nn.Module, *, name: str) -> None:
 @contextmanager
 def _outside_of_zero_init() -> Iterator[None]:
     partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if partitioning is None or getattr(partitioning, "top_level_context", None) is None:
+    active = getattr(partitioning, "top_level_context", None)
+    # Inside another of these it is not patched, and restoring would patch twice.
+    if partitioning is None or active is None or not active.patched:
         yield
         return
     partitioning.shutdown_init_context()

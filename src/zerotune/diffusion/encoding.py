@@ -105,6 +105,7 @@ def _encode(
             cache=latents,
             encode=lambda pixels: family.encode_images(pixels, device=device),
             progress=report,
+            release=None if family.parts is None else family.parts.release,
             barrier=lambda: ranks.barrier("use cached latents"),
             **shared,
         )

@@ -10,6 +10,7 @@ import torch
 
 from zerotune.backend.whole import check_whole
 from zerotune.diffusion.data.cache import hash_weights
+from zerotune.errors import DataError
 
 Embeddings = Mapping[str, torch.Tensor]
 """Tensors of texts by name, batch first."""
@@ -47,23 +48,47 @@ class FrozenParts:
 
     @property
     def vae(self) -> Any:
-        """The autoencoder."""
+        """The autoencoder.
+
+        Raises:
+            DataError: It was left out.
+        """
+        if self.pipeline.vae is None:
+            raise DataError(
+                "the pipeline was loaded without its VAE, so there are neither latents nor images",
+                key="parts.vae",
+                value=None,
+                fix='load it: leave_out without "vae"',
+            )
         return self.pipeline.vae
 
     @property
     def text_encoders(self) -> dict[str, torch.nn.Module]:
-        """The text encoders by name."""
-        return {n: module for n, module in self.modules.items() if n.startswith("text_encoder")}
+        """The text encoders by name.
+
+        Raises:
+            DataError: All were left out.
+        """
+        found = {n: module for n, module in self.modules.items() if n.startswith("text_encoder")}
+        if not found:
+            raise DataError(
+                "the pipeline was loaded without text encoders, so texts cannot be used",
+                key="parts.text_encoders",
+                value=None,
+                fix="load them: leave_out without their names",
+            )
+        return found
 
     @property
     def scale(self) -> int:
         """Pixels per latent pixel, along each side."""
         return int(2 ** (len(self.vae.config.block_out_channels) - 1))
 
-    def to(self, device: torch.device | str) -> FrozenParts:
-        """Move all weights."""
-        for module in self.modules.values():
-            module.to(device)
+    def to(self, device: torch.device | str, names: Sequence[str] | None = None) -> FrozenParts:
+        """Move the weights of some parts, or of all."""
+        for name, module in self.modules.items():
+            if names is None or name in names:
+                module.to(device)
         return self
 
     def release(self) -> None:

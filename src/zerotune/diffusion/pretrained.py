@@ -36,6 +36,8 @@ FAMILIES: Final[dict[str, type[TextToImage]]] = {
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _INDEX: Final = "model_index.json"
+_UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
+"""Neither latents, nor embeddings, nor images need these; exports copy them from the folder."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -63,12 +65,13 @@ class Pretrained:
 
         Args:
             **settings: Of ``FlowMatchingObjective`` for SD3 and Flux (time steps are drawn
-                logit-normal if nothing else is said), of ``DenoisingObjective`` for all others.
+                logit-normal if nothing else is said), of ``DenoisingObjective`` for all others;
+                ``scheduler`` replaces the one of the folder.
         """
-        fixed = {"scheduler": self.scheduler, "family": self.family}
+        usual = {"scheduler": self.scheduler, "family": self.family}
         if getattr(self.family, "flow_matching", False):
-            return FlowMatchingObjective(**{"density": "logit_normal"} | settings | fixed)
-        return DenoisingObjective(**settings | fixed)
+            return FlowMatchingObjective(**usual | {"density": "logit_normal"} | settings)
+        return DenoisingObjective(**usual | settings)
 
 
 def load_pretrained(
@@ -116,17 +119,16 @@ def load_pretrained(
     index = _read(folder / _INDEX)
     kind = family or _family(index, folder)
     options: dict[str, Any] = {"variant": variant, "local_files_only": True}
+    _check_left_out(leave_out, index, kind.component)
+    scheduler = _training_scheduler(folder, flow_matching=kind.flow_matching)
     with unpartitioned():
         model = _component(folder, index, kind.component, _dtype(dtype), options)
         loaded = None
         if parts:
-            # What the pipeline was saved without must be left out in so many words.
-            absent = [name for name, entry in index.items() if entry == [None, None]]
-            options |= dict.fromkeys((*absent, *leave_out)) | _precision(_dtype(frozen_dtype))
+            options |= _left_out(index, leave_out) | _precision(_dtype(frozen_dtype))
             loaded = _frozen(folder, kind, model.config, options)
     decisions = () if loaded is None else _spare_the_vae(loaded)
     announce(decisions)
-    scheduler = _training_scheduler(folder, flow_matching=kind.flow_matching)
     return Pretrained(
         model=model.train(),
         family=kind(parts=loaded, **settings),
@@ -164,6 +166,26 @@ def _family(index: dict[str, Any], folder: Path) -> type[TextToImage]:
             fix="write a family (a page, see docs/families.md) and pass family=",
         )
     return FAMILIES[name]
+
+
+def _check_left_out(names: Sequence[str], index: dict[str, Any], component: str) -> None:
+    known = [n for n, entry in index.items() if isinstance(entry, list) and n != component]
+    for name in names:
+        if name not in known:
+            raise InvalidValueError(
+                "is not a frozen part of this pipeline",
+                key="leave_out",
+                value=name,
+                fix=f"its parts are {', '.join(known)}",
+            )
+
+
+def _left_out(index: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    # What the pipeline was saved without must be left out in so many words.
+    absent = [name for name, entry in index.items() if entry == [None, None]]
+    unused = [name for name in _UNUSED if name in index]
+    quiet = {"requires_safety_checker": False} if "requires_safety_checker" in index else {}
+    return dict.fromkeys((*absent, *unused, *names)) | quiet
 
 
 def _component(
@@ -214,6 +236,8 @@ def _frozen(
 
 
 def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
+    if "vae" not in parts.modules:
+        return ()
     if parts.vae.dtype == torch.float32 or not parts.vae.config.get("force_upcast"):
         return ()
     before = str(parts.vae.dtype).removeprefix("torch.")
@@ -233,7 +257,10 @@ def _training_scheduler(folder: Path, *, flow_matching: bool) -> Any:
 
     kind = FlowMatchEulerDiscreteScheduler if flow_matching else DDPMScheduler
     # The stored scheduler may be one for drawing, such as Euler's; its settings are the model's.
-    return kind.from_pretrained(folder, subfolder="scheduler")
+    try:
+        return kind.from_pretrained(folder, subfolder="scheduler", local_files_only=True)
+    except OSError as error:
+        raise _unreadable(folder / "scheduler", error) from error
 
 
 def _bare_model(

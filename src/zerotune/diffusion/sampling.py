@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import attrs
 import torch
 
+from zerotune.diffusion.evaluating import evaluating
 from zerotune.diffusion.families.base import (
     Conditioning,
     Denoiser,
@@ -103,6 +103,12 @@ def sample(
         CollectiveError: The ranks passed generators in different states.
     """
     family = Unconditional() if family is None else family
+    if prompts is None:
+        _unfitting(
+            "prompts", size=size, negative_prompt=negative_prompt or None, trained_with=trained_with
+        )
+    else:
+        _unfitting("labels or count", labels=labels, shape=shape)
     wanted = _count(labels, prompts, count)
     _check(steps=steps, batch_size=batch_size)
     seeds = _seeds(generator, wanted)
@@ -125,7 +131,7 @@ def sample(
     else:
         loop = _loop(model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale)
         draw = _from_labels(loop, labels, seeds)
-    with _evaluating(model):
+    with evaluating(model):
         parts = [draw(mine[start : start + chunk]) for start in range(0, len(mine), chunk)]
     images = torch.cat(parts)
     return images if group is None else torch.cat(group.gather(images))[:wanted]
@@ -226,6 +232,14 @@ def _count(labels: torch.Tensor | None, prompts: Sequence[str] | None, count: in
     return wanted
 
 
+def _unfitting(belongs_to: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise InvalidValueError(
+                f"only goes with {belongs_to}", key=name, value=value, fix="leave it out"
+            )
+
+
 def _check(**numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None and value < 1:
@@ -304,20 +318,3 @@ def _predict(
     output = family.predict(model, doubled, timestep.expand(len(doubled)), both).float()
     known, without = output.chunk(2)
     return without + drawing.guidance_scale * (known - without)
-
-
-def _evaluating(model: Any) -> AbstractContextManager[None]:
-    if hasattr(model, "evaluating"):
-        return cast("AbstractContextManager[None]", model.evaluating())
-    return _module_evaluating(model)
-
-
-@contextmanager
-def _module_evaluating(module: torch.nn.Module) -> Iterator[None]:
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(training)

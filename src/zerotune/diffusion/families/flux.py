@@ -106,16 +106,21 @@ class Flux(TextToImage):
         return unpacked
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """Guidance is an input of distilled models; a negative prompt asks for true guidance."""
+        """Guidance is an input of distilled models; a negative prompt asks for true guidance.
+
+        The model is then told the guidance it was trained with: it would otherwise be guided twice.
+        """
         known = self.remembered(drawing.prompts, device=device)
         arguments: dict[str, Any] = {name: value.float() for name, value in known.items()}
-        arguments["guidance_scale"] = drawing.guidance_scale
         if not drawing.negative_prompt:
-            return arguments
+            return arguments | {"guidance_scale": drawing.guidance_scale}
         texts = [drawing.negative_prompt] * len(drawing.prompts)
         negative = self.remembered(texts, device=device)
         arguments |= {f"negative_{name}": value.float() for name, value in negative.items()}
-        return arguments | {"true_cfg_scale": drawing.guidance_scale}
+        return arguments | {
+            "guidance_scale": self.guidance,
+            "true_cfg_scale": drawing.guidance_scale,
+        }
 
     def unpacked(self, pipe: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """Images of latents (n, c, h, w)."""

@@ -10,12 +10,11 @@ import attrs
 import torch
 
 from zerotune.diffusion.data.cache import CacheSettings
+from zerotune.diffusion.drawing import drawing_scheduler
 from zerotune.diffusion.families.base import Conditioning, Denoiser, Drawing, config_of, take
 from zerotune.diffusion.parts import FrozenParts
 from zerotune.diffusion.stand_in import StandIn
 from zerotune.errors import DataError, InvalidValueError
-
-_FROM_TRAINING = ("prediction_type", "rescale_betas_zero_snr", "shift", "use_dynamic_shifting")
 
 
 def _probability(_instance: object, attribute: Any, value: float) -> None:
@@ -78,7 +77,7 @@ class TextToImage(ABC):
         if "latents" in batch:
             return batch["latents"].float()
         images = take(batch, "images")
-        return self._ready(images.device).encode_images(images).to(images.device)
+        return self.encode_images(images, device=images.device)["latents"].to(images.device)
 
     def conditioning(
         self, batch: Mapping[str, torch.Tensor], generator: torch.Generator
@@ -94,6 +93,8 @@ class TextToImage(ABC):
             return texts
         count = len(texts[first])
         dropped = torch.rand(count, generator=generator) < self.dropout
+        if self.parts is None:
+            raise _no_empty_text(self.dropout)
         empty = self.remembered([""], device=texts[first].device)
         return {name: _replaced(value, empty[name], dropped) for name, value in texts.items()}
 
@@ -112,7 +113,8 @@ class TextToImage(ABC):
         Raises:
             DataError: The family was made without its frozen parts.
         """
-        parts = self._ready(device)
+        parts = self._needed("captions")
+        self._bring(parts, device, list(parts.text_encoders))
         with torch.no_grad():
             return self.embed(parts, list(captions), _device_of(parts.text_encoders))
 
@@ -120,7 +122,9 @@ class TextToImage(ABC):
         self, images: torch.Tensor, *, device: torch.device | None = None
     ) -> dict[str, torch.Tensor]:
         """``{"latents": …}`` of images (b, 3, height, width) in [-1, 1], for a cache."""
-        return {"latents": self._ready(device).encode_images(images)}
+        parts = self._needed("images")
+        self._bring(parts, device, ["vae"])
+        return {"latents": parts.encode_images(images)}
 
     def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, torch.Tensor]:
         """Embeddings of few texts that come again and again, computed once each."""
@@ -212,18 +216,15 @@ class TextToImage(ABC):
             | given
             | {
                 self.component: StandIn(config=config_of(model), model=model),
-                "scheduler": drawing.scheduler or self._scheduler(parts, drawing.trained_with),
+                "scheduler": drawing_scheduler(
+                    drawing.scheduler or parts.pipeline.scheduler,
+                    None if drawing.scheduler else drawing.trained_with,
+                ),
             }
         )
         pipe.vae_scale_factor = parts.scale
         pipe.set_progress_bar_config(disable=True)
         return pipe
-
-    def _scheduler(self, parts: FrozenParts, trained_with: Any) -> Any:
-        own = parts.pipeline.scheduler
-        changed = {} if trained_with is None else trained_with.config
-        kept = {name: changed[name] for name in _FROM_TRAINING if name in changed}
-        return type(own).from_config({**own.config, **kept})
 
     def _needed(self, what: str) -> FrozenParts:
         if self.parts is None:
@@ -236,12 +237,11 @@ class TextToImage(ABC):
             )
         return self.parts
 
-    def _ready(self, device: torch.device | None) -> FrozenParts:
-        parts = self._needed("images and captions")
+    def _bring(self, parts: FrozenParts, device: torch.device | None, names: Sequence[str]) -> None:
+        # Only what computes now: a T5 of 9 GiB need not wait on the device for the VAE.
         wanted = self.parts_device or device
         if wanted is not None:
-            parts.to(wanted)
-        return parts
+            parts.to(wanted, names)
 
 
 def _device_of(modules: Mapping[str, torch.nn.Module]) -> torch.device:
@@ -249,7 +249,17 @@ def _device_of(modules: Mapping[str, torch.nn.Module]) -> torch.device:
 
 
 def _float(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.float() for name, tensor in tensors.items()}
+    """As fp32, but for masks and other integers."""
+    return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def _no_empty_text(dropout: float) -> DataError:
+    return DataError(
+        "the empty text cannot be encoded without text encoders",
+        key="dropout",
+        value=dropout,
+        fix="load them, or drop captions in the data: Augmentation(caption_dropout=...)",
+    )
 
 
 def _replaced(value: torch.Tensor, empty: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
