@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or Path(
         "outputs", "benchmarks-quick" if options.quick else "benchmarks"
     )
+    # Read when torch is loaded: threads that spin while they wait starve the next contestant.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in CPU if options.name == "all" else (options.name,):
         _run(load(name), output, quick=options.quick, fresh=options.fresh)
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.families import SDXL
 from benchmarks.framework import (
     Benchmark,
     Case,
@@ -42,17 +43,19 @@ SMALL: dict[str, Any] = {
     "attention_head_dim": 8,
     "norm_num_groups": 16,
 }
+TINY = SMALL | {"block_out_channels": [16, 16, 32], "cross_attention_dim": 16}
+MODELS: Mapping[str, Mapping[str, Any]] = {"sdxl": SDXL, "small": SMALL, "tiny": TINY}
 MEASURED, ESTIMATED = "measured", "estimated"
 
 
 def cases(quick: bool) -> Sequence[Case]:
     on_gpu = bool(hardware()["devices"])
     if quick:
-        kinds: list[dict[str, Any]] = [{"model": "small", "side": 64, "batch": 1}]
+        kinds: list[dict[str, Any]] = [{"model": "tiny", "side": 64, "batch": 1}]
     elif on_gpu:
         kinds = [{"model": "sdxl", "side": 1024, "batch": batch} for batch in (1, 4)]
     else:
-        kinds = [{"model": "small", "side": 256, "batch": 4}]
+        kinds = [{"model": "small", "side": 128, "batch": 4}]
     names = ["stage 2, RAM"] if quick else list(PLANS)
     return tuple(
         Case(
@@ -110,12 +113,11 @@ class Run:
         """Build the engine, take steps; what the plan estimates for it."""
         import diffusers
 
-        from benchmarks.families import SDXL
         from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine, model_facts
         from zerotune.diffusion.profile_inputs import example_inputs
 
         settings = self._settings
-        config = SDXL if settings["model"] == "sdxl" else SMALL
+        config = MODELS[settings["model"]]
         facts = model_facts(config)
         precision = "bf16" if settings["model"] == "sdxl" else "fp32"
         plan = DeepSpeedPlan.build(

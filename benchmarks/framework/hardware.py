@@ -42,6 +42,12 @@ def versions() -> dict[str, str]:
     return found
 
 
+def environment() -> dict[str, str]:
+    """Variables that decide how threads are used."""
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "MKL_NUM_THREADS")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def load_average() -> float | None:
     """Processes that wanted a core in the last minute; tells a busy machine from an idle one."""
     try:

@@ -15,8 +15,15 @@ with contextlib.suppress(ImportError):
         # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
         require_deepspeed(accelerator="cpu")
         quiet_deepspeed()
-        import accelerate  # noqa: F401
-        import diffusers  # noqa: F401
+        import accelerate
+
+        # The classes: diffusers loads what is behind a name when it is asked for.
+        from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler, UNet2DModel
+
+        import zerotune.training
+
+        _ = accelerate, zerotune.training
+        _ = DDPMScheduler, FlowMatchEulerDiscreteScheduler, UNet2DModel
 
 with contextlib.suppress(ImportError):
     import cpuinfo

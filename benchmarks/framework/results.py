@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.framework.hardware import hardware, versions
+from benchmarks.framework.hardware import environment, hardware, versions
 from benchmarks.framework.values import Benchmark, Case, Goal, Measured
 from zerotune.files import write_atomically
 
@@ -37,6 +37,7 @@ class ResultFile:
             "quick": quick,
             "hardware": hardware(),
             "versions": versions(),
+            "environment": environment(),
         }
         self._goals = benchmark.goals
         self._cases: dict[str, dict[str, Any]] = {}
@@ -80,7 +81,7 @@ class ResultFile:
         return {**self._head, "cases": cases, "goals": goals}
 
 
-_SAME: Final = ("schema", "quick", "hardware", "versions")
+_SAME: Final = ("schema", "quick", "hardware", "versions", "environment")
 
 
 def described(measured: Measured) -> dict[str, Any]:

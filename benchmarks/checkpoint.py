@@ -1,0 +1,143 @@
+"""Saving and resuming: time, peak memory, bytes on disk; against DeepSpeed's and accelerate's own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ema import WIDTH
+from benchmarks.framework import Benchmark, Case, Context, Goal, Measured, Worker, alternate
+from benchmarks.loops import BY_HAND, LOOPS, OURS
+from benchmarks.overhead import PLANS
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    size = (
+        {"layers": 2, "width": 256, "rounds": 1, "warm_up": 0}
+        if quick
+        else {"layers": 20, "width": WIDTH, "rounds": 5, "warm_up": 1}
+    )
+    names = list(PLANS)[:1] if quick else list(PLANS)
+    return tuple(
+        Case(
+            name=name, settings={"plan": dict(PLANS[name]), "model": "stack", **size},
+            measure=measure,
+        )
+        for name in names
+    )  # fmt: skip
+
+
+def measure(settings: Mapping[str, Any], context: Context) -> Measured:
+    """Start the three, train a little, then let them save and resume in turns."""
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(Worker(loop, dict(settings))) for name, loop in LOOPS.items()
+        }
+        parameters = 0
+        for name, worker in workers.items():
+            parameters = worker.call("start")
+            worker.call("steps", 1)
+            context.log(f"  {name} has started")
+        exact = {
+            name: _goes_on(worker, context.scratch / "exact") for name, worker in workers.items()
+        }
+        samples = alternate(
+            {
+                name: functools.partial(_save_and_load, worker, context.scratch / "checkpoint")
+                for name, worker in workers.items()
+            },
+            rounds=settings["rounds"],
+            warm_up=settings["warm_up"],
+            before=_settle,
+        )
+    return Measured(
+        samples=samples,
+        baseline=BY_HAND,
+        facts={
+            "parameters": parameters,
+            "goes on exactly as it did": exact,
+            "state in bytes": 12 * parameters,
+        },
+        notes=(
+            "`save` ends when the call returns, `save to disk` when the files are on the disk "
+            "(`fsync`), which zerotune's call itself waits for; it has then also read every byte "
+            "back. Files are read from the page cache in `resume`.",
+            "`save memory` and `resume memory` are the most that anonymous memory grew.",
+        ),
+    )
+
+
+def _settle() -> None:
+    # What another contestant left unwritten would be written in this one's time.
+    os.sync()
+
+
+def _save_and_load(worker: Worker, folder: Path) -> dict[str, float]:
+    held = worker.call("bytes_now")
+    started = time.perf_counter()
+    _, save_peak = worker.peak("save", str(folder))
+    returned = time.perf_counter()
+    nbytes = _bring_to_disk(folder)
+    synced = time.perf_counter()
+    _, load_peak = worker.peak("load", str(folder))
+    loaded = time.perf_counter()
+    shutil.rmtree(folder)
+    return {
+        "save_seconds": returned - started,
+        "save_to_disk_seconds": synced - started,
+        "resume_seconds": loaded - synced,
+        "save_memory_bytes": max(0, save_peak - held),
+        "resume_memory_bytes": max(0, load_peak - held),
+        "on_disk_bytes": nbytes,
+    }
+
+
+def _bring_to_disk(folder: Path) -> int:
+    """Wait until all files are on the disk; how much they hold."""
+    nbytes = 0
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        nbytes += path.stat().st_size
+    return nbytes
+
+
+def _goes_on(worker: Worker, folder: Path) -> bool:
+    """Whether the steps after a resume have the losses of those after the save."""
+    worker.call("save", str(folder))
+    before = worker.call("next_losses", 3)
+    worker.call("load", str(folder))
+    after = worker.call("next_losses", 3)
+    worker.call("load", str(folder))
+    shutil.rmtree(folder)
+    return bool(before == after)
+
+
+BENCHMARK = Benchmark(
+    name="checkpoint",
+    title="saving and resuming against DeepSpeed's and accelerate's own checkpoints",
+    cases=cases,
+    goals=tuple(
+        Goal(
+            text=f"{case}: {what}",
+            case=case,
+            contestant=OURS,
+            against=BY_HAND,
+            quantity=quantity,
+            limit=limit,
+        )
+        for case in PLANS
+        for what, quantity, limit in (
+            ("a save is on the disk no later than DeepSpeed's", "save_to_disk_seconds", 1.0),
+            ("a resume takes no longer than DeepSpeed's", "resume_seconds", 1.0),
+            ("a save grows memory by half as much as DeepSpeed's", "save_memory_bytes", 0.5),
+            ("a resume grows memory by half as much as DeepSpeed's", "resume_memory_bytes", 0.5),
+        )
+    ),
+)

@@ -1,0 +1,336 @@
+"""The same training three times: zerotune's ``Trainer``, DeepSpeed by hand, accelerate by hand.
+
+Same model, same configuration, same batches, same random numbers. Each lives in a process of its
+own, because engines share global state.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from benchmarks.framework import anon_bytes, device_bytes
+
+SEED = 0
+UNETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1},
+    "small": {"block_out_channels": (64, 128, 256), "layers_per_block": 1},
+}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Problem:
+    """A model, its batches and its loss, by hand and as zerotune has it."""
+
+    model: torch.nn.Module
+    batches: list[dict[str, torch.Tensor]]
+    by_hand: Callable[[Any, Mapping[str, torch.Tensor], torch.Generator], torch.Tensor]
+    objective: Any
+
+
+def unet_problem(kind: str, *, batch: int, side: int) -> Problem:
+    """A diffusers U-Net that learns flow matching of random images."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, UNet2DModel
+
+    from zerotune import FlowMatchingObjective
+
+    torch.manual_seed(SEED)
+    levels = len(UNETS[kind]["block_out_channels"])
+    model = UNet2DModel(
+        sample_size=side,
+        down_block_types=("DownBlock2D",) * (levels - 1) + ("AttnDownBlock2D",),
+        up_block_types=("AttnUpBlock2D",) + ("UpBlock2D",) * (levels - 1),
+        **UNETS[kind],
+    )
+    batches = [{"images": torch.randn(batch, 3, side, side)} for _ in range(4)]
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    sigmas, timesteps = scheduler.sigmas.clone(), scheduler.timesteps.clone()
+
+    def by_hand(
+        engine: Any, batch: Mapping[str, torch.Tensor], generator: torch.Generator
+    ) -> torch.Tensor:
+        device, dtype = engine.device, next(engine.parameters()).dtype
+        clean = batch["images"].to(device)
+        noise = torch.randn(clean.shape, generator=generator).to(device)
+        index = (torch.rand(len(clean), generator=generator) * len(timesteps)).long()
+        sigma = sigmas[index].to(device).view(-1, 1, 1, 1)
+        noisy = (1.0 - sigma) * clean + sigma * noise
+        prediction = engine(noisy.to(dtype), timesteps[index].to(device)).sample
+        return torch.nn.functional.mse_loss(prediction.float(), noise - clean)
+
+    return Problem(model=model, batches=batches, by_hand=by_hand, objective=FlowMatchingObjective())
+
+
+def stack_problem(layers: int, *, width: int) -> Problem:
+    """Wide linear layers: many parameters, little arithmetic."""
+    from benchmarks.ema import Stack
+
+    torch.manual_seed(SEED)
+
+    def loss(
+        engine: Any, batch: Mapping[str, torch.Tensor], generator: torch.Generator
+    ) -> torch.Tensor:
+        noise = torch.randn(batch["x"].shape, generator=generator)
+        output: torch.Tensor = engine((batch["x"] + noise).to(engine.device))
+        return (output.float() - batch["x"].to(engine.device)).square().mean()
+
+    return Problem(
+        model=Stack(layers, width),
+        batches=[{"x": torch.randn(2, width)} for _ in range(2)],
+        by_hand=loss,
+        objective=loss,
+    )
+
+
+def problem(settings: Mapping[str, Any]) -> Problem:
+    """The problem that settings name."""
+    if settings["model"] == "stack":
+        return stack_problem(settings["layers"], width=settings["width"])
+    return unet_problem(settings["model"], batch=settings["batch"], side=settings["side"])
+
+
+def alone() -> dict[str, str]:
+    """What a launcher would set for a single process; DeepSpeed asks for MPI without it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+class Loop:
+    """What the three have in common.
+
+    Args:
+        settings: ``plan`` for ``DeepSpeedPlan.build``, and those of the problem.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+        self._losses: list[float] = []
+        self._ends: list[float] = []
+        self._generator = torch.Generator().manual_seed(SEED)
+
+    def held(self) -> int:
+        """Bytes held with the libraries loaded and nothing else."""
+        import accelerate
+        import diffusers
+
+        import zerotune.training
+
+        _ = accelerate.Accelerator, diffusers.UNet2DModel, zerotune.training.Trainer
+        gc.collect()
+        return anon_bytes()
+
+    def start(self) -> int:
+        """Make model and engine; the number of parameters."""
+        torch.manual_seed(SEED)
+        self._problem = problem(self._settings)
+        self._begin()
+        gc.collect()
+        return self._count
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Take steps; seconds of each, from the end of one to the end of the next."""
+        self._ends = []
+        # One more: what begins with a cold cache belongs to whoever ran before.
+        self._train(count + 1)
+        return {"seconds": (self._ends[-1] - self._ends[0]) / count}
+
+    def next_losses(self, count: int) -> list[float]:
+        """Of the next steps, from the first batch and the first random number on."""
+        self._generator.manual_seed(SEED)
+        del self._losses[:]
+        self._train(count)
+        return list(self._losses)
+
+    def bytes_now(self) -> int:
+        """Anonymous memory held now."""
+        gc.collect()
+        return anon_bytes()
+
+    def losses(self) -> list[float]:
+        """Of all steps so far."""
+        return self._losses
+
+    def device(self) -> dict[str, float]:
+        """Peaks of GPU memory."""
+        return device_bytes()
+
+    def config(self) -> dict[str, Any]:
+        """What DeepSpeed is given: the plan as zerotune renders it."""
+        return _resolved(self._settings, self._problem.model).to_deepspeed()
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _train(self, count: int) -> None:
+        raise NotImplementedError
+
+    @property
+    def _count(self) -> int:
+        # At stage 3 a parameter's own shape is empty.
+        shapes = [getattr(p, "ds_shape", p.shape) for p in self._problem.model.parameters()]
+        return sum(shape.numel() for shape in shapes)
+
+
+def _resolved(settings: Mapping[str, Any], model: torch.nn.Module) -> Any:
+    from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
+    from zerotune.plan.facts import ModelFacts
+
+    plan = DeepSpeedPlan.build(
+        micro_batch_size=settings.get("batch", 2),
+        optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
+        **settings["plan"],
+    ).resolve(platform=detect_platform(log=False), model=ModelFacts.from_module(model))
+    return OptimizerResolver().apply(plan)
+
+
+class TrainerLoop(Loop):
+    """zerotune's ``Trainer``."""
+
+    def _begin(self) -> None:
+        from zerotune.training import Trainer
+
+        plan = _resolved(self._settings, self._problem.model)
+        self._trainer = Trainer(
+            model=self._problem.model,
+            plan=plan,
+            data=self._problem.batches,
+            objective=self._problem.objective,
+            callbacks=(_watch(self._losses, self._note),),
+            seed=SEED,
+        )
+        self._generator = self._trainer._generator
+        self._generator.manual_seed(SEED)
+
+    def _note(self) -> None:
+        self._ends.append(time.perf_counter())
+
+    def _train(self, count: int) -> None:
+        self._trainer.fit(steps=self._trainer.step + count)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds per step of each phase, as the trainer measured them."""
+        report = self._trainer.report()
+        return {name: seconds / report.steps for name, seconds in report.phases.items()}
+
+    def save(self, path: str) -> None:
+        """A checkpoint."""
+        self._trainer.save(path)
+
+    def load(self, path: str) -> None:
+        """Go on from it."""
+        self._trainer.resume(path)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._trainer.close()
+
+
+def _watch(losses: list[float], note: Callable[[], None]) -> Any:
+    from zerotune.training import Callback
+
+    class Watch(Callback):
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
+            losses.append(metrics.loss)
+            note()
+
+    return Watch()
+
+
+class DeepSpeedLoop(Loop):
+    """``deepspeed.initialize`` and a loop, as DeepSpeed's tutorials write them."""
+
+    def _begin(self) -> None:
+        os.environ.update(alone())
+        import deepspeed
+
+        self._engine, *_ = deepspeed.initialize(
+            model=self._problem.model,
+            model_parameters=self._problem.model.parameters(),
+            config=self.config(),
+        )
+
+    def _train(self, count: int) -> None:
+        engine, batches = self._engine, self._problem.batches
+        engine.train()
+        for _ in range(count):
+            batch = batches[len(self._losses) % len(batches)]
+            loss = self._problem.by_hand(engine, batch, self._generator)
+            engine.backward(loss)
+            engine.step()
+            self._losses.append(loss.item())
+            self._ends.append(time.perf_counter())
+
+    def save(self, path: str) -> None:
+        """DeepSpeed's native checkpoint."""
+        self._engine.save_checkpoint(path)
+
+    def load(self, path: str) -> None:
+        """Go on from it."""
+        self._engine.load_checkpoint(path)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.destroy()
+
+
+class AccelerateLoop(Loop):
+    """accelerate's ``Accelerator`` around DeepSpeed, as diffusers' examples write it."""
+
+    def _begin(self) -> None:
+        os.environ.update(alone())
+        from accelerate import Accelerator, DeepSpeedPlugin
+        from accelerate.utils import DummyOptim
+
+        self._accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.config())
+        )
+        optimizer = DummyOptim(self._problem.model.parameters(), lr=1e-4)
+        self._engine, self._optimizer = self._accelerator.prepare(self._problem.model, optimizer)
+
+    def _train(self, count: int) -> None:
+        engine, batches = self._engine, self._problem.batches
+        engine.train()
+        for _ in range(count):
+            batch = batches[len(self._losses) % len(batches)]
+            with self._accelerator.accumulate(engine):
+                loss = self._problem.by_hand(engine, batch, self._generator)
+                self._accelerator.backward(loss)
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+            self._losses.append(loss.detach().item())
+            self._ends.append(time.perf_counter())
+
+    def save(self, path: str) -> None:
+        """Accelerate's checkpoint, DeepSpeed's native one within."""
+        self._accelerator.save_state(path)
+
+    def load(self, path: str) -> None:
+        """Go on from it."""
+        self._accelerator.load_state(path)
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.destroy()
+
+
+LOOPS: Mapping[str, type[Loop]] = {
+    "DeepSpeed by hand": DeepSpeedLoop,
+    "zerotune Trainer": TrainerLoop,
+    "accelerate by hand": AccelerateLoop,
+}
+BY_HAND, OURS, ACCELERATE = LOOPS
