@@ -1,0 +1,73 @@
+"""Bytes a step moves, counted by hand for 16 trained elements."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
+from zerotune.plan.memory.estimating import estimate_resolved
+from zerotune.plan.memory.step_traffic import step_traffic
+from zerotune.plan.memory.workload import Workload
+from zerotune.platform import Platform
+
+MODEL = ModelFacts.from_shapes([("a", (3, 4)), ("b", (4,))])
+
+
+def moved(stage, offload="none", *, param="none", accelerator="cuda", precision="bf16", **options):
+    ranks, accumulation = options.pop("ranks", 1), options.pop("accumulation", 1)
+    plan = DeepSpeedPlan.build(
+        stage=stage,
+        offload=offload,
+        offload_param=param,
+        precision=precision,
+        optimizer="AdamW",
+        gradient_accumulation_steps=accumulation,
+        nvme_path="/swap" if "nvme" in (offload, param) else None,
+    )
+    resolved = plan.resolve(
+        platform=Platform.synthetic(accelerator),
+        model=MODEL,
+        world_size=ranks,
+        run=RunFacts(micro_batch_size=1),
+        deepspeed=options.pop("deepspeed", True),
+    )
+    return step_traffic(estimate_resolved(resolved, Workload(**options)))
+
+
+def test_what_stays_on_a_gpu_moves_nothing():
+    found = moved(2)
+    assert (found.bus, found.optimizer, found.ema) == (0, 0, 0)
+
+
+def test_stage_2_sends_gradients_in_fp32_and_gets_weights_back():
+    found = moved(2, "cpu", ema="host")
+    assert (found.gradients, found.weights, found.parameters) == (4 * 16, 2 * 16, 0)
+    assert found.bus == 6 * 16
+    # Adam: 3 of fp32, 2 states read and written, the weight in bf16.
+    assert found.optimizer == (12 + 16 + 2) * 16
+    assert found.ema == 12 * 16
+    assert moved(2, "cpu", ranks=2).gradients == 4 * 8
+    assert moved(2, "cpu", accumulation=3).gradients == (4 + 5 * 2) * 16
+
+
+def test_stage_3_moves_eight_bytes_of_gradient_and_fetches_parameters_twice():
+    found = moved(3, "cpu", param="cpu")
+    assert (found.gradients, found.parameters, found.weights) == (8 * 16, 4 * 16, 0)
+    assert moved(3, "cpu", param="cpu", accumulation=2).parameters == 8 * 16
+
+
+def test_without_a_gpu_there_is_no_bus():
+    found = moved(3, "cpu", accelerator="cpu", precision="fp32")
+    assert found.bus == 0
+    assert found.optimizer == (12 + 16 + 4) * 16
+
+
+@pytest.mark.parametrize("deepspeed", [True, False])
+def test_fp32_weights_that_are_their_own_master_are_written_once(deepspeed):
+    found = moved(0, accelerator="cpu", precision="fp32", deepspeed=deepspeed)
+    assert found.optimizer == (12 + 16) * 16
+
+
+def test_swap_files_are_counted_too():
+    found = moved(3, "nvme")
+    assert found.swap.read == found.swap.written == 16 * 16
