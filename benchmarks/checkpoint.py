@@ -1,4 +1,4 @@
-"""Saving and resuming: time, peak memory, bytes on disk; against DeepSpeed's and accelerate's own."""
+"""Saving and resuming: time, memory and disk, against DeepSpeed's and accelerate's own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ from benchmarks.ema import WIDTH
 from benchmarks.framework import Benchmark, Case, Context, Goal, Measured, Worker, alternate
 from benchmarks.loops import BY_HAND, LOOPS, OURS
 from benchmarks.overhead import PLANS
+
+NOTES = (
+    # One paragraph each.
+    (
+        "`save` ends when the call returns, `save to disk` when the files are on the disk "
+        "(`fsync`), which zerotune's call itself waits for; it has then also read every byte "
+        "back. In `resume` files come from the page cache."
+    ),
+    "`save memory` and `resume memory` are the most that anonymous memory grew.",
+)
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -64,12 +74,7 @@ def measure(settings: Mapping[str, Any], context: Context) -> Measured:
             "goes on exactly as it did": exact,
             "state in bytes": 12 * parameters,
         },
-        notes=(
-            "`save` ends when the call returns, `save to disk` when the files are on the disk "
-            "(`fsync`), which zerotune's call itself waits for; it has then also read every byte "
-            "back. Files are read from the page cache in `resume`.",
-            "`save memory` and `resume memory` are the most that anonymous memory grew.",
-        ),
+        notes=NOTES,
     )
 
 
