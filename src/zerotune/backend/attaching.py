@@ -18,8 +18,8 @@ def master_weights_of(source: Any) -> MasterWeights:
 
     Args:
         source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` of one's
-            own loop (also as ``accelerate.prepare`` returns it), or a ``torch.nn.Module`` whose
-            trainable parameters are fp32.
+            own loop (also as ``accelerate.prepare`` or Fabric's ``setup`` returns it), or a
+            ``torch.nn.Module`` whose trainable parameters are fp32.
 
     Raises:
         EngineError: It is none of these, or its parameters are no fp32 master weights.
@@ -30,7 +30,8 @@ def master_weights_of(source: Any) -> MasterWeights:
     owned = getattr(source, "master_weights", None)
     if isinstance(owned, MasterWeights):
         return owned
-    if type(source).__module__.startswith("deepspeed."):
+    source = unwrapped(source)
+    if is_deepspeed(source):
         return _of_deepspeed(source)
     if isinstance(source, torch.nn.Module):
         return _of_module(source)
@@ -40,6 +41,34 @@ def master_weights_of(source: Any) -> MasterWeights:
         value=type(source).__name__,
         fix="give an engine, its master_weights, a DeepSpeedEngine or a torch module",
     )
+
+
+def deepspeed_engine_of(source: Any) -> Any:
+    """The ``deepspeed.DeepSpeedEngine`` in what a trainer returned for a model.
+
+    Raises:
+        EngineError: There is none.
+    """
+    found = unwrapped(getattr(source, "deepspeed_engine", source))
+    if is_deepspeed(found):
+        return found
+    raise EngineError(
+        "is no DeepSpeed engine",
+        key="engine",
+        value=type(source).__name__,
+        fix="give what deepspeed.initialize, accelerator.prepare or fabric.setup returned for "
+        "the model; without the trainer's DeepSpeed plugin there is no engine to attach to",
+    )
+
+
+def unwrapped(source: Any) -> Any:
+    """What Fabric's module wrapper drives; anything else as it is."""
+    return getattr(source, "_forward_module", source)
+
+
+def is_deepspeed(source: Any) -> bool:
+    """Whether this is an object of DeepSpeed's own, without importing DeepSpeed."""
+    return type(source).__module__.startswith("deepspeed.")
 
 
 def _of_deepspeed(engine: Any) -> MasterWeights:

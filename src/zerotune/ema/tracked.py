@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from zerotune.backend.attaching import master_weights_of
+from zerotune.backend.attaching import is_deepspeed, master_weights_of, unwrapped
 from zerotune.backend.layouts import full_shape
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.errors import EMAError
@@ -33,9 +33,10 @@ class TrackedParameters:
                 weights are the engine's.
             EngineError: There are no fp32 master weights.
         """
+        source = unwrapped(source)
         # A Sequential is iterable too, and yields modules.
         if isinstance(source, torch.nn.Module):
-            if not _is_engine(source):
+            if not is_deepspeed(source):
                 return cls._listed(tuple(source.parameters()))
         elif isinstance(source, Iterable):
             return cls._listed(tuple(source))
@@ -96,7 +97,3 @@ class TrackedParameters:
                     key=f"parameters[{index}]",
                     fix="give the parameters of the same architecture",
                 )
-
-
-def _is_engine(source: Any) -> bool:
-    return type(source).__module__.startswith("deepspeed.")

@@ -69,6 +69,31 @@ def prepare(
             there is.
         EngineError: The engine could not be started, or is not what the plan says.
     """
+    plan = settled(
+        plan, model=model, optimizer=optimizer, run=run, platform=platform, deepspeed=deepspeed
+    )
+    with ExitStack() as resources:
+        plan = leased(plan, offload or OffloadManager(), resources, timeout_s)
+        engine = build_engine(model=model, plan=plan, timeout_s=timeout_s)
+        engine.resources.push(resources.pop_all())
+    return engine
+
+
+def settled(
+    plan: DeepSpeedPlan | ResolvedPlan,
+    *,
+    model: torch.nn.Module,
+    optimizer: OptimizerResolver | None = None,
+    run: RunFacts | None = None,
+    platform: Platform | None = None,
+    deepspeed: bool = True,
+) -> ResolvedPlan:
+    """A plan with nothing left open, for this model, machine and number of processes.
+
+    Raises:
+        PlanError: The plan cannot run like this.
+        OptimizerError: The optimizer cannot be had.
+    """
     if not isinstance(plan, ResolvedPlan):
         plan = plan.resolve(
             platform=platform or detect_platform(),
@@ -77,13 +102,7 @@ def prepare(
             run=run,
             deepspeed=deepspeed,
         )
-    if plan.optimizer is None:
-        plan = (optimizer or OptimizerResolver()).apply(plan)
-    with ExitStack() as resources:
-        plan = _lease(plan, offload or OffloadManager(), resources, timeout_s)
-        engine = build_engine(model=model, plan=plan, timeout_s=timeout_s)
-        engine.resources.push(resources.pop_all())
-    return engine
+    return plan if plan.optimizer else (optimizer or OptimizerResolver()).apply(plan)
 
 
 def _world_size() -> int:
@@ -98,7 +117,7 @@ def _rank() -> int:
     return Launch.from_environment().rank
 
 
-def _lease(
+def leased(
     plan: ResolvedPlan, offload: OffloadManager, resources: ExitStack, timeout_s: float
 ) -> ResolvedPlan:
     """The plan inside this run's own swap folders; what holds them goes into ``resources``."""
@@ -115,7 +134,8 @@ def _lease(
     lease = offload.lease(
         plan,
         rank=group.rank,
-        barrier=lambda: group.barrier("leaving the swap folder"),
+        # A foreign trainer may have ended the group by now; the folder's locks then decide.
+        barrier=lambda: group.barrier("leaving the swap folder") if dist.is_initialized() else None,
         share=group.broadcast,
     )
     return resources.enter_context(lease).plan

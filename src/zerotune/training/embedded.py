@@ -1,0 +1,206 @@
+"""zerotune's plan, swap folder and checks inside a trainer that is somebody else's."""
+
+from __future__ import annotations
+
+import atexit
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zerotune.backend.attached import AttachedEngine
+from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.environment import held
+from zerotune.backend.handover import (
+    accelerate_optimizer,
+    accelerator_arguments,
+    initialize_arguments,
+)
+from zerotune.backend.lifetime import Closing
+from zerotune.backend.require import quiet_deepspeed, require_deepspeed
+from zerotune.backend.sharding import shard_from_host
+from zerotune.errors import EngineError
+from zerotune.offload import OffloadManager
+from zerotune.training.setup import leased, settled
+
+if TYPE_CHECKING:
+    from zerotune.optim import OptimizerResolver
+    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.facts import RunFacts
+    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.platform import Platform
+
+_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}
+
+
+class EmbeddedPlan(Closing):
+    """A plan that another trainer runs: settled, with its swap folder leased, and verified.
+
+    Made before that trainer looks at the processes or at DeepSpeed, under any launcher. The
+    trainer then initializes DeepSpeed its own way::
+
+        run = EmbeddedPlan(model=unet, plan=DeepSpeedPlan.load("ds_config.json"))
+        accelerator = Accelerator(**run.accelerator_arguments())
+        optimizer, lr_scheduler = run.accelerate_optimizer(unet)
+        unet, optimizer, loader, lr_scheduler = accelerator.prepare(
+            unet, optimizer, loader, lr_scheduler
+        )
+        engine = run.attach(unet)  # EMAShadow, save_checkpoint and load_checkpoint take this
+        ...
+        run.close()
+
+    Args:
+        model: What is trained, in fp32; only its shapes and names are read.
+        plan: What is wanted; a ``ResolvedPlan`` is taken as it is.
+        optimizer: Settles optimizer and schedule; ``OptimizerResolver()`` when not given.
+        offload: Leases swap folders; ``OffloadManager()`` when not given.
+        run: What the script knows and the plan may leave ``"auto"``.
+        platform: The machine; detected when not given.
+        timeout_s: Seconds after which a collective gives up.
+
+    Attributes:
+        plan: The resolved plan, its NVMe paths inside the lease.
+
+    Raises:
+        PlanError: The plan cannot run like this.
+        OptimizerError: The optimizer cannot be had.
+        OffloadError: A swap folder cannot be leased, or the plan needs more host memory than
+            there is.
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        plan: DeepSpeedPlan | ResolvedPlan,
+        optimizer: OptimizerResolver | None = None,
+        offload: OffloadManager | None = None,
+        run: RunFacts | None = None,
+        platform: Platform | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._engine: AttachedEngine | None = None
+        with self._starting():
+            resolved = settled(plan, model=model, optimizer=optimizer, run=run, platform=platform)
+            self._start(resolved, offload or OffloadManager())
+        atexit.register(self._abandon)
+
+    def _start(self, resolved: ResolvedPlan, offload: OffloadManager) -> None:
+        accelerator = resolved.platform.deepspeed.accelerator or resolved.platform.accelerator
+        self._deepspeed = require_deepspeed(accelerator=accelerator)
+        quiet_deepspeed()
+        launch = Launch.from_environment()
+        # Without a group DeepSpeed looks for MPI, and without LOCAL_RANK accelerate leaves
+        # DeepSpeed's communication out: a bare `python` would run neither.
+        self.resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
+        group = ProcessGroup(
+            backend=_COMMUNICATION.get(accelerator, "gloo"),
+            launch=launch,
+            timeout_s=self._timeout_s,
+        )
+        self.resources.callback(group.close)
+        self.plan = leased(resolved, offload, self.resources, self._timeout_s)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """A fresh copy of what DeepSpeed receives: ``DeepSpeedStrategy(config=run.config)``."""
+        return self.plan.to_deepspeed()
+
+    def shard(self, model: torch.nn.Module) -> None:
+        """Partition the model from host memory, one parameter at a time; nothing below stage 3.
+
+        Optional, before the trainer gets the model. Without it the trainer moves the whole model
+        to the device before DeepSpeed partitions it.
+        """
+        if self.plan.stage == 3:
+            accelerator = self._deepspeed.accelerator.get_accelerator()
+            device = torch.device(accelerator.current_device_name())
+            shard_from_host(self._deepspeed, model, self.plan, device=device)
+
+    def initialize_arguments(self, model: torch.nn.Module) -> dict[str, Any]:
+        """For ``deepspeed.initialize(**run.initialize_arguments(model))``."""
+        return initialize_arguments(self.plan, model)
+
+    def accelerator_arguments(self) -> dict[str, Any]:
+        """For ``Accelerator(**run.accelerator_arguments())``: plugin, precision, accumulation."""
+        return accelerator_arguments(self.plan)
+
+    def accelerate_optimizer(self, model: torch.nn.Module) -> tuple[Any, EngineSchedule]:
+        """Optimizer and schedule for ``accelerator.prepare``, in place of the script's own."""
+        return accelerate_optimizer(self.plan, model), EngineSchedule(self)
+
+    def attach(self, engine: Any) -> AttachedEngine:
+        """Verify what the trainer initialized. Collective.
+
+        Args:
+            engine: What ``deepspeed.initialize``, ``accelerator.prepare`` or Fabric's ``setup``
+                returned for the model.
+
+        Returns:
+            The engine that EMA and checkpoints take; the loop may go on as it was.
+
+        Raises:
+            EngineError: No DeepSpeed engine, or the trainer started other processes.
+            VerificationError: What runs is not what the plan says.
+        """
+        launched = Launch.from_environment()
+        if launched.launched and launched.world_size != self.plan.world_size:
+            raise EngineError(
+                f"the trainer started {launched.world_size} processes by itself after the plan "
+                f"was resolved for {self.plan.world_size}",
+                key="world_size",
+                value=launched.world_size,
+                fix="start the script with torchrun",
+            )
+        self._engine = AttachedEngine(engine=engine, plan=self.plan, timeout_s=self._timeout_s)
+        self.resources.callback(self._engine.close)
+        return self._engine
+
+    @property
+    def engine(self) -> AttachedEngine:
+        """What ``attach`` returned.
+
+        Raises:
+            EngineError: It has not been called.
+        """
+        if self._engine is None:
+            raise EngineError(
+                "no engine is attached yet",
+                key="EmbeddedPlan.engine",
+                fix="call run.attach(model) once the trainer has initialized DeepSpeed",
+            )
+        return self._engine
+
+    def _release(self) -> None:
+        atexit.unregister(self._abandon)
+
+    def _abandon(self) -> None:
+        # The script ended without close(), by an error perhaps: nobody may wait for other ranks.
+        self.__exit__(SystemExit, SystemExit("the script ended without close()"), None)
+
+
+class EngineSchedule:
+    """Stands where a script keeps its ``lr_scheduler``; the engine steps the real one.
+
+    Args:
+        run: Whose engine it is.
+    """
+
+    def __init__(self, run: EmbeddedPlan) -> None:
+        self._run = run
+
+    def step(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing: DeepSpeed's ``step`` has moved the schedule on already."""
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rate of the first group for the next optimizer step."""
+        return [self._run.engine.lr]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is in the engine's own state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: the position is in the engine's own state."""
