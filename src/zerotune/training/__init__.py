@@ -6,6 +6,7 @@ Loaded late, because it brings torch with it.
 from __future__ import annotations
 
 from zerotune.training.callbacks import Callback
+from zerotune.training.embedded import EmbeddedPlan, EngineSchedule
 from zerotune.training.memory import MemoryPart, expected_memory
 from zerotune.training.metrics import MetricsFile, StepMetrics, read_metrics
 from zerotune.training.nonfinite import (
@@ -26,6 +27,8 @@ from zerotune.training.trainer import Trainer
 
 __all__ = [
     "prepare",
+    "EmbeddedPlan",
+    "EngineSchedule",
     "Trainer",
     "TrainStep",
     "Callback",
