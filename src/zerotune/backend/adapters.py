@@ -63,7 +63,7 @@ class AdapterFacts:
 
     name: str
     """The adapter's name in the model."""
-    layers: tuple[str, ...] = attrs.field(converter=tuple)
+    layers: tuple[str, ...]
     """Dotted names of the adapted layers."""
     tensors: int
     """Trained tensors."""
@@ -100,9 +100,14 @@ def recall(model: torch.nn.Module, adapter: str) -> AdapterFacts | None:
 
 
 def adapter_config(model: torch.nn.Module, adapter: str) -> dict[str, Any]:
-    """peft's configuration of an adapter, as plain data."""
-    config: dict[str, Any] = model.peft_config[adapter].to_dict()  # type: ignore[index, union-attr, operator]
+    """Peft's configuration of an adapter, as plain data."""
+    config: dict[str, Any] = peft_config(model, adapter).to_dict()
     return config
+
+
+def peft_config(model: Any, adapter: str) -> Any:
+    """Peft's configuration object of an adapter."""
+    return model.peft_config[adapter]
 
 
 def trained_adapter(model: torch.nn.Module) -> str | None:

@@ -86,7 +86,8 @@ class TrainedParts(torch.nn.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute activations in the backward pass of every part that can."""
-        for _, part in self.items():
+        for _, module in self.items():
+            part: Any = module
             if hasattr(part, "enable_gradient_checkpointing"):
                 part.enable_gradient_checkpointing()
             elif hasattr(part, "gradient_checkpointing_enable"):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 from zerotune.lazy import lazy_attribute
 
 if TYPE_CHECKING:
+    from zerotune.checkpoint.adapters import ExportedAdapters, export_adapters
+    from zerotune.checkpoint.adapters_merging import export_merged, merge_adapters
     from zerotune.checkpoint.background import BackgroundSaver, PendingCheckpoint
     from zerotune.checkpoint.contents import ShadowLike
     from zerotune.checkpoint.converting import convert
@@ -25,14 +27,18 @@ if TYPE_CHECKING:
 _HOMES: Final = {
     "BackgroundSaver": "background",
     "CheckpointContents": "loading",
+    "ExportedAdapters": "adapters",
     "Manifest": "manifest",
     "PendingCheckpoint": "background",
     "ShadowLike": "contents",
     "convert": "converting",
+    "export_adapters": "adapters",
     "export_checkpoint": "export",
+    "export_merged": "adapters_merging",
     "export_model": "export",
     "export_pipeline": "pipelines",
     "latest_checkpoint": "folders",
+    "merge_adapters": "adapters_merging",
     "load_checkpoint": "loading",
     "prune": "folders",
     "restore": "loading",
@@ -49,6 +55,9 @@ __all__ = [
     "export_model",
     "export_pipeline",
     "export_checkpoint",
+    "export_adapters",
+    "export_merged",
+    "merge_adapters",
     "convert",
     "latest_checkpoint",
     "prune",
@@ -56,6 +65,7 @@ __all__ = [
     "BackgroundSaver",
     "PendingCheckpoint",
     "CheckpointContents",
+    "ExportedAdapters",
     "Manifest",
     "ShadowLike",
 ]

@@ -45,6 +45,29 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
     return [outcome for outcome, _ in outcomes]
 
 
+class Attempts:
+    """Work beside a collective operation: a failure waits until the operation is over.
+
+    When one rank's disk fails, the others still wait for that rank in the gathering.
+    """
+
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Do it, unless something has failed before."""
+        if self._failure is None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - raised by reraise, on every rank
+                self._failure = error
+
+    def reraise(self) -> None:
+        """Raise what has failed."""
+        if self._failure is not None:
+            raise self._failure
+
+
 def _elsewhere(rank: int, error: ZeroTuneError) -> ZeroTuneError:
     reason = f"rank {rank} reports: {error.reason}"
     return type(error)(reason, key=error.key, value=error.value, fix=error.fix)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.whole import whole_parameter
-from zerotune.checkpoint.collective import together
+from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.contents import persistent_buffers
 from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, TensorRecord
@@ -70,9 +71,11 @@ def export_model(
     Raises:
         CheckpointError: The path is taken, the disk is too small, or writing fails.
         CheckpointCorruptError: The disk does not hold what was written.
+        CheckpointMismatchError: The model trains adapters.
         CollectiveError: A rank did not come, or the arguments differ.
     """
     group, chosen = engine.group, checked_dtype(dtype)
+    _refuse_adapters(engine)
     group.barrier(f"exporting to {os.fspath(path)}", timeout_s=timeout_s)
     group.agree((os.fspath(path), str(chosen), weights is None, shard_size), "export_model")
     outline = _outline(engine)
@@ -91,6 +94,16 @@ def export_model(
         output.abandon()
         raise
     return paths[0]
+
+
+def _refuse_adapters(engine: Engine) -> None:
+    for name in engine.master_weights.parameters:
+        if AdapterParameter.parse(name) is not None:
+            raise CheckpointMismatchError(
+                "belongs to an adapter, which a model folder cannot hold",
+                key=name,
+                fix="export_adapters for a LoRA file, export_merged for a whole model",
+            )
 
 
 def export_checkpoint(
@@ -161,20 +174,12 @@ def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return chosen
 
 
-class _Output:
-    """What rank 0 writes; on other ranks nothing happens. Keeps the first error for later."""
+class _Output(Attempts):
+    """What rank 0 writes; on other ranks nothing happens."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._writer: ModelFolderWriter | None = None
-        self._failure: Exception | None = None
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Do it, unless something has failed before."""
-        if self._failure is None:
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001 - raised by reraise, on every rank
-                self._failure = error
 
     def open(
         self,
@@ -191,11 +196,6 @@ class _Output:
         """Write a tensor."""
         if self._writer is not None:
             self._writer.append(name, tensor)
-
-    def reraise(self) -> None:
-        """Raise what has failed."""
-        if self._failure is not None:
-            raise self._failure
 
     def publish(self) -> Path:
         """Check and rename."""

@@ -5,6 +5,8 @@ Every part works with an ``Engine`` and with a bare ``torch.nn.Module`` alike.
 
 from __future__ import annotations
 
+from zerotune.backend.adapters import AdapterFacts
+from zerotune.backend.trained_parts import TrainedParts
 from zerotune.diffusion.data import (
     Batch,
     BatchStream,
@@ -29,6 +31,8 @@ from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.grid import images_to_grid
+from zerotune.diffusion.lora import LoRA, add_lora
+from zerotune.diffusion.lora_loading import load_adapters
 from zerotune.diffusion.objective import (
     DenoisingObjective,
     FlowMatchingObjective,
@@ -73,6 +77,11 @@ __all__ = [
     "StableDiffusionXL",
     "StableDiffusion3",
     "Flux",
+    "LoRA",
+    "add_lora",
+    "load_adapters",
+    "AdapterFacts",
+    "TrainedParts",
     "FrozenParts",
     "encode_dataset",
     "Drawing",

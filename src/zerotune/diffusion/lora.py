@@ -134,8 +134,9 @@ def add_lora(
         )
     config = lora_config(model, wanted)
     model.requires_grad_(False)
-    if hasattr(model, "add_adapter"):
-        model.add_adapter(config, adapter_name=wanted.name)
+    add = getattr(model, "add_adapter", None)
+    if add is not None:
+        add(config, adapter_name=wanted.name)
     else:
         peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
     targets = () if wanted.targets else (_default_decision(config.target_modules),)
@@ -143,7 +144,7 @@ def add_lora(
 
 
 def lora_config(model: torch.nn.Module, lora: LoRA) -> Any:
-    """peft's configuration for these adapters in this model.
+    """Peft's configuration for these adapters in this model.
 
     Raises:
         InvalidValueError: A target, exclusion or pattern matches no layer.
@@ -190,7 +191,7 @@ def settle(
         decisions += _cast_base(model, _dtype(base_dtype))
     facts = AdapterFacts(
         name=adapter,
-        layers=[name for name, layer in adapter_layers(model) if adapter in layer.scaling],
+        layers=tuple(name for name, layer in adapter_layers(model) if adapter in layer.scaling),
         tensors=len(trained),
         trained=sum(_numel(parameter) for parameter in trained.values()),
         total=sum(_numel(parameter) for parameter in model.parameters()),

@@ -1,0 +1,198 @@
+"""What the ranks of the LoRA tests do on real engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from tests.support.runs import Case, start
+from zerotune.backend.trained_parts import TrainedParts
+from zerotune.diffusion.lora import LoRA, add_lora
+
+WHOLE = ("stage3_param_persistence_threshold", 0)
+"""Every parameter is partitioned, although the models are small."""
+SIZE, WIDTH, TOKENS = 8, 32, 6
+SAMPLES = 4
+"""Samples of a step, shared by the ranks."""
+
+
+def tiny_sdxl(seed: int = 0, *, wide: int = 0) -> Any:
+    """A U-Net shaped like SDXL's, 0.35 M parameters.
+
+    Args:
+        seed: Of the weights.
+        wide: Width of the text's hidden states; wide ones make matrices that NVMe takes.
+    """
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(seed)
+    return UNet2DConditionModel(
+        sample_size=SIZE,
+        in_channels=4,
+        out_channels=4,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        norm_num_groups=4,
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=6 * 8 + WIDTH,
+        cross_attention_dim=wide or WIDTH,
+    )
+
+
+def tiny_sd3(seed: int = 0) -> Any:
+    """A transformer shaped like SD3's, 0.1 M parameters."""
+    from diffusers import SD3Transformer2DModel
+
+    torch.manual_seed(seed)
+    return SD3Transformer2DModel(
+        sample_size=SIZE,
+        patch_size=2,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=WIDTH,
+        caption_projection_dim=32,
+        pooled_projection_dim=WIDTH,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
+
+
+def tiny_clip(seed: int = 1, *, projection: bool = False) -> Any:
+    """A CLIP text encoder of 20,000 parameters."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    torch.manual_seed(seed)
+    config = CLIPTextConfig(
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+        max_position_embeddings=16,
+        projection_dim=WIDTH,
+        bos_token_id=0,
+        eos_token_id=2,
+        pad_token_id=1,
+    )
+    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
+
+
+@attrs.frozen(kw_only=True)
+class Adapted:
+    """What is trained, and with which adapters."""
+
+    kind: str = "sdxl"
+    """``"sdxl"``, ``"sd3"``, or ``"text"``: SDXL with a text encoder in the same engine."""
+    lora: LoRA = LoRA(rank=4, alpha=8)
+    checkpointing: bool = False
+    wide: int = 0
+
+    def model(self) -> torch.nn.Module:
+        """The model with its adapters, the same on every rank and in every process."""
+        model = self.base()
+        torch.manual_seed(5)
+        if isinstance(model, TrainedParts):
+            for _, part in model.items():
+                add_lora(part, self.lora)
+        else:
+            add_lora(model, self.lora)
+        if self.checkpointing:
+            model.enable_gradient_checkpointing()
+        return model
+
+    def base(self) -> Any:
+        """The model as it is published."""
+        if self.kind == "sd3":
+            return tiny_sd3()
+        if self.kind == "text":
+            return TrainedParts(unet=tiny_sdxl(), text_encoder=tiny_clip())
+        return tiny_sdxl(wide=self.wide)
+
+
+def batch(step: int, *, width: int = WIDTH) -> dict[str, torch.Tensor]:
+    """The whole step's samples, whatever the number of ranks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(SAMPLES, *shape, generator=generator)
+
+    return {
+        "noisy": draw(4, SIZE, SIZE),
+        "target": draw(4, SIZE, SIZE),
+        "times": torch.randint(0, 1000, (SAMPLES,), generator=generator),
+        "text": draw(TOKENS, width),
+        "pooled": draw(WIDTH),
+        "sizes": torch.full((SAMPLES, 6), 64.0),
+        "ids": torch.randint(3, 64, (SAMPLES, TOKENS), generator=generator),
+    }
+
+
+def predict(engine: Any, adapted: Adapted, data: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Call the engine, or a model, as a family does."""
+    device, dtype = engine.device, engine.dtype
+
+    def moved(key: str) -> torch.Tensor:
+        value = data[key].to(device)
+        return value.to(dtype) if value.is_floating_point() else value
+
+    text = moved("text")
+    if adapted.kind == "sd3":
+        return engine(
+            moved("noisy"), text, pooled_projections=moved("pooled"), timestep=moved("times")
+        ).sample
+    if adapted.kind == "text":
+        text = engine(input_ids=moved("ids"), part="text_encoder").last_hidden_state
+    added = {"text_embeds": moved("pooled"), "time_ids": moved("sizes")}
+    return engine(
+        moved("noisy"), moved("times"), encoder_hidden_states=text, added_cond_kwargs=added
+    ).sample
+
+
+def loss_of(engine: Any, adapted: Adapted, step: int) -> torch.Tensor:
+    """This rank's share of a step's loss."""
+    size = SAMPLES // engine.group.world_size
+    share = slice(engine.group.rank * size, (engine.group.rank + 1) * size)
+    data = {name: t[share] for name, t in batch(step, width=adapted.wide or WIDTH).items()}
+    prediction = predict(engine, adapted, data)
+    return torch.nn.functional.mse_loss(prediction.float(), data["target"].to(engine.device))
+
+
+def case_for(case: Case, world_size: int) -> Case:
+    """A case whose micro batch is a rank's share."""
+    return attrs.evolve(case, micro_batch=SAMPLES // world_size, lr=5e-3)
+
+
+def step(engine: Any, adapted: Adapted, index: int) -> float:
+    """Train once; the loss over all ranks."""
+    loss = loss_of(engine, adapted, index)
+    engine.backward(loss)
+    assert engine.step().applied
+    mean = loss.detach().reshape(1)
+    if engine.group.world_size > 1:
+        engine.group.sum_(mean)
+    return float(mean) / engine.group.world_size
+
+
+def train(case: Case, adapted: Adapted, steps: int) -> dict[str, Any]:
+    """Losses of all ranks together, and what a run left behind."""
+    model = adapted.model()
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    engine = start(case, model)
+    found: dict[str, Any] = {
+        "losses": [step(engine, adapted, index) for index in range(steps)],
+        "held": {n: p.numel() for n, p in engine.module.named_parameters()},
+        "trained": set(engine.master_weights.parameters),
+        "stuck": [n for n, full in engine.master_weights.gather() if torch.equal(full, before[n])],
+    }
+    engine.close()
+    return found
