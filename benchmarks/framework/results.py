@@ -94,8 +94,9 @@ def described(measured: Measured) -> dict[str, Any]:
             found: dict[str, Any] = {"samples": [_rounded(value) for value in samples]}
             found |= summary(samples)
             reference = baseline.get(quantity)
-            if name != measured.baseline and reference and all(reference):
-                found["ratio"] = ratio(samples, reference)
+            compared = ratio(samples, reference or ())
+            if name != measured.baseline and compared is not None:
+                found["ratio"] = compared
             contestants[name][quantity] = found
     return {
         "baseline": measured.baseline,
@@ -117,12 +118,14 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
     }
 
 
-def ratio(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of the ratios round by round.
+def ratio(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, float] | None:
+    """Median and quartiles of the ratios round by round; ``None`` where there is no such thing.
 
     What slows the whole machine for a while slows both and cancels; where the numbers of samples
     differ there are no rounds, and medians are divided.
     """
+    if not baseline or not all(baseline):
+        return None
     if len(samples) == len(baseline):
         rounds = [ours / theirs for ours, theirs in zip(samples, baseline, strict=True)]
     else:
@@ -166,4 +169,5 @@ def _reached(goal: Goal, case: Mapping[str, Any] | None) -> float | None:
     theirs = found(goal.against)
     if theirs is None:
         return None
-    return ratio(ours["samples"], theirs["samples"])["median"]
+    compared = ratio(ours["samples"], theirs["samples"])
+    return None if compared is None else compared["median"]
