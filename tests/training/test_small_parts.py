@@ -140,7 +140,7 @@ def test_every_event_of_a_callback_may_be_left_out():
     events = {name for name in dir(Callback) if name.startswith("on_")}
     assert events == {
         *("on_fit_start", "on_step_end", "on_stop", "on_fit_end", "on_save", "on_resume"),
-        *("on_values", "on_images"),
+        *("on_values", "on_images", "on_finish", "on_close"),
     }
     callback = ProgressBar()
     callback.on_save(None, None)

@@ -6,8 +6,9 @@ Loaded late, because it brings torch with it.
 from __future__ import annotations
 
 from zerotune.training.callbacks import Callback
+from zerotune.training.drawing import SampleOptions
 from zerotune.training.embedded import EmbeddedPlan, EngineSchedule
-from zerotune.training.memory import MemoryPart, expected_memory
+from zerotune.training.memory import expected_memory
 from zerotune.training.metrics import MetricsFile, StepMetrics, read_metrics
 from zerotune.training.nonfinite import (
     NonFinite,
@@ -23,7 +24,9 @@ from zerotune.training.saving import SaveEvery, SaveEveryInBackground
 from zerotune.training.setup import prepare
 from zerotune.training.signals import StopOnSignals
 from zerotune.training.step import TrainStep
+from zerotune.training.tracking import Trackers
 from zerotune.training.trainer import Trainer
+from zerotune.training.validation import Validation, ValidationImages, ValidationLoss
 
 __all__ = [
     "prepare",
@@ -37,6 +40,11 @@ __all__ = [
     "SaveEvery",
     "SaveEveryInBackground",
     "StopOnSignals",
+    "Trackers",
+    "Validation",
+    "ValidationImages",
+    "ValidationLoss",
+    "SampleOptions",
     "NonFinite",
     "NonFinitePolicy",
     "RaiseNonFinite",
@@ -45,7 +53,6 @@ __all__ = [
     "StepMetrics",
     "read_metrics",
     "Report",
-    "MemoryPart",
     "expected_memory",
     "plot_loss",
     "plot_report",

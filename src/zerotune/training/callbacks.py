@@ -29,8 +29,14 @@ class Callback:
     def on_stop(self, trainer: Trainer, reason: str) -> None:
         """``fit`` ends early: a signal, the time limit, or ``trainer.request_stop``."""
 
+    def on_finish(self, trainer: Trainer) -> None:
+        """``fit`` has reached its goal."""
+
     def on_fit_end(self, trainer: Trainer) -> None:
         """``fit`` ends, also when it raises."""
+
+    def on_close(self, trainer: Trainer) -> None:
+        """The trainer is closed."""
 
     def on_save(self, trainer: Trainer, path: Path) -> None:
         """A checkpoint has been written to ``path``."""

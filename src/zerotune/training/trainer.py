@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import Unpack
 
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision
 from zerotune.diffusion.objective import FlowMatchingObjective
-from zerotune.diffusion.sampling import sample
 from zerotune.training.averages import EMA, Averages
-from zerotune.training.choosing import scheduler_of
+from zerotune.training.drawing import SampleOptions, draw
 from zerotune.training.memory import device_peak, expected_memory, host_now, host_peak
 from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite
 from zerotune.training.progress import ProgressBar
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
     from zerotune.plan.facts import RunFacts
+    from zerotune.plan.memory.values import MemoryEstimate
+    from zerotune.plan.memory.workload import EMAPlace
     from zerotune.plan.resolved import ResolvedPlan
     from zerotune.platform import Platform
     from zerotune.training.callbacks import Callback
@@ -127,6 +129,8 @@ class Trainer:
         self._stopping = Stopping(self.engine.group)
         chosen = (ProgressBar(),) if callbacks is None else tuple(callbacks)
         self.callbacks: tuple[Callback, ...] = with_signals((self._record, *chosen))
+        for callback in self.callbacks:
+            self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None
         """Step and folder of the latest checkpoint this trainer wrote."""
         self.decisions: tuple[Decision, ...] = ()
@@ -180,7 +184,7 @@ class Trainer:
             self._tell("on_fit_start", steps=goal.last_step)
             while not self._stopping.agreed() and self.step != goal.last_step:
                 self._take(train_step)
-            self._stop(goal)
+            self._end(goal)
         return self.report()
 
     def request_stop(self, reason: str) -> None:
@@ -287,52 +291,19 @@ class Trainer:
         shadow = self.averages.chosen(weights)
         return export_model(path, engine=self.engine, weights=shadow, dtype=dtype)
 
-    def sample(
-        self,
-        *,
-        labels: torch.Tensor | None = None,
-        count: int | None = None,
-        scheduler: Any = None,
-        steps: int = 50,
-        guidance_scale: float = 1.0,
-        seed: int = 0,
-        ema: bool | str = True,
-        shape: tuple[int, int, int] | None = None,
-        batch_size: int | None = None,
-    ) -> torch.Tensor:
+    def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
         """Draw images, with the EMA weights where there are any. Collective.
 
         Args:
-            labels: What to draw, (n,).
-            count: How many to draw, without labels.
-            scheduler: A diffusers scheduler; the objective's when not given.
-            steps: Denoising steps.
-            guidance_scale: Classifier-free guidance; 1 is none.
-            seed: Fixes the images.
-            ema: ``False`` uses the trained weights; a name, one of several EMAs.
-            shape: (c, h, w); read from the model's configuration when not given.
-            batch_size: Images per forward pass and rank.
+            wanted: ``prompts``, ``labels`` or ``count``, and how; see ``SampleOptions``.
 
         Returns:
-            fp32 images on the CPU, (n, c, h, w), on every rank.
+            fp32 images on the CPU, (n, c, h, w), nominally in [-1, 1], on every rank.
 
         Raises:
             InvalidValueError: An argument is missing or does not fit.
         """
-        chosen = scheduler or scheduler_of(self.objective)
-        with self.averages.swapped_in(ema):
-            return sample(
-                self.engine,
-                scheduler=chosen,
-                family=getattr(self.objective, "family", None),
-                labels=labels,
-                count=count,
-                shape=shape,
-                steps=steps,
-                guidance_scale=guidance_scale,
-                generator=torch.Generator().manual_seed(seed),
-                batch_size=batch_size,
-            )
+        return draw(self.engine, objective=self.objective, averages=self.averages, wanted=wanted)
 
     def report(self) -> Report:
         """What the steps of this trainer cost, on this rank. Not collective."""
@@ -343,10 +314,15 @@ class Trainer:
             host_before=self._host_before,
             host_peak=host_peak(),
             device_peak=device_peak(self.engine.device),
-            memory=expected_memory(plan, ema=self.ema is not None) if plan.model else (),
+            estimate=self._estimate(),
             stopped=self._stopping.reason,
             **self._record.totals,
         )
+
+    def _estimate(self) -> MemoryEstimate | None:
+        shadows = self.averages.shadows.values()
+        emas: list[EMAPlace] = ["host" if one.device.type == "cpu" else "device" for one in shadows]
+        return expected_memory(self.engine.plan, emas=emas) if self.engine.plan.model else None
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
@@ -357,7 +333,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the engine and give its swap folder back. May be repeated."""
-        self.engine.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -368,7 +344,10 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.engine.__exit__(kind, error, traceback)
+        try:
+            self.averages.close()
+        finally:
+            self.engine.__exit__(kind, error, traceback)
 
     def _train_step(self) -> TrainStep:
         return TrainStep(
@@ -386,10 +365,12 @@ class Trainer:
         if self.step == metrics.step:  # Else it went back, and this step is no part of the run.
             self._tell("on_step_end", metrics)
 
-    def _stop(self, goal: Goal) -> None:
-        if self._stopping.reason is not None:
-            self._tell("on_stop", self._stopping.reason)
-            self.decisions += self._stopping.decisions(self.step, self.last_saved, goal)
+    def _end(self, goal: Goal) -> None:
+        if self._stopping.reason is None:
+            self._tell("on_finish")
+            return
+        self._tell("on_stop", self._stopping.reason)
+        self.decisions += self._stopping.decisions(self.step, self.last_saved, goal)
 
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         for callback in self.callbacks:

@@ -1,0 +1,170 @@
+"""What TensorBoard, wandb and the like are told of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zerotune.backend.trackers import Scalar, Tracker, start_trackers
+from zerotune.checkpoint.collective import together
+from zerotune.decisions import render_decisions
+from zerotune.errors import InvalidValueError
+from zerotune.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from zerotune.training.metrics import StepMetrics
+    from zerotune.training.trainer import Trainer
+
+
+class Trackers(Callback):
+    """Logs a run to experiment trackers, from rank 0, through accelerate.
+
+    Loss, learning rate, gradient norm, speed, where the time of a step goes and memory; what
+    validation measures and draws; the resolved plan as hyper-parameters and, with every
+    automatic choice, as text. They are closed with the trainer, so that several calls of ``fit``
+    are one run::
+
+        Trainer(..., callbacks=[Trackers("tensorboard", folder="runs", project="digits")])
+
+    A service that fails on the way is left out with a warning.
+
+    Args:
+        trackers: accelerate's names, such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or
+            ``accelerate.tracking.GeneralTracker`` objects.
+        project: Name of the project or run.
+        folder: For those that write files.
+        every: Steps between two lines of numbers.
+        options: Arguments of each tracker by name: ``{"wandb": {"mode": "offline"}}``.
+
+    Raises:
+        InvalidValueError: There is none, or ``every`` is below 1.
+    """
+
+    def __init__(
+        self,
+        *trackers: Any,
+        project: str = "zerotune",
+        folder: str | os.PathLike[str] = "runs",
+        every: int = 1,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not trackers or every < 1:
+            raise InvalidValueError(
+                "needs a tracker, and a whole number of steps of 1 or more",
+                key="Trackers",
+                value=(trackers, every),
+                fix='Trackers("tensorboard", every=10)',
+            )
+        self._wanted, self._project, self._folder = trackers, project, folder
+        self._every, self._options = every, dict(options or {})
+        self._running: tuple[Tracker, ...] | None = None
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+        """Start the run, the first time."""
+        if self._running is not None:
+            return
+        # Rank 0 alone starts anything; if it cannot, the others must not go on without it.
+        self._running = ()
+        together(trainer.engine.group, "start the trackers", lambda: self._start(trainer))
+        for tracker in self._mine(trainer):
+            tracker.settings(_settings(trainer))
+            tracker.text("run/plan", trainer.explain(), step=trainer.step)
+        self._tell_decisions(trainer)
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """Log the step."""
+        if metrics.step % self._every == 0:
+            for tracker in self._mine(trainer):
+                tracker.values(_numbers(trainer, metrics), step=metrics.step)
+
+    def on_values(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Log what somebody measured."""
+        for tracker in self._mine(trainer):
+            tracker.values(values, step=trainer.step)
+
+    def on_images(self, trainer: Trainer, name: str, images: torch.Tensor) -> None:
+        """Log what somebody drew."""
+        for tracker in self._mine(trainer):
+            tracker.images(name, _pixels(images), step=trainer.step)
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:  # noqa: ARG002
+        """Log what the checkpoint changed."""
+        self._tell_decisions(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Log what was decided on the way."""
+        self._tell_decisions(trainer)
+
+    def on_close(self, trainer: Trainer) -> None:
+        """End the run."""
+        for tracker in self._mine(trainer):
+            tracker.close()
+        self._running = None
+
+    def _start(self, trainer: Trainer) -> None:
+        if trainer.is_main:
+            self._running = start_trackers(
+                self._wanted, project=self._project, folder=self._folder, options=self._options
+            )
+
+    def _mine(self, trainer: Trainer) -> Iterator[Tracker]:
+        if trainer.is_main:
+            yield from self._running or ()
+
+    def _tell_decisions(self, trainer: Trainer) -> None:
+        decisions = trainer.engine.decisions + trainer.decisions
+        for tracker in self._mine(trainer):
+            tracker.text("run/decisions", render_decisions(decisions), step=trainer.step)
+
+
+def _numbers(trainer: Trainer, metrics: StepMetrics) -> dict[str, float]:
+    seconds = metrics.seconds
+    found: dict[str, float | None] = {
+        "train/loss": metrics.loss,
+        "train/lr": metrics.lr,
+        "train/grad_norm": metrics.grad_norm,
+        "train/applied": float(metrics.applied),
+        "speed/seconds_per_step": seconds,
+        "speed/samples_per_second": trainer.engine.plan.train_batch_size / seconds
+        if seconds > 0
+        else None,
+        "memory/host_peak_gib": metrics.host_peak / 2**30,
+        "memory/device_peak_gib": None
+        if metrics.device_peak is None
+        else metrics.device_peak / 2**30,
+        **{f"time/{phase}": spent for phase, spent in metrics.phases.items()},
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _settings(trainer: Trainer) -> dict[str, Scalar]:
+    plan = trainer.engine.plan
+    found: dict[str, Scalar | None] = {
+        "model": type(trainer.engine.module).__name__,
+        "objective": type(trainer.objective).__name__,
+        "engine": type(trainer.engine).__name__,
+        "stage": plan.stage,
+        "offload_optimizer": plan.offload_optimizer,
+        "offload_param": plan.offload_param,
+        "precision": plan.precision,
+        "world_size": plan.world_size,
+        "micro_batch_size": plan.micro_batch_size,
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "train_batch_size": plan.train_batch_size,
+        "gradient_clipping": float(plan.gradient_clipping),
+        "optimizer": plan.optimizer.implementation if plan.optimizer else None,
+        "lr": plan.optimizer.lr if plan.optimizer else None,
+        "scheduler": plan.scheduler.name if plan.scheduler else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _pixels(images: torch.Tensor) -> torch.Tensor:
+    """(n, c, h, w) in [-1, 1] as uint8 (n, h, w, c)."""
+    scaled = (images.detach().float().cpu().clamp(-1, 1) + 1) * 127.5
+    return scaled.round().byte().permute(0, 2, 3, 1).contiguous()
