@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -26,22 +27,57 @@ def test_rates_and_rows_are_plain_arithmetic():
         ("ema", "25.0 ms", "5 %"),
         ("rest", "25.0 ms", "5 %"),
     ]
-    assert found.memory_rows() == [
-        ("weights", "GPU", "1.0 MiB", "bf16"),
-        ("master weights", "host", "2.0 MiB", "fp32"),
-        ("sum", "GPU", "1.0 MiB", "components above"),
-        ("sum", "host", "2.0 MiB", "components above"),
-        ("measured peak", "GPU", "3.00 GiB", "torch"),
-        ("measured before", "host", "512.0 MiB", "libraries, model and data"),
-        ("measured peak", "host", "1.00 GiB", "whole process"),
+    rows = found.memory_rows()
+    assert ("weights", "device", "1.0 MiB", "bf16") in rows
+    assert ("master weights", "host", "1.0 MiB", "fp32, 1/2 of it; pinned") in rows
+    assert [row[:3] for row in rows if row[0] == "EMA"] == [("EMA", "host", "1.0 MiB")]
+    (buckets,) = [row for row in rows if row[0] == "buckets"]
+    assert buckets[3].endswith("only in the forward and backward pass")
+    assert [row[:2] for row in rows[-5:]] == [
+        ("expected peak", "device"),
+        ("expected peak", "host"),
+        ("measured peak", "device"),
+        ("measured before", "host"),
+        ("measured peak", "host"),
     ]
+    assert rows[-3][2] == "3.00 GiB"
     assert "4 steps in 2.0 s on 2 processes: 2.00 it/s, 16 samples/s" in found.render()
 
 
 def test_a_report_of_nothing_divides_by_nothing():
-    empty = report(steps=0, losses=(), seconds=0.0, phases={}, memory=())
+    empty = report(steps=0, losses=(), seconds=0.0, phases={}, estimate=None)
     assert empty.steps_per_second == 0.0
     assert empty.time_rows()[0] == ("data", "0.0 ms", "0 %")
+    assert empty.bounds == ()
+    assert [row[0] for row in empty.memory_rows()] == [
+        "measured peak",
+        "measured before",
+        "measured peak",
+    ]
+
+
+def test_the_report_says_what_the_step_waits_for():
+    first, second, *others = report(copy_rate=2e9).bounds
+    assert (first.resource, first.phase) == ("compute", "forward and backward")
+    assert (first.seconds, first.share) == pytest.approx((0.375, 0.75))
+    # 4 bytes per element cross the bus on their way to the optimizer, of which each rank has half.
+    assert first.nbytes == 4 * 2**18
+    assert first.rate == pytest.approx(4 * 2**18 / 0.375)
+    assert (second.phase, second.nbytes) == ("optimizer", 30 * 2**18)
+    assert second.resource == "compute", "far slower than memory: threads, not bandwidth"
+    assert report(copy_rate=2e8).bounds[1].resource == "host memory"
+    assert "79% of what a plain copy reaches" in report(copy_rate=2e8).render()
+    assert sum(one.share for one in (first, second, *others)) == pytest.approx(1)
+
+
+def test_a_report_is_plain_data(tmp_path):
+    found = report(stopped="SIGTERM")
+    found.save(tmp_path)
+    read = json.loads((tmp_path / "report.json").read_text())
+    assert read == json.loads(json.dumps(found.to_dict()))
+    assert (read["stopped"], read["steps_per_second"]) == ("SIGTERM", 2.0)
+    assert read["bounds"][0]["phase"] == "forward and backward"
+    assert read["estimate"]["places"]["host"]["peak"] == found.estimate.host
 
 
 def test_the_record_adds_up_and_starts_again_after_a_resume(tmp_path):

