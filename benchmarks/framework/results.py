@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.framework.hardware import environment, hardware, versions
-from benchmarks.framework.values import Benchmark, Case, Goal, Measured
+from benchmarks.framework.values import Benchmark, Case, Goal, Measured, more_is_better
 from zerotune.files import write_atomically
 
 SCHEMA: Final = 1
@@ -152,7 +152,10 @@ def judged(goal: Goal, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "quantity": goal.quantity, "limit": goal.limit, "against": goal.against,
     }  # fmt: skip
     reached = _reached(goal, {case["name"]: case for case in cases}.get(goal.case))
-    met = None if reached is None else reached <= goal.limit
+    met = None
+    if reached is not None:
+        more = more_is_better(goal.quantity)
+        met = reached >= goal.limit if more else reached <= goal.limit
     return entry | {"reached": reached, "met": met}
 
 

@@ -16,6 +16,11 @@ A quantity's name tells its unit: ``…seconds``, ``…bytes``, ``…_per_second
 """
 
 
+def more_is_better(quantity: str) -> bool:
+    """Whether a quantity is a rate."""
+    return quantity.endswith("_per_second")
+
+
 class CaseRefused(Exception):  # noqa: N818 - it is a finding, not an error
     """A case cannot run here: out of memory under a cap, a tool that is missing.
 
@@ -60,7 +65,10 @@ class Case:
 
 @attrs.frozen(kw_only=True)
 class Goal:
-    """What the ratio of a contestant to another, or its median itself, should not exceed."""
+    """What the ratio of a contestant to another, or its median itself, should come to.
+
+    ``limit`` is the most; of quantities of which more is better, the least.
+    """
 
     text: str
     case: str
