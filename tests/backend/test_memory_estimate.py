@@ -34,6 +34,12 @@ def anonymous() -> int:
     raise AssertionError("no RssAnon in /proc/self/status")
 
 
+def exact_heap() -> None:
+    # Without it glibc keeps freed blocks of up to 32 MiB, which would count as used.
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 65536)
+
+
 class Peak:
     """Most anonymous memory of this process inside a ``with`` block, in bytes."""
 
@@ -67,9 +73,7 @@ def measure(case: Case) -> dict[str, float]:
     from zerotune.plan.memory.estimating import RUNTIME, estimate_resolved
     from zerotune.plan.memory.workload import Workload
 
-    # Without it glibc keeps freed blocks of up to 32 MiB, which would count as used.
-    m_mmap_threshold = -3
-    ctypes.CDLL(None).mallopt(m_mmap_threshold, 65536)
+    exact_heap()
     small = start(case, torch.nn.Linear(8, 8))
     train(small, 8, 1)
     small.close()

@@ -93,7 +93,7 @@ def host_budget(
         UnresolvedPlanError: The plan was resolved without a model.
     """
     native = _is_native(os.environ if environ is None else environ)
-    workload = Workload(ranks_per_machine=ranks, exact_pinning=native)
+    workload = Workload(ranks_per_machine=ranks, exact_pinning=native or None)
     estimate = estimate_resolved(resolved, workload)
     return HostBudget(
         per_rank=estimate.host,

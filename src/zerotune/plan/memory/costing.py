@@ -13,6 +13,7 @@ from zerotune.plan.facts import ModelFacts
 from zerotune.plan.memory.values import ALWAYS, MemoryItem, Phase, Place
 from zerotune.plan.memory.workload import Workload
 from zerotune.plan.optimizer_states import states_per_element
+from zerotune.plan.pinning import pins_exactly
 from zerotune.plan.resolved import ResolvedPlan
 
 MIB: Final = 1024**2
@@ -25,7 +26,6 @@ CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
-_ROUNDS_PINNED: Final = frozenset({"cuda", "rocm"})
 
 
 @attrs.frozen(kw_only=True)
@@ -104,6 +104,12 @@ class Costing:
             bf16 is not None and bf16.enabled is True and getattr(bf16, f"bf16_{what}") is True
         ) or (fp16 is not None and fp16.enabled is True and getattr(fp16, f"fp16_{what}") is True)
 
+    @property
+    def pins_exactly(self) -> bool:
+        """Whether page-locked blocks keep their size."""
+        stated = self.workload.exact_pinning
+        return pins_exactly(self.resolved.platform) if stated is None else stated
+
     def place(self, offload: str) -> Place:
         """Where something offloaded to ``"none"``, ``"cpu"`` or ``"nvme"`` lies."""
         places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
@@ -137,10 +143,7 @@ class Costing:
     ) -> MemoryItem:
         """Page-locked host memory, block by block, rounded as torch's allocator does."""
         sizes = [math.ceil(block) for block in blocks if block > 0]
-        rounds = (
-            self.resolved.platform.accelerator in _ROUNDS_PINNED and not self.workload.exact_pinning
-        )
-        if not rounds:
+        if self.pins_exactly:
             total = sum(sizes)
         else:
             total = sum(power_of_two(size) for size in sizes)

@@ -154,12 +154,10 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
         BACKWARD,
         "largest gradient, in fp32 for the host and in fp64 for the norm",
     )
+    # The backend flattens them on the host, and the model as loaded is more than that.
+    moving = element * largest if not case.on_cpu else element * part
     yield case.item(
-        "temporaries",
-        case.device,
-        max(element * count, element * part),
-        INITIALIZATION,
-        "flat copy of the weights, then this rank's part of it",
+        "temporaries", case.device, moving, INITIALIZATION, "weights on their way to one block"
     )
 
 

@@ -27,6 +27,7 @@ class Workload:
     """Bytes of frozen parts (VAE, text encoders) that stay on the device."""
     ranks_per_machine: int | None = None
     """Processes that share the host RAM; ``None``: all of them."""
-    exact_pinning: bool = False
+    exact_pinning: bool | None = None
     """Whether page-locked blocks keep their size, as with ``DS_PIN_MEMORY_BACKEND=native`` or
-    torch's ``pinned_max_round_threshold_mb``; else each is rounded up to a power of two."""
+    torch's ``pinned_max_round_threshold_mb``; else each is rounded up to a power of two.
+    ``None``: as the platform's torch can, since the backend asks it to."""

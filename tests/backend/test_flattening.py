@@ -1,0 +1,153 @@
+"""Stages 1 and 2 start without a second copy of the weights on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.test_memory_estimate import Peak, anonymous, exact_heap
+from tests.support.models import HostileNet
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, start, train_unet
+from zerotune.backend import flattening
+from zerotune.backend.flattening import flatten_on_host
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    shapes = [(3, 5), (1,), (2, 3, 3, 3), (7,)]
+    made = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    made[2].data = made[2].data.to(memory_format=torch.channels_last)
+    return made
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_flat_tensor_is_what_deepspeed_would_make(moved: bool) -> None:
+    wanted = torch.cat([p.detach().reshape(-1) for p in parameters()])
+    given = parameters()
+    if moved:
+        for parameter in given:
+            parameter.cpu_data = parameter.data  # type: ignore[attr-defined]
+            parameter.data = torch.empty(1)
+    flat = flatten_on_host(given, alignment=4, padding=[1, 0, 2, 0], moved=moved)
+    assert len(flat) % 4 == 0
+    assert torch.equal(flat[:15], wanted[:15])
+    assert flat[15] == 0
+    assert torch.equal(flat[16:71], wanted[15:70])
+    assert torch.equal(flat[71:73], torch.zeros(2))
+    assert torch.equal(flat[73:80], wanted[70:])
+    if not moved:
+        assert [p.numel() for p in given] == [0] * 4
+
+
+def flatten_large() -> tuple[int, int]:
+    exact_heap()
+    layers = [torch.nn.Parameter(torch.ones(2**20, dtype=torch.bfloat16)) for _ in range(32)]
+    before = anonymous()
+    with Peak() as peak:
+        flat = flatten_on_host(layers, alignment=2)
+    return peak.nbytes - before, flat.nbytes
+
+
+def test_each_weight_is_freed_as_soon_as_it_is_copied() -> None:
+    ((extra, size),) = run_ranks(flatten_large)
+    # torch.cat, which DeepSpeed uses, holds all of them twice.
+    assert extra < 0.2 * size
+
+
+def describe(case: Case) -> dict[str, Any]:
+    engine = start(case, HostileNet(scalar=False))
+    wrapper = engine.deepspeed_engine.optimizer
+    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    wanted = {
+        name: parameter.detach().to(dtype).float()
+        for name, parameter in HostileNet(scalar=False).named_parameters()
+    }
+    weights = dict(engine.module.named_parameters())
+    master = {one.address.name: one.value.clone() for one in engine.master_weights.read()}
+    views = {_address(p) for p in weights.values() if p.requires_grad}
+    flat = {_address(one) for one in wrapper.bit16_groups_flat}
+    masters = {_address(one) for one in wrapper.single_partition_of_fp32_groups}
+    engine.close()
+    return {
+        "decisions": [d for d in engine.decisions if d.key == flattening.KEY],
+        "weights": [n for n, p in weights.items() if not torch.equal(p.float(), wanted[n])],
+        "master": [n for n, m in master.items() if not torch.equal(m, wanted[n].view(-1))],
+        "count": len(master),
+        "views": views == flat,
+        "apart": not masters & flat,
+    }
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(stage=1, offload="cpu", precision="bf16"),
+        Case(stage=2, offload="cpu"),
+    ],
+    ids=str,
+)
+def test_the_engine_is_built_through_the_host(case: Case) -> None:
+    (found,) = run_ranks(describe, case)
+    (decision,) = found["decisions"]
+    assert (decision.after, decision.severity) == ("host", "note")
+    assert (found["weights"], found["master"], found["count"]) == ([], [], 8)
+    assert found["views"]
+    assert found["apart"], "master weights that share the weights' memory would be rounded"
+
+
+def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
+    flattening._KNOWN = ()  # type: ignore[misc]
+    return train_unet(case, steps)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_training_is_the_same_bit_for_bit(precision: str) -> None:
+    case = Case(stage=2, offload="cpu", precision=precision)
+    ours = run_ranks(train_unet, case, 4, world_size=2)
+    assert ours == run_ranks(train_as_deepspeed_does, case, 4, world_size=2)
+    assert ours[0][-1] != ours[0][0]
+
+
+def start_unknown() -> list[Any]:
+    flattening._KNOWN = ()  # type: ignore[misc]
+    engine = start(Case(stage=2, offload="cpu"), HostileNet(scalar=False))
+    found = [d for d in engine.decisions if d.key == flattening.KEY]
+    engine.close()
+    return found
+
+
+@pytest.mark.deepspeed
+def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
+    ((decision,),) = run_ranks(start_unknown)
+    assert (decision.after, decision.severity) == ("device", "warning")
+
+
+def peak_on_cuda() -> tuple[int, int]:
+    elements = 48 * 1024**2
+    layers = (torch.nn.Linear(1024, 1024, bias=False) for _ in range(48))
+    case = Case(stage=2, offload="cpu", precision="bf16")
+    model = torch.nn.Sequential(*layers)
+    torch.cuda.reset_peak_memory_stats()
+    engine = start(case, model)
+    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    engine.close()
+    return peak[0], peak[1] - 2 * elements
+
+
+@pytest.mark.gpu
+@pytest.mark.deepspeed
+def test_the_device_holds_the_weights_once() -> None:
+    ((allocated, extra),) = run_ranks(peak_on_cuda)
+    weights = 2 * 48 * 1024**2
+    assert allocated < 1.1 * weights
+    assert extra < 0.5 * weights
