@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from functools import partial
 from typing import Any
 
 import attrs
@@ -9,7 +11,10 @@ import torch
 
 from tests.support.runs import Case, start
 from zerotune.backend.trained_parts import TrainedParts
+from zerotune.checkpoint import export_adapters, export_merged, load_checkpoint, save_checkpoint
 from zerotune.diffusion.lora import LoRA, add_lora
+from zerotune.diffusion.lora_loading import load_adapters
+from zerotune.ema import EMAShadow
 
 WHOLE = ("stage3_param_persistence_threshold", 0)
 """Every parameter is partitioned, although the models are small."""
@@ -183,16 +188,115 @@ def step(engine: Any, adapted: Adapted, index: int) -> float:
     return float(mean) / engine.group.world_size
 
 
-def train(case: Case, adapted: Adapted, steps: int) -> dict[str, Any]:
-    """Losses of all ranks together, and what a run left behind."""
+class Bare:
+    """A model without an engine, called as one is."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self._model = model.to(dtype).eval()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+
+def output_of(engine: Any, adapted: Adapted) -> torch.Tensor:
+    """What an engine gives for samples it has not seen."""
+    with engine.evaluating():
+        return predict(engine, adapted, batch(99, width=adapted.wide or WIDTH)).float().cpu()
+
+
+def output_without_engine(model: Any, adapted: Adapted, dtype: torch.dtype) -> torch.Tensor:
+    """The same of a model on its own."""
+    with torch.no_grad():
+        data = batch(99, width=adapted.wide or WIDTH)
+        return predict(Bare(model, dtype), adapted, data).float()
+
+
+def loaded(adapted: Adapted, file: Any) -> Any:
+    """The published model with the adapters of a file."""
+    model = adapted.base()
+    parts = dict(model.items()) if adapted.kind == "text" else {None: model}
+    for name, part in parts.items():
+        load_adapters(part, file, component=name)
+    return model
+
+
+def follow(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> dict[str, Any]:
+    """Train; save half way; export what was trained, its average, and both folded in."""
     model = adapted.model()
     before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     engine = start(case, model)
-    found: dict[str, Any] = {
-        "losses": [step(engine, adapted, index) for index in range(steps)],
+    ema = EMAShadow(decay=0.9).attach(engine)
+    losses = []
+    for index in range(steps):
+        losses.append(step(engine, adapted, index))
+        ema.step()
+        if index + 1 == half:
+            save_checkpoint(f"{folder}/half", engine=engine, shadows={"ema": ema})
+    found = {"losses": losses, **state_of(engine, before), **exported(engine, adapted, ema, folder)}
+    found["held_after"] = {n: p.numel() for n, p in engine.module.named_parameters()}
+    engine.close()
+    return found
+
+
+def go_on(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> dict[str, Any]:
+    """Resume under any plan, with adapters that were initialized differently."""
+    torch.manual_seed(77)
+    model = adapted.model()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    engine = start(case, model)
+    ema = EMAShadow(decay=0.9).attach(engine)
+    load_checkpoint(f"{folder}/half", engine=engine, shadows={"ema": ema})
+    losses = []
+    for index in range(half, steps):
+        losses.append(step(engine, adapted, index))
+        ema.step()
+    found = {"losses": losses, **state_of(engine, before), **exported(engine, adapted, ema, folder)}
+    engine.close()
+    return found
+
+
+def state_of(engine: Any, before: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What is trained, what of the model this rank holds, and what has not moved."""
+    return {
         "held": {n: p.numel() for n, p in engine.module.named_parameters()},
+        "dtypes": {str(p.dtype) for p in engine.module.parameters()},
         "trained": set(engine.master_weights.parameters),
         "stuck": [n for n, full in engine.master_weights.gather() if torch.equal(full, before[n])],
     }
-    engine.close()
-    return found
+
+
+def exported(engine: Any, adapted: Adapted, ema: Any, folder: str) -> dict[str, Any]:
+    """Whether files give the engine's output on models that know no engine."""
+    place = f"{folder}/{secrets.token_hex(4)}" if engine.group.is_main else ""
+    place = engine.group.broadcast(place)
+    component = "unet" if adapted.kind == "text" else None
+    output = output_of(engine, adapted)
+    trained = export_adapters(f"{place}/trained", engine=engine)
+    averaged = export_adapters(f"{place}/ema", engine=engine, weights=ema)
+    merged = export_merged(f"{place}/merged", engine=engine, component=component)
+    with ema.swapped_in():
+        output_of_average = output_of(engine, adapted)
+    if not engine.group.is_main:
+        return {}
+    alone = partial(output_without_engine, adapted=adapted, dtype=engine.dtype)
+    model = loaded(adapted, trained)
+    folded = adapted.base() if adapted.kind != "text" else loaded(adapted, trained)
+    kind = type(folded.primary if adapted.kind == "text" else folded)
+    whole = kind.from_pretrained(merged)
+    if adapted.kind == "text":
+        whole = TrainedParts(unet=whole, text_encoder=folded["text_encoder"])
+    return {
+        "same": torch.equal(alone(model), output),
+        "same_average": torch.equal(alone(loaded(adapted, averaged)), output_of_average),
+        "average_differs": not torch.equal(output, output_of_average),
+        "merged_error": float((alone(whole) - output).abs().max() / output.abs().max()),
+        "learned": float((alone(adapted.base()) - output).abs().max() / output.abs().max()),
+        "warnings": [str(decision) for decision in trained.decisions],
+        "file": (trained.tensors, trained.elements, trained.components),
+    }
