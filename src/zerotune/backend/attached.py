@@ -13,6 +13,7 @@ from zerotune.backend.deepspeed import DeepSpeedEngine, _check_plan, _check_worl
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.groups import expected_groups
+from zerotune.backend.handover import check_accelerate
 from zerotune.backend.layouts import layout_of_deepspeed, trainable_parameters
 from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
@@ -59,6 +60,7 @@ class AttachedEngine(DeepSpeedEngine):
         self._group = ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
         self.resources.callback(self._group.close)
         _check_world(plan, self._group)
+        check_accelerate(self._group.world_size)
         named = trainable_parameters(self._module)
         if plan.optimizer is not None:
             self._expected_groups = expected_groups(plan.optimizer, named, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import torch
@@ -47,6 +48,8 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     """Keyword arguments of ``accelerate.Accelerator``.
 
     Nothing in the plugin's configuration is ``"auto"``, so accelerate fills and replaces nothing.
+    On a machine without an accelerator they name gloo too: accelerate takes none by itself then,
+    and each of several processes believes that it is alone.
 
     Args:
         plan: A resolved plan with its optimizer chosen.
@@ -56,11 +59,15 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
         UnresolvedPlanError: Something in the plan is not settled.
     """
     accelerate = require_accelerate()
-    return {
+    arguments = {
         "deepspeed_plugin": accelerate.DeepSpeedPlugin(hf_ds_config=plan.to_deepspeed()),
         "mixed_precision": _PRECISIONS[plan.precision],
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
+    if plan.platform.accelerator == "cpu":
+        gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
+        arguments["kwargs_handlers"] = [gloo]
+    return arguments
 
 
 def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
@@ -82,6 +89,28 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
         return build_client_optimizer(choice, named)
     accelerate = require_accelerate()
     return accelerate.utils.DummyOptim(parameter_groups(choice, named), lr=choice.lr)
+
+
+def check_accelerate(world_size: int) -> None:
+    """Check that accelerate, where it drives DeepSpeed, shares the data over all processes.
+
+    Args:
+        world_size: Number of processes that train together.
+
+    Raises:
+        EngineError: It counts others; every process would train on the same batches.
+    """
+    accelerate = sys.modules.get("accelerate")
+    shared = {} if accelerate is None else accelerate.PartialState._shared_state
+    counted = shared.get("num_processes", world_size)
+    if str(shared.get("distributed_type")).endswith("DEEPSPEED") and counted != world_size:
+        raise EngineError(
+            f"accelerate counts {counted} of {world_size} processes and gives each the same data",
+            key="Accelerator.num_processes",
+            value=counted,
+            fix="without a GPU: Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
+            'backend="gloo")]), or Accelerator(**run.accelerator_arguments())',
+        )
 
 
 def _choice(plan: ResolvedPlan) -> OptimizerChoice:
