@@ -18,6 +18,7 @@
     │   ├── UnsupportedEngineError   this DeepSpeed lacks something zerotune relies on
     │   └── CollectiveError          a rank is missing or disagrees
     ├── TrainingError (RuntimeError) training cannot go on: the loss is not finite
+    ├── OutOfMemoryError (RuntimeError)  memory ran out; says what would fit
     ├── OffloadError (RuntimeError)
     ├── EMAError (RuntimeError)
     ├── DataError (ValueError)
@@ -185,6 +186,22 @@ class CollectiveError(EngineError):
 
 class TrainingError(ZeroTuneError, RuntimeError):
     """Training cannot go on: the loss is not finite, or the loop is not what the plan says."""
+
+
+class OutOfMemoryError(ZeroTuneError, RuntimeError):
+    """Memory ran out while a run was started or trained.
+
+    Attributes:
+        original: What torch or Python raised.
+        plan: The ``DeepSpeedPlan`` that fits; ``None``: none does, or the model is not known.
+    """
+
+    def __init__(
+        self, reason: str, *, key: str, fix: str, original: BaseException, plan: Any
+    ) -> None:
+        super().__init__(reason, key=key, fix=fix)
+        self.original = original
+        self.plan = plan
 
 
 class OffloadError(ZeroTuneError, RuntimeError):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from zerotune.backend.building import build_engine
+from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.facts import ModelFacts
 from zerotune.plan.resolved import ResolvedPlan
 from zerotune.platform import detect_platform
+from zerotune.training.out_of_memory import Situation, advising
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +36,7 @@ def prepare(
     run: RunFacts | None = None,
     platform: Platform | None = None,
     deepspeed: bool = True,
+    compile: bool | Mapping[str, Any] | Compilation = False,  # noqa: A002
     timeout_s: float = 600.0,
 ) -> Engine:
     """Resolve a plan for this machine and start the engine it asks for.
@@ -57,6 +61,7 @@ def prepare(
         run: What the script knows and the plan may leave ``"auto"``.
         platform: The machine; detected when not given.
         deepspeed: ``False`` asks for the plain engine.
+        compile: ``True``, or options of ``Compilation``, compiles the forward pass.
         timeout_s: Seconds after which a collective gives up.
 
     Returns:
@@ -68,13 +73,22 @@ def prepare(
         OffloadError: A swap folder cannot be leased, or the plan needs more host memory than
             there is.
         EngineError: The engine could not be started, or is not what the plan says.
+        OutOfMemoryError: Memory ran out; the message names the plan that fits.
     """
+    wanted = Compilation.of(compile)
     plan = settled(
         plan, model=model, optimizer=optimizer, run=run, platform=platform, deepspeed=deepspeed
     )
     with ExitStack() as resources:
+        compiled = None if wanted is None else Compiled(wanted, model=model, plan=plan)
+        if compiled is not None:
+            resources.callback(compiled.undo)
         plan = leased(plan, offload or OffloadManager(), resources, timeout_s)
-        engine = build_engine(model=model, plan=plan, timeout_s=timeout_s)
+        starting = Situation(plan=plan, doing="starting the engine")
+        with advising(lambda: starting):
+            engine = build_engine(model=model, plan=plan, timeout_s=timeout_s)
+        if compiled is not None:
+            compiled.apply(engine)
         engine.resources.push(resources.pop_all())
     return engine
 

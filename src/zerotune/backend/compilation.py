@@ -1,0 +1,253 @@
+"""``torch.compile`` in the way that works with every ZeRO stage.
+
+What is compiled is a module's ``forward``, never its call: hooks, with which stage 3 gathers and
+releases weights, stay outside of the graph. Below stage 3 that may be the whole model; at stage 3
+a graph must not hold a module that gathers for itself, so blocks are compiled one by one and
+marked as leaf modules, each of which DeepSpeed gathers as a whole. Compiling the call instead
+works too, but breaks the graph at every hook: 61 times for a U-Net of 50,000 parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+
+from zerotune.decisions import Decision, announce
+from zerotune.errors import EngineError, InvalidValueError, VerificationError
+
+if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
+    from zerotune.plan.resolved import ResolvedPlan
+
+KEY: Final = "compile"
+_SPARE: Final = 8
+"""Variants of one block beyond one per block: of training, evaluation and other sizes."""
+_compiled: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
+
+
+def _names(value: Iterable[str] | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(value)
+
+
+@attrs.frozen(kw_only=True)
+class Compilation:
+    """How a model is compiled; the other fields are ``torch.compile``'s own."""
+
+    blocks: tuple[str, ...] | None = attrs.field(default=None, converter=_names)
+    """Classes compiled one by one (``("BasicTransformerBlock",)``); ``()``: the whole model.
+    ``None``: what diffusers lists as the model's repeated blocks, else the whole model."""
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+    fullgraph: bool = False
+
+    @classmethod
+    def of(cls, wanted: bool | Mapping[str, Any] | Compilation) -> Compilation | None:
+        """What ``compile=`` means: ``False`` is ``None``, ``True`` the defaults.
+
+        Raises:
+            InvalidValueError: An option that does not exist.
+        """
+        if isinstance(wanted, Compilation):
+            return wanted
+        if isinstance(wanted, bool):
+            return cls() if wanted else None
+        known = [field.name for field in attrs.fields(cls)]
+        unknown = sorted(set(wanted) - set(known))
+        if unknown:
+            raise InvalidValueError(
+                f"knows no {', '.join(map(repr, unknown))}",
+                key=KEY,
+                value=dict(wanted),
+                fix=f"use {', '.join(known)}",
+            )
+        return cls(**wanted)
+
+
+class Compiled:
+    """A model whose forward passes are compiled; undone by ``undo``.
+
+    Args:
+        wanted: How.
+        model: Before the engine takes it over: blocks of stage 3 are marked as leaves.
+        plan: Tells the stage.
+
+    Raises:
+        EngineError: It cannot be compiled here; the message says why.
+    """
+
+    def __init__(self, wanted: Compilation, *, model: torch.nn.Module, plan: ResolvedPlan) -> None:
+        _check_toolchain(wanted, plan)
+        self._wanted = wanted
+        self._regions, chosen = _regions(wanted, model, plan)
+        self._undo = contextlib.ExitStack()
+        if plan.stage == 3:
+            for module in self._regions:
+                self._mark_leaf(module)
+        self._before = _counted()
+        kinds = sorted({type(module).__name__ for module in self._regions})
+        self.decisions: tuple[Decision, ...] = (
+            Decision(
+                key=KEY,
+                before=None,
+                after=f"{len(self._regions)} x {', '.join(kinds)} by {wanted.backend}",
+                reason=chosen,
+            ),
+        )
+        """What is compiled, and why it is that."""
+
+    def apply(self, engine: Engine) -> None:
+        """Compile, once the engine has made of the model what it wants; ends with the engine."""
+        limit = "recompile_limit"
+        config: Any = torch._dynamo.config
+        if not hasattr(config, limit):
+            limit = "cache_size_limit"
+        # Blocks of one class share their code; beyond this many variants torch goes on without
+        # compiling, and says so only in a log.
+        enough = max(getattr(config, limit), len(self._regions) + _SPARE)
+        self._undo.enter_context(config.patch(**{limit: enough}))
+        for module in self._regions:
+            self._compile(module)
+        engine.resources.callback(self.undo)
+        _compiled[engine] = self
+        announce(self.decisions, rank=engine.group.rank)
+
+    def undo(self) -> None:
+        """The model as it was. May be repeated."""
+        self._undo.close()
+
+    @property
+    def graphs(self) -> int:
+        """Graphs compiled since, in this process."""
+        return _counted()[0] - self._before[0]
+
+    @property
+    def graph_breaks(self) -> int:
+        """Places where a graph had to be left, in this process."""
+        return _counted()[1] - self._before[1]
+
+    def verify(self) -> Decision:
+        """What compiling came to, after a training step.
+
+        Raises:
+            VerificationError: Nothing was compiled.
+        """
+        if self.graphs == 0:
+            raise VerificationError(
+                "no graph was compiled although a step was taken",
+                key=KEY,
+                value=self._wanted,
+                fix="unset TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE, or use compile=False",
+            )
+        return Decision(
+            key=f"{KEY}.graphs",
+            before=None,
+            after=self.graphs,
+            reason=f"graphs of the first step, {self.graph_breaks} break(s) among them",
+            severity="warning" if self.graph_breaks else "note",
+        )
+
+    def _mark_leaf(self, module: torch.nn.Module) -> None:
+        marked: Any = module
+        if getattr(marked, "_z3_leaf", False):
+            return
+        marked._z3_leaf = True
+        self._undo.callback(delattr, marked, "_z3_leaf")
+
+    def _compile(self, module: torch.nn.Module) -> None:
+        wanted = self._wanted
+        forward: Callable[..., Any] = module.forward
+        replaced = "forward" in vars(module)
+        arguments: dict[str, Any] = {} if wanted.mode is None else {"mode": wanted.mode}
+        module.forward = torch.compile(  # type: ignore[method-assign]
+            forward,
+            backend=wanted.backend,
+            dynamic=wanted.dynamic,
+            fullgraph=wanted.fullgraph,
+            **arguments,
+        )
+        if replaced:
+            self._undo.callback(setattr, module, "forward", forward)
+        else:
+            self._undo.callback(vars(module).pop, "forward", None)
+
+
+def compiled_for(engine: Engine) -> Compiled | None:
+    """What compiles an engine's model; ``None``: nothing does."""
+    return _compiled.get(engine)
+
+
+def _counted() -> tuple[int, int]:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"]), sum(counters["graph_break"].values())
+
+
+def _regions(
+    wanted: Compilation, model: torch.nn.Module, plan: ResolvedPlan
+) -> tuple[list[torch.nn.Module], str]:
+    names, why = wanted.blocks, "asked for"
+    if names is None:
+        names = tuple(getattr(model, "_repeated_blocks", None) or ())
+        why = "the model's repeated blocks, each compiled once for all of its kind"
+    if not names:
+        if plan.stage == 3:
+            raise EngineError(
+                "at stage 3 every module gathers its own weights, so only blocks can be "
+                f"compiled, and {type(model).__name__} does not say which it is made of",
+                key=KEY,
+                value=wanted,
+                fix=f'compile={{"blocks": [...]}} with classes such as {_suggested(model)}',
+            )
+        return [model], "the whole model in one graph"
+    found = _outermost(model, frozenset(names))
+    if not found:
+        raise EngineError(
+            f"{type(model).__name__} has no blocks of these classes",
+            key=f"{KEY}.blocks",
+            value=names,
+            fix=f"name some of {_suggested(model)}",
+        )
+    if plan.stage == 3:
+        why += "; gathered whole, as leaf modules, so that no hook breaks their graph"
+    return found, why
+
+
+def _outermost(module: torch.nn.Module, names: frozenset[str]) -> list[torch.nn.Module]:
+    if type(module).__name__ in names:
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, names)]
+
+
+def _suggested(model: torch.nn.Module) -> list[str]:
+    """Classes of blocks: modules of modules that occur more than once."""
+    kinds = [
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+        and any(True for _ in module.children())
+    ]
+    return sorted({kind for kind in kinds if kinds.count(kind) > 1})[:6]
+
+
+def _check_toolchain(wanted: Compilation, plan: ResolvedPlan) -> None:
+    reason = None
+    if not torch._dynamo.is_dynamo_supported():
+        reason, fix = "torch cannot compile on this Python or system", "use another, or no compile"
+    elif wanted.backend == "inductor" and plan.platform.accelerator == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None and shutil.which("clang++") is None:
+            reason = f"inductor writes C++ for the CPU, and there is no {compiler}"
+            fix = "install a C++ compiler (apt install g++)"
+    elif wanted.backend == "inductor" and importlib.util.find_spec("triton") is None:
+        reason, fix = "inductor writes Triton kernels, and triton is missing", "pip install triton"
+    if reason is not None:
+        raise EngineError(reason, key=KEY, value=wanted, fix=f"{fix}, or use compile=False")

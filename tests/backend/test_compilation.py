@@ -1,0 +1,147 @@
+"""Compiled models train as they do without, at every stage, and are put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from zerotune.backend.compilation import Compilation, Compiled
+from zerotune.errors import EngineError, InvalidValueError, VerificationError
+from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.platform import Platform
+
+
+class Block(torch.nn.Module):
+    """Small, because every kind of block is traced anew by every process."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inward = torch.nn.Linear(width, 2 * width)
+        self.outward = torch.nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.outward(torch.tanh(self.inward(x)))
+
+
+class Stack(torch.nn.Module):
+    _repeated_blocks = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(4, 6)
+        self.blocks = torch.nn.ModuleList(Block(6) for _ in range(3))
+        self.last = torch.nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def losses(stage: int, deepspeed: bool, wanted: Compilation | None, count: int = 4):
+    """Of a few steps, and what was compiled; with what is left of it after closing."""
+    from zerotune import prepare
+
+    model = Stack()
+    plan = DeepSpeedPlan.build(
+        stage=stage,
+        precision="fp32",
+        micro_batch_size=8,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
+        stage3_param_persistence_threshold=0,
+    )
+    found = []
+    partitioned = None
+    with prepare(model=model, plan=plan, deepspeed=deepspeed, compile=wanted or False) as engine:
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(count):
+            x = torch.randn(8, 4, generator=generator)
+            loss = (engine(x) - x.flip(1)).pow(2).mean()
+            found.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+        if stage == 3:
+            partitioned = all(p.numel() == 0 for p in model.parameters())
+        compiled = None
+        if wanted is not None:
+            from zerotune.backend.compilation import compiled_for
+
+            compiled = compiled_for(engine)
+            compiled = compiled.graphs, compiled.graph_breaks, compiled.verify().severity
+    clean = not any("forward" in vars(m) or hasattr(m, "_z3_leaf") for m in model.modules())
+    return found, compiled, partitioned, clean
+
+
+BLOCKS = Compilation(backend="aot_eager", fullgraph=True)
+WHOLE = Compilation(backend="aot_eager", fullgraph=True, blocks=())
+
+
+def several(cases):
+    return [losses(*case) for case in cases]
+
+
+def test_the_plain_engine_compiles_blocks_or_all():
+    eager, blocks, whole = run_ranks(
+        several, [(0, False, None), (0, False, BLOCKS), (0, False, WHOLE)]
+    )[0]
+    _same(eager, blocks, graphs=1)
+    _same(eager, whole, graphs=1)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_every_stage_compiles_blocks_without_a_break(stage):
+    eager, blocks = run_ranks(several, [(stage, True, None), (stage, True, BLOCKS)])[0]
+    _same(eager, blocks, graphs=1)
+    assert blocks[2] is (True if stage == 3 else None), "stage 3 really partitions"
+
+
+def test_inductor_writes_code_for_this_cpu(tmp_path):
+    wanted = Compilation()
+    eager, compiled = run_ranks(
+        several,
+        [(0, False, None), (0, False, wanted)],
+        env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+    )[0]
+    _same(eager, compiled, graphs=1)
+    assert list(tmp_path.rglob("*.cpp")), "the code it wrote"
+
+
+def _same(eager, compiled, *, graphs):
+    assert compiled[0] == pytest.approx(eager[0], rel=5e-5)
+    assert len(set(eager[0])) == len(eager[0])
+    assert compiled[1] == (graphs, 0, "note"), "one graph for all blocks of a kind"
+    assert compiled[3], "the model is as it was"
+
+
+def resolved(stage):
+    plan = DeepSpeedPlan.build(stage=stage, micro_batch_size=1)
+    return plan.resolve(platform=Platform.synthetic(), model=ModelFacts.from_module(Stack()))
+
+
+def test_what_cannot_be_compiled_is_refused_with_the_reason(monkeypatch):
+    plain = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(EngineError, match="does not say which it is made of"):
+        Compiled(BLOCKS, model=plain, plan=resolved(3))
+    with pytest.raises(EngineError, match=r"no blocks of these classes.*'Block'"):
+        Compiled(Compilation(blocks=["Blok"]), model=Stack(), plan=resolved(2))
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    with pytest.raises(EngineError, match="no C"):
+        Compiled(Compilation(), model=Stack(), plan=resolved(2))
+
+
+def test_options_are_checked():
+    assert Compilation.of(False) is None
+    assert Compilation.of(True) == Compilation()
+    assert Compilation.of({"blocks": ["Block"]}).blocks == ("Block",)
+    with pytest.raises(InvalidValueError, match="knows no 'bakend'"):
+        Compilation.of({"bakend": "inductor"})
+
+
+def test_a_step_without_a_graph_is_no_success():
+    compiled = Compiled(BLOCKS, model=Stack(), plan=resolved(2))
+    with pytest.raises(VerificationError, match="no graph was compiled"):
+        compiled.verify()
