@@ -1,6 +1,7 @@
 """A loop around raw DeepSpeed: a U-Net learns real digits.
 
-Run it with ``torchrun --nproc-per-node 2 examples/embedding/deepspeed_before.py``.
+``deepspeed_before.py`` is the script as it was, ``deepspeed_after.py`` has zerotune embedded in it;
+docs/embedding.md shows the difference.
 """
 
 from __future__ import annotations

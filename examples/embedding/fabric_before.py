@@ -1,7 +1,7 @@
-"""A Lightning Fabric script with its DeepSpeed strategy: a U-Net learns real digits.
+"""Lightning Fabric with its DeepSpeed strategy: a U-Net learns real digits.
 
-Run it with ``torchrun --nproc-per-node 2 examples/embedding/fabric_before.py``; Fabric
-wants GPUs for DeepSpeed.
+``fabric_before.py`` is the script as it was, ``fabric_after.py`` has zerotune embedded in it;
+docs/embedding.md shows the difference.
 """
 
 from __future__ import annotations

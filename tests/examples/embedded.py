@@ -1,0 +1,232 @@
+"""Runs the scripts of ``examples/embedding`` as they stand, and looks into them on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zerotune.ema import EMAShadow
+from zerotune.errors import ZeroTuneError
+
+MICRO, ACCUMULATION = 4, 2
+DECAY = 0.9
+SCHEDULE = {"type": "constant_with_warmup", "params": {"num_warmup_steps": 5}}
+
+
+class ReferredShadow(EMAShadow):
+    """Keeps a float64 average of the gathered weights beside it."""
+
+    def attach(self, source: Any) -> ReferredShadow:
+        super().attach(source)
+        self.reference = {name: full.double() for name, full in self.source.gather()}
+        return self
+
+    def step(self) -> None:
+        super().step()
+        for name, full in self.source.gather():
+            self.reference[name].lerp_(full.double(), 1 - DECAY)
+
+    def error(self) -> float:
+        return max(
+            float((full.double() - self.reference[name]).norm() / self.reference[name].norm())
+            for name, full in self.gather()
+        )
+
+
+def run_script(name: str, steps: int, folder: str, zero: dict[str, Any], **more: Any) -> Any:
+    """``main`` of a script under another ``zero_optimization``; what was seen when it saved."""
+    script = importlib.import_module(f"examples.embedding.{name}")
+    script.CONFIG["zero_optimization"] |= zero
+    if not name.endswith("before"):
+        script.CONFIG["scheduler"] = SCHEDULE
+    seen: dict[str, Any] = {}
+    if hasattr(script, "EMAShadow"):
+        script.EMAShadow = ReferredShadow
+        script.save_checkpoint = looking(script.save_checkpoint, seen)
+    with fabric_on_the_cpu() if name.startswith("fabric") else contextlib.nullcontext():
+        losses = script.main(steps, folder, **more)
+    windows = range(0, len(losses), ACCUMULATION)
+    seen["losses"] = [sum(losses[i : i + ACCUMULATION]) / ACCUMULATION for i in windows]
+    return seen
+
+
+def looking(save: Any, seen: dict[str, Any]) -> Any:
+    def look_and_save(path: str, *, engine: Any, shadows: dict[str, Any]) -> Path:
+        deepspeed = engine.deepspeed_engine
+        seen["ema_error"], seen["ema_steps"] = shadows["ema"].error(), shadows["ema"].steps
+        seen["lr"], seen["steps"] = engine.lr, engine.state.global_step
+        seen["optimizer"] = type(deepspeed.basic_optimizer).__name__
+        seen["partitioned"] = all(p.numel() == 0 for p in engine.module.parameters())
+        seen["swap"] = {part: Path(at).is_dir() for part, at in engine.plan.nvme_paths.items()}
+        seen["decisions"] = [str(decision) for decision in engine.decisions]
+        if deepspeed._is_gradient_accumulation_boundary is not None:
+            seen["second step"] = refusal(engine.step)
+            deepspeed.set_gradient_accumulation_boundary(False)
+            seen["open window"] = refusal(lambda: save(path, engine=engine, shadows=shadows))
+            deepspeed.set_gradient_accumulation_boundary(True)
+        return save(path, engine=engine, shadows=shadows)
+
+    return look_and_save
+
+
+def refusal(call: Any) -> str:
+    try:
+        call()
+    except ZeroTuneError as error:
+        return str(error)
+    return "not refused"
+
+
+@contextlib.contextmanager
+def fabric_on_the_cpu() -> Iterator[None]:
+    """Fabric refuses DeepSpeed without CUDA, which DeepSpeed itself does not."""
+    from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy, deepspeed
+
+    before = DeepSpeedStrategy.setup_environment, deepspeed._validate_device_index_selection
+    DeepSpeedStrategy.setup_environment = DDPStrategy.setup_environment
+    deepspeed._validate_device_index_selection = lambda _devices: None
+    try:
+        yield
+    finally:
+        DeepSpeedStrategy.setup_environment, deepspeed._validate_device_index_selection = before
+
+
+def batches(micro: int) -> list[dict[str, torch.Tensor]]:
+    """The micro batches the scripts see; with two processes each has half of one."""
+    from examples.embedding.accelerate_before import digits
+
+    torch.manual_seed(0)
+    images, noise, times = digits().tensors
+    parts = zip(images.split(micro), noise.split(micro), times.split(micro), strict=True)
+    return [{"images": i, "noise": n, "times": t} for i, n, t in parts]
+
+
+def objective(engine: Any, batch: dict[str, torch.Tensor], _generator: Any) -> torch.Tensor:
+    from examples.embedding.accelerate_before import loss_of
+
+    return loss_of(engine, (batch["images"], batch["noise"], batch["times"]))
+
+
+def new_trainer(*, micro: int, first: int = 0, deepspeed: bool = False, **zero: Any) -> Any:
+    """A ``Trainer`` on the data, model, optimizer and schedule of the accelerate script."""
+    from examples.embedding.accelerate_before import new_model
+    from zerotune import DeepSpeedPlan, Trainer
+
+    plan = DeepSpeedPlan.build(
+        precision="fp32",
+        micro_batch_size=micro,
+        gradient_accumulation_steps=ACCUMULATION,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        scheduler=SCHEDULE,
+        stage3_param_persistence_threshold=0,
+        **zero,
+    )
+    data = batches(micro)[first * ACCUMULATION :]
+    torch.manual_seed(0)
+    digits_drawn_first()
+    return Trainer(
+        model=new_model(), plan=plan, data=data, objective=objective, callbacks=[],
+        ema=EMAShadow(decay=DECAY), deepspeed=deepspeed,
+    )  # fmt: skip
+
+
+def digits_drawn_first() -> None:
+    """The scripts draw their noise before the model's weights."""
+    from examples.embedding.accelerate_before import digits
+
+    digits()
+
+
+def uninterrupted(micro: int, steps: int) -> list[float]:
+    """Losses of the plain engine: neither DeepSpeed nor another trainer."""
+    with new_trainer(micro=micro) as trainer:
+        return list(trainer.fit(steps=steps).losses)
+
+
+def resumed_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> dict[str, Any]:
+    from zerotune import load_checkpoint
+
+    done = 3
+    with new_trainer(micro=MICRO, first=done, deepspeed=True, **zero) as trainer:
+        load_checkpoint(checkpoint, engine=trainer.engine, shadows={"ema": trainer.ema})
+        partitioned = all(p.numel() == 0 for p in trainer.engine.module.parameters())
+        report = trainer.fit(steps=steps)
+        return {
+            "losses": list(report.losses),
+            "partitioned": partitioned,
+            "ema_steps": trainer.ema.steps,
+        }
+
+
+def swapped_in_silence() -> str:
+    """RMSprop prepared by accelerate with its default plugin; what attaching says."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    from examples.embedding.accelerate_before import CONFIG, new_model
+    from zerotune import DeepSpeedPlan
+    from zerotune.training import EmbeddedPlan
+
+    asked = CONFIG | {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}}
+    model = new_model()
+    with EmbeddedPlan(model=model, plan=DeepSpeedPlan.from_dict(asked)) as run:
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        return refusal(lambda: run.attach(model))
+
+
+def client_optimizer_in_accelerate() -> dict[str, Any]:
+    """The same through what the plan hands over; and what is no engine."""
+    from accelerate import Accelerator
+
+    from examples.embedding.accelerate_before import CONFIG, new_model
+    from zerotune import DeepSpeedPlan
+    from zerotune.training import EmbeddedPlan
+
+    asked = {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "scheduler": SCHEDULE}
+    model = new_model()
+    with EmbeddedPlan(model=model, plan=DeepSpeedPlan.from_dict(CONFIG | asked)) as run:
+        seen = {"not an engine": refusal(lambda: run.attach(model))}
+        seen["not attached"] = refusal(lambda: run.engine)
+        accelerator = Accelerator(**run.accelerator_arguments())
+        optimizer, lr_scheduler = run.accelerate_optimizer(model)
+        model, optimizer, lr_scheduler = accelerator.prepare(model, optimizer, lr_scheduler)
+        engine = run.attach(model)
+        lrs = []
+        for batch in batches(MICRO)[: 3 * ACCUMULATION]:
+            with accelerator.accumulate(model):
+                accelerator.backward(objective(model, batch, None))
+                optimizer.step()
+                lr_scheduler.step()
+            lrs.append(lr_scheduler.get_last_lr()[0])
+        return seen | {
+            "optimizer": type(model.basic_optimizer).__name__,
+            "lrs": lrs[1::ACCUMULATION],
+            "explained": engine.explain(),
+        }
+
+
+def left_without_closing(root: str) -> tuple[int, int]:
+    """Swap folders while a script runs, and after it ended without ``close``."""
+    import atexit
+
+    from examples.embedding.accelerate_before import CONFIG, new_model
+    from zerotune import DeepSpeedPlan, OffloadManager
+    from zerotune.training import EmbeddedPlan
+
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}}
+    config = CONFIG | {"zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+    run = EmbeddedPlan(
+        model=new_model(),
+        plan=DeepSpeedPlan.from_dict(config),
+        offload=OffloadManager(root=root),
+    )
+    during = sum(path.is_dir() for path in Path(root).iterdir())
+    assert Path(run.plan.nvme_paths["optimizer"]).parent == Path(root)
+    atexit._run_exitfuncs()
+    return during, sum(path.is_dir() for path in Path(root).iterdir())

@@ -1,0 +1,183 @@
+"""zerotune embedded in the trainers of others: the scripts run as they stand."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.embedded import (
+    ACCUMULATION,
+    MICRO,
+    client_optimizer_in_accelerate,
+    left_without_closing,
+    resumed_in_a_trainer,
+    run_script,
+    swapped_in_silence,
+    uninterrupted,
+)
+from tests.support.needs import needs
+from tests.support.ranks import free_port, run_ranks
+from zerotune.checkpoint import verify_checkpoint
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "embedding"
+BEFORE, ALL = 3, 5
+"""Optimizer steps before the checkpoint, and of the whole run."""
+ALIKE = 5e-5
+CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+SHARDED = {"stage": 3, "offload_optimizer": {"device": "none"}}
+
+engine_runs = pytest.mark.deepspeed
+_losses: dict[int, list[float]] = {}
+
+
+def expected(world_size: int) -> list[float]:
+    """Losses of the plain engine on the whole batch, per optimizer step."""
+    if world_size not in _losses:
+        (_losses[world_size],) = run_ranks(uninterrupted, MICRO * world_size, ALL)
+    return _losses[world_size]
+
+
+def changed_lines(kind: str) -> int:
+    """Lines changed, added or removed, without blank ones; a changed one counts once."""
+    texts = ((SCRIPTS / f"{kind}_{name}.py").read_text() for name in ("before", "after"))
+    before, after = ([line for line in text.splitlines() if line.strip()] for text in texts)
+    operations = difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in operations if tag != "equal")
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "deepspeed", "fabric"])
+def test_embedding_changes_few_lines(kind):
+    assert 5 < changed_lines(kind) < 15
+
+
+def check(results: list[dict[str, Any]], *, zero: dict[str, Any], steps: int = BEFORE) -> None:
+    """The trained losses, the average, the optimizer and the learning rate are what was asked."""
+    mean = [sum(each) / len(each) for each in zip(*(r["losses"] for r in results), strict=True)]
+    assert mean == pytest.approx(expected(len(results))[:steps], rel=ALIKE)
+    for seen in results:
+        assert seen["ema_error"] < 1e-6
+        assert seen["ema_steps"] == seen["steps"] == steps
+        # A schedule stepped twice, or once per process, would be elsewhere.
+        assert seen["lr"] == pytest.approx(1e-2 * steps / 5)
+        assert seen["optimizer"] == ("DeepSpeedCPUAdam" if zero is CPU else "FusedAdam")
+        assert seen["partitioned"] == (zero["stage"] == 3)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    """Of the accelerate script under a bare ``python``, at stage 2 with CPU offload."""
+    path = tmp_path_factory.mktemp("embedding") / "checkpoint"
+    results = run_ranks(run_script, "accelerate_after", BEFORE, str(path), CPU)
+    check(results, zero=CPU)
+    (seen,) = results
+    assert "second step" in seen["second step"]
+    assert "1 of 2 micro batches are accumulated" in seen["open window"]
+    assert "constant_with_warmup" in "".join(seen["decisions"])
+    return str(path)
+
+
+@engine_runs
+def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    script = ("accelerate_before", BEFORE, str(tmp_path), CPU)
+    (before,) = run_ranks(run_script, *script, env=env)
+    assert before["losses"] == pytest.approx(expected(1)[:BEFORE], rel=ALIKE)
+
+
+@engine_runs
+def test_a_checkpoint_of_accelerate_goes_on_in_a_trainer(checkpoint):
+    zero = {"stage": 3, "offload": "none"}
+    (seen,) = run_ranks(resumed_in_a_trainer, checkpoint, ALL, zero)
+    assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
+    assert seen["partitioned"]
+    assert seen["ema_steps"] == ALL
+
+
+@engine_runs
+def test_a_checkpoint_of_accelerate_goes_on_in_a_raw_loop(checkpoint, tmp_path):
+    script = ("deepspeed_after", ALL, str(tmp_path / "end"), SHARDED, checkpoint)
+    (seen,) = run_ranks(resumed_script, *script)
+    assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
+    assert seen["partitioned"]
+    assert seen["ema_steps"] == seen["steps"] == ALL
+
+
+def resumed_script(name: str, steps: int, folder: str, zero: dict[str, Any], resume: str) -> Any:
+    return run_script(name, steps, folder, zero, resume=resume)
+
+
+@engine_runs
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
+def test_two_processes_at_stage_3(kind, tmp_path):
+    script = (f"{kind}_after", BEFORE, str(tmp_path / "end"), SHARDED)
+    check(run_ranks(run_script, *script, world_size=2), zero=SHARDED)
+
+
+@engine_runs
+@pytest.mark.parametrize(("zero", "world_size"), [(CPU, 1), (SHARDED, 2)])
+def test_fabric(zero, world_size, tmp_path):
+    needs("lightning_fabric", may_lack="an example only")
+    script = ("fabric_after", BEFORE, str(tmp_path / "end"), zero)
+    check(run_ranks(run_script, *script, world_size=world_size), zero=zero)
+
+
+@engine_runs
+def test_accelerates_silent_swap_is_found_and_named():
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    (said,) = run_ranks(swapped_in_silence, env=env)
+    assert "optimizer.type should be 'RMSprop' but 'DeepSpeedCPUAdam' runs" in said
+
+
+@engine_runs
+def test_accelerate_runs_the_optimizer_that_the_plan_hands_over():
+    (seen,) = run_ranks(client_optimizer_in_accelerate)
+    assert seen["optimizer"] == "RMSprop"
+    assert seen["lrs"] == pytest.approx([1e-3 * step / 5 for step in (1, 2, 3)])
+    assert "scheduler.type = 'CurveScheduler' [ok]" in seen["explained"]
+    assert "is no DeepSpeed engine" in seen["not an engine"]
+    assert "no engine is attached yet" in seen["not attached"]
+
+
+@engine_runs
+@pytest.mark.nvme
+def test_the_swap_folder_goes_with_the_script(tmp_path):
+    assert run_ranks(left_without_closing, str(tmp_path)) == [(1, 0)]
+
+
+@engine_runs
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("launcher", "script", "stage"),
+    [
+        (["accelerate.commands.launch", "--num_processes", "2"], "accelerate_after", 2),
+        (["torch.distributed.run", "--nproc-per-node", "2"], "deepspeed_after", 2),
+    ],
+)
+def test_the_scripts_under_their_launchers(launcher, script, stage, tmp_path):
+    folder = tmp_path / "end"
+    paths = [str(SCRIPTS.parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    module, *arguments = launcher
+    port = "--main_process_port" if "accelerate" in module else "--master-port"
+    result = subprocess.run(
+        [sys.executable, "-m", module, *arguments, port, str(free_port())]
+        + [str(SCRIPTS / f"{script}.py"), "2", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    manifest = verify_checkpoint(folder)
+    assert (manifest.world_size, manifest.plan.stage) == (2, stage)
+    assert manifest.state.global_step == 2
+    assert manifest.state.micro_step == 2 * ACCUMULATION
