@@ -116,6 +116,7 @@ def trainer_exports(root: str) -> dict[str, Any]:
     """What ``Trainer.export`` writes and refuses."""
     from zerotune import DeepSpeedPlan, Trainer
     from zerotune.ema import EMAShadow
+    from zerotune.training.averages import Averages
 
     folder, model = Path(root), unet(1)
     plan = DeepSpeedPlan.build(stage=0, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
@@ -126,7 +127,7 @@ def trainer_exports(root: str) -> dict[str, Any]:
                 fragment.value.add_(1.0)
         trainer.export(folder / "ema")
         trainer.export(folder / "trained", weights="trained")
-        trainer.ema = None
+        trainer.averages = Averages(None, engine=trainer.engine)
         errors = [
             told(lambda: trainer.export(folder / "x", weights="ema")),
             told(lambda: trainer.export(folder / "x", weights="raw")),

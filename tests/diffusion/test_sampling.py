@@ -40,9 +40,9 @@ class FakeGroup:
         pass
 
     def gather(self, value):
-        self.sent = value
-        other = torch.zeros_like(value) if self.other is None else self.other
-        return [value, other] if self.rank == 0 else [other, value]
+        self.sent, _ = value
+        other = torch.zeros_like(self.sent) if self.other is None else self.other
+        return [value, (other, None)] if self.rank == 0 else [(other, None), value]
 
 
 class Ranked(torch.nn.Module):

@@ -20,6 +20,7 @@ from zerotune.diffusion.families.base import (
     PromptFamily,
 )
 from zerotune.diffusion.families.unconditional import Unconditional
+from zerotune.diffusion.sharing import shared
 from zerotune.errors import InvalidValueError
 
 _LARGEST_SEED = 2**63 - 1
@@ -131,10 +132,13 @@ def sample(
     else:
         loop = _loop(model, family, scheduler, shape, steps=steps, guidance_scale=guidance_scale)
         draw = _from_labels(loop, labels, seeds)
-    with evaluating(model):
-        parts = [draw(mine[start : start + chunk]) for start in range(0, len(mine), chunk)]
-    images = torch.cat(parts)
-    return images if group is None else torch.cat(group.gather(images))[:wanted]
+
+    def work() -> torch.Tensor:
+        with evaluating(model):
+            starts = range(0, len(mine), chunk)
+            return torch.cat([draw(mine[start : start + chunk]) for start in starts])
+
+    return torch.cat(shared(group, "drawing images", work))[:wanted]
 
 
 def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:

@@ -14,6 +14,7 @@ from zerotune.diffusion.evaluating import evaluating
 from zerotune.diffusion.families.base import Denoiser
 from zerotune.diffusion.objective import LevelObjective, Objective
 from zerotune.diffusion.objective_noise import DrawnNoise
+from zerotune.diffusion.sharing import shared
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -93,21 +94,38 @@ def validation_loss(
     group = cast("_Group | None", getattr(model, "group", None))
     if group is not None:
         group.agree((len(batches), seed, levels), "validation loss")
+
+    def work() -> dict[int, _BatchLosses]:
+        return _errors(able, model, batches, mine=_share(len(batches), group), seed=seed, at=levels)
+
+    return _merged(shared(group, "validation loss", work), levels)
+
+
+def _errors(
+    objective: LevelObjective,
+    model: Denoiser,
+    batches: Sequence[Batch],
+    *,
+    mine: Sequence[int],
+    seed: int,
+    at: tuple[float, ...],
+) -> dict[int, _BatchLosses]:
+    """The losses of this rank's batches, by number."""
     found: dict[int, _BatchLosses] = {}
     with evaluating(model):
-        for index in _share(len(batches), group):
+        for index in mine:
             held_out = batches[index]
             samples = _count(held_out, index)
             batch = {name: value.to(model.device) for name, value in held_out.items()}
-            losses = able.losses_at(
+            losses = objective.losses_at(
                 model,
                 batch,
-                quantiles=levels,
+                quantiles=at,
                 noise=FixedNoise(seed=seed, index=index),
                 generator=_generator(seed, index, "conditioning"),
             )
             found[index] = _BatchLosses(losses=losses.tolist(), samples=samples)
-    return _merged([found] if group is None else group.gather(found), levels)
+    return found
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,52 @@
+"""Work divided over ranks, where the failure of one is an error on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from zerotune.errors import CollectiveError
+
+T = TypeVar("T")
+
+
+class Gathering(Protocol):
+    """The processes that share the work."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in rank order, on every rank."""
+        ...
+
+
+def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
+    """Each rank's part of some work, in rank order, on every rank.
+
+    A rank that fails still comes to the exchange, so that the others learn of it there and do
+    not wait. Where the work is a collective itself, as a forward pass at stage 3 is, they wait in
+    it until the group's timeout.
+
+    Args:
+        group: The processes; ``None`` is this one alone.
+        purpose: What is done, for the message.
+        work: This rank's part.
+
+    Raises:
+        CollectiveError: It failed on another rank; the message names it and says why.
+        Exception: What ``work`` raised here.
+    """
+    if group is None:
+        return [work()]
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # noqa: BLE001 - raised again below, once the others know
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = group.gather((result, told))
+    if failure is not None:
+        raise failure
+    for rank, (_, why) in enumerate(outcomes):
+        if why is not None:
+            raise CollectiveError(f"rank {rank} reports {why}", key=purpose)
+    return [part for part, _ in outcomes]

@@ -1,0 +1,118 @@
+"""What ranks do to drop an accumulation window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.ema.engines import WideNet
+from tests.support.models import HostileNet
+from tests.support.runs import Case, start
+
+WHOLE = ("stage3_param_persistence_threshold", 0)
+STAGE_3 = (WHOLE, ("sub_group_size", 300_000))
+CASES = (
+    Case(deepspeed=False, accumulation=2),
+    Case(stage=0, accumulation=2),
+    Case(stage=0, accumulation=2, precision="bf16"),
+    Case(stage=1, accumulation=2),
+    Case(stage=2, accumulation=2, precision="bf16"),
+    Case(stage=2, accumulation=2, offload="cpu"),
+    Case(stage=2, accumulation=1, offload="cpu"),
+    Case(stage=3, accumulation=2, overrides=STAGE_3),
+    Case(stage=3, accumulation=2, offload="cpu", precision="bf16", overrides=STAGE_3),
+)
+
+
+class Branching(torch.nn.Module):
+    """A part of it takes part in a forward pass only on request."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.sometimes = torch.nn.Linear(7, 7)
+
+    def forward(self, x_b77: torch.Tensor, *, whole: bool) -> torch.Tensor:
+        output = self.inner(x_b77)
+        return output + self.sometimes(x_b77) if whole else output
+
+
+def window(engine: Any, number: int, *, bad: bool = False) -> Any:
+    """One accumulation window; a bad one is NaN in its first micro batch, on the last rank."""
+    count = engine.plan.gradient_accumulation_steps
+    last = engine.group.rank == engine.group.world_size - 1
+    for index in range(count):
+        generator = torch.Generator().manual_seed(100 * number + 10 * index + engine.group.rank)
+        x = torch.randn(4, 7, 7, generator=generator).to(engine.device, engine.dtype)
+        # Without a gradient in the good windows: nothing overwrites what the bad one left.
+        output = engine(x, whole=bad or not engine.plan.uses_deepspeed)
+        loss = (output.float() - 0.5).pow(2).mean()
+        engine.backward(loss * float("nan") if bad and last and index == 0 else loss)
+        if bad and index == count - 1:
+            engine.discard()
+            return None
+        outcome = engine.step()
+    return outcome
+
+
+def everything(engine: Any) -> dict[str, Any]:
+    """Weights, states and counters of this rank."""
+    found: dict[str, Any] = {
+        "lr": engine.lr,
+        "applied": engine.state.global_step - engine.state.skipped_steps,
+        "scaler": engine.state.loss_scaler,
+        "scheduler": {k: v for k, v in engine.state.scheduler.items() if "step" not in k},
+    }
+    for fragment in engine.master_weights.read():
+        found[fragment.address.key] = fragment.value.clone()
+        found[f"{fragment.address.key} step"] = fragment.step
+        for name, state in fragment.states.items():
+            found[f"{fragment.address.key} {name}"] = state.clone()
+    return found
+
+
+def trained(case: Case, *, bad_at: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(0)
+    inner = WideNet() if case.offload == "nvme" else HostileNet(scalar=False)
+    engine = start(case, Branching(inner))
+    if case.stage == 3:
+        assert all(parameter.numel() == 0 for parameter in engine.module.parameters())
+    for number in range(4):
+        if number == bad_at:
+            window(engine, 99, bad=True)
+        outcome = window(engine, number)
+        assert outcome.applied
+        assert outcome.boundary
+    state = engine.state
+    found = everything(engine)
+    engine.close()
+    return found, {
+        "steps": state.global_step,
+        "skipped": state.skipped_steps,
+        "micro": state.micro_step,
+    }
+
+
+def differences(cases: tuple[Case, ...]) -> list[tuple[str, list[str], dict[str, Any]]]:
+    """For each plan what differs between a run with a dropped window and one without."""
+    found = []
+    for case in cases:
+        expected, _ = trained(case, bad_at=None)
+        dropped, counters = trained(case, bad_at=2)
+        assert len(expected) > 10
+        found.append((str(case), _unlike(expected, dropped), counters))
+    return found
+
+
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [
+        key
+        for key, value in one.items()
+        if not (
+            torch.equal(value, other[key])
+            if isinstance(value, torch.Tensor)
+            else value == other[key]
+        )
+    ]
