@@ -1,4 +1,4 @@
-"""Imported once by the fork server: DeepSpeed, for this machine's accelerator."""
+"""Imported once by the fork server: what most children need, on this machine's accelerator."""
 
 from __future__ import annotations
 
@@ -7,14 +7,35 @@ import functools
 
 from zerotune.platform import detect_platform
 
+platform = detect_platform()
+
 with contextlib.suppress(ImportError):
     from zerotune.backend.require import quiet_deepspeed, require_deepspeed
 
-    platform = detect_platform()
     if platform.deepspeed.available and platform.accelerator == "cpu":
         # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
         require_deepspeed(accelerator="cpu")
         quiet_deepspeed()
+
+if platform.accelerator == "cpu":
+    # What fails here fails again in the children that need it, where it is seen.
+    with contextlib.suppress(Exception):
+        # diffusers loads a model when it is first asked for one, and with it quantizers (which
+        # look for a GPU), peft and transformers: four seconds in every child.
+        from diffusers import UNet2DConditionModel, UNet2DModel  # noqa: F401
+    with contextlib.suppress(Exception):
+        import zerotune
+
+        # Each public name loads its module when it is first asked for.
+        for name in zerotune.__all__:
+            getattr(zerotune, name)
+
+with contextlib.suppress(ImportError):
+    import sklearn.datasets
+
+    # The tests take a batch of them at every step; the file is compressed text.
+    sklearn.datasets.load_digits = functools.cache(sklearn.datasets.load_digits)
+    sklearn.datasets.load_digits()
 
 with contextlib.suppress(ImportError):
     import cpuinfo
