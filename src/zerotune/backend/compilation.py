@@ -2,9 +2,9 @@
 
 What is compiled is a module's ``forward``, never its call: hooks, with which stage 3 gathers and
 releases weights, stay outside of the graph. Below stage 3 that may be the whole model; at stage 3
-a graph must not hold a module that gathers for itself, so blocks are compiled one by one and
-marked as leaf modules, each of which DeepSpeed gathers as a whole. Compiling the call instead
-works too, but breaks the graph at every hook: 61 times for a U-Net of 50,000 parameters.
+a graph must not hold a module that gathers for itself, so the plan's leaf modules, each of which
+DeepSpeed gathers as a whole, are compiled one by one. Compiling the call instead works too, but
+breaks the graph at every hook: 61 times for a U-Net of 50,000 parameters.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
+from zerotune.backend.leaf_modules import named_leaf_modules
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
 
@@ -77,8 +78,8 @@ class Compiled:
 
     Args:
         wanted: How.
-        model: Before the engine takes it over: blocks of stage 3 are marked as leaves.
-        plan: Tells the stage.
+        model: The model, before or after the engine has taken it over.
+        plan: Tells the stage, and at stage 3 the leaf modules.
 
     Raises:
         EngineError: It cannot be compiled here; the message says why.
@@ -89,9 +90,6 @@ class Compiled:
         self._wanted = wanted
         self._regions, chosen = _regions(wanted, model, plan)
         self._undo = contextlib.ExitStack()
-        if plan.stage == 3:
-            for module in self._regions:
-                self._mark_leaf(module)
         self._before = _counted()
         kinds = sorted({type(module).__name__ for module in self._regions})
         self.decisions: tuple[Decision, ...] = (
@@ -155,13 +153,6 @@ class Compiled:
             severity="warning" if self.graph_breaks else "note",
         )
 
-    def _mark_leaf(self, module: torch.nn.Module) -> None:
-        marked: Any = module
-        if getattr(marked, "_z3_leaf", False):
-            return
-        marked._z3_leaf = True
-        self._undo.callback(delattr, marked, "_z3_leaf")
-
     def _compile(self, module: torch.nn.Module) -> None:
         wanted = self._wanted
         forward: Callable[..., Any] = module.forward
@@ -194,19 +185,13 @@ def _counted() -> tuple[int, int]:
 def _regions(
     wanted: Compilation, model: torch.nn.Module, plan: ResolvedPlan
 ) -> tuple[list[torch.nn.Module], str]:
+    if plan.stage == 3:
+        return _leaves(wanted, model, plan)
     names, why = wanted.blocks, "asked for"
     if names is None:
         names = tuple(getattr(model, "_repeated_blocks", None) or ())
         why = "the model's repeated blocks, each compiled once for all of its kind"
     if not names:
-        if plan.stage == 3:
-            raise EngineError(
-                "at stage 3 every module gathers its own weights, so only blocks can be "
-                f"compiled, and {type(model).__name__} does not say which it is made of",
-                key=KEY,
-                value=wanted,
-                fix=f'compile={{"blocks": [...]}} with classes such as {_suggested(model)}',
-            )
         return [model], "the whole model in one graph"
     found = _outermost(model, frozenset(names))
     if not found:
@@ -216,9 +201,25 @@ def _regions(
             value=names,
             fix=f"name some of {_suggested(model)}",
         )
-    if plan.stage == 3:
-        why += "; gathered whole, as leaf modules, so that no hook breaks their graph"
     return found, why
+
+
+def _leaves(
+    wanted: Compilation, model: torch.nn.Module, plan: ResolvedPlan
+) -> tuple[list[torch.nn.Module], str]:
+    leaves = named_leaf_modules(plan, model)
+    found = [one for one in leaves if not wanted.blocks or type(one).__name__ in wanted.blocks]
+    if found:
+        return found, "the plan's leaf modules, gathered whole, so that no hook breaks their graph"
+    have = sorted({type(one).__name__ for one in leaves})
+    raise EngineError(
+        "at stage 3 every module gathers its own weights but leaf modules, so only those can be "
+        f"compiled, and the plan has {f'only {have}' if have else 'none for this model'}",
+        key=KEY,
+        value=wanted,
+        fix='name blocks that are called with positional inputs in the plan: {"leaf_module": '
+        f'{{"classes": [...]}}}} of zero_optimization, such as {_suggested(model)}',
+    )
 
 
 def _outermost(module: torch.nn.Module, names: frozenset[str]) -> list[torch.nn.Module]:

@@ -5,6 +5,8 @@ Loaded late, because it brings torch with it.
 
 from __future__ import annotations
 
+from zerotune.backend.compilation import Compilation
+from zerotune.training.bounds import Bound
 from zerotune.training.callbacks import Callback
 from zerotune.training.drawing import SampleOptions
 from zerotune.training.embedded import EmbeddedPlan, EngineSchedule
@@ -19,7 +21,9 @@ from zerotune.training.nonfinite import (
 )
 from zerotune.training.plots import plot_loss, plot_report
 from zerotune.training.progress import ProgressBar
+from zerotune.training.profiling import Operator, Profile
 from zerotune.training.report import Report
+from zerotune.training.running import RunOptions
 from zerotune.training.saving import SaveEvery, SaveEveryInBackground
 from zerotune.training.setup import prepare
 from zerotune.training.signals import StopOnSignals
@@ -27,6 +31,7 @@ from zerotune.training.step import TrainStep
 from zerotune.training.tracking import Trackers
 from zerotune.training.trainer import Trainer
 from zerotune.training.validation import Validation, ValidationImages, ValidationLoss
+from zerotune.training.watchdog import Watchdog
 
 __all__ = [
     "prepare",
@@ -52,7 +57,13 @@ __all__ = [
     "RollBackNonFinite",
     "StepMetrics",
     "read_metrics",
+    "RunOptions",
+    "Compilation",
+    "Profile",
+    "Operator",
+    "Watchdog",
     "Report",
+    "Bound",
     "expected_memory",
     "plot_loss",
     "plot_report",

@@ -45,7 +45,7 @@ def known_activations(
         batch: Samples per pass.
         checkpointed: Measure a pass with recomputed blocks too.
     """
-    size, source = _size(model, data)
+    size, source = input_size(model, data)
     if size is None:
         return Activations(why=source)
     try:
@@ -65,24 +65,8 @@ def known_activations(
     return Activations(size=size, facts=facts, why=source)
 
 
-def _cost(model: Any, arguments: Mapping[str, Any]) -> ActivationCost:
-    return ActivationCost(base=activation_peak(model, arguments), per_sample=0.0, per_pixel=0.0)
-
-
-def _without_data(model: Any) -> Any:
-    with torch.device("meta"):
-        copy = type(model).from_config(model.config).to(torch.bfloat16)
-    for parameter in copy.parameters():
-        # Gradients are an item of their own in an estimate.
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    return copy
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
-
-
-def _size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
+def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
+    """Height and width in pixels of what is trained on, the largest, and where that was found."""
     config: Any = getattr(model, "config", None)
     if isinstance(data, BucketedDataset):
         sides = _bucket_sizes(data)
@@ -99,6 +83,29 @@ def _size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, st
         factor = 1 if _in_pixels(model, "images") else _LATENT
         return (side * factor, side * factor), "the model's sample_size"
     return None, "neither data nor model tell the size of an image"
+
+
+def input_positions(model: torch.nn.Module, size: tuple[int, int]) -> int:
+    """Pixels of the model's own input: of latents, but for unconditional models of images."""
+    factor = 1 if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images") else _LATENT
+    return max(1, size[0] * size[1] // factor**2)
+
+
+def _cost(model: Any, arguments: Mapping[str, Any]) -> ActivationCost:
+    return ActivationCost(base=activation_peak(model, arguments), per_sample=0.0, per_pixel=0.0)
+
+
+def _without_data(model: Any) -> Any:
+    with torch.device("meta"):
+        copy = type(model).from_config(model.config).to(torch.bfloat16)
+    for parameter in copy.parameters():
+        # Gradients are an item of their own in an estimate.
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    return copy
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def _in_pixels(model: torch.nn.Module, name: str) -> bool:

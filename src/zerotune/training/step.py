@@ -35,6 +35,7 @@ class TrainStep:
         generator: A CPU generator of this rank's own, for all that the objective draws.
         ema: Follows each applied step: an ``EMAShadow``, several, or one in the background.
         non_finite: Decides about steps that are not finite; ``RaiseNonFinite()`` when not given.
+        clock: Splits the time into phases; a ``StepClock`` of its own when not given.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class TrainStep:
         generator: torch.Generator,
         ema: _Following | None = None,
         non_finite: NonFinitePolicy | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self._engine, self._objective, self._stream = engine, objective, stream
         self._generator, self._ema = generator, ema
         self._non_finite = non_finite or RaiseNonFinite()
-        self._clock = StepClock(engine.device)
+        self._clock = clock or StepClock(engine.device)
 
     def run(self) -> StepMetrics:
         """Take one optimizer step.

@@ -27,16 +27,20 @@ class StepClock:
         self._host: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._started = time.perf_counter()
+        self.current: str | None = None
+        """The phase under way; stays where it is when that raises. ``None``: none, or between."""
 
     def start(self) -> None:
         """A step begins."""
         self._host = dict.fromkeys(PHASES, 0.0)
         self._events = []
+        self.current = None
         self._started = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time what happens inside; may be entered many times per step."""
+        self.current = name
         # Reading data is the host's work; on the device's stream it would look like waiting.
         if self._on_cuda and name != "data":
             begin, end = _event(), _event()
@@ -44,10 +48,12 @@ class StepClock:
             yield
             end.record()
             self._events.append((name, begin, end))
+            self.current = None
             return
         begun = time.perf_counter()
         yield
         self._host[name] += time.perf_counter() - begun
+        self.current = None
 
     def finish(self) -> tuple[float, dict[str, float]]:
         """Seconds of the whole step, and of each phase."""

@@ -12,14 +12,16 @@ import torch
 from typing_extensions import Unpack
 
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.training.averages import EMA, Averages
 from zerotune.training.drawing import SampleOptions, draw
-from zerotune.training.memory import device_peak, expected_memory, host_now, host_peak
+from zerotune.training.memory import device_peak, host_now, host_peak
 from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite
+from zerotune.training.out_of_memory import advising
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report
+from zerotune.training.running import RunOptions, Running
 from zerotune.training.saving import restore_trainer_state, rolled_back, trainer_state
 from zerotune.training.seeding import seed_everything
 from zerotune.training.setup import prepare
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
     from zerotune.plan.facts import RunFacts
-    from zerotune.plan.memory.values import MemoryEstimate
-    from zerotune.plan.memory.workload import EMAPlace
     from zerotune.plan.resolved import ResolvedPlan
     from zerotune.platform import Platform
     from zerotune.training.callbacks import Callback
@@ -79,6 +79,8 @@ class Trainer:
         deepspeed: ``False`` asks for the plain engine.
         seed: Fixes data order, noise, time steps and the global generators.
         timeout_s: Seconds after which a collective gives up.
+        options: ``compile``, ``gradient_checkpointing``, ``threads``, ``profile``, ``watchdog``;
+            see ``RunOptions``.
 
     Raises:
         ZeroTuneError: As ``zerotune.prepare``.
@@ -101,6 +103,7 @@ class Trainer:
         deepspeed: bool = True,
         seed: int = 0,
         timeout_s: float = 600.0,
+        **options: Unpack[RunOptions],
     ) -> None:
         self._host_before = host_now()
         self.engine: Engine = prepare(
@@ -111,6 +114,7 @@ class Trainer:
             run=run,
             platform=platform,
             deepspeed=deepspeed,
+            compile=options.get("compile", False),
             timeout_s=timeout_s,
         )
         """What trains."""
@@ -119,6 +123,10 @@ class Trainer:
             self.stream = as_stream(data, engine=self.engine, seed=seed)
             self.averages = Averages(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
+            self.running = Running(
+                engine=self.engine, data=data, timeout_s=timeout_s, options=options
+            )
+            """Watches and measures the run."""
             undo.pop_all()
         self.ema = ema
         self.objective: Objective = objective or FlowMatchingObjective()
@@ -128,13 +136,16 @@ class Trainer:
         self._record = Record()
         self._stopping = Stopping(self.engine.group)
         chosen = (ProgressBar(),) if callbacks is None else tuple(callbacks)
-        self.callbacks: tuple[Callback, ...] = with_signals((self._record, *chosen))
+        self.callbacks: tuple[Callback, ...] = with_signals(
+            (*self.running.callbacks, self._record, *chosen)
+        )
         for callback in self.callbacks:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None
         """Step and folder of the latest checkpoint this trainer wrote."""
         self.decisions: tuple[Decision, ...] = ()
         """Automatic choices since the engine was built; the engine holds its own."""
+        self.decisions += self.running.decisions
 
     @property
     def step(self) -> int:
@@ -172,6 +183,7 @@ class Trainer:
             InvalidValueError: Nothing is given, or a number is out of range.
             DataError: There are no data, a batch does not fit, or epochs cannot be counted.
             TrainingError: Loss or gradient are not finite, and ``non_finite`` does not go on.
+            OutOfMemoryError: Memory ran out; the message names the plan that fits.
         """
         train_step = self._train_step()
         goal = Goal.of(self.engine, self.stream, steps=steps, epochs=epochs, time_limit=time_limit)
@@ -181,11 +193,14 @@ class Trainer:
             # Each is told, also when another one fails.
             for callback in reversed(self.callbacks):
                 ends.callback(callback.on_fit_end, self)
+            shadows = self.averages.shadows.values()
+            ends.enter_context(advising(lambda: self.running.situation(shadows)))
             self._tell("on_fit_start", steps=goal.last_step)
             while not self._stopping.agreed() and self.step != goal.last_step:
                 self._take(train_step)
             self._end(goal)
-        return self.report()
+        # What takes a second to measure is not worth it after a few steps.
+        return self._report(thorough=self._record.totals["seconds"] > 30)
 
     def request_stop(self, reason: str) -> None:
         """End ``fit`` before the next step, on all ranks. Not collective: one rank is enough."""
@@ -307,6 +322,9 @@ class Trainer:
 
     def report(self) -> Report:
         """What the steps of this trainer cost, on this rank. Not collective."""
+        return self._report(thorough=True)
+
+    def _report(self, *, thorough: bool) -> Report:
         plan = self.engine.plan
         return Report(
             world_size=self.engine.group.world_size,
@@ -314,21 +332,18 @@ class Trainer:
             host_before=self._host_before,
             host_peak=host_peak(),
             device_peak=device_peak(self.engine.device),
-            estimate=self._estimate(),
             stopped=self._stopping.reason,
+            **self.running.measured(self.averages.shadows.values(), thorough=thorough),
             **self._record.totals,
         )
-
-    def _estimate(self) -> MemoryEstimate | None:
-        shadows = self.averages.shadows.values()
-        emas: list[EMAPlace] = ["host" if one.device.type == "cpu" else "device" for one in shadows]
-        return expected_memory(self.engine.plan, emas=emas) if self.engine.plan.model else None
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
         parts = [self.engine.explain()]
         if self.averages.shadows:
             parts.append(self.averages.explain())
+        if self.decisions:
+            parts.append(render_decisions(self.decisions))
         return "\n".join(parts)
 
     def close(self) -> None:
@@ -357,6 +372,7 @@ class Trainer:
             generator=self._generator,
             ema=self.averages,
             non_finite=self.non_finite,
+            clock=self.running.clock,
         )
 
     def _take(self, train_step: TrainStep) -> None:

@@ -1,0 +1,245 @@
+"""Ends a run whose ranks wait for each other for ever, and says where each of them is.
+
+Ranks that run another number of forward passes, or other modules, leave a collective that never
+completes: without this, a job holds its GPUs until a timeout whose message names no module. Here
+a thread of each rank looks now and then where the training thread is and writes that into the
+process group's store, which needs no collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from zerotune.errors import InvalidValueError
+from zerotune.training.callbacks import Callback
+from zerotune.training.position import Position, look, look_back, names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zerotune.training.trainer import Trainer
+
+logger = logging.getLogger("zerotune")
+
+EXIT_CODE: Final = 75
+"""What a process that is ended returns: ``EX_TEMPFAIL``, so that a scheduler may try again."""
+_SLOWEST_S: Final = 5.0
+_GRACE_S: Final = 10.0
+"""How long the others may go on after a rank has failed: it may be going to be handled."""
+_numbers = itertools.count()
+
+
+@attrs.frozen(kw_only=True)
+class Beat:
+    """What one rank last said of itself."""
+
+    rank: int
+    position: Position
+    still_s: float
+    """Seconds since it last moved."""
+    failed: str | None = None
+    """The exception it left ``fit`` with."""
+    done: bool = False
+    """Whether it has left ``fit``."""
+
+    def __str__(self) -> str:
+        if self.failed is not None:
+            return f"rank {self.rank} failed: {self.failed}; it {_was(self.position)}"
+        if self.done:
+            return f"rank {self.rank} has left fit after step {self.position.step - 1}"
+        return f"rank {self.rank} {self.position}, for {self.still_s:.0f} s"
+
+
+class Watchdog(Callback):
+    """Ends all ranks when none has moved for a while, naming rank, phase and module.
+
+    Nothing is hooked into the model and nothing runs in the training thread: the stacks are read
+    from outside, a few times per timeout. A rank that fails ends the others too, soon after.
+
+    Args:
+        timeout_s: Seconds without any movement on any rank, at least one of them in a step.
+            ``None``: four fifths of the trainer's ``timeout_s``, so that it speaks first.
+        end: Called with the message on each rank; logs it and ends the process by default,
+            because a thread that waits in a collective cannot be woken.
+    """
+
+    def __init__(
+        self, *, timeout_s: float | None = None, end: Callable[[str], None] | None = None
+    ) -> None:
+        if timeout_s is not None and timeout_s <= 0:
+            raise InvalidValueError(
+                "must be positive", key="watchdog.timeout_s", value=timeout_s, fix="write seconds"
+            )
+        self._timeout_s = timeout_s
+        self._end = end or end_process
+        self._watch: _Watch | None = None
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+        """Watch, where there are several ranks."""
+        if trainer.engine.group.world_size > 1:
+            timeout = self._timeout_s or 0.8 * trainer.running.timeout_s
+            self._watch = _Watch(trainer, timeout_s=timeout, end=self._end)
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        """Tell the others how it ended, and stop."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop(sys.exc_info()[1])
+
+
+def end_process(message: str) -> None:
+    """Log a message and end this process at once, whatever its other threads wait for."""
+    logger.critical("%s", message)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"zerotune: {message}\n")
+        sys.stderr.flush()
+        sys.stdout.flush()
+    logging.shutdown()
+    os._exit(EXIT_CODE)
+
+
+class _Watch:
+    """One ``fit`` under watch."""
+
+    def __init__(self, trainer: Trainer, *, timeout_s: float, end: Callable[[str], None]) -> None:
+        self._trainer, self._end, self._timeout_s = trainer, end, timeout_s
+        self._interval_s = min(_SLOWEST_S, timeout_s / 8)
+        self._rank = trainer.engine.group.rank
+        self._world = trainer.engine.group.world_size
+        self._names = names_of(trainer.engine.module)
+        self._thread = threading.get_ident()
+        self._store = _own_store()
+        # Every rank makes its watches in the same order, so they share these keys.
+        self._prefix = f"zerotune/watchdog/{next(_numbers)}"
+        self._mark = 0
+        self._moved_at = time.monotonic()
+        self._over = threading.Event()
+        self._watcher = threading.Thread(target=self._run, name="zerotune-watchdog", daemon=True)
+        self._watcher.start()
+
+    def stop(self, error: BaseException | None) -> None:
+        self._over.set()
+        self._watcher.join(timeout=2 * self._interval_s)
+        position = self._look()
+        if error is not None:
+            position = look_back(error, self._names, step=position.step, phase=position.phase)
+        failed = None if error is None else f"{type(error).__name__}: {str(error)[:300]}"
+        with contextlib.suppress(RuntimeError, OSError):
+            self._tell(
+                Beat(rank=self._rank, position=position, still_s=0, failed=failed, done=True)
+            )
+        if error is not None:
+            logger.error("rank %d failed while it %s", self._rank, _was(position))
+
+    def _run(self) -> None:
+        failed_since: float | None = None
+        while not self._over.wait(self._interval_s):
+            try:
+                beats = self._exchange()
+            except (RuntimeError, OSError):
+                continue  # The store is gone or busy; the collective's own timeout remains.
+            others_failed = any(beat.failed for beat in beats)
+            failed_since = (failed_since or time.monotonic()) if others_failed else None
+            waited = time.monotonic() - failed_since if failed_since else 0.0
+            patience = min(_GRACE_S, self._timeout_s)
+            if _stuck(beats, self._timeout_s, self._world) or waited > patience:
+                self._finish(beats)
+                return
+
+    def _finish(self, beats: list[Beat]) -> None:
+        if self._over.is_set():
+            return
+        message = _message(beats, self._world, self._timeout_s)
+        if self._rank == 0:
+            # It may hold the store; the others must have read it before it goes.
+            time.sleep(3 * self._interval_s)
+        self._end(message)
+
+    def _exchange(self) -> list[Beat]:
+        position = self._look()
+        still = time.monotonic() - self._moved_at
+        self._tell(Beat(rank=self._rank, position=position, still_s=still))
+        known = [f"{self._prefix}/{rank}" for rank in range(self._world)]
+        return [_read(self._store.get(key)) for key in known if self._store.check([key])]
+
+    def _look(self) -> Position:
+        trainer = self._trainer
+        position, mark = look(
+            self._names,
+            step=trainer.step + 1,
+            phase=trainer.running.clock.current,
+            thread=self._thread,
+        )
+        mark = hash((mark, position.step, position.phase))
+        if mark != self._mark:
+            self._mark, self._moved_at = mark, time.monotonic()
+        return position
+
+    def _tell(self, beat: Beat) -> None:
+        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(attrs.asdict(beat)))
+
+
+def _own_store() -> Any:
+    """The process group's store, through a connection that no other thread waits on."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+        store = store.clone()
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        store.set_timeout(timedelta(seconds=_GRACE_S))
+    return store
+
+
+def _read(text: bytes) -> Beat:
+    fields = json.loads(text)
+    return Beat(**fields | {"position": Position(**fields["position"])})
+
+
+def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
+    """Whether nobody moves although somebody is in a step.
+
+    A rank that writes a checkpoint or draws images is in no step; while the others wait for it in
+    one, it moves.
+    """
+    stepping = any(beat.position.phase and not beat.done for beat in beats)
+    return (
+        len(beats) == world
+        and stepping
+        and all(beat.done or beat.still_s >= timeout_s for beat in beats)
+    )
+
+
+def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
+    failed = [beat for beat in beats if beat.failed]
+    where = "; ".join(str(beat) for beat in beats)
+    if failed:
+        return f"{_ranks(failed)} failed and the others wait for it: {where}"
+    places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
+    why = (
+        "The ranks are in different places: each must run the same modules, as often, in the same "
+        "order; look for conditions on the rank or on the data, and for batches of unequal number."
+        if len(places) > 1 or any(beat.done for beat in beats)
+        else "All ranks are in the same place, which takes longer than the timeout: look at the "
+        "network and the disks, or raise Watchdog(timeout_s=...)."
+    )
+    return f"no rank of {world} has moved for {timeout_s:g} s: {where}. {why}"
+
+
+def _ranks(beats: list[Beat]) -> str:
+    return " and ".join(f"rank {beat.rank}" for beat in beats)
+
+
+def _was(position: Position) -> str:
+    return str(position).replace("is ", "was ", 1)
