@@ -90,6 +90,7 @@ def main() -> None:
             "class": config["_class_name"],
             "resolution": resolution,
             "activations": attrs.asdict(facts.activations),
+            "blocks": [attrs.asdict(block) for block in facts.blocks],
             "parameters": [[p.name, list(p.shape)] for p in facts.parameters],
         }
         TARGET.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,11 @@ from zerotune.backend.environment import held
 from zerotune.backend.flattening import flat_through_host
 from zerotune.backend.groups import RunningGroup, expected_groups, running_groups
 from zerotune.backend.layouts import full_shape, layout_of_deepspeed, trainable_parameters
+from zerotune.backend.leaf_modules import (
+    doubtful_leaf_modules,
+    leaf_modules,
+    named_leaf_modules,
+)
 from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import (
@@ -92,6 +97,7 @@ class DeepSpeedEngine(Closing):
             *_rounding(plan, rounded),
             *pinned,
             *built,
+            *doubtful_leaf_modules(plan, model),
             *undo_dummy_step(self._engine),
             *align_swapped_gradients(self._engine),
         )
@@ -258,6 +264,8 @@ class DeepSpeedEngine(Closing):
         checks.equal("offload_param.device", plan.offload_param, parameter_device)
         if plan.stage == 3:
             checks.equal("stage 3 partitions", True, _partitions(self._module))
+            named = named_leaf_modules(plan, self._module)
+            checks.equal("leaf modules", len(named), len(leaf_modules(self._module)))
         return checks
 
 

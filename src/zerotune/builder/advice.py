@@ -95,7 +95,11 @@ def _merged(candidate: Candidate, state: FormState, setup: Setup) -> FormState:
         for section in config["zero_optimization"].values():
             if isinstance(section, dict) and section.get("device") == "nvme":
                 section.setdefault("nvme_path", folder)
-    around = {**state.setup, "gradient_checkpointing": candidate.gradient_checkpointing}
+    around = {
+        **state.setup,
+        "gradient_checkpointing": candidate.gradient_checkpointing,
+        "activation_offload": candidate.activation_offload,
+    }
     around.setdefault("world_size", setup.world_size)
     return attrs.evolve(state, config=config, setup=around)
 

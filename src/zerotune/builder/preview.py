@@ -232,6 +232,7 @@ def _memory(preview: Preview, machines: Machines) -> dict[str, Any]:
                 height=height,
                 width=width,
                 gradient_checkpointing=setup.gradient_checkpointing,
+                activation_offload=setup.activation_offload,
                 ema=setup.ema,
             ),
         )

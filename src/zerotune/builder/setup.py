@@ -36,6 +36,7 @@ class Setup:
     """Optimizer steps of the run, for what a schedule leaves to it."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
+    activation_offload: bool = False
     this_machine: bool = False
     """Whether the machine is this one, and not the one described below."""
     vram: int = 24 * 2**30
@@ -161,6 +162,7 @@ _READERS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "total_steps": _whole(1, MOST_STEPS),
     "ema": _one_of(get_args(EMAPlace)),
     "gradient_checkpointing": _one_of((True, False)),
+    "activation_offload": _one_of((True, False)),
     "this_machine": _one_of((True, False)),
     "vram": _size,
     "ram": _size,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from zerotune.backend.adapters import AdapterFacts
 from zerotune.backend.trained_parts import TrainedParts
+from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import (
     Batch,
     BatchStream,
@@ -81,6 +82,7 @@ __all__ = [
     "add_lora",
     "load_adapters",
     "AdapterFacts",
+    "ActivationOffload",
     "TrainedParts",
     "FrozenParts",
     "encode_dataset",

@@ -18,10 +18,12 @@ from unittest import mock
 import attrs
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.profile_inputs import example_inputs
+from zerotune.diffusion.transfers import Loading, Stored
 from zerotune.errors import InvalidValueError
 from zerotune.plan.facts import ActivationCost, ActivationFacts, ModelFacts
 
@@ -91,16 +93,19 @@ def measure_activations(
     ]
     try:
         full = _fitted(module, make)
-        checkpointed = None
+        checkpointed = offloaded = host = None
         if hasattr(module, "enable_gradient_checkpointing"):
             switch: Any = module
             switch.enable_gradient_checkpointing()
             checkpointed = _fitted(module, make)
             switch.disable_gradient_checkpointing()
+            offloaded, host = _offloaded(module, make)
     finally:
         for handle in handles:
             handle.remove()
-    return ActivationFacts(full=full, checkpointed=checkpointed)
+    return ActivationFacts(
+        full=full, checkpointed=checkpointed, offloaded=offloaded, offloaded_host=host
+    )
 
 
 def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
@@ -150,6 +155,54 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live -= self._sizes.pop(key, 0)
 
 
+class _CountedTransfers:
+    """Copies that exist as shapes only: what is on the host is not seen by ``_LiveBytes``."""
+
+    def __init__(self) -> None:
+        self._held = 0
+        self.peak = 0
+
+    def store(self, tensor: torch.Tensor) -> Stored:
+        with _disable_current_modes():
+            host = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
+            )
+        self._held += host.nbytes
+        self.peak = max(self.peak, self._held)
+        return Stored(tensor=host, device=tensor.device)
+
+    def settle(self, stored: Stored) -> None:
+        """Nothing is under way."""
+
+    def load(self, stored: Stored) -> Loading:
+        source = stored.tensor
+        target = torch.empty_strided(
+            source.shape, source.stride(), dtype=source.dtype, device="meta"
+        )
+        return Loading(tensor=target)
+
+    def finish(self, loading: Loading) -> torch.Tensor:
+        return loading.tensor
+
+    def release(self, stored: Stored) -> None:
+        self._held -= stored.tensor.nbytes
+
+
+def _offloaded(
+    module: torch.nn.Module, make: MakeInputs
+) -> tuple[ActivationCost, ActivationCost] | tuple[None, None]:
+    """What is left on the device, and what the host takes, when block inputs are offloaded."""
+    if not getattr(module, "_supports_gradient_checkpointing", False):
+        return None, None
+    device, host = [], []
+    for batch, side in _POINTS:
+        transfers = _CountedTransfers()
+        with ActivationOffload(transfers=transfers).attach(module):
+            device.append(activation_peak(module, make(batch, side, side)))
+        host.append(transfers.peak)
+    return _fit(device), _fit(host)
+
+
 class _FlashAttention(torch.autograd.Function):
     """Attention as fused kernels account for it: the matrix itself is never stored."""
 
@@ -187,13 +240,16 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 def _fitted(module: torch.nn.Module, make: MakeInputs) -> ActivationCost:
+    return _fit([activation_peak(module, make(batch, side, side)) for batch, side in _POINTS])
+
+
+def _fit(peaks: list[int]) -> ActivationCost:
     rows = [[1.0, batch, batch * side * side] for batch, side in _POINTS]
-    peaks = [activation_peak(module, make(batch, side, side)) for batch, side in _POINTS]
     # Relative errors count, and a linear fit may fall below what was measured; the offset that
     # lifts it above every point is small because the peaks are linear but for block boundaries.
-    weights = 1.0 / np.asarray(peaks, dtype=float)
+    weights = 1.0 / np.maximum(np.asarray(peaks, dtype=float), 1.0)
     solution, *_ = np.linalg.lstsq(
-        np.asarray(rows) * weights[:, None], np.ones(len(peaks)), rcond=None
+        np.asarray(rows) * weights[:, None], np.asarray(peaks) * weights, rcond=None
     )
     base, per_sample, per_pixel = (max(0.0, float(value)) for value in solution)
     return ActivationCost(base=base, per_sample=per_sample, per_pixel=per_pixel)

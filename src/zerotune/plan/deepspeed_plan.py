@@ -329,6 +329,7 @@ class DeepSpeedPlan(PlanFormats):
         resolution: int | tuple[int, int] | None = None,
         ema: EMAPlace = "none",
         gradient_checkpointing: bool = True,
+        activation_offload: bool = False,
         frozen_bytes: int = 0,
     ) -> MemoryEstimate:
         """What training needs of the device, of host RAM and of NVMe, by component.
@@ -342,6 +343,7 @@ class DeepSpeedPlan(PlanFormats):
             resolution: Side in pixels, or height and width; a family's own by default.
             ema: Where an ``EMAShadow`` lives: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
+            activation_offload: Whether their inputs wait in host memory (``ActivationOffload``).
             frozen_bytes: Bytes of frozen parts that stay on the device.
 
         Raises:
@@ -359,5 +361,6 @@ class DeepSpeedPlan(PlanFormats):
             resolution=resolution,
             ema=ema,
             gradient_checkpointing=gradient_checkpointing,
+            activation_offload=activation_offload,
             frozen_bytes=frozen_bytes,
         )

@@ -56,6 +56,23 @@ class ActivationFacts:
     """Everything the backward pass needs is kept."""
     checkpointed: ActivationCost | None = None
     """Blocks are recomputed; ``None``: the model cannot do that."""
+    offloaded: ActivationCost | None = None
+    """Blocks are recomputed and their inputs wait in host memory, as ``ActivationOffload`` does
+    it: what is left on the device; ``None``: not known."""
+    offloaded_host: ActivationCost | None = None
+    """What it takes of host memory."""
+
+
+@attrs.frozen(kw_only=True)
+class BlockFacts:
+    """A kind of module that a model is built of, many times."""
+
+    class_name: str
+    """``"BasicTransformerBlock"``."""
+    count: int
+    """How many there are."""
+    numel: int
+    """Elements of the largest of them."""
 
 
 def _as_tuple(parameters: Iterable[ParameterFacts]) -> tuple[ParameterFacts, ...]:
@@ -70,6 +87,8 @@ class ModelFacts:
     name: str = "model"
     activations: ActivationFacts | None = None
     """What a training step keeps beside the weights; ``None``: not known."""
+    blocks: tuple[BlockFacts, ...] = ()
+    """Its innermost repeated modules, as far as they are known."""
 
     @classmethod
     def from_module(cls, module: Any) -> ModelFacts:
@@ -87,6 +106,7 @@ class ModelFacts:
                 )
                 for name, parameter in module.named_parameters()
             ],
+            blocks=_blocks(module),
         )
 
     @classmethod
@@ -118,6 +138,23 @@ class ModelFacts:
     def largest(self) -> int:
         """Elements of the largest parameter; 0 for a model without parameters."""
         return max((parameter.numel for parameter in self.parameters), default=0)
+
+
+def _blocks(module: Any) -> tuple[BlockFacts, ...]:
+    """What diffusers says may not be split, or repeats, without what only holds such blocks."""
+    names = {"ResnetBlock2D"}
+    for attribute in ("_no_split_modules", "_repeated_blocks"):
+        names.update(getattr(module, attribute, None) or ())
+    found: dict[str, list[int]] = {}
+    for part in module.modules():
+        inner = (type(child).__name__ in names for child in part.modules() if child is not part)
+        if type(part).__name__ in names and not any(inner):
+            sizes = (math.prod(getattr(p, "ds_shape", p.shape)) for p in part.parameters())
+            found.setdefault(type(part).__name__, []).append(sum(sizes))
+    return tuple(
+        BlockFacts(class_name=name, count=len(sizes), numel=max(sizes))
+        for name, sizes in sorted(found.items())
+    )
 
 
 @attrs.frozen(kw_only=True)

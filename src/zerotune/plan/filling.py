@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import attrs
 
@@ -169,7 +169,7 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "sub_group_size": (_HIGH, _sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
-        _sized(sizing.prefetch_bucket, "a few layers ahead; at least the largest tensor"),
+        _sized(sizing.prefetch_bucket, "a block ahead; at least the largest tensor"),
     ),
     "stage3_param_persistence_threshold": (_HIGH, _persistence),
     "stage3_model_persistence_threshold": (_HIGH, _constant(sys.maxsize)),
@@ -219,12 +219,32 @@ def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> Zero
             zero = filler.drop(zero, path, name, f"has no effect at stage {filler.stage}")
         else:
             zero = filler.fill(zero, path, name, *choose(filler, zero))
+    zero = _with_leaf_modules(zero, filler, aio)
     for name in ("offload_optimizer", "offload_param"):
         section: OffloadSection | None = getattr(zero, name)
         if section is not None:
             filled = _fill_offload(section, f"{path}.{name}", filler, zero, aio)
             zero = evolved(zero, **{name: filled})
     return zero
+
+
+LEAF_MODULE: Final = "leaf_module"
+"""Key of ``zero_optimization``: ``{"classes": […]}``; an empty list switches it off."""
+
+
+def _with_leaf_modules(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
+    key = f"zero_optimization.{LEAF_MODULE}"
+    written = zero.extra.get(LEAF_MODULE)
+    model = filler.model
+    if written is not None or filler.stage != 3 or model is None:
+        return zero
+    blocks = sizing.leaf_blocks(model)
+    if not blocks or swaps_parameters(zero, filler, aio):
+        return zero
+    value = {"classes": [block.class_name for block in blocks]}
+    count = sum(block.count for block in blocks)
+    filler.note(key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer")
+    return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
 
 
 def _fill_offload(

@@ -12,7 +12,7 @@ from typing import Final
 
 import attrs
 
-from zerotune.plan.facts import ModelFacts, ParameterFacts
+from zerotune.plan.facts import BlockFacts, ModelFacts, ParameterFacts
 
 REDUCE_BUCKET: Final = 30_000_000
 """Elements; 60 MB in bf16, doubled by ``overlap_comm``. DeepSpeed's 5e8 costs up to 2.8 GiB."""
@@ -28,6 +28,9 @@ SUB_GROUP_NVME: Final = 50_000_000
 """Smaller, because the swap pool pins ``buffer_count`` buffers of the largest sub-group."""
 PARAM_BUFFER: Final = 100_000_000
 PARAM_BUFFERS: Final = 5
+LEAF_CLASSES: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
+"""Blocks that diffusers calls with positional inputs. DeepSpeed sees no others of a leaf module:
+called with keywords, its weights are gone in the backward pass (0.19.8)."""
 SMALLEST_SWAP_BYTES: Final = 1024**2
 """``MIN_AIO_BYTES``: a smaller partition never leaves host memory."""
 
@@ -48,18 +51,30 @@ def allgather_bucket(model: ModelFacts | None) -> int:
     return size + size % 2
 
 
+def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
+    """Blocks worth fetching as a whole: safe to, and no larger than what is fetched ahead."""
+    if model is None or len(model.trainable) < len(model.parameters):
+        return ()
+    return tuple(
+        block
+        for block in model.blocks
+        if block.class_name in LEAF_CLASSES and block.numel <= PREFETCH_BUCKET
+    )
+
+
 def prefetch_bucket(model: ModelFacts | None) -> int:
-    """Elements fetched ahead; at least the largest tensor, at most the model."""
+    """Elements fetched ahead: a block where blocks are known, at least the largest tensor."""
     if model is None or model.numel == 0:
         return PREFETCH_BUCKET
-    return max(model.largest, min(PREFETCH_BUCKET, model.numel))
+    block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
+    return max(model.largest, min(block, model.numel))
 
 
 def max_live(model: ModelFacts | None) -> int:
-    """Elements resident at a time: two prefetch buckets, at least two largest tensors."""
+    """Elements resident at a time: twice what is fetched ahead."""
     if model is None or model.numel == 0:
         return MAX_LIVE
-    return max(2 * model.largest, min(MAX_LIVE, model.numel))
+    return max(2 * model.largest, min(2 * prefetch_bucket(model), model.numel))
 
 
 def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
+from zerotune.training.advised import keep_activations, plan_of
 from zerotune.training.averages import EMA, Averages
 from zerotune.training.drawing import SampleOptions, draw
 from zerotune.training.memory import device_peak, host_now, host_peak
@@ -38,9 +39,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from zerotune.backend.engine import Engine
+    from zerotune.diffusion.activations import ActivationOffload
     from zerotune.diffusion.objective import Objective
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
+    from zerotune.plan.advising.values import Advice
     from zerotune.plan.deepspeed_plan import DeepSpeedPlan
     from zerotune.plan.facts import RunFacts
     from zerotune.plan.resolved import ResolvedPlan
@@ -62,7 +65,8 @@ class Trainer:
 
     Args:
         model: The model, in fp32.
-        plan: What is wanted of ZeRO, offload, precision, batch and optimizer.
+        plan: What is wanted of ZeRO, offload, precision, batch and optimizer; or the ``Advice``
+            it comes from, which is then followed for the activations as well.
         optimizer: Settles optimizer and schedule.
         offload: Leases swap folders.
         ema: Follows the weights: an ``EMAShadow``, several as ``EMAShadows``, or either in a
@@ -70,6 +74,7 @@ class Trainer:
         data: A dataset with ``__len__`` and ``__getitem__``, an iterable of micro batches (a
             ``DataLoader``, a list), or a ``BatchStream``. Batches are dicts of tensors.
         objective: Gives the loss; flow matching of images without conditioning by default.
+        activations: Keeps the inputs of checkpointed blocks in host memory.
         callbacks: What is told of each step; a ``ProgressBar`` when not given. Unless one is
             among them, a ``StopOnSignals`` is added.
         non_finite: What to do about a loss or gradient that is not finite; ``RaiseNonFinite()``
@@ -90,12 +95,13 @@ class Trainer:
         self,
         *,
         model: torch.nn.Module,
-        plan: DeepSpeedPlan | ResolvedPlan,
+        plan: DeepSpeedPlan | ResolvedPlan | Advice,
         optimizer: OptimizerResolver | None = None,
         offload: OffloadManager | None = None,
         ema: EMA | None = None,
         data: Any = None,
         objective: Objective | None = None,
+        activations: ActivationOffload | None = None,
         callbacks: Sequence[Callback] | None = None,
         non_finite: NonFinitePolicy | None = None,
         run: RunFacts | None = None,
@@ -108,7 +114,7 @@ class Trainer:
         self._host_before = host_now()
         self.engine: Engine = prepare(
             model=model,
-            plan=plan,
+            plan=plan_of(plan),
             optimizer=optimizer,
             offload=offload,
             run=run,
@@ -127,6 +133,7 @@ class Trainer:
                 engine=self.engine, data=data, timeout_s=timeout_s, options=options
             )
             """Watches and measures the run."""
+            advised = keep_activations(self.engine, plan=plan, activations=activations)
             undo.pop_all()
         self.ema = ema
         self.objective: Objective = objective or FlowMatchingObjective()
@@ -143,7 +150,7 @@ class Trainer:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None
         """Step and folder of the latest checkpoint this trainer wrote."""
-        self.decisions: tuple[Decision, ...] = ()
+        self.decisions: tuple[Decision, ...] = advised
         """Automatic choices since the engine was built; the engine holds its own."""
         self.decisions += self.running.decisions
 

@@ -161,11 +161,12 @@ const nothing = (advice) => [
 function candidate(one) {
   const needs = `GPU ${size(one.needs.device)}, RAM ${size(one.needs.host)}${one.needs.nvme ? `, NVMe ${size(one.needs.nvme)}` : ""}`;
   const missing = Object.entries(one.shortfalls).map(([place, bytes]) => `${size(bytes)} of ${place} missing`);
-  const kind = one.gradient_checkpointing ? "with" : "without";
+  const checkpointing = `${one.gradient_checkpointing ? "with" : "without"} checkpointing`;
+  const kind = one.activation_offload ? `${checkpointing} and activation offload` : checkpointing;
   return el("li", { class: "candidate", "data-fits": String(one.fits) },
-    el("div", {}, el("strong", { text: `${one.title}, ${kind} checkpointing` }),
+    el("div", {}, el("strong", { text: `${one.title}, ${kind}` }),
       el("p", { class: "hint", text: [needs, ...missing, one.reason].join("; ") })),
-    one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind} checkpointing`, onclick: () => {
+    one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
       byId("fit-dialog").close();
       load(one.state, [], `Took ${one.title}.`);
     } }) : null);

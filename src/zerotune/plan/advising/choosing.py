@@ -63,6 +63,9 @@ LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
 """From least to most offload, each level in the order of stages. What leaves the device costs
 more time than what is partitioned, recomputing activations less than either."""
 
+ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
+"""Accelerators with memory of their own and streams to copy on."""
+
 _NAMES: Final[Mapping[Place, str]] = {
     "device": "device memory",
     "host": "host memory",
@@ -168,16 +171,26 @@ def _first_that_fits(request: Request) -> Advice:
 
 
 def _candidates(request: Request) -> Iterator[Candidate]:
-    known = request.model.activations
-    measured = known is not None and request.workload.height is not None
-    choices = [False, True] if measured and known and known.checkpointed else [False]
+    choices = [
+        attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
+        for recomputed, away in _activations(request)
+    ]
     for level in LEVELS:
         plans = [_resolved(request, layout) for layout in level if _sensible(request, layout)]
-        for checkpoints in choices:
+        for work in choices:
             for layout, plan, resolved in plans:
-                work = attrs.evolve(request.workload, gradient_checkpointing=checkpoints)
-                estimate = estimate_resolved(resolved, work)
-                yield _judged(request, layout, plan, estimate, checkpoints)
+                yield _judged(request, layout, plan, estimate_resolved(resolved, work))
+
+
+def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
+    """Whether blocks are recomputed, and their inputs offloaded: what costs least time first."""
+    yield False, False
+    known = request.model.activations
+    if known is None or known.checkpointed is None or request.workload.height is None:
+        return
+    yield True, False
+    if known.offloaded is not None and request.platform.accelerator in ACTIVATION_OFFLOAD:
+        yield True, True
 
 
 def _sensible(request: Request, layout: Layout) -> bool:
@@ -221,7 +234,6 @@ def _judged(
     layout: Layout,
     plan: DeepSpeedPlan,
     estimate: MemoryEstimate,
-    checkpoints: bool,
 ) -> Candidate:
     needs = machine_needs(estimate)
     shortfalls: dict[Place, int] = {
@@ -237,7 +249,8 @@ def _judged(
         title=layout.title,
         plan=plan,
         estimate=estimate,
-        gradient_checkpointing=checkpoints,
+        gradient_checkpointing=estimate.workload.gradient_checkpointing,
+        activation_offload=estimate.workload.activation_offload,
         fits=not shortfalls,
         shortfalls=shortfalls,
         reason=reason,

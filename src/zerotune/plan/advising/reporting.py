@@ -44,6 +44,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "title": candidate.title,
         "fits": candidate.fits,
         "gradient_checkpointing": candidate.gradient_checkpointing,
+        "activation_offload": candidate.activation_offload,
         "needs": _places(candidate.estimate),
         "shortfalls": dict(_missing(candidate)),
         "reason": candidate.reason,
@@ -160,7 +161,8 @@ def _title(candidate: Candidate) -> str:
     if "checkpointing" in candidate.title:
         return candidate.title
     kind = "with" if candidate.gradient_checkpointing else "without"
-    return f"{candidate.title}, {kind} checkpointing"
+    offload = " and activation offload" if candidate.activation_offload else ""
+    return f"{candidate.title}, {kind} checkpointing{offload}"
 
 
 def _budget_words(budget: Budget) -> str:

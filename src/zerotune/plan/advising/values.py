@@ -7,6 +7,7 @@ from typing import Any
 
 import attrs
 
+from zerotune.decisions import Decision
 from zerotune.plan.deepspeed_plan import DeepSpeedPlan
 from zerotune.plan.memory.values import MemoryEstimate, Place
 from zerotune.plan.resolved import ResolvedPlan
@@ -46,6 +47,8 @@ class Candidate:
     """Bytes over the budget, of the machine for host and NVMe; empty when it fits."""
     reason: str
     """Why it was chosen, comes later, or was rejected."""
+    activation_offload: bool = False
+    """Whether the inputs of recomputed blocks wait in host memory (``ActivationOffload``)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -76,6 +79,27 @@ class Advice:
     def gradient_checkpointing(self) -> bool:
         """Whether blocks are to be recomputed in the backward pass."""
         return self.chosen.gradient_checkpointing
+
+    @property
+    def activation_offload(self) -> bool:
+        """Whether the inputs of recomputed blocks are to wait in host memory."""
+        return self.chosen.activation_offload
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What the advice says beside the plan itself."""
+        reason = f"{self.chosen.title}: {self.chosen.reason}"
+        return (
+            Decision(
+                key="gradient checkpointing",
+                before=None,
+                after=self.gradient_checkpointing,
+                reason=reason,
+            ),
+            Decision(
+                key="activation offload", before=None, after=self.activation_offload, reason=reason
+            ),
+        )
 
     @property
     def runners_up(self) -> tuple[Candidate, ...]:

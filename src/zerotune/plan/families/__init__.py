@@ -14,7 +14,13 @@ from typing import Final
 import attrs
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.facts import ActivationCost, ActivationFacts, ModelFacts, ParameterFacts
+from zerotune.plan.facts import (
+    ActivationCost,
+    ActivationFacts,
+    BlockFacts,
+    ModelFacts,
+    ParameterFacts,
+)
 
 _SUFFIX: Final = ".json"
 
@@ -62,9 +68,9 @@ def model_family(name: str) -> ModelFamily:
             ParameterFacts(name=key, shape=tuple(size)) for key, size in data["parameters"]
         ],
         activations=ActivationFacts(
-            full=ActivationCost(**costs["full"]),
-            checkpointed=ActivationCost(**costs["checkpointed"]) if costs["checkpointed"] else None,
+            **{kind: ActivationCost(**cost) for kind, cost in costs.items() if cost is not None}
         ),
+        blocks=tuple(BlockFacts(**block) for block in data.get("blocks", ())),
     )
     return ModelFamily(
         name=name, class_name=data["class"], resolution=data["resolution"], facts=facts

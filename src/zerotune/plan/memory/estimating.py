@@ -49,6 +49,7 @@ def estimate_plan(
     resolution: int | tuple[int, int] | None,
     ema: EMAPlace,
     gradient_checkpointing: bool,
+    activation_offload: bool,
     frozen_bytes: int,
 ) -> MemoryEstimate:
     """See ``DeepSpeedPlan.estimate``."""
@@ -67,6 +68,7 @@ def estimate_plan(
             height=height,
             width=width,
             gradient_checkpointing=gradient_checkpointing,
+            activation_offload=activation_offload,
             ema=ema,
             frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
         ),
@@ -165,17 +167,29 @@ def _activations(case: Costing) -> Iterator[MemoryItem]:
     work, known = case.workload, case.model.activations
     if known is None or work.height is None or work.width is None:
         return
+    size = {
+        "batch": work.batch, "pixels": work.height * work.width, "element_bytes": case.element,
+    }  # fmt: skip
+    if offloads_activations(case) and known.offloaded is not None:
+        note = "blocks recomputed, their inputs on the host"
+        yield case.item("activations", case.device, known.offloaded.nbytes(**size), BACKWARD, note)
+        if known.offloaded_host is not None:
+            waiting = known.offloaded_host.nbytes(**size)
+            # Blocks are used again, so that they stay from the first step on.
+            yield case.pinned("activations", [waiting], TRAINING, "inputs of recomputed blocks")
+        return
     checkpoints = work.gradient_checkpointing and known.checkpointed is not None
     cost = known.checkpointed if checkpoints else known.full
-    if cost is None:
-        return
-    yield case.item(
-        "activations",
-        case.device,
-        cost.nbytes(batch=work.batch, pixels=work.height * work.width, element_bytes=case.element),
-        BACKWARD,
-        "blocks recomputed" if checkpoints else "all kept",
-    )
+    if cost is not None:
+        note = "blocks recomputed" if checkpoints else "all kept"
+        yield case.item("activations", case.device, cost.nbytes(**size), BACKWARD, note)
+
+
+def offloads_activations(case: Costing) -> bool:
+    """Whether the inputs of recomputed blocks leave the device."""
+    work, known = case.workload, case.model.activations
+    asked = work.activation_offload and work.gradient_checkpointing and not case.on_cpu
+    return asked and known is not None and known.offloaded is not None
 
 
 def _beside(case: Costing) -> Iterator[MemoryItem]:
@@ -204,3 +218,5 @@ def _notes(case: Costing) -> Iterator[str]:
         yield "activations are left out: they are not known for this model; use model_facts()"
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
         yield "this model has no gradient checkpointing, so all activations are kept"
+    elif work.activation_offload and not offloads_activations(case):
+        yield "activations are not offloaded: this model or this device cannot, or keeps all"

@@ -158,6 +158,8 @@ def describe_workload(workload: Workload) -> str:
         parts.append(f"{workload.width} x {workload.height} pixels")
         checkpointing = "with" if workload.gradient_checkpointing else "without"
         parts.append(f"{checkpointing} gradient checkpointing")
+        if workload.gradient_checkpointing and workload.activation_offload:
+            parts.append("block inputs on the host")
     if workload.ema != "none":
         parts.append(f"EMA {_EMA[workload.ema]}")
     return ", ".join(parts)

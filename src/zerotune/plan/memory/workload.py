@@ -21,6 +21,9 @@ class Workload:
     """Pixels."""
     gradient_checkpointing: bool = True
     """Whether blocks are recomputed in the backward pass."""
+    activation_offload: bool = False
+    """Whether the inputs of recomputed blocks wait in host memory, as ``ActivationOffload`` does
+    it; without gradient checkpointing it has no effect."""
     ema: EMAPlace = "none"
     """Where an ``EMAShadow`` keeps its fp32 copy."""
     frozen_bytes: int = 0

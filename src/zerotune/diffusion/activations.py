@@ -1,0 +1,341 @@
+"""Checkpointed activations wait in host memory, and come back one block ahead."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerotune.decisions import Decision
+from zerotune.diffusion.transfers import KeptTransfers, Loading, Stored, Transfers, transfers_for
+from zerotune.errors import InvalidValueError, TrainingError
+from zerotune.plan.memory.sizes import parse_size
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+KEY: Final = "activations"
+_FLAG, _HOOK = "gradient_checkpointing", "_gradient_checkpointing_func"
+
+
+@attrs.define(kw_only=True)
+class OffloadCounts:
+    """What an ``ActivationOffload`` has moved."""
+
+    stored: int = 0
+    """Tensors copied to the host."""
+    stored_bytes: int = 0
+    """Bytes of them."""
+    fetched_ahead: int = 0
+    """Tensors that were on their way back when the backward pass asked for them."""
+    fetched_late: int = 0
+    """Tensors that were not."""
+    kept: int = 0
+    """Tensors the backward pass found on the device still."""
+
+
+class ActivationOffload:
+    """Keeps the inputs of a diffusers model's checkpointed blocks in host memory.
+
+    Gradient checkpointing keeps the input of each block until the backward pass recomputes the
+    block. Here all but the newest are copied to page-locked host memory while the next block
+    runs, and copied back while the block after them is recomputed. Results are exact: the same
+    bytes come back. On the CPU nothing is copied. ::
+
+        with ActivationOffload().attach(unet):
+            loss = objective(unet, batch, generator)
+            loss.backward()
+
+    Works beside autocast and ZeRO-3. The inputs may not be changed in place after the block has
+    run, as under gradient checkpointing itself.
+
+    Args:
+        smallest: Bytes, or text such as ``"1MiB"``; smaller tensors stay where they are, and so
+            do those that need no gradient, which all blocks share.
+        ahead: Blocks fetched before their turn.
+        transfers: Makes the copies; chosen by the device when not given.
+
+    Raises:
+        InvalidValueError: No size, or less than one block ahead.
+    """
+
+    def __init__(
+        self,
+        *,
+        smallest: int | str = "1MiB",
+        ahead: int = 1,
+        transfers: Transfers | None = None,
+    ) -> None:
+        if ahead < 1:
+            raise InvalidValueError(
+                "the next block must be fetched at least", key="ahead", value=ahead, fix="write 1"
+            )
+        self._smallest = parse_size(smallest, key="smallest")
+        self._ahead = ahead
+        self._transfers = transfers
+        self._before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._newest: _Call | None = None
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.counts = OffloadCounts()
+        """What was moved since this object was made."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether a model uses it."""
+        return bool(self._before)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Where the activations go; empty before the first of them."""
+        if self._transfers is None:
+            return ()
+        if isinstance(self._transfers, KeptTransfers):
+            why = "this device's memory is the host's, so there is nothing to copy"
+            return (Decision(key=KEY, before="device", after="device", reason=why),)
+        why = "inputs of checkpointed blocks wait there for the backward pass"
+        return (Decision(key=KEY, before="device", after="host", reason=why),)
+
+    def attach(self, model: torch.nn.Module) -> Self:
+        """Switch gradient checkpointing of ``model`` on, with offload.
+
+        Args:
+            model: A diffusers model with ``enable_gradient_checkpointing``; an engine's
+                ``module``, not the engine.
+
+        Raises:
+            InvalidValueError: It has no gradient checkpointing, or this object is in use.
+        """
+        if self.attached:
+            raise InvalidValueError(
+                "serves another model already",
+                key="ActivationOffload",
+                value=type(model).__name__,
+                fix="call detach() first, or make one object for each model",
+            )
+        switch: Any = getattr(model, "enable_gradient_checkpointing", None)
+        if switch is None or not getattr(model, "_supports_gradient_checkpointing", False):
+            raise InvalidValueError(
+                "has no gradient checkpointing",
+                key="model",
+                value=type(model).__name__,
+                fix="train a diffusers model that supports enable_gradient_checkpointing()",
+            )
+        before = [
+            (module, {name: vars(module)[name] for name in (_FLAG, _HOOK) if name in vars(module)})
+            for module in model.modules()
+            if hasattr(module, _FLAG)
+        ]
+        switch(gradient_checkpointing_func=self.checkpoint)
+        self._before = before
+        return self
+
+    def detach(self) -> None:
+        """Put the model's gradient checkpointing back as it was. May be repeated."""
+        for module, values in self._before:
+            for name in (_FLAG, _HOOK):
+                vars(module).pop(name, None)
+            vars(module).update(values)
+        self._before = []
+        self._newest = None
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``function(*args)`` without keeping what is in it, its inputs in host memory.
+
+        What ``attach`` gives to diffusers; usable for blocks of any other model.
+        """
+        if not torch.is_grad_enabled():
+            return function(*args)
+        call = self._begin()
+        # Inside, the hooks of `checkpoint` itself are the innermost: these see its inputs only.
+        with saved_tensors_hooks(call.pack, self._unpack):
+            return checkpoint(function, *args, use_reentrant=False)
+
+    def _begin(self) -> _Call:
+        newest = self._newest
+        while newest is not None and not newest.alive:
+            newest = newest.previous
+        if newest is not None:
+            for saved in newest.saved():
+                self._store(saved)
+            if newest.previous is not None:
+                for saved in newest.previous.saved():
+                    self._settle(saved)
+        call = _Call(owner=self, previous=newest)
+        self._newest = call
+        return call
+
+    def _save(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+        if not self._worth_it(tensor):
+            return tensor
+        if self._transfers is None:
+            self._transfers = transfers_for(tensor.device)
+        # Blocks share some inputs, and the graph may still hold this one.
+        known = self._known.get(tensor)  # type: ignore[no-untyped-call]
+        saved: _Saved | None = None if known is None else known()
+        if saved is None or saved.version != tensor._version:
+            saved = _Saved(tensor=tensor, transfers=self._transfers)
+            self._known[tensor] = weakref.ref(saved)
+        else:
+            saved.share(tensor)
+        return saved
+
+    def _worth_it(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.requires_grad
+            and not tensor.is_leaf
+            and tensor.numel() * tensor.element_size() >= self._smallest
+            and bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+        )
+
+    def _store(self, saved: _Saved) -> None:
+        if saved.stored is None and saved.tensor is not None and not saved.shared:
+            saved.check_unchanged(saved.tensor)
+            saved.stored = saved.transfers.store(saved.tensor)
+            self.counts.stored += 1
+            self.counts.stored_bytes += saved.nbytes
+
+    def _settle(self, saved: _Saved) -> None:
+        if saved.stored is not None and saved.tensor is not None and not saved.shared:
+            saved.check_unchanged(saved.tensor)
+            saved.transfers.settle(saved.stored)
+            saved.tensor = None
+
+    def _unpack(self, packed: _Ticket | torch.Tensor) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        tensor = self._fetched(packed.saved)
+        earlier, left = packed.call.previous, self._ahead
+        while earlier is not None and left:
+            for saved in earlier.saved():
+                saved.prefetch()
+            left -= earlier.alive
+            earlier = earlier.previous
+        return tensor
+
+    def _fetched(self, saved: _Saved) -> torch.Tensor:
+        here = saved.here()
+        if here is not None:
+            self.counts.kept += 1
+            return here
+        if saved.loading is None:
+            self.counts.fetched_late += 1
+        else:
+            self.counts.fetched_ahead += 1
+        return saved.fetch()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+class _Saved:
+    """One tensor, wherever it is; ends with the last part of the graph that needs it."""
+
+    def __init__(self, *, tensor: torch.Tensor, transfers: Transfers) -> None:
+        # Without its history: the graph it belongs to holds this object.
+        self.tensor: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self.transfers = transfers
+        self.stored: Stored | None = None
+        self.loading: Loading | None = None
+        self.shared = False
+        """Whether several blocks take it, so that it stays where it is."""
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """One more block takes it: the model holds it all the time, and so it is not sent away."""
+        self.tensor, self.shared = tensor.detach(), True
+
+    def check_unchanged(self, tensor: torch.Tensor) -> None:
+        """Refuse to give back what was changed after it was saved."""
+        if tensor._version != self.version:
+            raise TrainingError(
+                "the input of a checkpointed block was changed in place after the block had run",
+                key="activations",
+                value=tuple(tensor.shape),
+                fix="use the out-of-place operation, or train without ActivationOffload",
+            )
+
+    def here(self) -> torch.Tensor | None:
+        """The device's own tensor, if it has not been given up."""
+        if self.tensor is not None:
+            self.check_unchanged(self.tensor)
+        return self.tensor
+
+    def prefetch(self) -> None:
+        """Begin to bring it back, unless it is here or on its way."""
+        if self.stored is not None and self.tensor is None and self.loading is None:
+            self.loading = self.transfers.load(self.stored)
+
+    def fetch(self) -> torch.Tensor:
+        """Bring it back."""
+        self.prefetch()
+        if self.loading is None:
+            raise TrainingError(
+                "an offloaded activation was lost",
+                key="activations",
+                fix="run the backward pass before detach(), or report it",
+            )
+        loading, self.loading = self.loading, None
+        tensor = self.transfers.finish(loading)
+        if self.stored is not None and not self.stored.is_copy:
+            self.check_unchanged(tensor)
+        return tensor
+
+    def __del__(self) -> None:
+        # A copy under way would write into memory that is used again.
+        if self.loading is not None:
+            self.transfers.finish(self.loading)
+        if self.stored is not None:
+            self.transfers.release(self.stored)
+
+
+class _Call:
+    """One checkpointed block of a forward pass."""
+
+    def __init__(self, *, owner: ActivationOffload, previous: _Call | None) -> None:
+        self.previous = previous
+        self._owner = owner
+        self._saved: list[weakref.ref[_Saved]] = []
+
+    def pack(self, tensor: torch.Tensor) -> _Ticket | torch.Tensor:
+        """What the graph keeps instead of ``tensor``."""
+        saved = self._owner._save(tensor)
+        if isinstance(saved, torch.Tensor):
+            return saved
+        self._saved.append(weakref.ref(saved))
+        return _Ticket(call=self, saved=saved)
+
+    def saved(self) -> Iterator[_Saved]:
+        """Its inputs that some graph still needs."""
+        for reference in self._saved:
+            saved = reference()
+            if saved is not None:
+                yield saved
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of its inputs is still needed."""
+        return any(True for _ in self.saved())
+
+
+class _Ticket:
+    """What the graph keeps: which tensor, and of which block."""
+
+    def __init__(self, *, call: _Call, saved: _Saved) -> None:
+        self.call, self.saved = call, saved
