@@ -158,7 +158,7 @@ class Compiled:
         forward: Callable[..., Any] = module.forward
         replaced = "forward" in vars(module)
         arguments: dict[str, Any] = {} if wanted.mode is None else {"mode": wanted.mode}
-        module.forward = torch.compile(  # type: ignore[method-assign]
+        module.forward = torch.compile(
             forward,
             backend=wanted.backend,
             dynamic=wanted.dynamic,
@@ -241,7 +241,8 @@ def _suggested(model: torch.nn.Module) -> list[str]:
 
 def _check_toolchain(wanted: Compilation, plan: ResolvedPlan) -> None:
     reason = None
-    if not torch._dynamo.is_dynamo_supported():
+    dynamo: Any = torch._dynamo
+    if not dynamo.is_dynamo_supported():
         reason, fix = "torch cannot compile on this Python or system", "use another, or no compile"
     elif wanted.backend == "inductor" and plan.platform.accelerator == "cpu":
         compiler = os.environ.get("CXX", "g++")

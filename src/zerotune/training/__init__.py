@@ -20,8 +20,8 @@ from zerotune.training.nonfinite import (
     SkipNonFinite,
 )
 from zerotune.training.plots import plot_loss, plot_report
-from zerotune.training.progress import ProgressBar
 from zerotune.training.profiling import Operator, Profile
+from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Report
 from zerotune.training.running import RunOptions
 from zerotune.training.saving import SaveEvery, SaveEveryInBackground

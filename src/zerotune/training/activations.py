@@ -54,7 +54,7 @@ def known_activations(
         full = _cost(copy, arguments)
         less = None
         if checkpointed and hasattr(copy, "enable_gradient_checkpointing"):
-            copy.enable_gradient_checkpointing()  # type: ignore[operator]
+            copy.enable_gradient_checkpointing()
             less = _cost(copy, arguments)
     except ZeroTuneError as error:
         return Activations(size=size, why=error.reason)
@@ -74,7 +74,7 @@ def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | Non
             return max(sides, key=lambda side: side[0] * side[1]), "the largest bucket"
     sample = _sample(data)
     for name in _SAMPLES:
-        shape = getattr(sample.get(name), "shape", ())
+        shape: Any = getattr(sample.get(name), "shape", ())
         if len(shape) >= 3:
             factor = 1 if _in_pixels(model, name) else _LATENT
             return (shape[-2] * factor, shape[-1] * factor), f"the data's {name!r}"

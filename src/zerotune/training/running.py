@@ -56,8 +56,8 @@ class Running:
 
     def __init__(
         self,
-        *,
         engine: Engine,
+        *,
         data: Any,
         timeout_s: float,
         advised: bool = False,
@@ -68,7 +68,8 @@ class Running:
         self.clock = StepClock(engine.device)
         """Knows the phase under way."""
         self._activations: Activations | None = None
-        chosen = _Chosen(**{name: value for name, value in options.items() if name != "compile"})
+        given: dict[str, Any] = {key: value for key, value in options.items() if key != "compile"}
+        chosen = _Chosen(**given)
         threads = cpu_threads(
             engine.plan,
             engine.group,

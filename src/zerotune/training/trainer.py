@@ -22,7 +22,7 @@ from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite
 from zerotune.training.out_of_memory import advising
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report
-from zerotune.training.running import RunOptions, Running
+from zerotune.training.running import Running, RunOptions
 from zerotune.training.saving import restore_trainer_state, rolled_back, trainer_state
 from zerotune.training.seeding import seed_everything
 from zerotune.training.setup import prepare
@@ -129,9 +129,7 @@ class Trainer:
             self.stream = as_stream(data, engine=self.engine, seed=seed)
             self.averages = Averages(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
-            self.running = Running(
-                engine=self.engine, data=data, timeout_s=timeout_s, options=options
-            )
+            self.running = Running(self.engine, data=data, timeout_s=timeout_s, options=options)
             """Watches and measures the run."""
             advised = keep_activations(self.engine, plan=plan, activations=activations)
             undo.pop_all()
@@ -143,9 +141,7 @@ class Trainer:
         self._record = Record()
         self._stopping = Stopping(self.engine.group)
         chosen = (ProgressBar(),) if callbacks is None else tuple(callbacks)
-        self.callbacks: tuple[Callback, ...] = with_signals(
-            (*self.running.callbacks, self._record, *chosen)
-        )
+        self.callbacks: tuple[Callback, ...] = with_signals((*self.running.callbacks, self._record, *chosen))
         for callback in self.callbacks:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None

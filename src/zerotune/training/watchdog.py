@@ -194,7 +194,7 @@ def _own_store() -> Any:
     """The process group's store, through a connection that no other thread waits on."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store = _get_default_store()
+    store: Any = _get_default_store()
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
         store = store.clone()
     with contextlib.suppress(RuntimeError, NotImplementedError):
