@@ -87,19 +87,30 @@ def _difference(losses: Mapping[str, Sequence[float]]) -> float:
 
 def limits(
     settings: Mapping[str, Any], parameters: int, phases: Mapping[str, float]
-) -> dict[str, float]:
+) -> list[dict[str, Any]]:
     """What a step must compute and move, and how fast this machine does either at best."""
     compute = phases["forward"] + phases["backward"]
+    flops = _flops(settings)
     # Adam reads weights, gradient and two moments, and writes all but the gradient.
     moved = 28 * parameters
-    return {
-        "FLOPs per step": _flops(settings),
-        "FLOP/s reached": _flops(settings) / compute,
-        "FLOP/s of a matrix product": _matmul_rate(),
-        "optimizer bytes per step": moved,
-        "optimizer bytes per second reached": moved / phases["optimizer"],
-        "bytes per second of a copy": _copy_rate(),
-    }
+    return [
+        {
+            "what": "arithmetic of forward and backward",
+            "unit": "FLOP",
+            "per_step": flops,
+            "reached_per_second": flops / compute,
+            "limit_per_second": _matmul_rate(),
+            "limit": "a matrix product of 1024 x 1024",
+        },
+        {
+            "what": "memory the optimizer must move",
+            "unit": "B",
+            "per_step": moved,
+            "reached_per_second": moved / phases["optimizer"],
+            "limit_per_second": _copy_rate(),
+            "limit": "a copy in memory",
+        },
+    ]
 
 
 def _flops(settings: Mapping[str, Any]) -> float:

@@ -67,11 +67,11 @@ def alternate(
 def run(
     benchmark: Benchmark, *, output: Path, quick: bool = False, fresh: bool = False
 ) -> dict[str, Any]:
-    """Measure what is not there yet; write JSON, table and plot after every case.
+    """Measure what is not there yet; write the JSON file after every case.
 
     Args:
         benchmark: What to run.
-        output: Folder of ``NAME.json``, ``NAME.md`` and ``NAME.png``.
+        output: Folder of ``NAME.json``, and of ``NAME.md`` and ``NAME.png`` at the end.
         quick: The sizes that only show that it works.
         fresh: Measure everything anew.
 
@@ -88,7 +88,6 @@ def run(
             continue
         _say(f"{benchmark.name}: {case.name}")
         _measure(case, file, output)
-        present(file.data(names), output)
     file.write(names)
     result = file.data(names)
     present(result, output)

@@ -47,7 +47,11 @@ class Measured:
     """The contestant that the others are compared with, sample by sample: the n-th samples of
     all contestants should come from one round."""
     facts: Mapping[str, Any] = attrs.field(factory=dict)
-    """Anything else worth keeping, as JSON-able data: plans, parameter counts, limits."""
+    """Anything else worth keeping, as JSON-able data: plans, parameter counts.
+
+    ``"limits"``, where given, is a list of dicts with ``what``, ``unit``, ``per_step``,
+    ``reached_per_second``, ``limit_per_second`` and ``limit``: the documentation has them.
+    """
     notes: tuple[str, ...] = ()
     """What a reader must know."""
 

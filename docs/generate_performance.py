@@ -1,0 +1,261 @@
+"""Write docs/performance.md from the results in docs/results, and from nothing else.
+
+``python docs/generate_performance.py``; a test fails when the committed file is not what this
+prints. New results come there with ``python -m benchmarks all --output docs/results``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# As a script it is started from anywhere.
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.framework.tables import (  # noqa: E402
+    amount,
+    case_parts,
+    provenance,
+    reached,
+)
+
+RESULTS = ROOT / "docs" / "results"
+TARGET = ROOT / "docs" / "performance.md"
+ORDER = ("sdxl", "flux", "overhead", "checkpoint", "ema", "offload", "data", "memory")
+UNMEASURED = "not measured yet"
+
+INTRODUCTION = """\
+Made from the results in `docs/results`; nothing here is typed by hand. Contestants of a case run
+in turns, round by round, on one machine; figures are medians, ratios are medians of the ratios
+round by round. Raw samples, quartiles, settings and versions are in the JSON files."""
+
+# The reference system's own figures, as published: SDXL's full U-Net, ZeRO-2 with the optimizer
+# in RAM, on an RTX 4090 with 24 GB.
+PUBLISHED = (
+    ("SDXL, 1024 x 1024, batch 8", "13,102 MiB, 8 s per iteration", "8.5 GiB, 0.7 of the time"),
+    ("SDXL, 1024 x 1024, batch 1", "perhaps 8 GiB, untested", "6.9 GiB; 4 GiB at stage 3"),
+    ("SDXL, 128 x 128, batch 8", "9,237 MiB", "3.5 GiB at stage 3"),
+)
+
+# What a step of SDXL's U-Net must do at 1024 x 1024 and batch 8, with gradient checkpointing:
+# 2.567 billion parameters, 25.4 TFLOP per sample.
+SDXL_PARAMETERS, SDXL_FLOPS = 2.567e9, 8 * 25.4e12
+SDXL_LIMITS = (
+    ("arithmetic", f"{SDXL_FLOPS / 1e12:.0f} TFLOP"),
+    (
+        "over the bus, ZeRO-2 with the optimizer in RAM: fp32 gradients down, bf16 weights up",
+        f"{6 * SDXL_PARAMETERS / 1e9:.1f} GB",
+    ),
+    (
+        "host memory, Adam: weights, gradient and moments read, all but the gradient written",
+        f"{28 * SDXL_PARAMETERS / 1e9:.1f} GB",
+    ),
+)
+
+REASONS: Mapping[tuple[str, str], str] = {}
+"""Why a goal is missed, by benchmark and the beginning of its text."""
+
+
+def page() -> str:
+    """The whole page."""
+    results = stored()
+    parts = [
+        "<!-- Written by docs/generate_performance.py; edit that. -->",
+        "# Performance",
+        INTRODUCTION,
+        "## Headline",
+        *_published(results),
+        _headline(results),
+        "## How to reproduce",
+        _commands(results),
+        "## Physical limits",
+        *_limits(results),
+        "## The memory model",
+        *_memory(results),
+        "## All figures",
+        *_details(results),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The results that are there, in the page's order."""
+    found = {}
+    for name in ORDER:
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            found[name] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _published(results: Mapping[str, Any]) -> Iterator[str]:
+    rows = [
+        "| full fine-tuning, fp32 master weights, AdamW | published | our goal | zerotune |",
+        "|---|---|---|---|",
+    ]
+    state = "below" if "sdxl" in results else UNMEASURED
+    rows += [
+        f"| {what} | {theirs} | at most {goal} | {state} |" for what, theirs, goal in PUBLISHED
+    ]
+    yield "\n".join(rows)
+    if "sdxl" not in results:
+        yield (
+            "No GPU has run the `sdxl` and `flux` benchmarks yet. The published figures are from "
+            "one card with 24 GB."
+        )
+
+
+def _headline(results: Mapping[str, Any]) -> str:
+    rows = [
+        "| goal | reference | zerotune | ratio | met | hardware |",
+        "|---|--:|--:|--:|---|---|",
+    ]
+    for name, result in results.items():
+        cases = {case["name"]: case for case in result["cases"]}
+        for goal in result["goals"]:
+            reference, ours = _pair(goal, cases.get(goal["case"], {}))
+            met = {True: "yes", False: "**no**", None: UNMEASURED}[goal["met"]]
+            ratio = reached(goal) if goal["against"] else ""
+            cells = [
+                goal["text"] + _reason(name, goal), reference, ours, ratio, met, _where(result)
+            ]  # fmt: skip
+            rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _pair(goal: Mapping[str, Any], case: Mapping[str, Any]) -> tuple[str, str]:
+    """The medians of the reference and of ours."""
+
+    def median(contestant: str | None) -> str:
+        found = case.get("contestants", {}).get(contestant, {}).get(goal["quantity"])
+        return "" if found is None else amount(found["median"], goal["quantity"])
+
+    reference = (
+        median(goal["against"])
+        if goal["against"]
+        else "at most " + amount(goal["limit"], goal["quantity"])
+    )
+    return reference, median(goal["contestant"])
+
+
+def _reason(name: str, goal: Mapping[str, Any]) -> str:
+    if goal["met"] is not False:
+        return ""
+    for (benchmark, beginning), reason in REASONS.items():
+        if benchmark == name and goal["text"].startswith(beginning):
+            return f". Missed: {reason}"
+    return ""
+
+
+def _where(result: Mapping[str, Any]) -> str:
+    machine = result["hardware"]
+    devices = [device["name"] for device in machine["devices"]]
+    return ", ".join(devices) or f"{machine['usable_cores']} CPU cores"
+
+
+def _commands(results: Mapping[str, Any]) -> str:
+    rows = ["| figures | command | measured |", "|---|---|---|"]
+    for name in ORDER:
+        result = results.get(name)
+        if result is None:
+            rows.append(f"| {name} | `python -m benchmarks {name}` | {UNMEASURED} |")
+            continue
+        days = sorted({case["measured"][:10] for case in result["cases"]})
+        minutes = sum(case["took_seconds"] for case in result["cases"]) / 60
+        rows.append(
+            f"| {name}: {result['title']} | `{result['command']}` | "
+            f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, {minutes:.1f} minutes |"
+        )
+    return "\n".join(rows) + (
+        "\n\n`nox -s bench -- NAME` is the same in an environment of its own, "
+        "`python -m benchmarks all --output docs/results` measures all that needs no GPU, and "
+        "`--quick` shows within seconds that a benchmark works."
+    )
+
+
+def _limits(results: Mapping[str, Any]) -> Iterator[str]:
+    yield "What a step must do at least, and how near the fastest this machine was seen to do it:"
+    rows = [
+        "| case | what | per step | reached | limit | share |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for result in results.values():
+        for case in result["cases"]:
+            rows += [
+                _limit(case["name"], limit) for limit in case.get("facts", {}).get("limits", ())
+            ]
+    yield "\n".join(rows)
+    if "sdxl" not in results:
+        yield "SDXL's U-Net at 1024 x 1024, batch 8:"
+        yield "\n".join(
+            [
+                "| what | per step | reached |",
+                "|---|--:|---|",
+                *(f"| {what} | {least} | {UNMEASURED} |" for what, least in SDXL_LIMITS),
+            ]
+        )
+
+
+def _limit(case: str, limit: Mapping[str, Any]) -> str:
+    unit = limit["unit"]
+    share = limit["reached_per_second"] / limit["limit_per_second"]
+    cells = [
+        case,
+        limit["what"],
+        _scaled(limit["per_step"], unit),
+        _scaled(limit["reached_per_second"], unit) + "/s",
+        f"{_scaled(limit['limit_per_second'], unit)}/s ({limit['limit']})",
+        f"{100 * share:.0f} %",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _scaled(value: float, unit: str) -> str:
+    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= scale:
+            return f"{value / scale:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def _memory(results: Mapping[str, Any]) -> Iterator[str]:
+    result = results.get("memory")
+    if result is None:
+        yield f"{UNMEASURED.capitalize()}: `python -m benchmarks memory`."
+        return
+    yield f"The plan's estimate beside the peak of real steps, {_where(result)}:"
+    rows = ["| plan | measured | estimated | error |", "|---|--:|--:|--:|"]
+    for case in result["cases"]:
+        if "refused" in case:
+            rows.append(f"| {case['name']} | did not run: {case['refused']} | | |")
+            continue
+        measured, estimated = (case["contestants"][of] for of in ("measured", "estimated"))
+        for quantity, found in estimated.items():
+            cells = [
+                case["name"],
+                amount(measured[quantity]["median"], quantity),
+                amount(found["median"], quantity),
+                f"{100 * (found['ratio']['median'] - 1):+.1f} %",
+            ]
+            rows.append("| " + " | ".join(cells) + " |")
+    yield "\n".join(rows)
+
+
+def _details(results: Mapping[str, Any]) -> Iterator[str]:
+    for name, result in results.items():
+        yield f"### {name}"
+        yield f"{result['title'][0].upper()}{result['title'][1:]}. {provenance(result)}"
+        for case in result["cases"]:
+            yield f"**{case['name']}**"
+            yield from case_parts(case)
+        if (RESULTS / f"{name}.png").exists():
+            yield f"![{name}](results/{name}.png)"
+
+
+if __name__ == "__main__":
+    text = page()
+    TARGET.write_text(text, encoding="utf-8")
+    sys.stdout.write(f"{TARGET.name}: {len(text.splitlines())} lines\n")
