@@ -11,8 +11,8 @@ from typing import Any, Final
 import attrs
 import torch
 
-_HOLDERS: Final = ("self", "module", "sub_module")
-"""Local names under which torch and DeepSpeed hold the module they work for."""
+_HOLDERS: Final = ("self", "module", "sub_module", "param")
+"""Local names under which torch and DeepSpeed hold the module or parameter they work for."""
 
 
 @attrs.frozen(kw_only=True)
@@ -39,8 +39,16 @@ class Position:
 
 
 def names_of(model: torch.nn.Module) -> dict[int, str]:
-    """Dotted name by ``id`` of each module; the root has the name of its class."""
-    return {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+    """Dotted name by ``id`` of each module, and for each parameter the name of its module.
+
+    The root has the name of its class.
+    """
+    names = {}
+    for name, module in model.named_modules():
+        names[id(module)] = name or type(model).__name__
+        for parameter in module.parameters(recurse=False):
+            names[id(parameter)] = names[id(module)]
+    return names
 
 
 def look(

@@ -141,7 +141,8 @@ class Trainer:
         self._record = Record()
         self._stopping = Stopping(self.engine.group)
         chosen = (ProgressBar(),) if callbacks is None else tuple(callbacks)
-        self.callbacks: tuple[Callback, ...] = with_signals((*self.running.callbacks, self._record, *chosen))
+        around = (*self.running.callbacks, self._record)
+        self.callbacks: tuple[Callback, ...] = with_signals((*around, *chosen))
         for callback in self.callbacks:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None

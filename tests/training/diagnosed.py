@@ -1,0 +1,153 @@
+"""What the ranks do whose diagnosis is tested."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.models import tiny_unet
+from tests.training import workers
+from zerotune.errors import OutOfMemoryError
+from zerotune.training import Profile, Watchdog
+
+
+class Skipping(torch.nn.Module):
+    """Four blocks; the last rank leaves one out from some step on."""
+
+    def __init__(self, from_call: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.calls, self.from_call = 0, from_call
+
+    def forward(self, x):
+        self.calls += 1
+        skips = self.calls >= self.from_call and os.environ["RANK"] == "1"
+        for number, block in enumerate(self.blocks):
+            if not (skips and number == 2):
+                x = torch.tanh(block(x))
+        return x
+
+
+def repeat(engine: Any, batch: Any, _generator: Any) -> torch.Tensor:
+    x = batch["images"].flatten(1)
+    return (engine(x) - x).pow(2).mean()
+
+
+def diverging(folder: str) -> None:
+    """Rank 1 leaves a block out in its third forward pass."""
+    rank = os.environ["RANK"]
+    handler = logging.FileHandler(Path(folder) / f"rank{rank}.log")
+    logging.getLogger("zerotune").addHandler(handler)
+    wanted = workers.plan(3, "none", stage3_param_persistence_threshold=0)
+    model = Skipping(from_call=3)
+    with workers.trainer(
+        model=model, wanted=wanted, objective=repeat, watchdog=Watchdog(timeout_s=3)
+    ) as running:
+        assert all(parameter.numel() == 0 for parameter in model.parameters()), "partitioned"
+        running.fit(steps=20)
+
+
+def waiting(folder: str) -> None:
+    """Rank 1 sleeps before a step that the other waits in: a hang, and nobody failed."""
+    rank = os.environ["RANK"]
+    handler = logging.FileHandler(Path(folder) / f"rank{rank}.log")
+    logging.getLogger("zerotune").addHandler(handler)
+    calls = []
+
+    def sleepy(engine, batch, generator):
+        calls.append(1)
+        if len(calls) == 2 and rank == "1":
+            time.sleep(600)
+        return workers.regression(engine, batch, generator)
+
+    with workers.trainer(False, objective=sleepy, watchdog=Watchdog(timeout_s=2)) as running:
+        running.fit(steps=5)
+
+
+def slow_but_alive() -> list[float]:
+    """A rank that draws between the steps, longer than the timeout, is no hang."""
+
+    class Busy(workers.Losses):
+        def on_step_end(self, trainer, metrics):
+            super().on_step_end(trainer, metrics)
+            end = time.monotonic() + 1.5
+            while trainer.is_main and time.monotonic() < end:
+                sum(range(1000))
+
+    losses = Busy()
+    with workers.trainer(False, callbacks=[losses], watchdog=Watchdog(timeout_s=0.6)) as running:
+        running.fit(steps=3)
+    return losses.losses
+
+
+def observed(folder: str) -> dict[str, Any]:
+    """The same run plainly and with everything that watches it; every loss must be the same."""
+    found: dict[str, Any] = {}
+    with workers.trainer(True, workers.plan(2, "cpu")) as running:
+        found["plain"] = running.fit(steps=4).losses
+        found["auto"] = [str(one) for one in running.decisions]
+    profile = Profile(folder=folder, steps=2, warmup=1, memory=True)
+    with workers.trainer(
+        True, workers.plan(2, "cpu"), profile=profile, gradient_checkpointing=True
+    ) as running:
+        found["watched"] = running.fit(steps=4).losses
+        found["decisions"] = [str(one) for one in running.decisions]
+        report = running.report()
+        found["report"] = report
+        report.save(folder)
+        model = running.engine.module
+        found["on"] = model.is_gradient_checkpointing
+    found["after"] = model.is_gradient_checkpointing
+    trace = json.loads((Path(folder) / "trace-rank0.json").read_text())
+    found["events"] = [event.get("name", "") for event in trace["traceEvents"]]
+    found["files"] = sorted(path.name for path in Path(folder).iterdir())
+    return found
+
+
+def recomputed_at_stage_3() -> tuple[list[float], list[float], bool]:
+    losses = []
+    for wanted in (False, True):
+        plan = workers.plan(3, "none", stage3_param_persistence_threshold=0)
+        with workers.trainer(True, plan, gradient_checkpointing=wanted) as running:
+            losses.append(list(running.fit(steps=3).losses))
+            empty = all(p.numel() == 0 for p in running.engine.module.parameters())
+    return losses[0], losses[1], empty
+
+
+def out_of_memory(kind: str) -> dict[str, Any]:
+    """Memory runs out in the second forward pass."""
+    calls = []
+
+    def greedy(engine, batch, generator):
+        calls.append(1)
+        if len(calls) == 2 and kind == "device":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. ...")
+        if len(calls) == 2:
+            _limit(2**30)
+            torch.empty(2**40, dtype=torch.uint8)
+        return workers.regression(engine, batch, generator)
+
+    def _limit(spare: int) -> None:
+        import resource
+
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + spare, resource.RLIM_INFINITY))
+
+    with workers.trainer(False, objective=greedy, model=tiny_unet()) as running:
+        try:
+            running.fit(steps=3)
+        except OutOfMemoryError as error:
+            return {
+                "message": str(error),
+                "cause": type(error.__cause__).__name__,
+                "plan": error.plan,
+                "step": running.step,
+            }
+    return {}

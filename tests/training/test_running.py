@@ -1,0 +1,150 @@
+"""What watches a run changes nothing of it, and what it says is true."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.models import digits_batch, tiny_unet
+from tests.support.ranks import run_ranks
+from tests.training import diagnosed
+from zerotune import ImageTensors
+from zerotune.errors import InvalidValueError
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
+from zerotune.platform import Platform
+from zerotune.training import Profile, checkpointing
+from zerotune.training.checkpointing import set_checkpointing
+from zerotune.training.running import Running
+
+
+@pytest.mark.deepspeed
+def test_profiling_and_recomputing_leave_every_loss_as_it_is(tmp_path):
+    (found,) = run_ranks(diagnosed.observed, str(tmp_path))
+    assert found["watched"] == found["plain"], "bit for bit"
+    assert (found["on"], found["after"]) == (True, False), "put back when the engine ends"
+    assert any("gradient_checkpointing: False -> False" in one for one in found["auto"])
+    assert any("gradient_checkpointing: False -> True (asked for)" in x for x in found["decisions"])
+    assert any(one.startswith("threads: ") for one in found["decisions"])
+    _check_trace(found)
+    _check_report(found["report"], tmp_path)
+
+
+def _check_trace(found):
+    assert any("convolution" in name for name in found["events"])
+    assert found["files"] == ["loss.png", "memory.png", "report.json", "trace-rank0.json"]
+    operators = found["report"].operators
+    assert len(operators) == 10
+    assert sorted(operators, key=lambda one: -one.seconds) == list(operators)
+    assert 0 < sum(one.share for one in operators) <= 1
+    assert any("conv" in one.name and one.calls > 0 for one in operators)
+
+
+def _check_report(report, folder):
+    rows = {row[0]: row for row in report.memory_rows()}
+    assert rows["activations"][3].startswith("blocks recomputed")
+    assert rows["expected peak"][1] == "host"
+    assert {one.phase for one in report.bounds} >= {"forward and backward", "optimizer"}
+    (optimizer,) = [one for one in report.bounds if one.phase == "optimizer"]
+    assert optimizer.nbytes == 32 * report.estimate.resolved.model.numel
+    assert 0 < optimizer.rate < 10 * optimizer.reference
+    text = report.render()
+    assert "what the step waits for:" in text
+    assert "operators, profiled:" in text
+    data = json.loads((folder / "report.json").read_text())
+    assert data["operators"][0]["name"] == report.operators[0].name
+    with Image.open(folder / "memory.png") as image:
+        assert image.height > 400
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_recomputing_at_stage_3_gives_the_same_losses():
+    for kept, recomputed, partitioned in run_ranks(diagnosed.recomputed_at_stage_3, world_size=2):
+        assert partitioned
+        assert recomputed == kept
+        assert len(set(kept)) == 3
+
+
+@pytest.mark.parametrize("kind", ["device", "host"])
+def test_when_memory_runs_out_the_error_names_what_fits(kind):
+    (found,) = run_ranks(diagnosed.out_of_memory, kind)
+    message = found["message"]
+    assert f"no {kind} memory is left in forward of optimizer step 2" in message
+    assert "the plan expected" in message
+    assert "this process held up to" in message
+    assert found["step"] == 1
+    cause = {"device": "OutOfMemoryError", "host": "RuntimeError"}[kind]
+    assert found["cause"] == cause
+    assert "Fix: " in message
+
+
+class Engine:
+    """A tiny U-Net on a machine that is described."""
+
+    def __init__(self, *, vram):
+        self.module = tiny_unet()
+        self.plan = DeepSpeedPlan.build(stage=2, precision="bf16").resolve(
+            platform=Platform.synthetic("cuda", vram=vram),
+            model=ModelFacts.from_module(self.module),
+            run=RunFacts(micro_batch_size=4),
+        )
+        self.group = SimpleNamespace(broadcast=lambda value: value)
+        self.undone = []
+        self.resources = SimpleNamespace(callback=self.undone.append)
+
+
+@pytest.fixture
+def data():
+    images, labels = digits_batch(4)
+    return ImageTensors(images=images, labels=labels)
+
+
+def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
+    plenty = Engine(vram=2**36)
+    (decision,) = set_checkpointing(plenty, data, "auto")
+    assert decision.after is False
+    assert "more than any model keeps for 256 positions" in decision.reason
+    needed = 291_216
+    for room, wanted in ((needed, False), (needed - 1, True)):
+        monkeypatch.setattr(checkpointing, "_room", lambda _engine, room=room: room)
+        engine = Engine(vram=2**36)
+        (decision,) = set_checkpointing(engine, data, "auto")
+        assert (decision.before, decision.after) == (False, wanted)
+        assert "64 x 64 pixels (the data's 'images') keeps" in decision.reason
+        assert engine.module.is_gradient_checkpointing is wanted
+        assert len(engine.undone) == wanted
+
+
+def test_room_is_what_the_plan_leaves():
+    engine = Engine(vram=2**33)
+    estimate = engine.plan.requested.estimate(
+        engine.plan.model, platform=engine.plan.platform, batch=4
+    )
+    assert checkpointing._room(engine) == int(0.95 * 2**33) - estimate.device
+    assert checkpointing._room(Engine(vram=2**20)) == 0
+
+
+def test_models_that_cannot_recompute_are_left_alone_or_refused(data):
+    engine = Engine(vram=2**33)
+    engine.module = torch.nn.Linear(2, 2)
+    assert set_checkpointing(engine, data, "auto") == ()
+    with pytest.raises(InvalidValueError, match="Linear has no gradient checkpointing"):
+        set_checkpointing(engine, data, True)
+    engine.module = tiny_unet()
+    engine.module.enable_gradient_checkpointing()
+    assert set_checkpointing(engine, data, "auto") == (), "the user has switched it on"
+    (decision,) = set_checkpointing(engine, data, False)
+    assert (decision.before, decision.after) == (True, False)
+    assert not engine.module.is_gradient_checkpointing
+
+
+def test_options_that_do_not_exist_are_refused():
+    engine = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(TypeError, match="watchdogs"):
+        Running(engine, data=None, timeout_s=1.0, options={"watchdogs": True})
+    with pytest.raises(InvalidValueError, match=r"profile\.steps"):
+        Profile(folder="x", steps=0)

@@ -1,0 +1,81 @@
+"""Ranks that no longer run the same end within seconds, and say where each of them was."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.training import diagnosed
+from zerotune.errors import InvalidValueError
+from zerotune.training import Watchdog
+from zerotune.training.position import Position
+from zerotune.training.watchdog import EXIT_CODE, Beat, _message, _stuck
+
+
+def logs(folder):
+    return [(folder / f"rank{rank}.log").read_text() for rank in (0, 1)]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(diagnosed.diverging, str(tmp_path), world_size=2, timeout_s=100)
+    assert time.monotonic() - begun < 100
+    assert "no result within" not in str(failed.value), "nobody hangs"
+    assert "died with exit code" in str(failed.value)
+    for text in logs(tmp_path):
+        (last,) = [line for line in text.splitlines() if "each must run the same" in line]
+        assert "no rank of 2 has moved for 3 s" in last
+        assert re.search(r"rank 0 is in (forward|backward)( of blocks\.\d)? at step 3", last)
+        assert "rank 1 is in forward of blocks.3 at step 3" in last, "it left blocks.2 out"
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_sleeps_is_told_from_the_one_that_waits_for_it(tmp_path):
+    with pytest.raises(RanksFailed, match=f"died with exit code {EXIT_CODE}"):
+        run_ranks(diagnosed.waiting, str(tmp_path), world_size=2, timeout_s=60)
+    for text in logs(tmp_path):
+        assert re.search(r"rank 0 is in \w+.* at step 2 \(", text)
+        assert re.search(r"rank 1 is in forward at step 2 \(.*diagnosed.py:\d+ in sleepy\)", text)
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_moves_is_waited_for():
+    first, second = run_ranks(diagnosed.slow_but_alive, world_size=2)
+    assert first == second
+    assert len(first) == 3
+
+
+def beat(rank, still, *, phase="forward", module="a.b", step=12, **changes):
+    position = Position(step=step, phase=phase, module=module)
+    return Beat(rank=rank, position=position, still_s=still, **changes)
+
+
+def test_nobody_is_stuck_while_one_moves_or_none_is_in_a_step():
+    assert _stuck([beat(0, 9), beat(1, 9)], 8, 2)
+    assert not _stuck([beat(0, 9), beat(1, 2)], 8, 2)
+    assert not _stuck([beat(0, 9)], 8, 2), "the other has not begun"
+    assert not _stuck([beat(0, 9, phase=None), beat(1, 9, phase=None)], 8, 2), "a checkpoint"
+    assert _stuck([beat(0, 9), beat(1, 0, done=True)], 8, 2), "the other has left"
+
+
+def test_messages_name_everyone():
+    apart = [beat(0, 9, phase="optimizer", module=None), beat(1, 9)]
+    text = _message(apart, 2, 8)
+    assert "rank 0 is in optimizer at step 12, for 9 s" in text
+    assert "rank 1 is in forward of a.b at step 12, for 9 s" in text
+    assert "different places" in text
+    assert "raise Watchdog(timeout_s=...)" in _message([beat(0, 9), beat(1, 9)], 2, 8)
+    failed = _message([beat(0, 9), beat(1, 0, failed="ValueError: no")], 2, 8)
+    assert failed.startswith("rank 1 failed and the others wait for it")
+    assert "rank 1 failed: ValueError: no; it was in forward of a.b at step 12" in failed
+
+
+def test_a_timeout_is_positive():
+    with pytest.raises(InvalidValueError):
+        Watchdog(timeout_s=0)
