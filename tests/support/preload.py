@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 
 from zerotune.platform import detect_platform
 
@@ -16,6 +17,12 @@ with contextlib.suppress(ImportError):
         # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
         require_deepspeed(accelerator="cpu")
         quiet_deepspeed()
+        import deepspeed.ops
+
+        # Each engine asks once what can be compiled, and the answer takes two runs of gcc.
+        deepspeed.ops.__compatible_ops__  # noqa: B018
+        # Which each engine imports to see whether an optimizer is one of these.
+        import deepspeed.runtime.zero.muon.muon_optimizer
 
 if platform.accelerator == "cpu":
     # What fails here fails again in the children that need it, where it is seen.
@@ -29,6 +36,8 @@ if platform.accelerator == "cpu":
         # Each public name loads its module when it is first asked for.
         for name in zerotune.__all__:
             getattr(zerotune, name)
+        import zerotune.plan.resolving
+        import zerotune.plan.rulebook
 
 with contextlib.suppress(ImportError):
     import sklearn.datasets
@@ -43,3 +52,7 @@ with contextlib.suppress(ImportError):
     # DeepSpeed asks several times per engine, and each answer starts a process for a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     cpuinfo.get_cpu_info()
+
+# What is loaded here lasts: children need not look at it whenever they, or DeepSpeed, collect.
+gc.collect()
+gc.freeze()
