@@ -159,13 +159,27 @@ class SharedFileWriter:
                 Written(file=file.name, offset=first, nbytes=offset - first, crc=crc)
             )
 
-    def finish(self) -> tuple[Written, ...]:
-        """Bring everything to disk; what was written."""
+    @property
+    def written(self) -> tuple[Written, ...]:
+        """What was written so far."""
+        return tuple(self._written)
+
+    def sync(self) -> None:
+        """Bring everything to disk."""
         for name, descriptor in self._open.items():
             # Also here a full disk may first be told.
             with tensorfile.naming(self._folder / name):
                 os.fsync(descriptor)
-        return tuple(self._written)
+
+    def finish(self) -> tuple[Written, ...]:
+        """Bring everything to disk; what was written."""
+        self.sync()
+        return self.written
+
+    def close(self) -> None:
+        """Close the files as they are."""
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def __enter__(self) -> Self:
         return self
@@ -176,8 +190,7 @@ class SharedFileWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        self.close()
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:

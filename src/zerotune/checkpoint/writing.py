@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -20,6 +21,9 @@ from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
+
+_READERS: Final = 2
+"""Files that a rank hashes at once: one thread hashes slower than a fast disk writes."""
 
 
 class Writing:
@@ -49,6 +53,7 @@ class Writing:
         self._contents, self._pieces = contents, pieces
         self._staging: Staging | None = None
         self._folder = Path()
+        self._writer: SharedFileWriter | None = None
 
     def run(self) -> Path:
         """Write, read back and publish. Collective over the group's control channel.
@@ -68,6 +73,9 @@ class Writing:
         except BaseException:
             self._abandon()
             raise
+        finally:
+            if self._writer is not None:
+                self._writer.close()
         return self._final
 
     def _stage(self) -> Path:
@@ -88,11 +96,13 @@ class Writing:
                 key=str(self._folder),
                 fix="save to a file system that all machines share",
             )
-        with SharedFileWriter(self._folder, self._filing.files) as writer:
-            for piece in self._pieces():
-                writer.write(piece.subject, piece.part.name, piece.part.start, piece.tensor)
-            written = writer.finish()
-        return self._write_own(), written
+        self._writer = writer = SharedFileWriter(self._folder, self._filing.files)
+        for piece in self._pieces():
+            writer.write(piece.subject, piece.part.name, piece.part.start, piece.tensor)
+        if self._group.world_size > 1:
+            # Another machine may see it only once it is on the disk.
+            writer.sync()
+        return self._write_own(), writer.written
 
     def _write_own(self) -> FileRecord:
         contents, rank = self._contents, self._group.rank
@@ -105,10 +115,15 @@ class Writing:
         return FileRecord(name=name, kind="rank", of=str(rank), nbytes=nbytes, sha256=sha256)
 
     def _confirm(self, parts: Iterable[Written]) -> list[FileRecord]:
-        """Read this rank's share of the shared files back."""
+        """Read this rank's share of the shared files back while its own come to the disk."""
         parts = list(parts)
         mine = self._filing.files[self._group.rank :: self._group.world_size]
-        return [confirm(self._folder, file, parts) for file in mine]
+        with ThreadPoolExecutor(1 + _READERS) as pool:
+            syncing = None if self._writer is None else pool.submit(self._writer.sync)
+            records = list(pool.map(lambda file: confirm(self._folder, file, parts), mine))
+            if syncing is not None:
+                syncing.result()
+        return records
 
     def _publish(self, records: Iterable[FileRecord]) -> None:
         """Write the manifest and give the folder its name, on rank 0."""
