@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import attrs
 
 from zerotune.checkpoint import latest_checkpoint
+from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError, TrainingError
 
 if TYPE_CHECKING:
     from zerotune.training.metrics import StepMetrics
     from zerotune.training.trainer import Trainer
-
-logger = logging.getLogger("zerotune")
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +41,12 @@ class NonFinite:
         )
         ranks = ", ".join(map(str, self.ranks))
         return f"not finite at step {self.step} on rank(s) {ranks}; {weights}"
+
+    def decision(self) -> Decision:
+        """That it was dropped."""
+        return Decision(
+            key=self.what, before=self.value, after="skipped", reason=str(self), severity="warning"
+        )
 
     def error(self, *, because: str = "") -> TrainingError:
         """What to raise for it."""
@@ -104,9 +108,9 @@ class SkipNonFinite:
         if found.weights_changed:
             raise found.error()
         if self._in_a_row > self._most:
-            raise found.error(because=f", the {self._in_a_row}th in a row")
+            raise found.error(because=f", number {self._in_a_row} in a row")
         self.skipped += 1
-        logger.warning("%s skipped: %s (%d so far)", found.what, found, self.skipped)
+        announce((found.decision(),))
 
     def settle(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
         """A good step ends the row."""
@@ -139,7 +143,7 @@ class RollBackNonFinite:
         """Count."""
         self._in_a_row += 1
         self._latest = found
-        logger.warning("%s skipped: %s", found.what, found)
+        announce((found.decision(),))
 
     def settle(self, trainer: Trainer, metrics: StepMetrics) -> None:
         """Go back when it is time."""

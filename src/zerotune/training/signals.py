@@ -86,6 +86,7 @@ class StopOnSignals(Callback):
             self._handle_in_child(number)
             return
         if self._received is not None or self._trainer is None:
+            self._received = None
             raise KeyboardInterrupt(signal.Signals(number).name)
         self._received = number
         self._trainer.request_stop(f"signal {signal.Signals(number).name}")
