@@ -1,6 +1,6 @@
 """accelerate with its DeepSpeed plugin: a U-Net learns real digits.
 
-``accelerate_before.py`` is the script as it was, ``accelerate_after.py`` has zerotune embedded in it;
+``accelerate_before.py`` is the script as it was, ``accelerate_after.py`` has zerotune embedded;
 docs/embedding.md shows the difference.
 """
 

@@ -1,6 +1,6 @@
 """A loop around raw DeepSpeed: a U-Net learns real digits.
 
-``deepspeed_before.py`` is the script as it was, ``deepspeed_after.py`` has zerotune embedded in it;
+``deepspeed_before.py`` is the script as it was, ``deepspeed_after.py`` has zerotune embedded;
 docs/embedding.md shows the difference.
 """
 

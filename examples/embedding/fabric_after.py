@@ -1,6 +1,6 @@
 """Lightning Fabric with its DeepSpeed strategy: a U-Net learns real digits.
 
-``fabric_before.py`` is the script as it was, ``fabric_after.py`` has zerotune embedded in it;
+``fabric_before.py`` is the script as it was, ``fabric_after.py`` has zerotune embedded;
 docs/embedding.md shows the difference.
 """
 

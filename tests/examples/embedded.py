@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,9 @@ def run_script(name: str, steps: int, folder: str, zero: dict[str, Any], **more:
     if hasattr(script, "EMAShadow"):
         script.EMAShadow = ReferredShadow
         script.save_checkpoint = looking(script.save_checkpoint, seen)
-    with fabric_on_the_cpu() if name.startswith("fabric") else contextlib.nullcontext():
-        losses = script.main(steps, folder, **more)
+    if name.startswith("fabric"):
+        fabric_on_the_cpu(script)
+    losses = script.main(steps, folder, **more)
     windows = range(0, len(losses), ACCUMULATION)
     seen["losses"] = [sum(losses[i : i + ACCUMULATION]) / ACCUMULATION for i in windows]
     return seen
@@ -82,18 +83,24 @@ def refusal(call: Any) -> str:
     return "not refused"
 
 
-@contextlib.contextmanager
-def fabric_on_the_cpu() -> Iterator[None]:
-    """Fabric refuses DeepSpeed without CUDA, which DeepSpeed itself does not."""
-    from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy, deepspeed
+def fabric_on_the_cpu(script: Any) -> None:
+    """Let Fabric, which refuses DeepSpeed without CUDA, do what DeepSpeed itself does there."""
+    from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy
 
-    before = DeepSpeedStrategy.setup_environment, deepspeed._validate_device_index_selection
-    DeepSpeedStrategy.setup_environment = DDPStrategy.setup_environment
-    deepspeed._validate_device_index_selection = lambda _devices: None
-    try:
-        yield
-    finally:
-        DeepSpeedStrategy.setup_environment, deepspeed._validate_device_index_selection = before
+    class OnTheCPU(DeepSpeedStrategy):
+        setup_environment = DDPStrategy.setup_environment
+        # Fabric hands the index of the device to DeepSpeed as the local rank.
+        root_device = torch.device("cpu", 0)
+
+        def _setup_distributed(self) -> None:
+            self._set_world_ranks()
+            self._init_deepspeed_distributed()
+            self._format_config()
+            self._config_initialized = True
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    script.DeepSpeedStrategy = OnTheCPU
+    script.Fabric = partial(script.Fabric, accelerator="cpu", devices=world_size)
 
 
 def batches(micro: int) -> list[dict[str, torch.Tensor]]:
@@ -115,6 +122,7 @@ def objective(engine: Any, batch: dict[str, torch.Tensor], _generator: Any) -> t
 def new_trainer(*, micro: int, first: int = 0, deepspeed: bool = False, **zero: Any) -> Any:
     """A ``Trainer`` on the data, model, optimizer and schedule of the accelerate script."""
     from examples.embedding.accelerate_before import new_model
+
     from zerotune import DeepSpeedPlan, Trainer
 
     plan = DeepSpeedPlan.build(
@@ -166,8 +174,8 @@ def resumed_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> d
 def swapped_in_silence() -> str:
     """RMSprop prepared by accelerate with its default plugin; what attaching says."""
     from accelerate import Accelerator, DeepSpeedPlugin
-
     from examples.embedding.accelerate_before import CONFIG, new_model
+
     from zerotune import DeepSpeedPlan
     from zerotune.training import EmbeddedPlan
 
@@ -183,8 +191,8 @@ def swapped_in_silence() -> str:
 def client_optimizer_in_accelerate() -> dict[str, Any]:
     """The same through what the plan hands over; and what is no engine."""
     from accelerate import Accelerator
-
     from examples.embedding.accelerate_before import CONFIG, new_model
+
     from zerotune import DeepSpeedPlan
     from zerotune.training import EmbeddedPlan
 
@@ -216,6 +224,7 @@ def left_without_closing(root: str) -> tuple[int, int]:
     import atexit
 
     from examples.embedding.accelerate_before import CONFIG, new_model
+
     from zerotune import DeepSpeedPlan, OffloadManager
     from zerotune.training import EmbeddedPlan
 

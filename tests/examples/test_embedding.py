@@ -126,7 +126,9 @@ def test_two_processes_at_stage_3(kind, tmp_path):
 def test_fabric(zero, world_size, tmp_path):
     needs("lightning_fabric", may_lack="an example only")
     script = ("fabric_after", BEFORE, str(tmp_path / "end"), zero)
-    check(run_ranks(run_script, *script, world_size=world_size), zero=zero)
+    # What torchrun sets and Fabric looks for.
+    env = {"TORCHELASTIC_RUN_ID": "none"} if world_size > 1 else {}
+    check(run_ranks(run_script, *script, world_size=world_size, env=env), zero=zero)
 
 
 @engine_runs
@@ -168,8 +170,10 @@ def test_the_scripts_under_their_launchers(launcher, script, stage, tmp_path):
     module, *arguments = launcher
     port = "--main_process_port" if "accelerate" in module else "--master-port"
     result = subprocess.run(
-        [sys.executable, "-m", module, *arguments, port, str(free_port())]
-        + [str(SCRIPTS / f"{script}.py"), "2", str(folder)],
+        [
+            *(sys.executable, "-m", module, *arguments, port, str(free_port())),
+            *(str(SCRIPTS / f"{script}.py"), "2", str(folder)),
+        ],
         capture_output=True,
         text=True,
         timeout=240,

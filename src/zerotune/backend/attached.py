@@ -105,7 +105,7 @@ class AttachedEngine(DeepSpeedEngine):
 
     @property
     def _trainers_boundary(self) -> bool | None:
-        """Whether the trainer says that the last micro batch closed a window; None: it never said."""
+        """Whether the last micro batch closed a window, as the trainer says; None: it never did."""
         boundary: bool | None = getattr(self._engine, "_is_gradient_accumulation_boundary", None)
         return boundary
 
