@@ -1,0 +1,55 @@
+"""Losses of the families' runs against the plain engine's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.diffusion.families.training import VARIANTS, Variant, train
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN, Case
+
+STEPS = 20
+# fp32 sums run in another order when partitioned; a wrong lr or a lost gradient is off by 1e-3.
+TOLERANCE = 5e-5
+WHOLE = (("stage3_param_persistence_threshold", 0),)
+"""Every parameter is partitioned, although the models are small."""
+
+
+@functools.cache
+def reference(folder: str, variant: Variant) -> tuple[float, ...]:
+    """Losses of the plain engine. Checkpointing changes no arithmetic, so one serves for both."""
+    (run,) = run_ranks(train, folder, PLAIN, [variant], STEPS)[0]
+    return tuple(run["losses"])
+
+
+def deviations(
+    folder: Path, case: Case, variants: Sequence[Variant], world_size: int, exported: Path
+) -> dict[Variant, float]:
+    """The largest relative difference of a step's loss; checks all else that runs saw."""
+    ranks = run_ranks(
+        train, str(folder), case, list(variants), STEPS, str(exported), world_size=world_size
+    )
+    found = {}
+    for variant, run in zip(variants, ranks[0], strict=True):
+        expected = reference(str(folder), Variant(lora=variant.lora))
+        _check(run, expected, stage=case.stage)
+        found[variant] = worst(run["losses"], expected)
+    return found
+
+
+def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+
+
+def _check(run: dict[str, Any], expected: Sequence[float], *, stage: int) -> None:
+    assert run["partitioned"] == (stage == 3)
+    assert run["same"], "plain diffusers predicts something else from the export"
+    learned = [late < early for early, late in zip(expected[:4], expected[-4:], strict=True)]
+    assert any(learned), "the run must learn, or agreement means nothing"
+
+
+__all__ = ["STEPS", "TOLERANCE", "VARIANTS", "WHOLE", "deviations", "reference", "worst"]

@@ -1,0 +1,140 @@
+"""What the ranks of the families' parity tests do: train a loaded model on cached batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from tests.support.runs import Case, start
+from zerotune.checkpoint import export_pipeline
+from zerotune.checkpoint.adapters import export_adapters
+from zerotune.diffusion import TextToImage, load_pretrained
+from zerotune.diffusion.lora import LoRA, add_lora
+
+SHARES = 2
+"""Micro batches of a step: of two ranks, or of one that accumulates. One reference serves both."""
+MICRO = 2
+LR = 1e-3
+
+
+@attrs.frozen(kw_only=True)
+class Variant:
+    """What is trained of a model, and how its memory is spared."""
+
+    lora: bool = False
+    checkpointing: bool = False
+
+    def __str__(self) -> str:
+        return ("lora" if self.lora else "full") + ("-checkpointed" if self.checkpointing else "")
+
+
+VARIANTS = [Variant(lora=lora, checkpointing=on) for lora in (False, True) for on in (False, True)]
+
+
+def batch(step: int, share: int) -> dict[str, torch.Tensor]:
+    """A micro batch as caches give it; shapes are those of ``tests.support.pipelines``."""
+    generator = torch.Generator().manual_seed(1000 * step + share)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(MICRO, *shape, generator=generator)
+
+    return {
+        "latents": draw(4, 8, 8),
+        "original_sizes": torch.tensor([[31, 19]] * MICRO),
+        "crop_corners": torch.tensor([[0, 3]] * MICRO),
+        "target_sizes": torch.tensor([[16, 16]] * MICRO),
+        "texts": draw(5, 64),
+        "pooled": draw(64),
+    }
+
+
+def fitted(data: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """The batch with texts as wide as the model takes them."""
+    width = config.get("cross_attention_dim") or config.get("joint_attention_dim")
+    pooled = config.get("pooled_projection_dim") or 32
+    texts = {
+        "prompt_embeds": data["texts"][..., :width],
+        "pooled_prompt_embeds": data["pooled"][..., :pooled],
+    }
+    return {name: data[name] for name in data if name not in ("texts", "pooled")} | texts
+
+
+def train(
+    folder: str, case: Case, variants: Sequence[Variant], steps: int, exported: str | None = None
+) -> list[dict[str, Any]]:
+    """Train each variant in turn; the mean loss of each step, and what was seen on the way."""
+    return [
+        _train(folder, case, variant, steps, exported and f"{exported}-{variant}")
+        for variant in variants
+    ]
+
+
+def _train(
+    folder: str, case: Case, variant: Variant, steps: int, exported: str | None
+) -> dict[str, Any]:
+    loaded = load_pretrained(folder, parts=False)
+    model: Any = loaded.model
+    family = loaded.family
+    assert isinstance(family, TextToImage)
+    if variant.lora:
+        torch.manual_seed(5)
+        add_lora(model, LoRA(rank=4, targets=family.lora_targets))
+    if variant.checkpointing:
+        model.enable_gradient_checkpointing()
+    objective = loaded.objective()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    engine = start(
+        attrs.evolve(case, micro_batch=MICRO, accumulation=SHARES // ranks, lr=LR), model
+    )
+    found: dict[str, Any] = {
+        "losses": [_step(engine, objective, step, config=model.config) for step in range(steps)],
+        "partitioned": all(p.numel() == 0 for p in engine.module.parameters()),
+    }
+    if exported:
+        found["same"] = _reloads(engine, exported, folder, variant)
+    engine.close()
+    return found
+
+
+def _step(engine: Any, objective: Any, step: int, *, config: Any) -> float:
+    ranks = engine.group.world_size
+    total = torch.zeros(1)
+    for share in range(engine.group.rank, SHARES, ranks):
+        generator = torch.Generator().manual_seed(7 * step + share)
+        loss = objective(engine, fitted(batch(step, share), config), generator)
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach() / SHARES
+    if ranks > 1:
+        engine.group.sum_(total)
+    return float(total)
+
+
+def _reloads(engine: Any, target: str, folder: str, variant: Variant) -> bool:
+    """Whether plain diffusers predicts the same from the exported pipeline."""
+    family = load_pretrained(folder, parts=False).family
+    assert isinstance(family, TextToImage)
+    with engine.evaluating():
+        wanted = _predict(family, engine)
+    path, kind = Path(target), type(engine.module)
+    if variant.lora:
+        export_adapters(path, engine=engine, component=family.component)
+        plain = kind.from_pretrained(folder, subfolder=family.component)
+        plain.load_lora_adapter(path, prefix=family.component)
+    else:
+        export_pipeline(path, engine=engine, base=folder)
+        plain = kind.from_pretrained(path, subfolder=family.component)
+    with torch.no_grad():
+        return torch.equal(wanted, _predict(family, plain.eval()))
+
+
+def _predict(family: TextToImage, model: Any) -> torch.Tensor:
+    config = getattr(model, "module", model).config
+    data = fitted(batch(99, 0), config)
+    conditioning = family.conditioning(data, torch.Generator())
+    return family.predict(model, data["latents"], torch.tensor([500.0, 20.0]), conditioning)
