@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from tests.support.runs import Case, start
+from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.checkpoint import export_adapters, export_merged, load_checkpoint, save_checkpoint
 from zerotune.diffusion.lora import LoRA, add_lora
@@ -92,13 +92,16 @@ def tiny_clip(seed: int = 1, *, projection: bool = False) -> Any:
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
 
 
+_LORA = LoRA(rank=4, alpha=8)
+
+
 @attrs.frozen(kw_only=True)
 class Adapted:
     """What is trained, and with which adapters."""
 
     kind: str = "sdxl"
     """``"sdxl"``, ``"sd3"``, or ``"text"``: SDXL with a text encoder in the same engine."""
-    lora: LoRA = LoRA(rank=4, alpha=8)
+    lora: LoRA = _LORA
     checkpointing: bool = False
     wide: int = 0
 
@@ -177,6 +180,10 @@ def case_for(case: Case, world_size: int) -> Case:
     return attrs.evolve(case, micro_batch=SAMPLES // world_size, lr=5e-3)
 
 
+PLAIN_RUN = case_for(PLAIN, 1)
+"""One process without DeepSpeed."""
+
+
 def step(engine: Any, adapted: Adapted, index: int) -> float:
     """Train once; the loss over all ranks."""
     loss = loss_of(engine, adapted, index)
@@ -195,7 +202,8 @@ class Bare:
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        self._model = model.to(dtype).eval()
+        # DeepSpeed casts all weights; diffusers would keep some in fp32 and say so.
+        self._model = torch.nn.Module.to(model, dtype).eval()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)

@@ -152,12 +152,12 @@ class AdapterOutline:
             for name, (prefix, module) in components(engine.module, component).items()
             if (adapter := trained_adapter(module)) is not None
         }
-        shapes = engine.master_weights.parameters
-        keys = {name: _key(name, adapters) for name in shapes}
-        if not keys or not adapters:
+        if not adapters:
             raise CheckpointMismatchError(
                 "trains no adapters", key="engine.module", value=type(engine.module).__name__
             )
+        shapes = engine.master_weights.parameters
+        keys = {name: _key(name, adapters) for name in shapes}
         return cls(
             keys=keys,
             specs=tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import uuid
@@ -54,7 +53,11 @@ class AdapterFileWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_space(path.parent, file_size(specs, self._metadata))
         self._draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
-        self._writer = TensorFileWriter(self._draft, specs=specs, metadata=self._metadata)
+        try:
+            self._writer = TensorFileWriter(self._draft, specs=specs, metadata=self._metadata)
+        except BaseException:
+            self._draft.unlink(missing_ok=True)
+            raise
 
     def append(self, key: str, tensor: torch.Tensor) -> None:
         """Write the next tensor."""
@@ -78,8 +81,7 @@ class AdapterFileWriter:
     def abandon(self) -> None:
         """Close, and remove what has not got its name."""
         self._writer.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._draft.unlink()
+        self._draft.unlink(missing_ok=True)
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:

@@ -119,7 +119,11 @@ class TensorFileWriter:
         self._nbytes = 0
         header = file_header(specs, metadata)
         self._file = path.open("xb", buffering=0)
-        self._write(memoryview(header))
+        try:
+            self._write(memoryview(header))
+        except BaseException:
+            self._file.close()
+            raise
 
     def append(self, key: str, tensor: torch.Tensor) -> None:
         """Write the next tensor.

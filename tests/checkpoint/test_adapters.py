@@ -1,0 +1,420 @@
+"""LoRA files: what diffusers makes of them, and which are never written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+
+from tests.diffusion.adapting import (
+    PLAIN_RUN,
+    Adapted,
+    loaded,
+    output_of,
+    output_without_engine,
+    start,
+    step,
+)
+from tests.support.needs import needs
+from zerotune.checkpoint import (
+    export_adapters,
+    export_merged,
+    export_model,
+    merge_adapters,
+    tensorfile,
+)
+from zerotune.checkpoint.tensorfile import read_header
+from zerotune.diffusion import LoRA
+from zerotune.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidValueError,
+)
+
+needs("peft")
+
+PATTERNS = LoRA(
+    rank=4,
+    alpha=6,
+    dora=True,
+    targets=("to_q", "to_k", "conv1", "time_emb_proj"),
+    rank_pattern={"mid_block.*to_q": 2},
+    alpha_pattern={"to_k": 3},
+)
+KINDS = {
+    "unet": Adapted(),
+    "dora": Adapted(lora=PATTERNS),
+    "sd3": Adapted(kind="sd3", lora=LoRA(rank=4, alpha=2)),
+    "text": Adapted(kind="text"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+_trained: dict[str, dict[str, torch.Tensor]] = {}
+
+
+@pytest.fixture
+def runs(fresh):
+    """An engine of a kind, with adapters that have trained for three steps."""
+
+    def get(kind):
+        adapted = KINDS[kind]
+        if kind not in _trained:
+            first = fresh(adapted, steps=3)
+            _trained[kind] = {n: t.clone() for n, t in first.module.state_dict().items()}
+            return first, adapted
+        model = adapted.model()
+        model.load_state_dict(_trained[kind])
+        return fresh(adapted, steps=0, model=model, pretended=3), adapted
+
+    return get
+
+
+@pytest.fixture
+def fresh():
+    """An engine of its own for tests that spoil it."""
+    engines = []
+
+    def get(adapted, steps=2, model=None, pretended=None):
+        engines.append(start(PLAIN_RUN, model or adapted.model()))
+        for index in range(steps):
+            step(engines[-1], adapted, index)
+        if pretended is not None:
+            state = attrs.evolve(engines[-1].state, global_step=pretended)
+            engines[-1].load_state(state)
+        return engines[-1]
+
+    yield get
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_pipeline_gives_the_trained_output_bit_for_bit(kind, runs, tmp_path):
+    from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline
+
+    engine, adapted = runs(kind)
+    base = adapted.base()
+    names = dict(base.items()) if kind == "text" else {"unet": base}
+    empty = dict.fromkeys(("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    if kind == "sd3":
+        more = dict.fromkeys(("text_encoder_3", "tokenizer_3"))
+        pipeline = StableDiffusion3Pipeline(
+            **empty, **more, transformer=base, scheduler=_scheduler()
+        )
+    else:
+        pipeline = StableDiffusionXLPipeline(**{**empty, **names}, scheduler=_scheduler())
+    file = export_adapters(tmp_path, engine=engine, pipeline=pipeline)
+    assert file.path == tmp_path / "pytorch_lora_weights.safetensors"
+    assert os.fspath(file) == str(file.path)
+    assert file.nbytes == file.path.stat().st_size
+    before = output_without_engine(adapted.base(), adapted, torch.float32)
+    pipeline.load_lora_weights(tmp_path)
+    expected = output_of(engine, adapted)
+    assert torch.equal(output_without_engine(base, adapted, torch.float32), expected)
+    assert not torch.allclose(before, expected, rtol=1e-3)
+
+
+def _scheduler():
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler()
+
+
+@pytest.mark.parametrize("kind", ["unet", "dora"])
+def test_the_file_is_what_diffusers_itself_writes(kind, runs, tmp_path):
+    from diffusers import StableDiffusionXLPipeline
+    from peft import LoraConfig, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    engine, _ = runs(kind)
+    ours = export_adapters(tmp_path / "ours", engine=engine)
+    config = engine.module.peft_config["default"]
+    StableDiffusionXLPipeline.save_lora_weights(
+        tmp_path / "theirs",
+        unet_lora_layers=get_peft_model_state_dict(engine.module),
+        unet_lora_adapter_metadata=config.to_dict(),
+    )
+    theirs = tmp_path / "theirs" / ours.path.name
+    mine, other = load_file(ours), load_file(theirs)
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[key], other[key]) for key in mine)
+    settings, full = (
+        {k.removeprefix("unet."): v for k, v in json.loads(text).items()}
+        for text in (read_header(path)[1]["lora_adapter_metadata"] for path in (ours.path, theirs))
+    )
+    again, original = LoraConfig(**settings), LoraConfig(**full)
+    for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_dora", "target_modules"):
+        assert getattr(again, key) == getattr(original, key), key
+    # Settings that an older peft may not know are left out while they say nothing.
+    assert len(settings) < len(full)
+
+
+def test_without_its_header_the_file_would_mean_something_else(runs, tmp_path):
+    """Why the settings are in the header: alpha is not in the tensors."""
+    from safetensors.torch import load_file, save_file
+
+    engine, adapted = runs("sd3")
+    file = export_adapters(tmp_path / "whole", engine=engine)
+    save_file(load_file(file), tmp_path / "bare.safetensors")
+    expected = output_of(engine, adapted)
+    bare = output_without_engine(
+        loaded(adapted, tmp_path / "bare.safetensors"), adapted, expected.dtype
+    )
+    whole = output_without_engine(loaded(adapted, file), adapted, expected.dtype)
+    assert torch.equal(whole, expected)
+    assert not torch.allclose(bare, expected, rtol=1e-3)
+
+
+def test_the_file_is_cast_last(runs, tmp_path):
+    from safetensors.torch import load_file
+
+    engine, _ = runs("sd3")
+    full = load_file(export_adapters(tmp_path / "fp32", engine=engine))
+    half = load_file(export_adapters(tmp_path / "half.safetensors", engine=engine, dtype="bf16"))
+    assert all(torch.equal(half[key], full[key].bfloat16()) for key in full)
+
+
+@pytest.mark.parametrize("kind", ["dora", "sd3", "text"])
+def test_folded_weights_give_the_same_output(kind, runs, tmp_path):
+    engine, adapted = runs(kind)
+    component = {"sd3": "transformer"}.get(kind, "unet")
+    named = component if kind == "text" else None
+    folder = export_merged(tmp_path / "merged", engine=engine, component=named)
+    expected = output_of(engine, adapted)
+    base = adapted.base()
+    model = base[component] if kind == "text" else base
+    folded = type(model).from_pretrained(folder)
+    assert folded.state_dict().keys() == model.state_dict().keys()
+    if kind == "text":
+        # The U-Net is folded; the encoder keeps its adapters.
+        base = loaded(adapted, export_adapters(tmp_path / "file", engine=engine))
+        setattr(base, component, folded)
+        output = output_without_engine(base, adapted, torch.float32)
+    else:
+        output = output_without_engine(folded, adapted, torch.float32)
+    assert float((output - expected).abs().max() / expected.abs().max()) < 2e-6
+    # The same from the file alone.
+    model.save_pretrained(tmp_path / "base")
+    file = export_adapters(tmp_path / "file.safetensors", engine=engine)
+    again = merge_adapters(file, tmp_path / "again", base=tmp_path / "base", component=component)
+    other = type(model).from_pretrained(again).state_dict()
+    assert all(torch.equal(tensor, other[key]) for key, tensor in folded.state_dict().items())
+
+
+def test_half_the_strength_is_half_the_difference(runs, tmp_path):
+    engine, adapted = runs("sd3")
+    base = adapted.base()
+    base.save_pretrained(tmp_path / "base")
+    file = export_adapters(tmp_path, engine=engine)
+    layer = "transformer_blocks.0.attn.to_q.weight"
+    weights = {
+        scale: type(base)
+        .from_pretrained(
+            merge_adapters(
+                file,
+                tmp_path / str(scale),
+                base=tmp_path / "base",
+                component="transformer",
+                scale=scale,
+            )
+        )
+        .state_dict()[layer]
+        for scale in (0.5, 1.0)
+    }
+    original = base.state_dict()[layer]
+    assert torch.allclose(weights[0.5] - original, (weights[1.0] - original) / 2, atol=1e-7)
+    assert not torch.equal(weights[1.0], original)
+
+
+def test_dora_is_merged_at_full_strength_only(runs, tmp_path):
+    engine, adapted = runs("dora")
+    adapted.base().save_pretrained(tmp_path / "base")
+    file = export_adapters(tmp_path, engine=engine)
+    with pytest.raises(InvalidValueError, match="full strength"):
+        merge_adapters(file, tmp_path / "x", base=tmp_path / "base", scale=0.5)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_base_that_does_not_fit_is_named(runs, tmp_path):
+    engine, _ = runs("unet")
+    KINDS["sd3"].base().save_pretrained(tmp_path / "base")
+    file = export_adapters(tmp_path, engine=engine)
+    with pytest.raises(CheckpointMismatchError, match="is adapted and not in"):
+        merge_adapters(file, tmp_path / "x", base=tmp_path / "base")
+    with pytest.raises(CheckpointMismatchError, match="no adapters for 'transformer'"):
+        merge_adapters(file, tmp_path / "x", base=tmp_path / "base", component="transformer")
+
+
+def test_a_model_folder_cannot_hold_adapters(runs, tmp_path):
+    engine, _ = runs("sd3")
+    with pytest.raises(CheckpointMismatchError, match="export_merged for a whole model"):
+        export_model(tmp_path / "x", engine=engine)
+    assert not (tmp_path / "x").exists()
+
+
+def test_layers_outside_the_loss_are_told(runs, tmp_path):
+    engine, _ = runs("sd3")
+    file = export_adapters(tmp_path, engine=engine)
+    (told,) = file.decisions
+    assert told.severity == "warning"
+    assert "1 of 15 layers have learned nothing" in told.reason
+    assert "transformer_blocks.1.attn.add_q_proj" in told.reason
+
+
+def test_before_the_first_step_the_file_is_written_with_a_warning(fresh, tmp_path):
+    (told,) = export_adapters(tmp_path, engine=fresh(KINDS["sd3"], steps=0)).decisions
+    assert "no optimizer step was taken" in told.reason
+
+
+def edit(engine, change):
+    with engine.master_weights.editing() as fragments:
+        for fragment in fragments:
+            change(fragment)
+
+
+def test_factors_that_are_still_zero_are_refused(fresh, tmp_path):
+    engine = fresh(KINDS["unet"])
+    edit(engine, lambda f: f.value.zero_() if "lora_B" in f.address.name else None)
+    with pytest.raises(CheckpointCorruptError, match="every lora_B is zero") as caught:
+        export_adapters(tmp_path, engine=engine)
+    assert "none of the 64 adapters has learned anything in 2 steps" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rounding", [torch.float32, torch.bfloat16])
+def test_adapters_as_they_were_initialized_are_refused(fresh, tmp_path, rounding):
+    adapted = Adapted(kind="sd3", lora=LoRA(rank=4, init=False))
+    engine = fresh(adapted)
+    first = {name: p.detach() for name, p in adapted.model().named_parameters()}
+    # An engine of 16 bits begins with rounded values, which are no learning either.
+    edit(
+        engine,
+        lambda f: f.value.copy_(first[f.address.name].to(rounding).float().flatten()),
+    )
+    with pytest.raises(CheckpointCorruptError, match="all are as they were initialized"):
+        export_adapters(tmp_path, engine=engine)
+
+
+def test_one_part_that_learned_nothing_is_refused(fresh, tmp_path):
+    engine = fresh(KINDS["text"])
+    idle = [name for name in engine.master_weights.parameters if name.startswith("text_encoder.")]
+    edit(
+        engine,
+        lambda f: f.value.zero_() if f.address.name in idle and "_B" in f.address.name else None,
+    )
+    with pytest.raises(CheckpointCorruptError, match=r"^text_encoder: none of the 8 adapters"):
+        export_adapters(tmp_path, engine=engine)
+
+
+def test_numbers_that_the_file_cannot_hold_are_refused(fresh, tmp_path):
+    engine = fresh(KINDS["sd3"])
+    edit(engine, lambda f: f.value[0].fill_(1e5))
+    with pytest.raises(CheckpointCorruptError, match=r"not finite in torch\.float16"):
+        export_adapters(tmp_path, engine=engine, dtype="fp16")
+    assert not list(tmp_path.iterdir())
+    export_adapters(tmp_path, engine=engine, dtype="bf16")
+
+
+def test_what_is_trained_and_no_adapter_would_be_lost(fresh, tmp_path):
+    model = KINDS["unet"].model()
+    model.conv_out.bias.requires_grad_(True)
+    engine = fresh(KINDS["unet"], steps=1, model=model)
+    with pytest.raises(CheckpointMismatchError, match=r"conv_out\.bias: is trained"):
+        export_adapters(tmp_path, engine=engine)
+    folder = export_merged(tmp_path / "merged", engine=engine)
+    folded = type(model).from_pretrained(folder)
+    assert torch.equal(folded.conv_out.bias, model.conv_out.bias)
+    assert not torch.equal(folded.conv_out.bias, KINDS["unet"].base().conv_out.bias)
+
+
+@pytest.mark.parametrize("export", [export_adapters, export_merged])
+def test_a_model_without_adapters_has_none_to_export(export, fresh, tmp_path):
+    engine = fresh(KINDS["unet"], steps=0, model=KINDS["unet"].base())
+    with pytest.raises(CheckpointMismatchError, match="trains no adapters"):
+        export(tmp_path / "x", engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_exists_is_not_replaced(runs, tmp_path):
+    engine, _ = runs("sd3")
+    file = export_adapters(tmp_path, engine=engine)
+    content = file.path.read_bytes()
+    with pytest.raises(CheckpointError, match="exists and is not replaced"):
+        export_adapters(tmp_path, engine=engine)
+    assert file.path.read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", ["flip", "short"])
+def test_a_disk_that_loses_bytes_is_noticed(runs, tmp_path, monkeypatch, damage):
+    engine, _ = runs("sd3")
+    write = tensorfile.write_at
+
+    def damaged(descriptor, piece, offset):
+        if offset > 9_000 and damage == "flip":
+            piece = memoryview(bytes(piece[:-1]) + bytes([piece[-1] ^ 1]))
+        if offset > 9_000 and damage == "short":
+            return
+        write(descriptor, piece, offset)
+
+    monkeypatch.setattr(tensorfile, "write_at", damaged)
+    with pytest.raises(CheckpointCorruptError, match=r"does not hold|holds 30 tensors"):
+        export_adapters(tmp_path, engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_leaves_nothing(runs, tmp_path, monkeypatch):
+    engine, _ = runs("sd3")
+
+    def full(descriptor, piece, offset):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorfile, "write_at", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        export_adapters(tmp_path, engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_must_be_those_of_the_pipeline(runs, tmp_path):
+    from diffusers import FluxPipeline, StableDiffusionXLPipeline
+
+    engine, _ = runs("unet")
+    with pytest.raises(InvalidValueError, match="FluxPipeline loads adapters for transformer"):
+        export_adapters(tmp_path, engine=engine, pipeline=FluxPipeline)
+    renamed = export_adapters(
+        Path(tmp_path, "x.safetensors"),
+        engine=engine,
+        component="text_encoder",
+        pipeline=StableDiffusionXLPipeline,
+    )
+    assert all(key.startswith("text_encoder.") for key in read_header(renamed.path)[0])
+    text, _ = runs("text")
+    with pytest.raises(InvalidValueError, match="one model is written at a time"):
+        export_merged(tmp_path / "y", engine=text)
+
+
+def test_training_goes_on_from_a_file(runs, fresh, tmp_path):
+    engine, adapted = runs("dora")
+    file = export_adapters(tmp_path / "first", engine=engine)
+    again = fresh(adapted, steps=0, model=loaded(adapted, file), pretended=1)
+    assert again.master_weights.parameters == engine.master_weights.parameters
+    assert torch.equal(output_of(again, adapted), output_of(engine, adapted))
+    with pytest.raises(CheckpointCorruptError, match="as they were initialized"):
+        export_adapters(tmp_path / "same", engine=again)
+    step(again, adapted, 5)
+    model = loaded(adapted, export_adapters(tmp_path / "second", engine=again))
+    output = output_without_engine(model, adapted, torch.float32)
+    assert torch.equal(output, output_of(again, adapted))
+    assert not torch.equal(output, output_of(engine, adapted))
