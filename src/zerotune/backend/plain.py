@@ -296,9 +296,18 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
         else []
     )
     with environment(**hidden):
-        return accelerate.Accelerator(
-            mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),
-            cpu=plan.platform.accelerator == "cpu",
-            step_scheduler_with_optimizer=False,
-            kwargs_handlers=handlers,
-        )
+        try:
+            return accelerate.Accelerator(
+                mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),
+                cpu=plan.platform.accelerator == "cpu",
+                step_scheduler_with_optimizer=False,
+                kwargs_handlers=handlers,
+            )
+        except ValueError as error:
+            # Its precision belongs to the process, so two engines at once must share it.
+            raise EngineError(
+                f"accelerate refused the plan ({error})",
+                key="precision",
+                value=plan.precision,
+                fix="give all plain engines of one process the same precision, or use DeepSpeed",
+            ) from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zerotune.training.callbacks import Callback
@@ -86,12 +88,18 @@ class ProgressBar(Callback):
             left = (self._total - metrics.step) / rate if rate > 0 else 0.0
         peak = metrics.host_peak if metrics.device_peak is None else metrics.device_peak
         return {
-            "loss": f"{sum(self._losses) / len(self._losses):.4f}",
+            "loss": f"{_mean_of_finite(self._losses):.4f}",
             "lr": f"{metrics.lr:.2e}",
             "rate": f"{rate:.2f}",
             "peak": format_bytes(peak),
             "eta": "-" if left is None else format_seconds(left),
         }
+
+
+def _mean_of_finite(losses: Iterable[float]) -> float:
+    """The mean without skipped steps, which would hide all others."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def format_bytes(count: float) -> str:

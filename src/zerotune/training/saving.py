@@ -106,6 +106,12 @@ class SaveEveryInBackground(SaveEvery):
     _saver: BackgroundSaver | None = None
     _pending: tuple[int, PendingCheckpoint] | None = None
 
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
+        """Save what was reached, and wait: nothing is left to overlap with."""
+        self._settle(trainer)
+        super().on_stop(trainer, reason)
+        self._settle(trainer)
+
     def on_fit_end(self, trainer: Trainer) -> None:
         """Wait for the checkpoint under way."""
         try:
