@@ -29,9 +29,10 @@ def advise(vram, ram="128GiB", nvme=0, **options):
         ("48GiB", "128GiB", 0, "ZeRO-3", False),
         ("24GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", False),
         ("12GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", True),
-        ("8GiB", "128GiB", 0, "ZeRO-3, optimizer and parameters in host memory", False),
+        ("8GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", True),
         ("4GiB", "128GiB", 0, "ZeRO-3, optimizer and parameters in host memory", True),
-        ("4GiB", "24GiB", "1TB", "ZeRO-3, optimizer and parameters on NVMe", True),
+        ("4GiB", "24GiB", "1TB", "ZeRO-3, optimizer on NVMe, parameters in host memory", True),
+        ("4GiB", "15GiB", "1TB", "ZeRO-3, optimizer and parameters on NVMe", True),
     ],
 )
 def test_sdxl_on_cards_people_have(vram, ram, nvme, title, checkpointing):
@@ -63,7 +64,7 @@ def test_everything_before_the_chosen_was_rejected_with_a_reason():
     assert all(one.fits for one in advice.runners_up)
     listed = [*map(id, advice.rejected), *map(id, advice.runners_up), id(advice.chosen)]
     assert sorted(listed) == sorted(map(id, advice.candidates))
-    assert len(advice.candidates) == 2 * sum(map(len, LEVELS))
+    assert len(advice.candidates) == 3 * sum(map(len, LEVELS))
 
 
 def test_a_shortfall_is_what_is_over_the_usable_memory():
@@ -132,7 +133,7 @@ def test_impossible_questions_are_refused(options, key):
 SMALL = ModelFacts.from_shapes([(f"block.{i}.weight", (1024, 1024)) for i in range(40)])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 24), st.integers(1, 24), st.integers(4, 64))
 def test_more_device_memory_never_asks_for_more_offload(first, second, ram):
     def level(vram):

@@ -1,0 +1,96 @@
+"""The benchmarks made for a GPU, from end to end with tiny models on whatever there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.__main__ import main
+from benchmarks.families import SDXL
+from benchmarks.flux import DOUBLE, SINGLE, depth
+from benchmarks.framework import CaseRefused, Context, WorkerError
+from benchmarks.large import BUDGET_S, PLANS, REFERENCE, compare, last_line
+from benchmarks.sdxl import BENCHMARK, TINY
+
+from zerotune.plan.families import family
+
+
+@pytest.mark.deepspeed
+def test_sdxl_runs_from_end_to_end(tmp_path: Path) -> None:
+    assert main(["sdxl", "--quick", "--output", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "sdxl.json").read_text())
+    compared, card = result["cases"]
+    assert list(compared["contestants"]) == [REFERENCE, *PLANS]
+    for name, found in compared["contestants"].items():
+        assert {"seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"} <= set(found)
+        assert all(value > 0 for value in found["seconds"]["samples"])
+        assert compared["facts"][name]["parameters"] == compared["facts"][REFERENCE]["parameters"]
+    assert compared["facts"]["zerotune ZeRO-3"]["plan"]["zero_optimization"]["stage"] == 3
+    assert compared["facts"]["zerotune ZeRO-2"]["estimate"]["host"] > 0
+    assert "stage 2" in " ".join(compared["notes"])
+    assert card["facts"]["advised"] == "no partitioning"
+    assert (tmp_path / "sdxl.md").read_text().startswith("# sdxl")
+
+
+def test_all_cases_of_a_full_run_are_there_and_the_goals_look_at_them() -> None:
+    cases = {case.name: case for case in BENCHMARK.cases(False)}
+    sizes = {"1024², batch 1", "1024², batch 2", "1024², batch 4", "1024², batch 8",
+             "768², batch 8", "128², batch 8"}  # fmt: skip
+    assert sizes | {f"card of {cap} GiB" for cap in (24, 16, 12, 10, 8, 6, 4)} == set(cases)
+    assert {goal.case for goal in BENCHMARK.goals} <= set(cases)
+    assert next(iter(cases)) == "1024², batch 8", "the headline is measured first"
+    for case in cases.values():
+        json.dumps(case.settings)
+
+
+def test_the_tiny_model_is_of_the_same_kind() -> None:
+    assert {key for key in SDXL if SDXL[key] == TINY[key]} >= {
+        "_class_name",
+        "down_block_types",
+        "up_block_types",
+        "addition_embed_type",
+    }
+
+
+def test_flux_is_as_deep_as_the_memory_allows() -> None:
+    assert depth(1024 * 2**30) == (DOUBLE, SINGLE)
+    double, single = depth(128 * 2**30)
+    assert (double, single) == (7, 14)
+    facts = family("flux")
+    outside = sum(p.numel for p in facts.parameters if "transformer_blocks" not in p.name)
+    inside = facts.numel - outside
+    share = inside * double / DOUBLE + outside
+    assert 22 * share < 128 * 2**30
+
+
+class Fails:
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def __call__(self, *_: Any) -> Any:
+        raise WorkerError(self.error)
+
+
+def test_a_case_without_memory_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = {"plans": PLANS, "turn": 1, "steps": 1}
+    context = Context(scratch=tmp_path, log=lambda _line: None)
+    monkeypatch.setattr("benchmarks.large._run", Fails("x\ntorch.OutOfMemoryError: no more"))
+    with pytest.raises(CaseRefused, match=r"zerotune ZeRO-2: torch\.OutOfMemoryError: no more"):
+        compare(settings, context)
+    monkeypatch.setattr("benchmarks.large._run", Fails("ValueError: wrong"))
+    with pytest.raises(WorkerError, match="wrong"):
+        compare(settings, context)
+    assert last_line(WorkerError("one\ntwo\n")) == "two"
+
+
+def test_a_run_ends_before_ten_minutes_and_goes_on_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("benchmarks.large._started", -BUDGET_S * 10)
+    context = Context(scratch=tmp_path, log=lambda _line: None)
+    with pytest.raises(SystemExit, match="run it again"):
+        compare({"plans": PLANS, "turn": 0, "steps": 1}, context)
