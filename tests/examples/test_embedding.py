@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +34,9 @@ BEFORE, ALL = 3, 5
 ALIKE = 5e-5
 CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 SHARDED = {"stage": 3, "offload_optimizer": {"device": "none"}}
+
+# The launcher's own DeepSpeed options ask for something else, and have no say.
+ACCELERATE = ["accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3"]
 
 engine_runs = pytest.mark.deepspeed
 _losses: dict[int, list[float]] = {}
@@ -160,7 +166,7 @@ def test_the_swap_folder_goes_with_the_script(tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "script", "stage"),
     [
-        (["accelerate.commands.launch", "--num_processes", "2"], "accelerate_after", 2),
+        ([*ACCELERATE, "--num_processes", "2"], "accelerate_after", 2),
         (["torch.distributed.run", "--nproc-per-node", "2"], "deepspeed_after", 2),
     ],
 )
@@ -185,3 +191,29 @@ def test_the_scripts_under_their_launchers(launcher, script, stage, tmp_path):
     assert (manifest.world_size, manifest.plan.stage) == (2, stage)
     assert manifest.state.global_step == 2
     assert manifest.state.micro_step == 2 * ACCUMULATION
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "embedding.md"
+WHOLE = PAGE.read_text().partition("## A single object")[2].partition("\n## ")[0]
+PROGRAMS = re.findall(r"```python\n(.*?)```", WHOLE, flags=re.DOTALL)
+PRINTED = {
+    "OptimizerResolver": "DeepSpeedCPUAdam",
+    "EMAShadow": "from the weights",
+    "cleanup_stale_swap": "CleanupReport",
+    "detect_platform": "True deepspeed",
+}
+
+
+def execute(program: str, folder: str) -> str:
+    os.chdir(folder)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        exec(program, {"__name__": "__main__"})
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_single_object_works_alone(name, tmp_path):
+    (program,) = [text for text in PROGRAMS if f"{name}(" in text]
+    (printed,) = run_ranks(execute, program, str(tmp_path))
+    assert PRINTED[name] in printed
