@@ -1,0 +1,160 @@
+"""The fine-tuning scripts run as they stand, with their own plans, on real photos."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from tests.support import pipelines
+from tests.support.ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PHOTOS = {
+    "astronaut": "an astronaut smiling",
+    "chelsea": "a cat",
+    "coffee": "a cup of coffee",
+    "motorcycle_left": "a motorcycle in a garage",
+}
+SMALL = ["--steps", "3", "--every", "2", "--draw-steps", "2", "--prompts", "a cat", "coffee"]
+BUCKETS = ["--area", "256", "--bucket-step", "4"]
+LORA = ["--lora", "2"]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    data = importlib.resources.files("skimage") / "data"
+    for name, caption in PHOTOS.items():
+        (folder / f"{name}.png").write_bytes((data / f"{name}.png").read_bytes())
+        (folder / f"{name}.txt").write_text(caption)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = pipelines.MAKERS[name](tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+def run(script: str, arguments: list[str]) -> list[float]:
+    torch.set_num_threads(1)
+    module = importlib.import_module(f"examples.{script}")
+    return module.main(arguments)
+
+
+def plan(name: str) -> list[str]:
+    return ["--plan", str(EXAMPLES / "plans" / f"{name}.json")]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("model", "chosen", "ranks"),
+    [("sdxl", "sdxl", 2), ("sd15", "sdxl", 1), ("sd3", "sd3", 2), ("sd3", "sd3", 1)],
+)
+def test_all_weights_are_trained_and_the_pipeline_loads(
+    model, chosen, ranks, models, photos, tmp_path
+):
+    arguments = [str(models(model)), str(photos), str(tmp_path), *plan(chosen), *SMALL, *BUCKETS]
+    results = run_ranks(run, "finetune", arguments, world_size=ranks)
+    assert len(results[0]) == 3
+    assert results[0] == results[-1], "the loss is the mean over ranks"
+    check_folder(tmp_path)
+    # diffusers wants to be told that T5 was left out, whoever saved the pipeline.
+    without = {"text_encoder_3": None, "tokenizer_3": None} if model == "sd3" else {}
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "pipeline", **without)
+    pipeline.set_progress_bar_config(disable=True)
+    known = {"max_sequence_length": 16} if model == "sd3" else {}
+    drawn = pipeline("a cat", num_inference_steps=1, height=16, width=16, **known).images[0]
+    assert drawn.size == (16, 16)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("model", "chosen", "ranks"),
+    [("sdxl", "sdxl-lora", 1), ("flux", "flux-lora", 2), ("flux", "flux-lora", 1)],
+)
+def test_adapters_are_trained_and_load_in_the_pipeline(
+    model, chosen, ranks, models, photos, tmp_path
+):
+    arguments = [str(models(model)), str(photos), str(tmp_path), *plan(chosen), *SMALL, *BUCKETS]
+    run_ranks(run, "finetune", [*arguments, *LORA], world_size=ranks)
+    check_folder(tmp_path)
+    pipeline = DiffusionPipeline.from_pretrained(models(model))
+    pipeline.load_lora_weights(tmp_path / "adapters")
+    component = getattr(pipeline, "unet", None) or pipeline.transformer
+    adapters = [p for name, p in component.named_parameters() if "lora_B" in name]
+    assert adapters
+    assert all(bool(p.abs().max() > 0) for p in adapters), "they have learned"
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pixel_art(ranks, models, photos, tmp_path):
+    arguments = [str(models("sdxl")), str(photos), str(tmp_path), *SMALL, "--side", "16"]
+    (losses, *_) = run_ranks(run, "pixel_art", arguments, world_size=ranks)
+    assert len(losses) == 3
+    check_folder(tmp_path)
+
+
+@pytest.mark.deepspeed
+def test_the_same_command_goes_on(models, photos, tmp_path):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+
+    def command(folder: Path, steps: int) -> list[str]:
+        line = [str(models("sd15")), str(photos), str(folder), *plan("sdxl"), *SMALL, *BUCKETS]
+        return [*line, "--steps", str(steps), "--every", "2"]
+
+    (all_losses,) = run_ranks(run, "finetune", command(whole, 4))
+    run_ranks(run, "finetune", command(halves, 2))
+    shutil.rmtree(halves / "pipeline")
+    (rest,) = run_ranks(run, "finetune", command(halves, 4))
+    assert rest == all_losses[2:]
+
+
+@pytest.mark.parametrize("missing", ["NODES", "GPUS", "HEAD"])
+def test_the_launch_file_names_what_it_needs(missing):
+    given = {"NODES": "2", "GPUS": "4", "HEAD": "node:29500"}
+    del given[missing]
+    done = subprocess.run(
+        [str(EXAMPLES / "multi_node" / "launch.sh"), "script.py"],
+        env={"PATH": os.environ["PATH"], **given}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert missing in done.stderr
+
+
+def test_the_launch_file_starts_one_of_several(tmp_path):
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    given = {"NODES": "2", "GPUS": "4", "HEAD": "node:29500"}
+    done = subprocess.run(
+        [str(EXAMPLES / "multi_node" / "launch.sh"), "script.py", "--steps", "3"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **given},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "--nnodes 2 --nproc-per-node 4" in done.stdout
+    assert "--rdzv-endpoint node:29500" in done.stdout
+    assert done.stdout.endswith("script.py --steps 3\n")
+
+
+def check_folder(folder: Path) -> None:
+    assert (folder / "checkpoints").is_dir()
+    drawn = sorted((folder / "validation").glob("*.png"))
+    assert drawn
+    with Image.open(drawn[-1]) as image:
+        assert len(image.convert("L").getcolors(256)) > 10, "the grid is blank"
