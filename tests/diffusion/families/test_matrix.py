@@ -31,7 +31,7 @@ PLACES = [
     Case(stage=stage, offload=where, overrides=WHOLE if stage == 3 else ())
     for stage, where in itertools.product((1, 2, 3), ("none", "cpu"))
 ]
-RUNS = list(itertools.product(MAKERS, PLACES, (1, 2)))
+RUNS = [(f, case, ranks) for case, ranks, f in itertools.product(PLACES, (1, 2), MAKERS)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from tests.support.runs import Case, start
 from zerotune.checkpoint import export_pipeline
 from zerotune.checkpoint.adapters import export_adapters
+from zerotune.checkpoint.adapters_file import LORA_FILE
 from zerotune.diffusion import TextToImage, load_pretrained
 from zerotune.diffusion.lora import LoRA, add_lora
 
@@ -125,7 +126,7 @@ def _reloads(engine: Any, target: str, folder: str, variant: Variant) -> bool:
     if variant.lora:
         export_adapters(path, engine=engine, component=family.component)
         plain = kind.from_pretrained(folder, subfolder=family.component)
-        plain.load_lora_adapter(path, prefix=family.component)
+        plain.load_lora_adapter(str(path), prefix=family.component, weight_name=LORA_FILE)
     else:
         export_pipeline(path, engine=engine, base=folder)
         plain = kind.from_pretrained(path, subfolder=family.component)
