@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.training import diagnosed
 from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
+from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 from zerotune.training import Profile, checkpointing
 from zerotune.training.checkpointing import set_checkpointing
@@ -87,10 +87,9 @@ class Engine:
 
     def __init__(self, *, vram):
         self.module = tiny_unet()
-        self.plan = DeepSpeedPlan.build(stage=2, precision="bf16").resolve(
+        self.plan = DeepSpeedPlan.build(stage=2, precision="bf16", micro_batch_size=4).resolve(
             platform=Platform.synthetic("cuda", vram=vram),
             model=ModelFacts.from_module(self.module),
-            run=RunFacts(micro_batch_size=4),
         )
         self.group = SimpleNamespace(broadcast=lambda value: value)
         self.undone = []
@@ -121,9 +120,7 @@ def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
 
 def test_room_is_what_the_plan_leaves():
     engine = Engine(vram=2**33)
-    estimate = engine.plan.requested.estimate(
-        engine.plan.model, platform=engine.plan.platform, batch=4
-    )
+    estimate = engine.plan.requested.estimate(engine.plan.model, platform=engine.plan.platform)
     assert checkpointing._room(engine) == int(0.95 * 2**33) - estimate.device
     assert checkpointing._room(Engine(vram=2**20)) == 0
 

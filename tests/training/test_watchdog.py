@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -22,10 +21,8 @@ def logs(folder):
 @pytest.mark.deepspeed
 @pytest.mark.world_size(2)
 def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_path):
-    begun = time.monotonic()
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(diagnosed.diverging, str(tmp_path), world_size=2, timeout_s=100)
-    assert time.monotonic() - begun < 100
+        run_ranks(diagnosed.diverging, str(tmp_path), world_size=2)
     assert "no result within" not in str(failed.value), "nobody hangs"
     assert "died with exit code" in str(failed.value)
     for text in logs(tmp_path):
@@ -38,7 +35,7 @@ def test_a_rank_that_leaves_a_block_out_at_stage_3_is_named_with_its_module(tmp_
 @pytest.mark.world_size(2)
 def test_a_rank_that_sleeps_is_told_from_the_one_that_waits_for_it(tmp_path):
     with pytest.raises(RanksFailed, match=f"died with exit code {EXIT_CODE}"):
-        run_ranks(diagnosed.waiting, str(tmp_path), world_size=2, timeout_s=60)
+        run_ranks(diagnosed.waiting, str(tmp_path), world_size=2)
     for text in logs(tmp_path):
         assert re.search(r"rank 0 is in \w+.* at step 2 \(", text)
         assert re.search(r"rank 1 is in forward at step 2 \(.*diagnosed.py:\d+ in sleepy\)", text)

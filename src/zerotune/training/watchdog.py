@@ -125,51 +125,65 @@ class _Watch:
         self._mark = 0
         self._moved_at = time.monotonic()
         self._over = threading.Event()
+        self._ending = False
         self._watcher = threading.Thread(target=self._run, name="zerotune-watchdog", daemon=True)
         self._watcher.start()
 
     def stop(self, error: BaseException | None) -> None:
         self._over.set()
-        self._watcher.join(timeout=2 * self._interval_s)
+        # One that is ending the process is to finish: this error is only another rank's end.
+        self._watcher.join(timeout=_GRACE_S if self._ending else 2 * self._interval_s)
         position = self._look()
         if error is not None:
             position = look_back(error, self._names, step=position.step, phase=position.phase)
         failed = None if error is None else f"{type(error).__name__}: {str(error)[:300]}"
+        beat = Beat(rank=self._rank, position=position, still_s=0, failed=failed, done=True)
+        others: list[Beat] = []
         with contextlib.suppress(RuntimeError, OSError):
-            self._tell(
-                Beat(rank=self._rank, position=position, still_s=0, failed=failed, done=True)
-            )
+            self._tell(beat)
+            others = [other for other in self._beats() if other.rank != self._rank]
         if error is not None:
-            logger.error("rank %d failed while it %s", self._rank, _was(position))
+            logger.error("%s", "; ".join(str(one) for one in (beat, *others)))
 
     def _run(self) -> None:
         failed_since: float | None = None
         while not self._over.wait(self._interval_s):
             try:
-                beats = self._exchange()
+                self._tell_where()
+                beats = self._beats()
+                called = self._store.check([f"{self._prefix}/end"])
             except (RuntimeError, OSError):
                 continue  # The store is gone or busy; the collective's own timeout remains.
             others_failed = any(beat.failed for beat in beats)
             failed_since = (failed_since or time.monotonic()) if others_failed else None
             waited = time.monotonic() - failed_since if failed_since else 0.0
             patience = min(_GRACE_S, self._timeout_s)
-            if _stuck(beats, self._timeout_s, self._world) or waited > patience:
+            if called or _stuck(beats, self._timeout_s, self._world) or waited > patience:
                 self._finish(beats)
                 return
 
     def _finish(self, beats: list[Beat]) -> None:
         if self._over.is_set():
             return
+        self._ending = True
         message = _message(beats, self._world, self._timeout_s)
-        if self._rank == 0:
-            # It may hold the store; the others must have read it before it goes.
-            time.sleep(3 * self._interval_s)
+        # The first to go would break the others' connections, and rank 0 may hold the store:
+        # all of them are to have read this before anyone goes.
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.set(f"{self._prefix}/end", "now")
+            self._store.set(f"{self._prefix}/end/{self._rank}", "ready")
+            ready = [f"{self._prefix}/end/{beat.rank}" for beat in beats if not beat.done]
+            deadline = time.monotonic() + 4 * self._interval_s
+            while time.monotonic() < deadline and not self._store.check(ready):
+                time.sleep(self._interval_s / 8)
         self._end(message)
 
-    def _exchange(self) -> list[Beat]:
+    def _tell_where(self) -> None:
         position = self._look()
         still = time.monotonic() - self._moved_at
         self._tell(Beat(rank=self._rank, position=position, still_s=still))
+
+    def _beats(self) -> list[Beat]:
         known = [f"{self._prefix}/{rank}" for rank in range(self._world)]
         return [_read(self._store.get(key)) for key in known if self._store.check([key])]
 
