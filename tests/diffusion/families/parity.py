@@ -30,8 +30,9 @@ def deviations(
 ) -> dict[Variant, float]:
     """The largest relative difference of a step's loss; checks all else that runs saw."""
     ranks = run_ranks(
-        train, str(folder), case, list(variants), STEPS, str(exported), world_size=world_size
-    )
+        train, str(folder), case, list(variants), STEPS, str(exported),
+        world_size=world_size, timeout_s=240.0 * len(variants),
+    )  # fmt: skip
     found = {}
     for variant, run in zip(variants, ranks[0], strict=True):
         expected = reference(str(folder), Variant(lora=variant.lora))
