@@ -9,6 +9,7 @@ import torch
 
 from tests.support.models import HostileNet
 from tests.support.runs import Case, start
+from zerotune.backend.freezing import frozen
 
 WHOLE = ("stage3_param_persistence_threshold", 0)
 STAGE_3 = Case(stage=3, overrides=(WHOLE,))
@@ -78,22 +79,34 @@ def compare() -> list[tuple[str, list[bool], list[bool]]]:
     return found
 
 
-def adversaries() -> list[float]:
-    """A model trained on what another makes, both in one backward graph, in turn."""
-    maker = start(Case(stage=2), HostileNet(0, scalar=False))
-    judge = start(STAGE_3, HostileNet(1, scalar=False))
-    losses = []
-    for number in range(3):
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(4, 7, 7, generator=generator).to(maker.device)
-        made = maker(x)
-        verdict = (judge(made.detach()) - 1).pow(2).mean()
-        judge.backward(verdict)
-        judge.step()
-        loss = (made - x).pow(2).mean()
-        maker.backward(loss)
-        maker.step()
-        losses.append(float(loss.detach()))
-    maker.close()
-    judge.close()
-    return losses
+RIVALS = (
+    (Case(deepspeed=False), Case(deepspeed=False)),
+    (Case(stage=0), Case(stage=0)),
+    (Case(stage=2, offload="cpu"), Case(stage=2)),
+    (Case(stage=2), STAGE_3),
+    (STAGE_3, STAGE_3),
+)
+
+
+def adversaries() -> list[list[float]]:
+    """For each pair the losses of a model that is trained through another, which it trains."""
+    found = []
+    for cases in RIVALS:
+        maker, judge = (start(case, HostileNet(n, scalar=False)) for n, case in enumerate(cases))
+        losses = []
+        for number in range(4):
+            generator = torch.Generator().manual_seed(10 * number + maker.group.rank)
+            x = torch.randn(4, 7, 7, generator=generator).to(maker.device)
+            made = maker(x)
+            verdict = (judge(made.detach()) - 1).pow(2).mean() + judge(x).pow(2).mean()
+            judge.backward(verdict)
+            judge.step()
+            with frozen(judge) as through:
+                loss = through(made).pow(2).mean()
+                maker.backward(loss)
+            maker.step()
+            losses += [float(verdict.detach()), float(loss.detach())]
+        maker.close()
+        judge.close()
+        found.append(losses)
+    return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from zerotune.backend.compilation import Compilation
 from zerotune.training.bounds import Bound
+from zerotune.backend.freezing import frozen
 from zerotune.training.callbacks import Callback
 from zerotune.training.drawing import SampleOptions
 from zerotune.training.embedded import EmbeddedPlan, EngineSchedule
@@ -50,6 +51,7 @@ __all__ = [
     "ValidationImages",
     "ValidationLoss",
     "SampleOptions",
+    "frozen",
     "NonFinite",
     "NonFinitePolicy",
     "RaiseNonFinite",
