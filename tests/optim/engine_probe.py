@@ -1,16 +1,9 @@
-"""Start the real DeepSpeed engine for each case and report what it built.
-
-Run as a process of its own: ``engine_probe.py cases.json results.json``.
-"""
+"""Start the real DeepSpeed engine for each case and report what it built."""
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
-import deepspeed
-import torch
+import os
+from typing import Any
 
 
 def basic_optimizer(engine):
@@ -19,6 +12,9 @@ def basic_optimizer(engine):
 
 
 def start(case):
+    import deepspeed
+    import torch
+
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4, bias=False)
     torch.nn.init.constant_(model.weight, case["weight"])
@@ -36,6 +32,8 @@ def start(case):
 
 
 def run(case):
+    import torch
+
     engine = start(case)
     optimizer = basic_optimizer(engine)
     seen = []
@@ -61,11 +59,14 @@ def run(case):
     }
 
 
-def main():
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    results = {name: run(case) for name, case in cases.items()}
-    Path(sys.argv[2]).write_text(json.dumps(results))
+def run_all(cases: dict[str, Any]) -> dict[str, Any]:
+    """Every case in one process, by name."""
+    import deepspeed
+    import torch
 
-
-if __name__ == "__main__":
-    main()
+    os.environ["LOCAL_RANK"] = "0"
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
+    return {name: run(case) for name, case in cases.items()}

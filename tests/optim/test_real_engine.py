@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.optim.engine_probe import run_all
+from tests.support.ranks import run_ranks
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.schedules import betas_at, lr_at
 
-PROBE = Path(__file__).with_name("engine_probe.py")
 LR, DECAY, WEIGHT = 0.01, 0.1, 3.0
 CONSTANT = {"warmup_num_steps": 0}
 
@@ -58,36 +54,10 @@ SCHEDULES = {
 pytestmark = [pytest.mark.deepspeed, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def run_probe(cases, folder):
-    pytest.importorskip("deepspeed")
-    source, target = folder / "cases.json", folder / "results.json"
-    source.write_text(json.dumps(cases))
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "MAX_JOBS": "2",
-    }
-    result = subprocess.run(
-        [sys.executable, str(PROBE), str(source), str(target)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=850,
-    )
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-    return json.loads(target.read_text())
+def run_probe(cases):
+    # As JSON, which is how DeepSpeed gets its configuration; it knows no tuples.
+    (results,) = run_ranks(run_all, json.loads(json.dumps(cases)))
+    return json.loads(json.dumps(results))
 
 
 def settle(make_plan, name, params, schedule, schedule_params, **situation):
@@ -132,15 +102,13 @@ def assert_decays(weight, mode, label):
         pytest.param({"stage": 2, "offload": "cpu"}, id="stage 2, cpu offload"),
     ],
 )
-def test_the_engine_builds_what_the_choice_says(make_plan, tmp_path, situation):
+def test_the_engine_builds_what_the_choice_says(make_plan, situation):
     settled = {
         label: settle(make_plan, name, params, "WarmupLR", CONSTANT, **situation)
         for label, (name, params) in OPTIMIZERS.items()
         if label != "Lion" or situation["offload"] == "cpu"
     }
-    results = run_probe(
-        {label: case_for(applied, steps=1) for label, applied in settled.items()}, tmp_path
-    )
+    results = run_probe({label: case_for(applied, steps=1) for label, applied in settled.items()})
     for label, applied in settled.items():
         choice, result = applied.optimizer, results[label]
         assert result["class"] == choice.implementation, label
@@ -152,7 +120,7 @@ def test_the_engine_builds_what_the_choice_says(make_plan, tmp_path, situation):
         assert_decays(result["weight"], choice.weight_decay_mode, label)
 
 
-def test_the_engine_follows_the_curves(make_plan, tmp_path):
+def test_the_engine_follows_the_curves(make_plan):
     steps = 10
     settled = {
         name: settle(
@@ -161,9 +129,7 @@ def test_the_engine_follows_the_curves(make_plan, tmp_path):
         )
         for name, params in SCHEDULES.items()
     }  # fmt: skip
-    results = run_probe(
-        {name: case_for(applied, steps) for name, applied in settled.items()}, tmp_path
-    )
+    results = run_probe({name: case_for(applied, steps) for name, applied in settled.items()})
     for name, applied in settled.items():
         expected = [
             [
