@@ -1,4 +1,4 @@
-"""Checkpointed activations wait in host memory, and come back one block ahead."""
+"""Activations wait in host memory, and come back one block ahead."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class OffloadCounts:
 
 
 class ActivationOffload:
-    """Keeps the inputs of a diffusers model's checkpointed blocks in host memory.
+    """Keeps what a diffusers model's checkpointed blocks leave behind in host memory.
 
     Gradient checkpointing keeps the input of each block until the backward pass recomputes the
-    block. Here all but the newest are copied to page-locked host memory while the next block
-    runs, and copied back while the block after them is recomputed. Results are exact: the same
-    bytes come back. On the CPU nothing is copied. ::
+    block, and all that is computed between blocks. Here all but the newest of both is copied to
+    page-locked host memory while the next block runs, and copied back while the block after it is
+    recomputed. Results are exact: the same bytes come back. On the CPU nothing is copied. ::
 
         with ActivationOffload().attach(unet):
             loss = objective(unet, batch, generator)
             loss.backward()
 
-    Works beside autocast and ZeRO-3. The inputs may not be changed in place after the block has
-    run, as under gradient checkpointing itself.
+    Works beside autocast and ZeRO-3. What is saved may not be changed in place afterwards, as
+    under autograd itself.
 
     Args:
         smallest: Bytes, or text such as ``"1MiB"``; smaller tensors stay where they are, and so
@@ -82,6 +82,8 @@ class ActivationOffload:
         self._ahead = ahead
         self._transfers = transfers
         self._before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
+        self._hooks: tuple[Any, ...] = ()
+        self._between: list[saved_tensors_hooks] = []
         self._newest: _Call | None = None
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.counts = OffloadCounts()
@@ -135,6 +137,10 @@ class ActivationOffload:
         ]
         switch(gradient_checkpointing_func=self.checkpoint)
         self._before = before
+        self._hooks = (
+            model.register_forward_pre_hook(self._enter_model),
+            model.register_forward_hook(self._leave_model, always_call=True),
+        )
         return self
 
     def detach(self) -> None:
@@ -143,7 +149,9 @@ class ActivationOffload:
             for name in (_FLAG, _HOOK):
                 vars(module).pop(name, None)
             vars(module).update(values)
-        self._before = []
+        for hook in self._hooks:
+            hook.remove()
+        self._before, self._hooks = [], ()
         self._newest = None
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -158,21 +166,33 @@ class ActivationOffload:
         with saved_tensors_hooks(call.pack, self._unpack):
             return checkpoint(function, *args, use_reentrant=False)
 
+    def _enter_model(self, _model: torch.nn.Module, _arguments: Any) -> None:
+        # What is computed between blocks goes with the block before it.
+        between = saved_tensors_hooks(self._pack_between, self._unpack)
+        between.__enter__()
+        self._between.append(between)
+
+    def _leave_model(self, _model: torch.nn.Module, _arguments: Any, _output: Any) -> None:
+        if self._between:
+            self._between.pop().__exit__()
+
+    def _pack_between(self, tensor: torch.Tensor) -> _Ticket | torch.Tensor:
+        call = self._newest if self._newest is not None else self._begin()
+        return call.pack(tensor)
+
     def _begin(self) -> _Call:
         newest = self._newest
         while newest is not None and not newest.alive:
             newest = newest.previous
         if newest is not None:
-            for saved in newest.saved():
-                self._store(saved)
+            self._store(newest)
             if newest.previous is not None:
-                for saved in newest.previous.saved():
-                    self._settle(saved)
+                self._settle(newest.previous)
         call = _Call(owner=self, previous=newest)
         self._newest = call
         return call
 
-    def _save(self, tensor: torch.Tensor) -> _Saved | torch.Tensor:
+    def _save(self, tensor: torch.Tensor, call: _Call) -> _Saved | torch.Tensor:
         if not self._worth_it(tensor):
             return tensor
         if self._transfers is None:
@@ -181,32 +201,34 @@ class ActivationOffload:
         known = self._known.get(tensor)  # type: ignore[no-untyped-call]
         saved: _Saved | None = None if known is None else known()
         if saved is None or saved.version != tensor._version:
-            saved = _Saved(tensor=tensor, transfers=self._transfers)
+            saved = _Saved(tensor=tensor, call=call, transfers=self._transfers)
             self._known[tensor] = weakref.ref(saved)
         else:
-            saved.share(tensor)
+            saved.stay(tensor, call)
         return saved
 
     def _worth_it(self, tensor: torch.Tensor) -> bool:
         return (
             tensor.requires_grad
-            and not tensor.is_leaf
+            and not _is_weight(tensor)
             and tensor.numel() * tensor.element_size() >= self._smallest
             and bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
         )
 
-    def _store(self, saved: _Saved) -> None:
-        if saved.stored is None and saved.tensor is not None and not saved.shared:
-            saved.check_unchanged(saved.tensor)
-            saved.stored = saved.transfers.store(saved.tensor)
-            self.counts.stored += 1
-            self.counts.stored_bytes += saved.nbytes
+    def _store(self, call: _Call) -> None:
+        for saved in call.saved():
+            if saved.call is call and saved.stored is None and saved.tensor is not None:
+                saved.check_unchanged(saved.tensor)
+                saved.stored = saved.transfers.store(saved.tensor)
+                self.counts.stored += 1
+                self.counts.stored_bytes += saved.nbytes
 
-    def _settle(self, saved: _Saved) -> None:
-        if saved.stored is not None and saved.tensor is not None and not saved.shared:
-            saved.check_unchanged(saved.tensor)
-            saved.transfers.settle(saved.stored)
-            saved.tensor = None
+    def _settle(self, call: _Call) -> None:
+        for saved in call.saved():
+            if saved.call is call and saved.stored is not None and saved.tensor is not None:
+                saved.check_unchanged(saved.tensor)
+                saved.transfers.settle(saved.stored)
+                saved.tensor = None
 
     def _unpack(self, packed: _Ticket | torch.Tensor) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
@@ -246,7 +268,7 @@ class ActivationOffload:
 class _Saved:
     """One tensor, wherever it is; ends with the last part of the graph that needs it."""
 
-    def __init__(self, *, tensor: torch.Tensor, transfers: Transfers) -> None:
+    def __init__(self, *, tensor: torch.Tensor, call: _Call, transfers: Transfers) -> None:
         # Without its history: the graph it belongs to holds this object.
         self.tensor: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
@@ -254,12 +276,12 @@ class _Saved:
         self.transfers = transfers
         self.stored: Stored | None = None
         self.loading: Loading | None = None
-        self.shared = False
-        """Whether several blocks take it, so that it stays where it is."""
+        self.call = call
+        """The newest block that takes it; with that one it leaves."""
 
-    def share(self, tensor: torch.Tensor) -> None:
-        """One more block takes it: the model holds it all the time, and so it is not sent away."""
-        self.tensor, self.shared = tensor.detach(), True
+    def stay(self, tensor: torch.Tensor, call: _Call) -> None:
+        """One more block takes it, so it is here anyway."""
+        self.tensor, self.call = tensor.detach(), call
 
     def check_unchanged(self, tensor: torch.Tensor) -> None:
         """Refuse to give back what was changed after it was saved."""
@@ -315,7 +337,7 @@ class _Call:
 
     def pack(self, tensor: torch.Tensor) -> _Ticket | torch.Tensor:
         """What the graph keeps instead of ``tensor``."""
-        saved = self._owner._save(tensor)
+        saved = self._owner._save(tensor, self)
         if isinstance(saved, torch.Tensor):
             return saved
         self._saved.append(weakref.ref(saved))
@@ -339,3 +361,8 @@ class _Ticket:
 
     def __init__(self, *, call: _Call, saved: _Saved) -> None:
         self.call, self.saved = call, saved
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """A parameter, or a view of one such as a transposed weight."""
+    return tensor.is_leaf or (tensor._base is not None and tensor._base.is_leaf)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from zerotune.plan.kinds import AUTO, is_number
 from zerotune.plan.memory.sizes import format_size
+from zerotune.plan.pinning import pins_exactly
 from zerotune.plan.rulebook.common import Findings, active, clips, offload_section
 from zerotune.plan.rules import Report, RuleContext, rule
 
@@ -178,15 +179,15 @@ def _super_offload(plan: DeepSpeedPlan) -> bool:
 
 @rule("pinned-memory-rounding", "note")
 def pinned_memory(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
-    """Each block of pinned memory is rounded up to a power of two: 16 GiB for SDXL at stage 2.
+    """An older torch rounds each pinned block up to a power of two: 16 GiB for SDXL at stage 2.
 
-    Set ``PYTORCH_CUDA_ALLOC_CONF=pinned_max_round_threshold_mb:…``, or ``pin_memory`` to false
-    where host memory is short. Checked where the model is known.
+    Install torch 2.13, where zerotune switches that off; or set ``pin_memory`` to false where host
+    memory is short. Checked where model and torch are known.
     """
     section = offload_section(plan, "optimizer")
     if section is None or not active(section) or section.pin_memory is False:
         return
-    if plan.stage not in (1, 2) or context.model is None or not _pins(context):
+    if plan.stage not in (1, 2) or context.model is None or not _rounds(context):
         return
     elements = -(-context.model.trainable_numel // max(1, context.world_size))
     staging = 2 if plan.precision in ("bf16", "fp16") else 4
@@ -199,13 +200,13 @@ def pinned_memory(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> 
             section.pin_memory,
             "torch rounds each pinned block up to a power of two, which adds"
             f" {format_size(lost)} to the {format_size(sum(blocks))} of each rank's flat buffers",
-            "set PYTORCH_CUDA_ALLOC_CONF=pinned_max_round_threshold_mb:128, or pin_memory to false"
-            " if host memory is short",
+            "install torch 2.13, set DS_PIN_MEMORY_BACKEND=native, or pin_memory to false if host"
+            " memory is short",
         )
 
 
-def _pins(context: RuleContext) -> bool:
-    return context.platform is not None and context.platform.accelerator in ("cuda", "rocm")
+def _rounds(context: RuleContext) -> bool:
+    return context.platform is not None and not pins_exactly(context.platform)
 
 
 def _power_of_two(nbytes: int) -> int:
