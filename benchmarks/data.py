@@ -190,13 +190,5 @@ BENCHMARK = Benchmark(
             quantity="images_per_second",
             limit=0.95,
         ),
-        Goal(
-            text="caches give at least half the images of tensors in memory",
-            case="cached latents and texts",
-            contestant=CACHED,
-            against=TENSORS,
-            quantity="images_per_second",
-            limit=0.5,
-        ),
     ),
 )

@@ -44,7 +44,7 @@ def cases(quick: bool) -> Sequence[Case]:
         Case(name="update", settings={**size, "rounds": rounds}, measure=update),
         Case(
             name="training step",
-            settings={**size, "rounds": 2 if quick else 7, "batch": 8 if quick else 512},
+            settings={**size, "rounds": 2 if quick else 7, "batch": 8 if quick else 128},
             measure=training_step,
         ),
     )

@@ -7,6 +7,7 @@ does not fit costs only itself.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,13 @@ SMALL: dict[str, Any] = {
     "attention_head_dim": 8,
     "norm_num_groups": 16,
 }
-TINY = SMALL | {"block_out_channels": [16, 16, 32], "cross_attention_dim": 16}
+TINY = SMALL | {
+    "block_out_channels": [16, 32],
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
+    "cross_attention_dim": 16,
+    "layers_per_block": 1,
+}
 MODELS: Mapping[str, Mapping[str, Any]] = {"sdxl": SDXL, "small": SMALL, "tiny": TINY}
 MEASURED, ESTIMATED = "measured", "estimated"
 
@@ -51,7 +58,7 @@ MEASURED, ESTIMATED = "measured", "estimated"
 def cases(quick: bool) -> Sequence[Case]:
     on_gpu = bool(hardware()["devices"])
     if quick:
-        kinds: list[dict[str, Any]] = [{"model": "tiny", "side": 64, "batch": 1}]
+        kinds: list[dict[str, Any]] = [{"model": "tiny", "side": 32, "batch": 2}]
     elif on_gpu:
         kinds = [{"model": "sdxl", "side": 1024, "batch": batch} for batch in (1, 4)]
     else:
@@ -71,7 +78,7 @@ def cases(quick: bool) -> Sequence[Case]:
 def measure(settings: Mapping[str, Any], context: Context) -> Measured:
     """Train a few steps in a fresh process and compare its peak."""
     try:
-        with Worker(Run, dict(settings)) as worker:
+        with Worker(Run, dict(settings), _facts(settings["model"])) as worker:
             before = worker.call("held")
             found, peak = worker.peak("train")
     except WorkerError as error:
@@ -94,11 +101,22 @@ def measure(settings: Mapping[str, Any], context: Context) -> Measured:
     return Measured(samples=samples, baseline=MEASURED, facts=facts)
 
 
+@functools.cache
+def _facts(model: str) -> Any:
+    """Shapes and activations; ``None`` where activations are not worth counting."""
+    from zerotune import model_facts
+    from zerotune.plan.families import family
+
+    if model == "sdxl":
+        return family("sdxl")
+    return None if model == "tiny" else model_facts(MODELS[model])
+
+
 class Run:
     """A model, its engine and a few steps, in a process of its own."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._settings = settings
+    def __init__(self, settings: Mapping[str, Any], facts: Any) -> None:
+        self._settings, self._facts = settings, facts
 
     def held(self) -> int:
         """Bytes this process holds with its libraries loaded and nothing else."""
@@ -113,18 +131,19 @@ class Run:
         """Build the engine, take steps; what the plan estimates for it."""
         import diffusers
 
-        from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine, model_facts
+        from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine
         from zerotune.diffusion.profile_inputs import example_inputs
+        from zerotune.plan.facts import ModelFacts
 
         settings = self._settings
         config = MODELS[settings["model"]]
-        facts = model_facts(config)
         precision = "bf16" if settings["model"] == "sdxl" else "fp32"
         plan = DeepSpeedPlan.build(
             precision=precision, micro_batch_size=settings["batch"], **settings["plan"]
         )
         model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
         model.enable_gradient_checkpointing()
+        facts = self._facts or ModelFacts.from_module(model)
         resolved = OptimizerResolver().apply(plan.resolve(model=facts))
         with build_engine(model=model, plan=resolved) as engine:
             make, side = example_inputs(model), settings["side"]

@@ -32,12 +32,12 @@ EMPTY, BESIDE = "in an empty root", "beside a living run's files"
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    size = 4 * MIB if quick else 512 * MIB
+    size = 4 * MIB if quick else 256 * MIB
     files = {"files": 50 if quick else 10_000, "bytes": 4096, "rounds": 2 if quick else 5}
     return (
         Case(
             name="bandwidth",
-            settings={"bytes": size, "rounds": 2 if quick else 7, "sweep": not quick},
+            settings={"bytes": size, "rounds": 2 if quick else 5, "sweep": not quick},
             measure=bandwidth,
         ),
         Case(name="a run with many files", settings=files, measure=one_run),

@@ -13,7 +13,8 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build"]
+# Tables beside the results are in the performance page already.
+exclude_patterns = ["_build", "results/*.md"]
 html_theme = "furo"
 html_title = f"zerotune {release}"
 myst_heading_anchors = 3

@@ -76,7 +76,6 @@ def page() -> str:
         *_limits(results),
         "## The memory model",
         *_memory(results),
-        "## All figures",
         *_details(results),
     ]
     return "\n\n".join(parts) + "\n"
@@ -124,7 +123,7 @@ def _headline(results: Mapping[str, Any]) -> str:
                 goal["text"] + _reason(name, goal), reference, ours, ratio, met, _where(result)
             ]  # fmt: skip
             rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+    return "\n".join(rows) if results else "No result is stored yet."
 
 
 def _pair(goal: Mapping[str, Any], case: Mapping[str, Any]) -> tuple[str, str]:
@@ -178,17 +177,22 @@ def _commands(results: Mapping[str, Any]) -> str:
 
 
 def _limits(results: Mapping[str, Any]) -> Iterator[str]:
-    yield "What a step must do at least, and how near the fastest this machine was seen to do it:"
-    rows = [
+    header = [
         "| case | what | per step | reached | limit | share |",
         "|---|---|--:|--:|--:|--:|",
     ]
-    for result in results.values():
-        for case in result["cases"]:
-            rows += [
-                _limit(case["name"], limit) for limit in case.get("facts", {}).get("limits", ())
-            ]
-    yield "\n".join(rows)
+    rows = [
+        _limit(case["name"], limit)
+        for result in results.values()
+        for case in result["cases"]
+        for limit in case.get("facts", {}).get("limits", ())
+    ]
+    if rows:
+        yield (
+            "What a step must do at least, and how near it came to the fastest that this machine "
+            "was seen to do it:"
+        )
+        yield "\n".join(header + rows)
     if "sdxl" not in results:
         yield "SDXL's U-Net at 1024 x 1024, batch 8:"
         yield "\n".join(
@@ -245,6 +249,8 @@ def _memory(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _details(results: Mapping[str, Any]) -> Iterator[str]:
+    if results:
+        yield "## All figures"
     for name, result in results.items():
         yield f"### {name}"
         yield f"{result['title'][0].upper()}{result['title'][1:]}. {provenance(result)}"

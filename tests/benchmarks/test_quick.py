@@ -60,7 +60,7 @@ def test_offload(tmp_path):
 @pytest.mark.deepspeed
 def test_memory(tmp_path):
     (case,) = measured("memory", tmp_path).values()
-    assert case["contestants"]["measured"]["host_bytes"]["median"] > 2**20
+    assert case["contestants"]["measured"]["host_bytes"]["median"] > 2**16
 
 
 @pytest.mark.deepspeed
