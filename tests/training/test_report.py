@@ -99,7 +99,7 @@ def test_the_record_adds_up_and_starts_again_after_a_resume(tmp_path):
 
 def test_pictures_are_pictures(tmp_path):
     loss, memory = report().save(tmp_path / "pictures")
-    for path, width in ((loss, 840), (memory, 960)):
+    for path, width in ((loss, 840), (memory, 1200)):
         with Image.open(path) as image:
             image.load()
             assert image.format == "PNG"

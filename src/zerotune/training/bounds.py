@@ -19,6 +19,7 @@ Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
 
 _COPIED: Final = 64 * 2**20
 _rates: dict[int, float] = {}
+_PASSES: Final = "forward and backward"
 _NEAR: Final = 0.5
 """Share of a copy's rate from which moving bytes, not computing, is what takes the time."""
 
@@ -45,15 +46,22 @@ class Bound:
         """Bytes per second that were reached."""
         return self.nbytes / self.seconds if self.seconds > 0 else 0.0
 
-    def __str__(self) -> str:
-        words = f"{self.phase} ({_WAITS[self.resource]}): {self.share:.0%} of the step"
-        words += f", {1000 * self.seconds:.1f} ms"
-        if not self.nbytes:
-            return words
-        words += f", at least {format_bytes(self.nbytes)} at {format_bytes(self.rate)}/s"
+    @property
+    def words(self) -> str:
+        """What it waits for, and how fast that is."""
+        words = _WAITS[self.resource]
+        if self.nbytes and self.phase == _PASSES:
+            moved, rate = format_bytes(self.nbytes), format_bytes(self.rate)
+            return f"{words}; meanwhile at least {moved} cross the bus, {rate}/s"
+        if self.nbytes:
+            words += f": at least {format_bytes(self.nbytes)} at {format_bytes(self.rate)}/s"
         if self.reference:
             words += f", {self.rate / self.reference:.0%} of what a plain copy reaches"
         return words
+
+    def __str__(self) -> str:
+        milliseconds = 1000 * self.seconds
+        return f"{self.phase}, {self.share:.0%} of the step, {milliseconds:.1f} ms: {self.words}"
 
 
 _WAITS: Final[Mapping[Resource, str]] = {
@@ -140,7 +148,7 @@ def _passes(seconds: float, step: float, traffic: StepTraffic | None) -> Bound:
     # Whether the bus or the device is slower cannot be told from the time alone: gradients and
     # parameters cross while the device computes. The rate is given for the reader to judge.
     crossing = traffic.gradients + traffic.parameters if traffic else 0
-    return _bound("compute", "forward and backward", seconds, step, crossing)
+    return _bound("compute", _PASSES, seconds, step, crossing)
 
 
 def _optimizer(

@@ -44,6 +44,8 @@ class Situation:
     """``"forward of optimizer step 12"``, ``"starting the engine"``."""
     estimate: MemoryEstimate | None = None
     """What was expected; the plan's own without activations when not given."""
+    limits: Limits | None = None
+    """What there is; measured when not given."""
 
 
 @contextmanager
@@ -93,7 +95,7 @@ def _place(error: BaseException) -> Place:
 def _explained(error: BaseException, situation: Situation) -> OutOfMemoryError:
     place = _place(error)
     estimate = situation.estimate or _estimate(situation.plan)
-    limits = _Limits.now(situation.plan)
+    limits = situation.limits or Limits.now(situation.plan)
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     parts = [f"no {place} memory is left in {situation.doing} ({said[:160]})"]
     if estimate is not None:
@@ -115,17 +117,21 @@ def _counted(plan: ResolvedPlan, place: Place) -> Place:
 
 
 @attrs.frozen(kw_only=True)
-class _Limits:
+class Limits:
     """What this process, and the ranks like it on this machine, can have at most."""
 
     device: int | None
-    device_free: int | None
-    allocated: int | None
+    """Bytes of the device this process can have; ``None``: there is none."""
+    device_free: int | None = None
+    allocated: int | None = None
+    """Most bytes torch has held there."""
     host: int
+    """Bytes of RAM that all ranks of this machine can have."""
     host_free: int
 
     @classmethod
-    def now(cls, plan: ResolvedPlan) -> _Limits:
+    def now(cls, plan: ResolvedPlan) -> Limits:
+        """Measure this process and machine."""
         device = free = allocated = None
         if plan.platform.accelerator in ("cuda", "rocm") and torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
@@ -151,6 +157,7 @@ class _Limits:
         )
 
     def words(self, place: Place) -> str:
+        """What there is at a place, as a clause."""
         if place == "device" and self.device is not None:
             held = "" if self.allocated is None else f"torch held {format_size(self.allocated)}, "
             free = "" if self.device_free is None else f", {format_size(self.device_free)} is free"
@@ -171,12 +178,20 @@ def _process_limit() -> int | None:
 
 
 def _advice(
-    plan: ResolvedPlan, estimate: MemoryEstimate | None, limits: _Limits, place: Place
+    plan: ResolvedPlan, estimate: MemoryEstimate | None, limits: Limits, place: Place
 ) -> tuple[str, DeepSpeedPlan | None]:
     if estimate is None or plan.model is None:
         return "see DeepSpeedPlan.advise(model) for the plan that fits", None
-    # What has just failed does not fit, whatever was expected of it.
     counted = _counted(plan, place)
+    has = limits.host // plan.world_size if counted == "host" else limits.device or 0
+    own = estimate.peak(counted).nbytes
+    if own < has // 2:
+        return (
+            f"the plan needs {format_size(own)} of {format_size(has)} there are for this rank, "
+            "so something outside of it took the memory: look at other processes, at the "
+            "objective, at what is kept from step to step, and at the batch"
+        ), None
+    # What has just failed does not fit, whatever was expected of it.
     device = limits.device or 0
     if counted == "device":
         device = min(device or estimate.device, estimate.device)
@@ -190,10 +205,12 @@ def _advice(
             continue
         call = build_call(found.plan)
         recompute = ", gradient_checkpointing=True" if found.gradient_checkpointing else ""
+        if found.activation_offload:
+            recompute = ", activations=ActivationOffload()"
         needs = ", ".join(
-            f"{format_size(size)} {where}"
-            for where, size in (("device", found.estimate.device), ("host", found.estimate.host))
-            if size
+            f"{format_size(nbytes)} {where}"
+            for where, nbytes in (("device", found.estimate.device), ("host", found.estimate.host))
+            if nbytes
         )
         words = f"{found.chosen.title} needs {needs} per rank: Trainer(plan={call}{recompute})"
         return words, found.plan
@@ -248,6 +265,7 @@ def build_call(plan: DeepSpeedPlan) -> str:
             (name for name in ("bf16", "fp16") if getattr(getattr(plan, name), "enabled", False)),
             "fp32",
         ),
+        "gradient_clipping": plan.gradient_clipping,
         "optimizer": _written(plan),
     }
     given = {key: value for key, value in given.items() if value not in (None, "none")}
@@ -264,7 +282,8 @@ def _written(plan: DeepSpeedPlan) -> Any:
     optimizer = plan.optimizer
     if optimizer is None:
         return None
-    return {"type": optimizer.type, "params": dict(optimizer.params or {})}
+    params = dict(optimizer.params or {})
+    return {"type": optimizer.type, "params": params} if params else optimizer.type
 
 
 def _quoted(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final
 
 from zerotune.errors import DataError, MissingDependencyError
@@ -16,6 +17,8 @@ _PALE: Final = "#9ecae1"
 _STRONG: Final = "#08519c"
 _HEADER: Final = "#deebf7"
 _WINDOW: Final = 20
+_NOTE: Final = 88
+"""Letters of a note that fit its column."""
 _PIXELS_PER_INCH: Final = 120
 
 
@@ -69,25 +72,34 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    memory, times = report.memory_rows(), report.time_rows()
+    memory = [(*row[:3], shorten(row[3], _NOTE, placeholder=" …")) for row in report.memory_rows()]
+    times = [(*row, _waits(row[0], report)) for row in report.time_rows()]
     heights = [len(memory) + 1, len(times) + 1]
-    figure = _figure(width=8.0, height=0.32 * sum(heights) + 1.2)
+    figure = _figure(width=10.0, height=0.32 * sum(heights) + 1.2)
     upper, lower = figure.subplots(2, 1, height_ratios=heights)
     _table(
         upper,
         title=f"Memory per rank ({report.processes})",
         header=("component", "where", "size", "what"),
         rows=memory,
-        widths=(0.22, 0.1, 0.16, 0.52),
+        widths=(0.18, 0.08, 0.12, 0.62),
     )
     _table(
         lower,
         title=f"Time per step ({report.steps} steps, {report.steps_per_second:.2f} it/s)",
-        header=("phase", "mean", "share"),
+        header=("phase", "mean", "share", "waits for"),
         rows=times,
-        widths=(0.22, 0.2, 0.12),
+        widths=(0.18, 0.12, 0.08, 0.62),
     )
     return _write(figure, path)
+
+
+def _waits(phase: str, report: Report) -> str:
+    """What a phase waits for; forward and backward pass are judged together."""
+    for bound in report.bounds:
+        if phase == bound.phase or (phase in ("forward", "backward") and phase in bound.phase):
+            return bound.words
+    return ""
 
 
 def _figure(*, width: float, height: float) -> Any:
@@ -127,6 +139,7 @@ def _table(
     table.auto_set_font_size(False)
     table.set_fontsize(9)
     for (row, _), cell in table.get_celld().items():
+        cell.PAD = 0.02
         cell.set_edgecolor("#c6c6c6")
         if row == 0:
             cell.set_facecolor(_HEADER)

@@ -170,6 +170,8 @@ class Report:
 def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
     held = [moment for moment in MOMENTS if moment in item.phases]
     when = "" if len(held) == len(MOMENTS) else "only " + " and ".join(DURING[one] for one in held)
+    if len(held) == len(MOMENTS) - 1 and MOMENTS[0] not in held:
+        when = "not during set-up"
     note = "; ".join(part for part in (item.note, "pinned" if item.pinned else "", when) if part)
     return item.component, PLACE_NAMES[item.place], format_bytes(item.nbytes), note
 

@@ -1,0 +1,126 @@
+"""What is said when memory runs out, on machines that are described."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+import torch
+
+import zerotune.plan
+from zerotune.errors import EngineError, OffloadError, OutOfMemoryError
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import GIB, Platform
+from zerotune.training.out_of_memory import Limits, Situation, advising, build_call, out_of_memory
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB"
+
+
+def situation(*, vram=24, ram=64, stage=2, offload="none"):
+    plan = DeepSpeedPlan.build(
+        stage=stage,
+        offload=offload,
+        precision="bf16",
+        micro_batch_size=1,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-5}},
+    )
+    machine = Platform.synthetic("cuda", vram=vram * GIB, ram=ram * GIB)
+    estimate = plan.estimate("sdxl", platform=machine, ema="host")
+    limits = Limits(device=vram * GIB, host=ram * GIB, host_free=ram * GIB // 2)
+    return Situation(
+        plan=estimate.resolved,
+        doing="backward of optimizer step 12",
+        estimate=estimate,
+        limits=limits,
+    )
+
+
+def told(error, where):
+    with pytest.raises(OutOfMemoryError) as caught, advising(lambda: where):
+        raise error
+    return caught.value
+
+
+def test_the_plan_that_fits_is_ready_to_paste():
+    found = told(torch.OutOfMemoryError(CUDA), situation())
+    text = str(found)
+    assert "no device memory is left in backward of optimizer step 12 (CUDA out of memory." in text
+    assert "the plan expected 53.11 GiB in the optimizer step" in text
+    assert "this process can have 24.00 GiB" in text
+    call = text.split("Trainer(plan=")[1].rstrip(".").removesuffix(")")
+    call = call.removesuffix(", gradient_checkpointing=True")
+    pasted = eval(call, {"DeepSpeedPlan": DeepSpeedPlan})
+    assert pasted == found.plan
+    assert (pasted.stage, pasted.offload_optimizer_device) == (2, "cpu")
+    assert pasted.optimizer.params == {"lr": 1e-5}
+    assert isinstance(found.original, torch.OutOfMemoryError)
+    assert found.__cause__ is found.original
+
+
+def test_what_has_just_failed_is_not_advised_again():
+    """9 GiB would hold it by the estimate, and did not: what is advised needs less."""
+    failed = situation(offload="cpu", vram=9)
+    assert failed.estimate.device < 0.95 * 9 * GIB
+    text = str(told(torch.OutOfMemoryError(CUDA), failed))
+    (needs,) = re.findall(r"needs ([\d.]+) GiB device", text)
+    assert float(needs) * GIB < failed.estimate.device
+
+
+def test_when_nothing_fits_it_says_what_would():
+    found = told(torch.OutOfMemoryError(CUDA), situation(vram=1, ram=4))
+    assert found.plan is None
+    assert "no plan fits this machine: provide" in str(found)
+
+
+def test_memory_that_the_plan_does_not_take_is_not_blamed_on_it():
+    found = told(MemoryError(), situation(ram=512))
+    assert "no host memory is left" in str(found)
+    assert "so something outside of it took the memory" in str(found)
+    assert found.plan is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError(CUDA),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        OSError(12, "Cannot allocate memory"),
+    ],
+)
+def test_running_out_is_recognised_however_it_is_wrapped(error):
+    assert out_of_memory(error) is error
+    wrapped = EngineError("DeepSpeed refused the plan")
+    wrapped.__cause__ = error
+    assert out_of_memory(wrapped) is error
+
+
+def test_other_errors_pass_as_they_are():
+    for error in (RuntimeError("no"), OffloadError("the plan needs more; out of memory", key="x")):
+        assert out_of_memory(error) is None
+        with pytest.raises(type(error)) as caught, advising(lambda: None):
+            raise error
+        assert caught.value is error
+
+
+def test_the_error_crosses_processes():
+    found = told(torch.OutOfMemoryError(CUDA), situation())
+    again = pickle.loads(pickle.dumps(found))
+    assert str(again) == str(found)
+    assert again.plan == found.plan
+
+
+def test_any_plan_can_be_written_in_one_line():
+    plans = [
+        DeepSpeedPlan.build(stage=3, offload="cpu", offload_param="cpu", precision="bf16"),
+        DeepSpeedPlan.build(stage=2, offload="cpu", micro_batch_size=4, gradient_clipping=0.5),
+    ]
+    names = {name: getattr(zerotune.plan, name) for name in zerotune.plan.__all__}
+    for plan in plans:
+        line = build_call(plan)
+        assert "\n" not in line
+        assert eval(line, names) == plan
