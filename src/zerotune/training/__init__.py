@@ -6,8 +6,8 @@ Loaded late, because it brings torch with it.
 from __future__ import annotations
 
 from zerotune.backend.compilation import Compilation
-from zerotune.training.bounds import Bound
 from zerotune.backend.freezing import frozen
+from zerotune.training.bounds import Bound
 from zerotune.training.callbacks import Callback
 from zerotune.training.drawing import SampleOptions
 from zerotune.training.embedded import EmbeddedPlan, EngineSchedule

@@ -129,7 +129,13 @@ class Trainer:
             self.stream = as_stream(data, engine=self.engine, seed=seed)
             self.averages = Averages(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
-            self.running = Running(self.engine, data=data, timeout_s=timeout_s, options=options)
+            self.running = Running(
+                self.engine,
+                data=data,
+                timeout_s=timeout_s,
+                advised=activations is not None or plan_of(plan) is not plan,
+                options=options,
+            )
             """Watches and measures the run."""
             advised = keep_activations(self.engine, plan=plan, activations=activations)
             undo.pop_all()
