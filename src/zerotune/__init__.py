@@ -14,17 +14,29 @@ if TYPE_CHECKING:
     from zerotune.backend.building import build_engine
     from zerotune.backend.engine import Engine
     from zerotune.backend.schema import plan_schema
-    from zerotune.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+    from zerotune.checkpoint import (
+        export_adapters,
+        export_model,
+        export_pipeline,
+        latest_checkpoint,
+        load_checkpoint,
+        save_checkpoint,
+    )
     from zerotune.diffusion import (
         ClassConditional,
         DataStream,
         DenoisingObjective,
         FlowMatchingObjective,
         ImageTensors,
+        LoRA,
         Unconditional,
+        add_lora,
+        encode_dataset,
         images_to_grid,
+        load_pretrained,
         sample,
     )
+    from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
     from zerotune.diffusion.profiling import model_facts
     from zerotune.ema import EMAShadow
     from zerotune.errors import ZeroTuneError
@@ -34,10 +46,15 @@ if TYPE_CHECKING:
     from zerotune.platform import Platform, detect_platform
     from zerotune.training import (
         Callback,
+        EmbeddedPlan,
         MetricsFile,
+        Profile,
         ProgressBar,
         SaveEvery,
+        Trackers,
         Trainer,
+        ValidationImages,
+        ValidationLoss,
         prepare,
     )
 
@@ -75,6 +92,21 @@ _HOMES: Final = {
     "ProgressBar": "training",
     "MetricsFile": "training",
     "SaveEvery": "training",
+    "load_pretrained": "diffusion",
+    "encode_dataset": "diffusion",
+    "LoRA": "diffusion",
+    "add_lora": "diffusion",
+    "ImageFolder": "diffusion.data",
+    "PreparedImages": "diffusion.data",
+    "AspectBuckets": "diffusion.data",
+    "export_model": "checkpoint",
+    "export_pipeline": "checkpoint",
+    "export_adapters": "checkpoint",
+    "EmbeddedPlan": "training",
+    "ValidationImages": "training",
+    "ValidationLoss": "training",
+    "Trackers": "training",
+    "Profile": "training",
     "ZeroTuneError": "errors",
 }
 
@@ -110,6 +142,21 @@ __all__ = [
     "ProgressBar",
     "MetricsFile",
     "SaveEvery",
+    "load_pretrained",
+    "encode_dataset",
+    "LoRA",
+    "add_lora",
+    "ImageFolder",
+    "PreparedImages",
+    "AspectBuckets",
+    "export_model",
+    "export_pipeline",
+    "export_adapters",
+    "EmbeddedPlan",
+    "ValidationImages",
+    "ValidationLoss",
+    "Trackers",
+    "Profile",
     "ZeroTuneError",
     "__version__",
 ]
