@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -58,7 +59,10 @@ KINDS = {
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    # Closing an engine collects garbage, which would look through all of transformers each time.
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(threads)
 
 

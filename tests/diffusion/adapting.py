@@ -244,7 +244,7 @@ def follow(case: Case, adapted: Adapted, folder: str, steps: int, half: int) -> 
         if index + 1 == half:
             save_checkpoint(f"{folder}/half", engine=engine, shadows={"ema": ema})
     found = {"losses": losses, **state_of(engine, before), **exported(engine, adapted, ema, folder)}
-    found["held_after"] = {n: p.numel() for n, p in engine.module.named_parameters()}
+    found["swapped"] = swapped(engine)
     engine.close()
     return found
 
@@ -277,6 +277,22 @@ def state_of(engine: Any, before: dict[str, torch.Tensor]) -> dict[str, Any]:
         "trained": set(engine.master_weights.parameters),
         "stuck": [n for n, full in engine.master_weights.gather() if torch.equal(full, before[n])],
     }
+
+
+def swapped(engine: Any) -> dict[str, bool]:
+    """Whether frozen weights and the optimizer's states lie on NVMe."""
+    wrapper = getattr(getattr(engine, "deepspeed_engine", None), "optimizer", None)
+    groups = getattr(wrapper, "fp32_partitioned_groups_flat", ())
+    frozen = [p for p in engine.module.parameters() if not p.requires_grad]
+    return {
+        "frozen": any(_away(p) for p in frozen),
+        "optimizer": any(group.numel() == 0 for group in groups),
+    }
+
+
+def _away(parameter: torch.nn.Parameter) -> bool:
+    part = getattr(parameter, "ds_tensor", None)
+    return part is not None and part.numel() < part.ds_numel
 
 
 def exported(engine: Any, adapted: Adapted, ema: Any, folder: str) -> dict[str, Any]:

@@ -90,9 +90,13 @@ class TrainedParts(torch.nn.Module):
             part: Any = module
             if hasattr(part, "enable_gradient_checkpointing"):
                 part.enable_gradient_checkpointing()
-            elif hasattr(part, "gradient_checkpointing_enable"):
-                # The reentrant kind gives adapters no gradient: no input requires one.
-                part.gradient_checkpointing_enable({"use_reentrant": False})
+                continue
+            # The second is what transformers 4 calls the first.
+            for method in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+                if hasattr(part, method):
+                    # The reentrant kind gives adapters no gradient: no input requires one.
+                    getattr(part, method)({"use_reentrant": False})
+                    break
 
     def items(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Names and models."""

@@ -114,7 +114,7 @@ def add_lora(
         What was added; also kept on the model, where exports compare against it.
 
     Raises:
-        InvalidValueError: A target matches nothing, or the model has an adapter of this name.
+        InvalidValueError: A target matches nothing, or the model has adapters already.
         MissingDependencyError: peft is not installed.
     """
     wanted = lora or LoRA()
@@ -125,13 +125,7 @@ def add_lora(
             value=type(model).__name__,
             fix='add_lora(parts["unet"], ...) for each part',
         )
-    if wanted.name in getattr(model, "peft_config", {}):
-        raise InvalidValueError(
-            "the model has an adapter of this name",
-            key="LoRA.name",
-            value=wanted.name,
-            fix="choose another name, or load the model anew",
-        )
+    require_no_adapters(model)
     config = lora_config(model, wanted)
     model.requires_grad_(False)
     add = getattr(model, "add_adapter", None)
@@ -141,6 +135,22 @@ def add_lora(
         peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
     targets = () if wanted.targets else (_default_decision(config.target_modules),)
     return settle(model, wanted.name, base_dtype=base_dtype, decisions=targets)
+
+
+def require_no_adapters(model: torch.nn.Module) -> None:
+    """Refuse a model that has adapters: only those added last would be active.
+
+    Raises:
+        InvalidValueError: It has some.
+    """
+    there = list(getattr(model, "peft_config", None) or ())
+    if there:
+        raise InvalidValueError(
+            "the model has adapters already, which new ones would switch off",
+            key="model",
+            value=there,
+            fix="fold them in (merge_adapters), or load the model anew",
+        )
 
 
 def lora_config(model: torch.nn.Module, lora: LoRA) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from zerotune.backend.adapters import AdapterFacts
 from zerotune.backend.trained_parts import components
-from zerotune.diffusion.lora import settle
+from zerotune.diffusion.lora import require_no_adapters, settle
 from zerotune.diffusion.lora_targets import peft
 from zerotune.errors import CheckpointError, CheckpointMismatchError
 
@@ -44,10 +44,11 @@ def load_adapters(
     Raises:
         CheckpointError: There is no such file.
         CheckpointMismatchError: It has no adapters for the model, or not all of them fit.
-        InvalidValueError: The class does not tell the component.
+        InvalidValueError: The class does not tell the component, or the model has adapters.
         MissingDependencyError: peft is not installed.
     """
     peft()
+    require_no_adapters(model)
     file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise CheckpointError("there is no LoRA file", key=str(file))

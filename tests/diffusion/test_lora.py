@@ -1,0 +1,262 @@
+"""Adapters in a model: what is trained, what is refused, and several models in one."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from tests.diffusion.adapting import tiny_clip, tiny_sd3, tiny_sdxl
+from tests.support.needs import needs
+from zerotune.backend.adapters import AdapterParameter, fingerprint, recall, starting_points
+from zerotune.backend.trained_parts import TrainedParts, components
+from zerotune.diffusion import LoRA, add_lora, load_adapters
+from zerotune.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidValueError,
+    MissingDependencyError,
+)
+
+needs("peft")
+
+
+def trained(model):
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_only_adapters_are_trained_and_they_are_counted():
+    model = tiny_sd3()
+    base = sum(p.numel() for p in model.parameters())
+    facts = add_lora(model, LoRA(rank=4, alpha=8))
+    found = trained(model)
+    assert facts.tensors == len(found) == 2 * len(facts.layers) == 30
+    assert facts.trained == sum(p.numel() for p in found.values())
+    assert facts.total == base + facts.trained
+    assert facts.share == facts.trained / facts.total
+    assert all(AdapterParameter.parse(name).adapter == "default" for name in found)
+    assert recall(model, "default") == facts
+    (told,) = facts.decisions
+    assert told.key == "LoRA.targets"
+    assert set(told.after) >= {"to_q", "to_out.0", "add_k_proj", "to_add_out"}
+    assert "4.71%" in str(facts)
+
+
+def test_peft_gets_what_was_asked_for():
+    model = tiny_sdxl()
+    lora = LoRA(
+        rank=4,
+        alpha=6,
+        dropout=0.1,
+        targets=("to_q", "conv1"),
+        exclude=("mid_block.attentions.0.transformer_blocks.0.attn1.to_q",),
+        dora=True,
+        rank_pattern={"conv1": 2},
+        alpha_pattern={"conv1": 3},
+        init="gaussian",
+        name="style",
+    )
+    facts = add_lora(model, lora)
+    config = model.peft_config["style"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 6, 0.1)
+    assert (config.use_dora, config.init_lora_weights) == (True, "gaussian")
+    assert facts.name == "style"
+    excluded = model.get_submodule(lora.exclude[0])
+    assert not hasattr(excluded, "lora_A")
+    layer = model.get_submodule("mid_block.resnets.0.conv1")
+    assert (layer.r["style"], layer.scaling["style"]) == (2, 1.5)
+    assert (
+        model.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn2.to_q").scaling[
+            "style"
+        ]
+        == 1.5
+    )
+    assert {name.rpartition(".lora_")[2].split(".")[0] for name in trained(model)} == {
+        "A",
+        "B",
+        "magnitude_vector",
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adapters_are_fp32_whatever_the_base(dtype):
+    model = tiny_sd3().to(dtype)
+    add_lora(model)
+    assert {p.dtype for p in trained(model).values()} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {dtype}
+
+
+def test_the_base_is_cast_when_asked():
+    model = tiny_sd3()
+    facts = add_lora(model, LoRA(rank=2, targets="transformer_blocks.*to_q"), base_dtype="bf16")
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert {p.dtype for p in trained(model).values()} == {torch.float32}
+    (told,) = facts.decisions
+    assert (told.key, told.before, told.after) == ("model.base.dtype", "float32", "bfloat16")
+    with pytest.raises(InvalidValueError, match="no precision of weights"):
+        add_lora(tiny_sd3(), base_dtype="int8")
+
+
+def test_text_encoders_take_adapters_too():
+    for projection in (False, True):
+        facts = add_lora(tiny_clip(projection=projection), LoRA(rank=2))
+        assert len(facts.layers) == 8
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"targets": ("to_q", "to_qq")}, r"LoRA.targets = 'to_qq'.*did you mean 'to_q'"),
+        ({"targets": "conv.*z"}, r"LoRA.targets = 'conv.\*z'"),
+        ({"targets": "("}, "no regular expression"),
+        ({"exclude": ("nothing",)}, "LoRA.exclude = 'nothing'"),
+        ({"rank_pattern": {"to_x": 2}}, "LoRA.rank_pattern = 'to_x'.*did you mean"),
+        ({"alpha_pattern": {"mid.*zz": 2}}, "LoRA.alpha_pattern = 'mid.*zz'"),
+    ],
+)
+def test_what_matches_nothing_is_refused(lora, message):
+    model = tiny_sdxl()
+    with pytest.raises(InvalidValueError, match=message):
+        add_lora(model, LoRA(**lora))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ({"rank": 0}, "LoRA.rank"),
+        ({"rank": True}, "LoRA.rank"),
+        ({"alpha": -1}, "LoRA.alpha"),
+        ({"dropout": 1.0}, "LoRA.dropout"),
+        ({"init": "pissa"}, "LoRA.init"),
+        ({"init": "orthogonalish"}, "LoRA.init"),
+        ({"name": "a.b"}, "LoRA.name"),
+    ],
+)
+def test_values_out_of_range_are_refused(lora, key):
+    with pytest.raises(InvalidValueError) as caught:
+        LoRA(**lora)
+    assert caught.value.key == key
+
+
+def test_adapters_are_not_switched_off_by_further_ones(tmp_path):
+    model = tiny_sd3()
+    add_lora(model)
+    for again in (lambda: add_lora(model, LoRA(name="other")), lambda: load_adapters(model, ".")):
+        with pytest.raises(InvalidValueError, match="has adapters already"):
+            again()
+    assert {AdapterParameter.parse(name).adapter for name in trained(model)} == {"default"}
+
+
+def test_a_model_without_attention_needs_targets():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+    with pytest.raises(InvalidValueError, match="no attention projections"):
+        add_lora(model)
+    assert add_lora(model, LoRA(rank=2, targets=("0", "2"))).tensors == 4
+
+
+def test_a_missing_peft_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingDependencyError, match=r"^peft: is needed.*zerotune\[lora\]"):
+        add_lora(tiny_sd3())
+
+
+def test_fingerprints_know_rounded_values():
+    tensor = torch.randn(7, 3)
+    known = starting_points(tensor)
+    assert fingerprint(tensor) in known
+    assert fingerprint(tensor.bfloat16().float()) in known
+    assert fingerprint(tensor.half()) in known
+    assert fingerprint(torch.nextafter(tensor, tensor + 1)) not in known
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("a.b.lora_A.default.weight", "a.b.lora_A.weight"),
+        ("a.lora_B.x.bias", "a.lora_B.bias"),
+        ("a.lora_magnitude_vector.x.weight", "a.lora_magnitude_vector"),
+        ("t.lora_embedding_A.x", "t.lora_embedding_A"),
+        ("a.base_layer.weight", None),
+        ("lora_A.weight", None),
+    ],
+)
+def test_names_of_adapters_are_read(name, key):
+    parsed = AdapterParameter.parse(name)
+    assert (parsed.key if parsed else None) == key
+
+
+def test_names_in_files_are_pefts_own():
+    from peft import get_peft_model_state_dict
+
+    model = tiny_clip()
+    add_lora(model, LoRA(rank=2, dora=False, targets=("token_embedding", "fc1"), name="x"))
+    ours = {AdapterParameter.parse(name).key for name in trained(model)}
+    theirs = get_peft_model_state_dict(model, adapter_name="x", save_embedding_layers=False)
+    assert ours == set(theirs)
+
+
+def test_parts_are_called_by_name():
+    parts = TrainedParts(unet=torch.nn.Linear(3, 2), text_encoder=torch.nn.Linear(5, 3))
+    x = torch.ones(1, 5)
+    hidden = parts(x, part="text_encoder")
+    assert torch.equal(parts(hidden), parts["unet"](parts["text_encoder"](x)))
+    assert parts.names == ("unet", "text_encoder")
+    assert parts.primary is parts["unet"]
+    assert set(dict(parts.named_parameters())) == {
+        "unet.weight",
+        "unet.bias",
+        "text_encoder.weight",
+        "text_encoder.bias",
+    }
+    assert components(parts) == {
+        "unet": ("unet.", parts["unet"]),
+        "text_encoder": ("text_encoder.", parts["text_encoder"]),
+    }
+    for wrong in ("vae", "weight"):
+        with pytest.raises(InvalidValueError, match="only unet, text_encoder"):
+            parts(x, part=wrong)
+
+
+def test_parts_that_cannot_be_are_refused():
+    layer = torch.nn.Linear(1, 1)
+    for parts in ({}, {"forward": layer}, {"part": layer}, {"a": layer, "b": layer}):
+        with pytest.raises(InvalidValueError):
+            TrainedParts(**parts)
+    with pytest.raises(InvalidValueError, match="one of the parts"):
+        add_lora(TrainedParts(unet=layer))
+
+
+def test_parts_look_like_the_first():
+    parts = TrainedParts(unet=tiny_sdxl(), text_encoder=tiny_clip())
+    assert parts.config.in_channels == 4
+    assert parts.dtype == torch.float32
+    parts.enable_gradient_checkpointing()
+    assert parts["unet"].is_gradient_checkpointing
+    assert any(getattr(m, "gradient_checkpointing", False) for m in parts["text_encoder"].modules())
+
+
+def test_the_class_tells_the_component_or_it_must_be_named():
+    assert list(components(tiny_sd3())) == ["transformer"]
+    assert list(components(tiny_sdxl())) == ["unet"]
+    assert list(components(tiny_clip(), "text_encoder_2")) == ["text_encoder_2"]
+    with pytest.raises(InvalidValueError, match="text_encoder"):
+        components(tiny_clip())
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path):
+    from diffusers import StableDiffusionXLPipeline
+    from peft import get_peft_model_state_dict
+
+    model = tiny_sdxl()
+    add_lora(model, LoRA(rank=2))
+    StableDiffusionXLPipeline.save_lora_weights(
+        tmp_path, unet_lora_layers=get_peft_model_state_dict(model)
+    )
+    with pytest.raises(CheckpointMismatchError, match=r"nothing for 'transformer', only.*unet"):
+        load_adapters(tiny_sd3(), tmp_path)
+    with pytest.raises(CheckpointMismatchError):
+        load_adapters(tiny_sdxl(wide=64), tmp_path)
+    with pytest.raises(CheckpointError, match="no LoRA file"):
+        load_adapters(tiny_sdxl(), tmp_path / "nowhere")

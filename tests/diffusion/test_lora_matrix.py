@@ -1,0 +1,81 @@
+"""Adapters on every engine: stages 1-3, none/cpu/nvme, one and two processes, fp32 and bf16.
+
+Minutes long, so it runs where ``ZEROTUNE_LORA_MATRIX`` is set; ``test_lora_on_engines`` has the
+cross-section.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import attrs
+import pytest
+
+from tests.diffusion.adapting import WHOLE, Adapted, case_for, follow
+from tests.diffusion.test_lora_on_engines import (
+    DORA,
+    HALF,
+    STEPS,
+    TEXT,
+    check_files,
+    check_losses,
+    check_partitioned,
+    plain_losses,
+)
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.environ.get("ZEROTUNE_LORA_MATRIX"),
+        reason="set ZEROTUNE_LORA_MATRIX for all",
+    ),
+]
+
+PLACES = [
+    *(Case(stage=stage, offload=where) for stage in (1, 2) for where in ("none", "cpu")),
+    Case(stage=3, overrides=(WHOLE,)),
+    Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)),
+]
+MODELS = {
+    "unet": Adapted(),
+    "unet-checkpointing": Adapted(checkpointing=True),
+    "text": TEXT,
+    "dora": DORA,
+}
+RUNS = list(itertools.product(MODELS, PLACES, (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "world_size"), RUNS, ids=[f"{kind}-{case}-{n}" for kind, case, n in RUNS]
+)
+def test_losses_are_those_of_the_plain_engine(kind, case, world_size, tmp_path):
+    adapted = MODELS[kind]
+    expected = plain_losses(adapted, tmp_path)
+    results = run_ranks(
+        follow,
+        case_for(case, world_size),
+        adapted,
+        str(tmp_path),
+        STEPS,
+        HALF,
+        world_size=world_size,
+    )
+    check_losses(results[0]["losses"], expected)
+    check_files(results[0])
+    if case.stage == 3:
+        check_partitioned(results)
+
+
+@pytest.mark.parametrize("kind", ["unet", "text"])
+@pytest.mark.parametrize(("case", "world_size"), list(itertools.product(PLACES, (1, 2))), ids=str)
+def test_in_bf16_the_file_gives_the_engines_output(kind, case, world_size, tmp_path):
+    rounded = attrs.evolve(case_for(case, world_size), precision="bf16")
+    results = run_ranks(
+        follow, rounded, MODELS[kind], str(tmp_path), STEPS, HALF, world_size=world_size
+    )
+    check_files(results[0], exact=False)
+    assert results[0]["dtypes"] == {"torch.bfloat16"}

@@ -1,0 +1,106 @@
+"""Adapters train, save, resume and export the same on every engine.
+
+Here a cross-section; ``test_lora_matrix`` has the rest.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.diffusion.adapting import WHOLE, Adapted, case_for, follow, go_on
+from tests.support.needs import needs
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN, Case
+from zerotune.diffusion import LoRA
+
+needs("peft")
+
+STEPS, HALF = 12, 6
+TEXT = Adapted(kind="text", checkpointing=True)
+"""A U-Net and its text encoder, both with adapters, in one engine."""
+DORA = Adapted(kind="sd3", lora=LoRA(rank=4, alpha=8, dora=True))
+WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=8192)
+"""Matrices of more than 1 MiB, base and adapters: DeepSpeed swaps nothing smaller."""
+CLOSE = 5e-5
+_plain: dict[str, list[float]] = {}
+
+
+def plain_losses(adapted, folder):
+    """Of one process without DeepSpeed; its results are checked too."""
+    if repr(adapted) not in _plain:
+        case, place = case_for(PLAIN, 1), str(folder / "plain")
+        (found,) = run_ranks(follow, case, adapted, place, STEPS, HALF)
+        check_files(found)
+        _plain[repr(adapted)] = found["losses"]
+    return _plain[repr(adapted)]
+
+
+def check_losses(found, expected):
+    assert len(found) == len(expected)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    assert worst <= CLOSE, (found, expected)
+
+
+def check_files(found, *, exact=True):
+    assert found["same"], "the file gives the trained output"
+    assert found["same_average"]
+    assert found["average_differs"]
+    assert found["learned"] > 0.01
+    assert found["merged_error"] < (5e-6 if exact else 3e-2)
+
+
+def check_partitioned(results):
+    """At stage 3 nothing is whole outside a forward pass, the frozen base included."""
+    for found in results:
+        assert len(found["held"]) > len(found["trained"]) > 0
+        assert not any(found["held"].values())
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(tmp_path):
+    expected = plain_losses(TEXT, tmp_path)
+    case = case_for(Case(stage=2, offload="cpu"), 1)
+    (first,) = run_ranks(follow, case, TEXT, str(tmp_path), STEPS, HALF)
+    check_losses(first["losses"], expected)
+    check_files(first)
+    assert first["file"][2] == ("unet", "text_encoder")
+    assert not first["stuck"]
+    # Weights, two moments and the average of the adapters, in fp32, and nothing of the base.
+    weights = tmp_path / "half" / "weights-00001-of-00001.safetensors"
+    assert 0 < weights.stat().st_size - 4 * first["file"][1] < 40_000
+    case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
+    results = run_ranks(go_on, case, TEXT, str(tmp_path), STEPS, HALF, world_size=2)
+    check_losses(results[0]["losses"], expected[HALF:])
+    check_files(results[0])
+    check_partitioned(results)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_dora_on_a_transformer_at_stage_3(tmp_path):
+    expected = plain_losses(DORA, tmp_path)
+    case = case_for(Case(stage=3, overrides=(WHOLE,)), 2)
+    results = run_ranks(follow, case, DORA, str(tmp_path), STEPS, HALF, world_size=2)
+    check_losses(results[0]["losses"], expected)
+    check_files(results[0])
+    check_partitioned(results)
+    assert "add_q_proj" in results[0]["warnings"][0]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+def test_the_frozen_base_and_the_adapters_states_lie_on_nvme(tmp_path):
+    expected = plain_losses(WIDE, tmp_path)
+    case = Case(
+        stage=3,
+        offload="nvme",
+        offload_param="nvme",
+        nvme_path=str(tmp_path / "swap"),
+        overrides=(WHOLE,),
+    )
+    results = run_ranks(follow, case_for(case, 1), WIDE, str(tmp_path), STEPS, HALF)
+    check_losses(results[0]["losses"], expected)
+    check_files(results[0])
+    check_partitioned(results)
+    assert results[0]["swapped"] == {"frozen": True, "optimizer": True}
