@@ -167,7 +167,11 @@ def test_the_swap_folder_goes_with_the_script(tmp_path):
     ("launcher", "script", "stage"),
     [
         ([*ACCELERATE, "--num_processes", "2"], "accelerate_after", 2),
-        (["torch.distributed.run", "--nproc-per-node", "2"], "deepspeed_after", 2),
+        # accelerate starts torchrun itself, so this shows little more, for as long.
+        pytest.param(
+            *(["torch.distributed.run", "--nproc-per-node", "2"], "deepspeed_after", 2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_scripts_under_their_launchers(launcher, script, stage, tmp_path):
