@@ -1,6 +1,7 @@
 """The report on DeepSpeed's ops, asked of the real DeepSpeed in processes of their own.
 
-One process plays every scenario, because importing DeepSpeed takes seconds.
+One process plays every scenario, because importing DeepSpeed takes seconds; those who need no
+DeepSpeed of their own are forked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import attrs
 import pytest
+
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -322,15 +326,14 @@ class TestCuda:
         assert all(found == ["buildable", None, None] for found in told["same"].values())
 
 
-BUILD = """
-    import json, attrs
+def build_adam():
     from zerotune.backend.ops import build_op
     from zerotune.errors import PlatformError
+
     try:
-        print("TOLD" + json.dumps(attrs.asdict(build_op("cpu_adam"))))
+        return attrs.asdict(build_op("cpu_adam"))
     except PlatformError as error:
-        print("TOLD" + json.dumps([error.key, error.reason, error.fix]))
-"""
+        return [error.key, error.reason, error.fix]
 
 
 @needs_tools
@@ -339,44 +342,42 @@ def test_a_failed_build_names_the_root_cause(tmp_path):
     headers = tmp_path / "headers"
     headers.mkdir()
     (headers / "stdio.h").write_text("#include <there_is_no_such_header.h>\n")
+    environment = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "CPATH": str(headers)}
 
-    done = python(BUILD, TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"), CPATH=str(headers))
+    (found,) = run_ranks(build_adam, env=environment)
 
-    assert json.loads(done.stdout.split("TOLD")[1]) == [
+    assert found == [
         "op cpu_adam",
         "the header there_is_no_such_header.h is missing",
         "install the package that holds there_is_no_such_header.h",
     ]
 
 
+def compute_with_adam():
+    import torch
+
+    built = build_adam()
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    torch.manual_seed(0)
+    start, gradient = torch.randn(1001), torch.randn(1001)
+    results = []
+    for optimizer in (DeepSpeedCPUAdam, torch.optim.AdamW):
+        weight = torch.nn.Parameter(start.clone())
+        weight.grad = gradient.clone()
+        optimizer([weight], lr=1e-2, weight_decay=0.1).step()
+        results.append(weight.detach())
+    difference = (results[0] - results[1]).abs().max().item()
+    return built, difference, (results[0] - start).abs().min().item()
+
+
 @needs_tools
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_cpu_adam_is_compiled_and_computes():
-    # In the user's own cache, where every other run finds it.
-    script = """
-        import attrs, json, torch
-        from zerotune.backend.ops import build_op
-
-        built = build_op("cpu_adam")
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        torch.manual_seed(0)
-        start, gradient = torch.randn(1001), torch.randn(1001)
-        results = []
-        for optimizer in (DeepSpeedCPUAdam, torch.optim.AdamW):
-            weight = torch.nn.Parameter(start.clone())
-            weight.grad = gradient.clone()
-            optimizer([weight], lr=1e-2, weight_decay=0.1).step()
-            results.append(weight.detach())
-        difference = (results[0] - results[1]).abs().max().item()
-        moved = (results[0] - start).abs().min().item()
-        print("TOLD" + json.dumps([attrs.asdict(built), difference, moved]))
-    """
-    # Killing it while it compiles would leave its lock behind, on which others would wait.
-    done = python(script, timeout=1100)
-
-    built, difference, moved = json.loads(done.stdout.split("TOLD")[1])
+    # In the user's own cache, where every other run finds it. Killing it while it compiles
+    # would leave its lock behind, on which others would wait.
+    ((built, difference, moved),) = run_ranks(compute_with_adam, timeout_s=1100)
     # "stale" when a process with another ninja has rebuilt it in the meantime.
     assert built["state"] in {"built", "stale"}
     assert Path(built["path"]).stat().st_size > 0
