@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import run_ranks
 from zerotune.plan import (
     AioSection,
     Bf16Section,
@@ -25,69 +26,88 @@ from zerotune.plan.sizing import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
 pytestmark = pytest.mark.deepspeed
 
-# One process, because importing deepspeed takes seconds and changes the environment.
-SCRIPT = """
-import json, sys
-import deepspeed.runtime.config as config
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-from deepspeed.runtime.swap_tensor import utils as swap
-from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from deepspeed.runtime.zero.offload_config import (
-    DeepSpeedZeroOffloadOptimizerConfig,
-    DeepSpeedZeroOffloadParamConfig,
-)
 
 class Ranks:
-    def __init__(self, size): self.size = size
-    def get_rank(self, *a): return 0
-    def get_world_size(self, *a): return self.size
+    """As many as a configuration is for."""
 
-def accept(file):
-    rendered = json.load(open(file))
+    def __init__(self, size):
+        self.size = size
+
+    def get_rank(self, *_):
+        return 0
+
+    def get_world_size(self, *_):
+        return self.size
+
+
+def accept(rendered):
+    """What DeepSpeed reads in a rendered configuration."""
+    import deepspeed.runtime.config as reading
+
     size = rendered["train_batch_size"] // (
         rendered["train_micro_batch_size_per_gpu"] * rendered["gradient_accumulation_steps"]
     )
-    config.dist = Ranks(size)
-    read = DeepSpeedConfig(rendered)
+    reading.dist = Ranks(size)
+    read = reading.DeepSpeedConfig(rendered)
     zero = read.zero_config
     offload = [zero.offload_optimizer, zero.offload_param]
     return {
         "stage": int(zero.stage),
         "devices": [section.device if section else "none" for section in offload],
         "clipping": read.gradient_clipping,
-        "batch": [read.train_batch_size, read.train_micro_batch_size_per_gpu,
-                  read.gradient_accumulation_steps],
+        "batch": [
+            read.train_batch_size,
+            read.train_micro_batch_size_per_gpu,
+            read.gradient_accumulation_steps,
+        ],
         "bf16": read.bfloat16_config.enabled,
         "fp16": read.float16_config.enabled,
     }
 
-def keys(model):
-    return [field.alias or name for name, field in model.model_fields.items()]
 
 def attempt(file):
     try:
-        return accept(file)
-    except Exception as error:
+        return accept(json.loads(Path(file).read_text()))
+    except Exception as error:  # noqa: BLE001 - whatever it raises is a refusal
         return {"error": f"{type(error).__name__}: {error}"}
 
-print("RESULT" + json.dumps({
-    "accepted": {file: attempt(file) for file in sys.argv[1:]},
-    "zero": keys(DeepSpeedZeroConfig),
-    "offload": keys(DeepSpeedZeroOffloadParamConfig) + keys(DeepSpeedZeroOffloadOptimizerConfig),
-    "offload_param": keys(DeepSpeedZeroOffloadParamConfig),
-    "offload_optimizer": keys(DeepSpeedZeroOffloadOptimizerConfig),
-    "bf16": keys(DeepSpeedBF16Config),
-    "fp16": keys(DeepSpeedFP16Config),
-    "aio": list(AIO_DEFAULT_DICT),
-    "removed": list(getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())),
-    "removed_zero": list(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", ())),
-    "smallest_swap": swap.MIN_AIO_BYTES,
-    "persistence": DeepSpeedZeroConfig().param_persistence_threshold,
-    "version": __import__("deepspeed").__version__,
-}))
-"""
+
+def keys(model):
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def ask(files):
+    """All that the tests want to know of DeepSpeed."""
+    import deepspeed
+    import deepspeed.runtime.config as reading
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.swap_tensor import utils as swap
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    param, optimizer = (
+        keys(model)
+        for model in (DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig)
+    )
+    return {
+        "accepted": {file: attempt(file) for file in files},
+        "zero": keys(DeepSpeedZeroConfig),
+        "offload": param + optimizer,
+        "offload_param": param,
+        "offload_optimizer": optimizer,
+        "bf16": keys(DeepSpeedBF16Config),
+        "fp16": keys(DeepSpeedFP16Config),
+        "aio": list(AIO_DEFAULT_DICT),
+        "removed": list(getattr(reading, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", ())),
+        "removed_zero": list(getattr(reading, "_REMOVED_ZERO_CONFIG_KEYS", ())),
+        "smallest_swap": swap.MIN_AIO_BYTES,
+        "persistence": DeepSpeedZeroConfig().param_persistence_threshold,
+        "version": deepspeed.__version__,
+    }
 
 
 RENDERING = ("test_resolving.py", "test_rendering.py", "test_sizing.py", "test_explaining.py")
@@ -122,15 +142,8 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deepspeed(recorded):
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, *map(str, [*GOLDEN, *recorded])],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout.split("RESULT", 1)[1])
+    (found,) = run_ranks(ask, [str(file) for file in (*GOLDEN, *recorded)])
+    return found
 
 
 def meant(file):
