@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
 
 _BEFORE_THE_FIRST: Final = -1
-"""What ``DeepSpeedZeroOptimizer.micro_step_id`` is between two accumulation windows."""
+"""``micro_step_id`` between two windows, where DeepSpeed's module does not name it."""
 
 
 def discard_gradients(engine: Any) -> None:
@@ -50,7 +51,8 @@ def _discard_at_stages_1_and_2(wrapper: Any) -> None:
     wait = getattr(wrapper, "_wait_for_offload_copies", None)
     if wait is not None:
         wait()
-    wrapper.micro_step_id = _BEFORE_THE_FIRST
+    home = sys.modules[type(wrapper).__module__]
+    wrapper.micro_step_id = getattr(home, "INITIAL_MICRO_STEP_ID", _BEFORE_THE_FIRST)
     wrapper.zero_grad(set_to_none=True)
     if hasattr(wrapper, "_release_preflattened_grad_buffers"):
         wrapper._release_preflattened_grad_buffers()

@@ -116,10 +116,10 @@ class Engine(Protocol):
         ...
 
     def discard(self) -> None:
-        """Drop the accumulation window under way, gradients included, in place of its last
-        ``step``. Weights, optimizer, schedule and loss scale stay; it counts as a skipped step.
+        """Drop the accumulation window under way, in place of its last ``step``.
 
-        Collective: every rank must drop the same window.
+        Its gradients are forgotten; weights, optimizer, schedule and loss scale stay. It counts
+        as a skipped step. Collective: every rank must drop the same window.
         """
         ...
 
