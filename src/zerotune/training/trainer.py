@@ -129,12 +129,9 @@ class Trainer:
             self.stream = as_stream(data, engine=self.engine, seed=seed)
             self.averages = Averages(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
+            follows = activations is not None or plan_of(plan) is not plan
             self.running = Running(
-                self.engine,
-                data=data,
-                timeout_s=timeout_s,
-                advised=activations is not None or plan_of(plan) is not plan,
-                options=options,
+                self.engine, data=data, timeout_s=timeout_s, advised=follows, options=options
             )
             """Watches and measures the run."""
             advised = keep_activations(self.engine, plan=plan, activations=activations)
@@ -153,9 +150,8 @@ class Trainer:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None
         """Step and folder of the latest checkpoint this trainer wrote."""
-        self.decisions: tuple[Decision, ...] = advised
+        self.decisions: tuple[Decision, ...] = self.running.decisions + advised
         """Automatic choices since the engine was built; the engine holds its own."""
-        self.decisions += self.running.decisions
 
     @property
     def step(self) -> int:
