@@ -136,7 +136,7 @@ def alive(model: Any) -> Any:
 
 def sd15(folder: Path) -> Path:
     pipeline = StableDiffusionPipeline(
-        vae=vae(scaling_factor=0.18215), text_encoder=clip(projection=False),
+        vae=vae(scaling_factor=0.18215, force_upcast=False), text_encoder=clip(projection=False),
         tokenizer=clip_tokenizer(folder / "made"), unet=unet(cross_attention_dim=WIDTH),
         scheduler=PNDMScheduler(skip_prk_steps=True, steps_offset=1), safety_checker=None, feature_extractor=None,
         requires_safety_checker=False,

@@ -33,13 +33,14 @@ def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
     kind = type(scheduler)
     if kept.get("rescale_betas_zero_snr"):
         kept["timestep_spacing"] = "trailing"
-        kind = _knows_pure_noise(kind)
-    return kind.from_config({**scheduler.config, **kept})
+        if "rescale_betas_zero_snr" not in inspect.signature(kind.__init__).parameters:
+            kind = _replaced(kind)
+            kept["clip_sample"] = False  # DDIM's default is for pixels; these are latents.
+    # As keywords: diffusers drops settings that the configuration holds as defaults.
+    return kind.from_config(scheduler.config, **kept)
 
 
-def _knows_pure_noise(kind: type[Any]) -> type[Any]:
-    if "rescale_betas_zero_snr" in inspect.signature(kind.__init__).parameters:
-        return kind
+def _replaced(kind: type[Any]) -> type[Any]:
     from diffusers import DDIMScheduler
 
     announce(
@@ -54,4 +55,5 @@ def _knows_pure_noise(kind: type[Any]) -> type[Any]:
             ),
         )
     )
-    return DDIMScheduler
+    chosen: type[Any] = DDIMScheduler
+    return chosen

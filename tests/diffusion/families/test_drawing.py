@@ -1,0 +1,194 @@
+"""Images of prompts against plain diffusers with the same weights, generators and steps."""
+
+from __future__ import annotations
+
+import logging
+
+import diffusers
+import pytest
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler
+
+from zerotune.diffusion import ClassConditional, Unconditional, load_pretrained, sample
+from zerotune.diffusion.drawing import drawing_scheduler
+from zerotune.errors import DataError, InvalidValueError
+
+NAMES = ["sd15", "sdxl", "sd3", "flux"]
+PROMPTS = ["a cat", "the dog ran", "a"]
+SIZE = (16, 24)
+# The pipeline encodes and decodes all texts and images at once, zerotune one by one.
+CLOSE = {"rtol": 0, "atol": 3e-6}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders):
+    """Each pipeline in full precision."""
+    return {name: load_pretrained(folders[name], frozen_dtype="fp32") for name in NAMES}
+
+
+def plain_images(folder, name, *, negative, guidance, size=SIZE, steps=3):
+    """What a user gets who knows nothing of zerotune."""
+    without = {"image_encoder": None, "feature_extractor": None}
+    without |= {"text_encoder_3": None, "tokenizer_3": None}
+    nothing = without if name == "sd3" else {}
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **nothing)
+    pipe.set_progress_bar_config(disable=True)
+    told = {"guidance_scale": guidance}
+    if negative:
+        told["negative_prompt"] = [negative] * len(PROMPTS)
+    if name == "flux" and negative:
+        told = told | {"guidance_scale": 1.0, "true_cfg_scale": guidance}
+    drawn = torch.Generator().manual_seed(11)
+    seeds = torch.randint(2**63 - 1, (len(PROMPTS),), generator=drawn).tolist()
+    if size:
+        told |= {"height": size[0], "width": size[1]}
+    images = pipe(
+        prompt=PROMPTS,
+        num_inference_steps=steps,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        output_type="pt",
+        **told,
+    ).images
+    return images * 2 - 1
+
+
+def ours(loaded, **options):
+    settings = {"size": SIZE, "steps": 3} | options
+    return sample(
+        loaded.model, family=loaded.family, prompts=PROMPTS,
+        generator=torch.Generator().manual_seed(11), **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("negative", "guidance"), [("ugly", 3.0), ("", 1.0), ("", 2.5)])
+def test_images_are_those_of_plain_diffusers(folders, loaded, name, negative, guidance):
+    images = ours(loaded[name], negative_prompt=negative, guidance_scale=guidance)
+    wanted = plain_images(folders[name], name, negative=negative, guidance=guidance)
+    assert images.shape == wanted.shape == (3, 3, *SIZE)
+    torch.testing.assert_close(images.clamp(-1, 1), wanted, **CLOSE)
+    assert (images[0] - images[1]).abs().max() > 0.1
+    assert loaded[name].model.training
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+def test_the_usual_size_is_what_the_model_was_made_for(folders, loaded, name):
+    images = ours(loaded[name], size=None)
+    wanted = plain_images(folders[name], name, negative="", guidance=1.0, size=None)
+    assert images.shape == (3, 3, 16, 16)
+    torch.testing.assert_close(images.clamp(-1, 1), wanted, **CLOSE)
+
+
+def test_guidance_leads_away_from_the_negative_prompt(loaded):
+    for name in NAMES:
+        one = ours(loaded[name], negative_prompt="ugly", guidance_scale=3.0)
+        other = ours(loaded[name], negative_prompt="blue", guidance_scale=3.0)
+        assert (one - other).abs().max() > 1e-3, name
+
+
+class Rank:
+    """One of several ranks, which shares no images with the others here."""
+
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size = rank, world_size
+
+    def agree(self, value, what):
+        pass
+
+    def gather(self, value):
+        return [value]
+
+
+class OnRank:
+    """The model as an engine on one rank presents it."""
+
+    def __init__(self, model, group):
+        self.module, self.group = model, group
+        self.device, self.dtype = model.device, model.dtype
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def evaluating(self):
+        return torch.no_grad()
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_images_depend_neither_on_ranks_nor_on_the_batch_size(loaded, name):
+    whole = ours(loaded[name], guidance_scale=2.0, negative_prompt="ugly")
+    single = ours(loaded[name], guidance_scale=2.0, negative_prompt="ugly", batch_size=1)
+    torch.testing.assert_close(single, whole, **CLOSE)
+    model = loaded[name].model.eval()
+    shares = []
+    for rank in range(2):
+        engine = OnRank(model, Rank(rank, 2))
+        shares.append(
+            sample(
+                engine, family=loaded[name].family, prompts=PROMPTS, steps=3, size=SIZE,
+                guidance_scale=2.0, negative_prompt="ugly",
+                generator=torch.Generator().manual_seed(11),
+            )
+        )  # fmt: skip
+    model.train()
+    torch.testing.assert_close(torch.cat(shares)[:3], whole, **CLOSE)
+
+
+def test_what_was_trained_decides_what_is_drawn(loaded):
+    sdxl = loaded["sdxl"]
+    velocity = DDPMScheduler.from_config(sdxl.scheduler.config, prediction_type="v_prediction")
+    drawn = ours(sdxl, trained_with=velocity)
+    own = sdxl.family.parts.pipeline.scheduler
+    told = EulerDiscreteScheduler.from_config(own.config, prediction_type="v_prediction")
+    torch.testing.assert_close(drawn, ours(sdxl, scheduler=told), rtol=0, atol=0)
+    assert (drawn - ours(sdxl)).abs().max() > 0.01
+    assert own.config.prediction_type == "epsilon"
+
+
+def test_a_model_trained_to_pure_noise_is_drawn_from_it(loaded, caplog):
+    trained = DDPMScheduler(rescale_betas_zero_snr=True, prediction_type="v_prediction")
+    euler = drawing_scheduler(loaded["sdxl"].family.parts.pipeline.scheduler, trained)
+    euler.set_timesteps(4)
+    assert isinstance(euler, EulerDiscreteScheduler)
+    assert euler.timesteps[0] == 999
+    assert euler.config.rescale_betas_zero_snr
+    assert euler.config.prediction_type == "v_prediction"
+    with caplog.at_level(logging.WARNING):
+        ddim = drawing_scheduler(loaded["sd15"].family.parts.pipeline.scheduler, trained)
+    assert "PNDMScheduler" in caplog.text
+    assert isinstance(ddim, DDIMScheduler)
+    ddim.set_timesteps(4)
+    assert ddim.timesteps[0] == 999
+    assert ddim.alphas_cumprod[-1] == 0
+    assert not ddim.config.clip_sample
+    assert torch.isfinite(ours(loaded["sd15"], trained_with=trained)).all()
+
+
+def test_flow_matching_keeps_the_shift_of_training(loaded):
+    sd3 = loaded["sd3"]
+    own = sd3.family.parts.pipeline.scheduler
+    trained = type(own).from_config(own.config, shift=1.0)
+    assert own.config.shift == 3.0
+    drawn = drawing_scheduler(own, trained)
+    assert drawn.config.shift == 1.0
+    assert (ours(sd3, trained_with=trained) - ours(sd3)).abs().max() > 1e-3
+
+
+def test_a_scheduler_passed_in_is_not_changed(loaded):
+    mine = DDIMScheduler(steps_offset=1, clip_sample=False)
+    ours(loaded["sd15"], scheduler=mine)
+    assert mine.num_inference_steps is None
+
+
+def test_what_does_not_fit_is_refused(loaded, folders):
+    sdxl = loaded["sdxl"]
+    with pytest.raises(InvalidValueError, match="draws from texts"):
+        sample(sdxl.model, family=sdxl.family, count=2, scheduler=DDIMScheduler())
+    with pytest.raises(InvalidValueError, match="Unconditional takes no texts"):
+        sample(sdxl.model, family=Unconditional(), prompts=["a"])
+    with pytest.raises(InvalidValueError, match=r"size = .*only goes with prompts"):
+        sample(sdxl.model, family=ClassConditional(), count=1, size=(8, 8))
+    with pytest.raises(InvalidValueError, match=r"shape = .*only goes with labels or count"):
+        ours(sdxl, shape=(3, 8, 8))
+    bare = load_pretrained(folders["sdxl"], parts=False)
+    with pytest.raises(DataError, match="prompts cannot be used"):
+        ours(bare)

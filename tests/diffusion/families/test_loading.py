@@ -1,0 +1,241 @@
+"""From a folder to model, family and scheduler, and what is said when that cannot be."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+
+import diffusers
+import pytest
+import torch
+from diffusers import (
+    DDPMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    StableDiffusion3Pipeline,
+    UNet2DModel,
+)
+
+from tests.support import pipelines
+from tests.support.models import tiny_unet
+from zerotune.diffusion import (
+    FAMILIES,
+    ClassConditional,
+    DenoisingObjective,
+    FlowMatchingObjective,
+    Flux,
+    StableDiffusion,
+    StableDiffusion3,
+    StableDiffusionXL,
+    load_pretrained,
+)
+from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
+
+KINDS = {"sd15": StableDiffusion, "sdxl": StableDiffusionXL, "sd3": StableDiffusion3, "flux": Flux}
+NO_T5 = ("text_encoder_3", "tokenizer_3")
+
+
+@pytest.fixture(autouse=True)
+def loaders_end(nothing_leaks) -> Iterator[None]:
+    """transformers' reading threads outlive a load that fails by a moment."""
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(timeout=10)
+
+
+def edited(folder, target, **changes):
+    """A copy of a pipeline with another index; ``None`` removes an entry."""
+    shutil.copytree(folder, target)
+    index = json.loads((target / "model_index.json").read_text()) | changes
+    kept = {name: entry for name, entry in index.items() if entry is not None}
+    (target / "model_index.json").write_text(json.dumps(kept))
+    return target
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_folder_gives_all_that_training_needs(folders, name):
+    loaded = load_pretrained(folders[name], dropout=0.25)
+    family, parts = loaded.family, loaded.family.parts
+    assert type(family) is KINDS[name] is FAMILIES[family.pipeline]
+    assert family.dropout == 0.25
+    assert loaded.component == family.component
+    assert loaded.model.training
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in loaded.model.parameters())
+    assert not any(p.requires_grad for m in parts.modules.values() for p in m.parameters())
+    assert not any(module.training for module in parts.modules.values())
+    kept = type(loaded.model).from_pretrained(folders[name], subfolder=family.component)
+    assert all(map(torch.equal, kept.state_dict().values(), loaded.model.state_dict().values()))
+    flow = name in ("sd3", "flux")
+    assert isinstance(loaded.scheduler, FlowMatchEulerDiscreteScheduler if flow else DDPMScheduler)
+    objective = loaded.objective()
+    assert isinstance(objective, FlowMatchingObjective if flow else DenoisingObjective)
+    assert objective.family is family
+    if flow:
+        assert objective.density == "logit_normal"
+        assert loaded.objective(density="uniform").density == "uniform"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_family_names_is_in_its_model(folders, name):
+    model = load_pretrained(folders[name], parts=False).model
+    classes = {type(module).__name__ for module in model.modules()}
+    assert set(KINDS[name].leaf_modules) <= classes
+    layers = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    for target in KINDS[name].lora_targets:
+        assert any(layer.endswith(f".{target}") for layer in layers), target
+    assert hasattr(model, "enable_gradient_checkpointing")
+
+
+def test_the_vae_that_overflows_stays_in_fp32_and_it_is_said(folders):
+    loaded = load_pretrained(folders["sdxl"])
+    assert loaded.family.parts.vae.dtype == torch.float32
+    assert {m.dtype for m in loaded.family.parts.text_encoders.values()} == {torch.bfloat16}
+    (decision,) = loaded.decisions
+    assert (decision.key, decision.before, decision.after) == ("vae.dtype", "bfloat16", "float32")
+    assert load_pretrained(folders["sdxl"], frozen_dtype="fp32").decisions == ()
+    assert load_pretrained(folders["sd15"]).family.parts.vae.dtype == torch.bfloat16
+
+
+def test_the_training_scheduler_has_the_settings_of_the_one_that_draws(folders, tmp_path):
+    scheduler = load_pretrained(folders["sdxl"], parts=False).scheduler
+    assert (scheduler.config.beta_start, scheduler.config.beta_schedule) == (
+        0.00085,
+        "scaled_linear",
+    )
+    assert load_pretrained(folders["sd3"], parts=False).scheduler.config.shift == 3.0
+    velocity = edited(folders["sd15"], tmp_path / "v")
+    path = velocity / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prediction_type": "v_prediction"}))
+    loaded = load_pretrained(velocity, parts=False)
+    assert loaded.scheduler.config.prediction_type == "v_prediction"
+    other = DDPMScheduler(prediction_type="sample")
+    chosen = loaded.objective(scheduler=other).scheduler
+    assert chosen.config.prediction_type == "sample"
+
+
+def test_parts_may_be_left_out(folders):
+    bare = load_pretrained(folders["flux"], parts=False)
+    assert bare.family.parts is None
+    with pytest.raises(DataError, match="Flux has neither VAE nor text encoders"):
+        bare.family.encode_texts(["a"])
+    silent = load_pretrained(folders["flux"], leave_out=("text_encoder_2", "tokenizer_2"))
+    assert list(silent.family.parts.text_encoders) == ["text_encoder"]
+    blind = load_pretrained(folders["sdxl"], leave_out=("vae",))
+    assert blind.family.encode_texts(["a"])["prompt_embeds"].shape == (1, 16, 64)
+    with pytest.raises(DataError, match="without its VAE"):
+        blind.family.encode_images(torch.zeros(1, 3, 16, 16))
+    mute = load_pretrained(folders["sd15"], leave_out=("text_encoder", "tokenizer"))
+    assert mute.family.encode_images(torch.zeros(1, 3, 16, 16))["latents"].shape == (1, 4, 8, 8)
+    with pytest.raises(DataError, match="without text encoders"):
+        mute.family.encode_texts(["a"])
+    with pytest.raises(InvalidValueError, match="leave_out = 'text_encoder_9'"):
+        load_pretrained(folders["sdxl"], leave_out=("text_encoder_9",))
+
+
+def test_sd3_trains_without_t5_or_with_it(folders, tmp_path):
+    pipe = StableDiffusion3Pipeline.from_pretrained(
+        folders["sd3"], text_encoder_3=None, tokenizer_3=None, image_encoder=None,
+        feature_extractor=None,
+    )  # fmt: skip
+    without = load_pretrained(folders["sd3"], frozen_dtype="fp32").family
+    assert without.encode_texts(["a cat"])["prompt_embeds"][:, 16:].abs().max() == 0
+    pipe.register_modules(text_encoder_3=_widened(), tokenizer_3=pipelines.t5_tokenizer())
+    pipe.save_pretrained(tmp_path / "t5")
+    told = load_pretrained(tmp_path / "t5", max_sequence_length=8, frozen_dtype="fp32").family
+    embeds = told.encode_texts(["a cat"])["prompt_embeds"]
+    assert embeds.shape == (1, 16 + 8, 64)
+    assert embeds[:, 16:].abs().max() > 0
+    again = load_pretrained(tmp_path / "t5", leave_out=NO_T5, frozen_dtype="fp32").family
+    assert torch.equal(
+        again.encode_texts(["a cat"])["prompt_embeds"],
+        without.encode_texts(["a cat"])["prompt_embeds"],
+    )
+    assert told.text_settings() != again.text_settings()
+
+
+def _widened():
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(2)
+    return T5EncoderModel(
+        T5Config(vocab_size=32, d_model=64, d_ff=37, d_kv=8, num_layers=1, num_heads=4)
+    )
+
+
+def test_what_nobody_needs_is_not_loaded_and_comes_back_in_exports(folders, tmp_path):
+    # 1.5 comes with a safety checker of 1.2 GB, which neither trains nor draws here.
+    checked = edited(
+        folders["sd15"], tmp_path / "checked", requires_safety_checker=True,
+        safety_checker=["stable_diffusion", "StableDiffusionSafetyChecker"],
+        feature_extractor=["transformers", "CLIPImageProcessor"],
+    )  # fmt: skip
+    parts = load_pretrained(checked).family.parts
+    assert set(parts.modules) == {"vae", "text_encoder"}
+
+
+def test_variants_are_files_of_their_own(folders, tmp_path):
+    pipe = diffusers.StableDiffusionPipeline.from_pretrained(folders["sd15"], safety_checker=None)
+    pipe.save_pretrained(tmp_path / "half", variant="fp16")
+    loaded = load_pretrained(tmp_path / "half", variant="fp16", dtype="bf16")
+    assert loaded.model.dtype == torch.bfloat16
+    with pytest.raises(InvalidValueError, match="name the variant"):
+        load_pretrained(tmp_path / "half")
+    with pytest.raises(InvalidValueError, match="cannot be loaded"):
+        load_pretrained(folders["sd15"], variant="fp16")
+
+
+@pytest.mark.parametrize(
+    ("missing", "parts"), [("unet", False), ("text_encoder", True), ("scheduler", False)]
+)
+def test_missing_components_are_named(folders, tmp_path, missing, parts):
+    broken = edited(folders["sdxl"], tmp_path / "broken")
+    shutil.rmtree(broken / missing)
+    with pytest.raises(InvalidValueError, match="cannot be loaded") as error:
+        load_pretrained(broken, parts=parts)
+    assert str(broken) in str(error.value.value)
+
+
+def test_folders_that_are_no_pipelines_are_refused(folders, tmp_path):
+    with pytest.raises(InvalidValueError, match="neither a folder nor a pipeline"):
+        load_pretrained("nobody/nothing", local_files_only=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidValueError, match=r"config\.json"):
+        load_pretrained(tmp_path / "empty")
+    with pytest.raises(InvalidValueError, match="folder of a whole pipeline"):
+        load_pretrained(folders["sdxl"] / "unet")
+    unknown = edited(folders["sdxl"], tmp_path / "new", _class_name="BrandNewPipeline")
+    with pytest.raises(InvalidValueError, match=r"no family is known.*StableDiffusionXLPipeline"):
+        load_pretrained(unknown)
+    assert load_pretrained(unknown, family=StableDiffusionXL, parts=False).component == "unet"
+    with pytest.raises(InvalidValueError, match="has no such model"):
+        load_pretrained(folders["sdxl"], family=StableDiffusion3)
+    (tmp_path / "new" / "model_index.json").write_text("{")
+    with pytest.raises(InvalidValueError, match="cannot be loaded"):
+        load_pretrained(unknown)
+    with pytest.raises(InvalidValueError, match="dtype = 'int8'"):
+        load_pretrained(folders["sdxl"], dtype="int8")
+    with pytest.raises(InvalidValueError, match="dropout"):
+        load_pretrained(folders["sdxl"], parts=False, dropout=2.0)
+
+
+def test_a_unet_on_its_own_is_loaded_too(tmp_path):
+    model = tiny_unet()
+    model.save_pretrained(tmp_path / "classes")
+    loaded = load_pretrained(tmp_path / "classes", null_label=10, dropout=0.1)
+    assert isinstance(loaded.model, UNet2DModel)
+    assert loaded.family == ClassConditional(null_label=10, dropout=0.1)
+    assert loaded.component is None
+
+
+def test_transformers_are_asked_for_by_name(folders, monkeypatch):
+    def refuse(*_, **__):
+        raise ImportError("no transformers")
+
+    monkeypatch.setattr(diffusers.StableDiffusionXLPipeline, "from_pretrained", refuse)
+    with pytest.raises(MissingDependencyError, match="pip install transformers"):
+        load_pretrained(folders["sdxl"])

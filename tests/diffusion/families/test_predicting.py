@@ -1,0 +1,110 @@
+"""How each family calls its model: what is packed, divided, cast, and what must stay exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+
+from tests.support import pipelines
+from zerotune.diffusion import Flux, StableDiffusion3, StableDiffusionXL
+from zerotune.errors import DataError
+
+
+class Recording:
+    """A model in bf16 that keeps what it is called with."""
+
+    device, dtype = torch.device("cpu"), torch.bfloat16
+
+    def __init__(self, answer, **config):
+        self.answer, self.called = answer, None
+        self.config = type("Config", (), config)()
+
+    def __call__(self, *arguments, **named):
+        self.called = (arguments, named)
+        return (self.answer(*arguments, **named),)
+
+
+def texts(count=2, width=32):
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "prompt_embeds": torch.randn(count, 5, width, generator=generator),
+        "pooled_prompt_embeds": torch.randn(count, 32, generator=generator),
+    }
+
+
+def test_bf16_models_are_told_exact_times_and_sizes():
+    sizes = torch.tensor([[1023.0, 767.0, 5.0, 3.0, 1025.0, 513.0]]).repeat(2, 1)
+    model = Recording(lambda noisy, *_, **__: noisy)
+    noisy, times = torch.randn(2, 4, 8, 8), torch.tensor([999, 997])
+    conditioning = texts() | {"time_ids": sizes}
+    output = StableDiffusionXL().predict(model, noisy, times, conditioning)
+    (given, time), named = model.called
+    assert output.dtype == given.dtype == named["encoder_hidden_states"].dtype == torch.bfloat16
+    assert time.tolist() == [999, 997]
+    added = named["added_cond_kwargs"]
+    assert torch.equal(added["time_ids"], sizes)
+    assert not torch.equal(sizes, sizes.bfloat16().float())
+    assert added["text_embeds"].dtype == torch.bfloat16
+
+
+def test_flux_packs_patches_divides_times_and_states_its_guidance():
+    shape = (2, 4, 8, 6)
+    values = torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+    def answer(*, hidden_states, **_):
+        return hidden_states
+
+    model = Recording(answer, guidance_embeds=True)
+    model.dtype = torch.float32
+    times = torch.tensor([999.0, 250.5])
+    output = Flux(guidance=3.5).predict(model, values, times, texts())
+    assert torch.equal(output, values), "unpacking must undo packing"
+    _, named = model.called
+    assert named["hidden_states"].shape == (2, 12, 16)
+    # The first token is the upper left patch of each channel.
+    corner = values[0, :, :2, :2].reshape(4, 4).flatten()
+    assert torch.equal(named["hidden_states"][0, 0], corner)
+    assert torch.equal(named["timestep"], times / 1000)
+    assert named["guidance"].tolist() == [3.5, 3.5]
+    ids = FluxPipeline._prepare_latent_image_ids(2, 4, 3, "cpu", torch.float32)
+    assert torch.equal(named["img_ids"], ids)
+    assert named["img_ids"][-1].tolist() == [0, 3, 2]
+    assert torch.equal(named["txt_ids"], torch.zeros(5, 3))
+
+    model.config.guidance_embeds = False
+    Flux().predict(model, values, times, texts())
+    assert model.called[1]["guidance"] is None
+    with pytest.raises(DataError, match="divisible by 16"):
+        Flux().predict(model, torch.zeros(1, 4, 7, 8), times[:1], texts(1))
+
+
+def test_flux_in_bf16_keeps_times_and_places_exact():
+    model = Recording(lambda *, hidden_states, **_: hidden_states, guidance_embeds=True)
+    Flux().predict(model, torch.zeros(1, 4, 8, 8), torch.tensor([997.0]), texts(1))
+    _, named = model.called
+    assert named["hidden_states"].dtype == torch.bfloat16
+    exact = (named["timestep"], named["guidance"], named["img_ids"], named["txt_ids"])
+    assert {tensor.dtype for tensor in exact} == {torch.float32}
+
+
+def test_sd3_is_called_as_in_the_training_script():
+    transformer = pipelines.sd3_transformer().eval()
+    noisy = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(2))
+    times = torch.tensor([731.25, 12.5])
+    known = {
+        "prompt_embeds": torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(3)),
+        "pooled_prompt_embeds": torch.randn(2, 64, generator=torch.Generator().manual_seed(4)),
+    }
+    with torch.no_grad():
+        ours = StableDiffusion3().predict(transformer, noisy, times, known)
+        # examples/dreambooth/train_dreambooth_sd3.py
+        theirs = transformer(
+            hidden_states=noisy,
+            timestep=times,
+            encoder_hidden_states=known["prompt_embeds"],
+            pooled_projections=known["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]
+    assert torch.equal(ours, theirs)
+    assert ours.std() > 0.01

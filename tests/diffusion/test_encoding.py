@@ -1,0 +1,102 @@
+"""A folder of images to caches, after which the encoders leave the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support import pipelines
+from zerotune.diffusion import encode_dataset, load_pretrained
+from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
+from zerotune.errors import DataError
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    colors = np.random.default_rng(0)
+    for number, name in enumerate(("a cat", "the dog", "a cat")):
+        pixels = colors.integers(0, 255, (20, 16 + 4 * number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(name)
+    return PreparedImages(ImageFolder(folder), buckets=AspectBuckets(area=16 * 16, step=8))
+
+
+@pytest.fixture
+def sdxl(tmp_path):
+    return pipelines.sdxl(tmp_path / "sdxl")
+
+
+def watched(parts, monkeypatch):
+    """Where parts are sent, in order."""
+    moved = []
+    usual = parts.to
+
+    def to(device, names=None):
+        moved.append((str(device), None if names is None else tuple(names)))
+        return usual(device, names)
+
+    monkeypatch.setattr(parts, "to", to)
+    return moved
+
+
+def test_caches_hold_what_the_encoders_give_and_the_encoders_leave(
+    images, sdxl, tmp_path, monkeypatch
+):
+    family = load_pretrained(sdxl, frozen_dtype="fp32").family
+    moved = watched(family.parts, monkeypatch)
+    cached = encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
+    # Only what computes is on the device, and nothing after.
+    encoders = ("text_encoder", "text_encoder_2")
+    assert {names for _, names in moved} == {("vae",), encoders, None}
+    kinds = [names for _, names in moved]
+    assert kinds.index(None) == kinds.count(("vae",)), "the VAE leaves before texts are encoded"
+    assert moved[-1] == ("cpu", None)
+    for index in range(3):
+        sample, whole = cached[index], images[index]
+        latents = family.clean({"images": whole["images"][None]})[0]
+        texts = family.encode_texts([whole["captions"]])
+        torch.testing.assert_close(sample["latents"], latents, rtol=0, atol=1e-5)
+        for name in family.text_tensors:
+            torch.testing.assert_close(sample[name], texts[name][0], rtol=0, atol=1e-5)
+        assert torch.equal(sample["original_sizes"], whole["original_sizes"])
+
+
+def test_nothing_is_encoded_twice_and_nothing_stale_is_read(images, sdxl, tmp_path, monkeypatch):
+    family = load_pretrained(sdxl, frozen_dtype="fp32").family
+    first = encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
+
+    def refuse(*_, **__):
+        raise AssertionError("encoded again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(family.parts), "encode_images", refuse)
+        patch.setattr(type(family), "embed", refuse)
+        again = encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
+        assert torch.equal(again[1]["latents"], first[1]["latents"])
+        with torch.no_grad():
+            family.parts.vae.decoder.conv_in.weight.add_(1.0)
+        with pytest.raises(AssertionError, match="encoded again"):
+            encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
+
+
+def test_without_parts_there_is_nothing_to_encode_with(images, sdxl, tmp_path):
+    family = load_pretrained(sdxl, parts=False).family
+    with pytest.raises(DataError, match="neither VAE nor text encoders"):
+        encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
+
+
+@pytest.mark.gpu
+def test_encoders_give_the_memory_back(images, sdxl, tmp_path):
+    family = load_pretrained(sdxl).family
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
+    weights = sum(p.nbytes for m in family.parts.modules.values() for p in m.parameters())
+    assert torch.cuda.max_memory_allocated() - before > weights / 4, "it was used"
+    assert torch.cuda.memory_allocated() - before < weights / 100
+    assert {p.device.type for m in family.parts.modules.values() for p in m.parameters()} == {"cpu"}
