@@ -22,7 +22,7 @@ from tests.training import interrupted, looping
 @pytest.mark.parametrize(
     ("deepspeed", "ranks", "number", "rank"),
     [
-        pytest.param(True, 1, signal.SIGINT, None, marks=pytest.mark.deepspeed),
+        (False, 1, signal.SIGINT, None),
         pytest.param(False, 2, signal.SIGTERM, 1, marks=pytest.mark.world_size(2)),
     ],
 )
