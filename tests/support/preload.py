@@ -21,7 +21,9 @@ with contextlib.suppress(ImportError):
 
         # Each engine asks once what can be compiled, and the answer takes two runs of gcc.
         deepspeed.ops.__compatible_ops__  # noqa: B018
-        # Which each engine imports to see whether an optimizer is one of these.
+        # Each engine imports these, whatever it is to do.
+        import deepspeed.module_inject.auto_ep_config
+        import deepspeed.module_inject.auto_ep_layer
         import deepspeed.runtime.zero.muon.muon_optimizer
 
 if platform.accelerator == "cpu":
@@ -29,6 +31,7 @@ if platform.accelerator == "cpu":
     with contextlib.suppress(Exception):
         # diffusers loads a model when it is first asked for one, and with it quantizers (which
         # look for a GPU), peft and transformers: four seconds in every child.
+        import diffusers.training_utils  # noqa: F401
         from diffusers import UNet2DConditionModel, UNet2DModel  # noqa: F401
     with contextlib.suppress(Exception):
         import zerotune
@@ -36,8 +39,12 @@ if platform.accelerator == "cpu":
         # Each public name loads its module when it is first asked for.
         for name in zerotune.__all__:
             getattr(zerotune, name)
+        import zerotune.plan.reading
         import zerotune.plan.resolving
         import zerotune.plan.rulebook
+    with contextlib.suppress(ImportError):
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
 
 with contextlib.suppress(ImportError):
     import sklearn.datasets
