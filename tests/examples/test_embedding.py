@@ -132,8 +132,10 @@ def test_two_processes_at_stage_3(kind, tmp_path):
 def test_fabric(zero, world_size, tmp_path):
     needs("lightning_fabric", may_lack="an example only")
     script = ("fabric_after", BEFORE, str(tmp_path / "end"), zero)
-    # What torchrun sets and Fabric looks for.
-    env = {"TORCHELASTIC_RUN_ID": "none"} if world_size > 1 else {}
+    # Without it Fabric takes every core, as if nothing else ran.
+    env = {"OMP_NUM_THREADS": "1"}
+    if world_size > 1:
+        env["TORCHELASTIC_RUN_ID"] = "what torchrun sets and Fabric looks for"
     check(run_ranks(run_script, *script, world_size=world_size, env=env), zero=zero)
 
 
