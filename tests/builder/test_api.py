@@ -73,7 +73,7 @@ class TestPreview:
         assert bars["device"]["fits"]
         parts = sum(part["nbytes"] for part in bars["device"]["components"])
         assert parts == bars["device"]["needed"]
-        small = preview(client, setup={"vram": "8", "ram": "32 GiB"})["memory"]["bars"]
+        small = preview(client, setup={"vram": "6", "ram": "32 GiB"})["memory"]["bars"]
         assert [bar["fits"] for bar in small[:2]] == [False, False]
 
     def test_ranks_share_the_ram(self, client):

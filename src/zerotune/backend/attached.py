@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zerotune.backend.attaching import deepspeed_engine_of
 from zerotune.backend.corrections import align_swapped_gradients, undo_dummy_step
-from zerotune.backend.deepspeed import DeepSpeedEngine, _check_plan, _check_world
+from zerotune.backend.deepspeed import DeepSpeedEngine
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.groups import expected_groups
@@ -18,6 +18,7 @@ from zerotune.backend.layouts import layout_of_deepspeed, trainable_parameters
 from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import own_scheduler
+from zerotune.backend.plan_checks import check_plan, check_world
 from zerotune.backend.torch_optimizers import ShardAware
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
@@ -49,7 +50,7 @@ class AttachedEngine(DeepSpeedEngine):
             self._attach(deepspeed_engine_of(engine), plan, timeout_s)
 
     def _attach(self, engine: Any, plan: ResolvedPlan, timeout_s: float) -> None:
-        _check_plan(plan)
+        check_plan(plan)
         if engine.optimizer is None:
             raise EngineError(
                 "DeepSpeed was initialized without an optimizer, so it trains nothing",
@@ -59,7 +60,7 @@ class AttachedEngine(DeepSpeedEngine):
         self._engine, self._plan, self._module = engine, plan, engine.module
         self._group = ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
         self.resources.callback(self._group.close)
-        _check_world(plan, self._group)
+        check_world(plan, self._group)
         check_accelerate(self._group.world_size)
         named = trainable_parameters(self._module)
         if plan.optimizer is not None:

@@ -37,6 +37,7 @@ from zerotune.backend.optimizers import (
     scheduler_class,
 )
 from zerotune.backend.pinning import pin_exactly
+from zerotune.backend.plan_checks import check_plan, check_shapes, check_world
 from zerotune.backend.require import quiet_deepspeed, require_deepspeed
 from zerotune.backend.sharding import shard_from_host
 from zerotune.backend.torch_optimizers import ShardAware
@@ -72,7 +73,7 @@ class DeepSpeedEngine(Closing):
             self._start(model, plan, timeout_s)
 
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
-        _check_plan(plan)
+        check_plan(plan)
         accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
         deepspeed = require_deepspeed(accelerator=accelerator)
         quiet_deepspeed()
@@ -82,11 +83,11 @@ class DeepSpeedEngine(Closing):
             backend=_COMMUNICATION.get(accelerator, "gloo"), launch=launch, timeout_s=timeout_s
         )
         self.resources.callback(self._group.close)
-        _check_world(plan, self._group)
+        check_world(plan, self._group)
         named = trainable_parameters(model)
         if not named:
             raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
-        _check_shapes(model)
+        check_shapes(model)
         rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
         # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it.
         self.resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
@@ -267,46 +268,6 @@ class DeepSpeedEngine(Closing):
             named = named_leaf_modules(plan, self._module)
             checks.equal("leaf modules", len(named), len(leaf_modules(self._module)))
         return checks
-
-
-def _check_plan(plan: ResolvedPlan) -> None:
-    if not plan.uses_deepspeed:
-        raise EngineError(
-            "this plan was resolved without DeepSpeed",
-            key="plan",
-            value=plan.platform.deepspeed.reason,
-            fix="use PlainEngine, or build_engine, which picks the right one",
-        )
-    if plan.optimizer is None:
-        raise EngineError(
-            "the plan has no optimizer choice",
-            key="plan.optimizer",
-            fix="plan = OptimizerResolver().apply(plan)",
-        )
-
-
-def _check_shapes(model: torch.nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if not full_shape(parameter):
-            # DeepSpeed broadcasts parameters as bytes, and torch cannot view 0-d tensors so.
-            raise EngineError(
-                "DeepSpeed cannot broadcast a parameter without dimensions",
-                key=f"model.{name}",
-                value=full_shape(parameter),
-                fix="give it one element, torch.nn.Parameter(torch.tensor([x])), or train with "
-                "the plain engine",
-            )
-
-
-def _check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    if plan.world_size != group.world_size:
-        raise EngineError(
-            f"the plan was resolved for {plan.world_size} process(es), {group.world_size} run",
-            key="world_size",
-            value=plan.world_size,
-            fix=f"plan.resolve(world_size={group.world_size})",
-        )
-    group.agree(plan.digest(), "resolved plan")
 
 
 def _initialize(
