@@ -30,7 +30,8 @@ def under_stage_3(folders: dict[str, str], expected: dict[str, Any], zero_init: 
     """Load while transformers, and zero.Init if asked, partition whatever is made."""
     import deepspeed
     from transformers import CLIPTextModel
-    from transformers.integrations import HfDeepSpeedConfig, deepspeed as integration
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations import deepspeed as integration
 
     # The process group, and all that comes with an engine.
     engine = start(Case(stage=3), torch.nn.Linear(4, 4))

@@ -1,0 +1,63 @@
+"""The family of docs/families.md: trained, drawn from and exported without a change here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, PixArtSigmaPipeline
+
+from tests.diffusion.families.own_family import (
+    PROMPTS,
+    family_of_the_page,
+    pixart,
+    train_and_draw,
+)
+from tests.support.ranks import run_ranks
+from zerotune.diffusion import FAMILIES, load_pretrained
+from zerotune.errors import InvalidValueError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return pixart(tmp_path_factory.mktemp("pixart"))
+
+
+def test_its_texts_and_scheduler_are_those_of_the_pipeline(folder):
+    with pytest.raises(InvalidValueError, match="no family is known"):
+        load_pretrained(folder)
+    loaded = load_pretrained(
+        folder, family=family_of_the_page(), frozen_dtype="fp32", max_sequence_length=12
+    )
+    assert loaded.family.pipeline not in FAMILIES
+    assert isinstance(loaded.scheduler, DDPMScheduler)
+    given = loaded.family.encode_texts(PROMPTS)
+    pipe = PixArtSigmaPipeline.from_pretrained(folder)
+    with torch.no_grad():
+        embeds, mask, _, _ = pipe.encode_prompt(PROMPTS, False, max_sequence_length=12)
+    assert torch.equal(given["prompt_embeds"], embeds)
+    assert torch.equal(given["prompt_attention_mask"], mask)
+    assert loaded.family.text_settings().settings["max_sequence_length"] == 12
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_it_trains_at_stage_3_and_draws_what_plain_diffusers_draws(folder, tmp_path):
+    ranks = run_ranks(train_and_draw, str(folder), str(tmp_path / "out"), world_size=2)
+    first, second = ranks
+    assert first["held"] == 0, "nothing was partitioned"
+    assert first["losses"] != second["losses"]
+    assert torch.equal(first["images"], second["images"])
+    assert first["moved"] == first["of"]
+    pipe = PixArtSigmaPipeline.from_pretrained(tmp_path / "out")
+    pipe.set_progress_bar_config(disable=True)
+    drawn = torch.Generator().manual_seed(1)
+    seeds = torch.randint(2**63 - 1, (2,), generator=drawn).tolist()
+    images = pipe(
+        PROMPTS, num_inference_steps=3, guidance_scale=2.0, height=16, width=16,
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        max_sequence_length=12, use_resolution_binning=False, clean_caption=False,
+        output_type="pt",
+    ).images  # fmt: skip
+    ours = (first["images"] / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(ours, images, rtol=0, atol=3e-6)
+    assert images.std() > 0.01
