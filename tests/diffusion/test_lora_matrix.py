@@ -18,9 +18,11 @@ from tests.diffusion.test_lora_on_engines import (
     HALF,
     STEPS,
     TEXT,
+    WIDE,
     check_files,
     check_losses,
     check_partitioned,
+    on_nvme,
     plain_losses,
 )
 from tests.support.ranks import run_ranks
@@ -79,3 +81,15 @@ def test_in_bf16_the_file_gives_the_engines_output(kind, case, world_size, tmp_p
     )
     check_files(results[0], exact=False)
     assert results[0]["dtypes"] == {"torch.bfloat16"}
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_on_nvme_lie_the_frozen_base_and_the_adapters_states(world_size, tmp_path):
+    # Each rank's part of a matrix has 1 MiB in bf16.
+    wide = attrs.evolve(WIDE, wide=16384 * world_size)
+    case = on_nvme(tmp_path, world_size, precision="bf16")
+    results = run_ranks(follow, case, wide, str(tmp_path), STEPS, HALF, world_size=world_size)
+    check_files(results[0], exact=False)
+    check_partitioned(results)
+    assert all(found["swapped"] == {"frozen": True, "optimizer": True} for found in results)

@@ -19,8 +19,8 @@ STEPS, HALF = 12, 6
 TEXT = Adapted(kind="text", checkpointing=True)
 """A U-Net and its text encoder, both with adapters, in one engine."""
 DORA = Adapted(kind="sd3", lora=LoRA(rank=4, alpha=8, dora=True))
-WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=8192)
-"""Matrices of more than 1 MiB, base and adapters: DeepSpeed swaps nothing smaller."""
+WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=2048)
+"""Adapters of more than 1 MiB together: DeepSpeed swaps nothing smaller."""
 CLOSE = 5e-5
 _plain: dict[str, list[float]] = {}
 
@@ -33,6 +33,18 @@ def plain_losses(adapted, folder):
         check_files(found)
         _plain[repr(adapted)] = found["losses"]
     return _plain[repr(adapted)]
+
+
+def on_nvme(folder, world_size, precision="fp32"):
+    case = Case(
+        stage=3,
+        offload="nvme",
+        offload_param="nvme",
+        precision=precision,
+        nvme_path=str(folder / "swap"),
+        overrides=(WHOLE,),
+    )
+    return case_for(case, world_size)
 
 
 def check_losses(found, expected):
@@ -90,17 +102,11 @@ def test_dora_on_a_transformer_at_stage_3(tmp_path):
 
 @pytest.mark.deepspeed
 @pytest.mark.nvme
-def test_the_frozen_base_and_the_adapters_states_lie_on_nvme(tmp_path):
+def test_the_adapters_states_lie_on_nvme(tmp_path):
     expected = plain_losses(WIDE, tmp_path)
-    case = Case(
-        stage=3,
-        offload="nvme",
-        offload_param="nvme",
-        nvme_path=str(tmp_path / "swap"),
-        overrides=(WHOLE,),
-    )
-    results = run_ranks(follow, case_for(case, 1), WIDE, str(tmp_path), STEPS, HALF)
+    results = run_ranks(follow, on_nvme(tmp_path, 1), WIDE, str(tmp_path), STEPS, HALF)
     check_losses(results[0]["losses"], expected)
     check_files(results[0])
     check_partitioned(results)
-    assert results[0]["swapped"] == {"frozen": True, "optimizer": True}
+    # The plan keeps fp32 parameters in host memory here: DeepSpeed would swap them as bf16.
+    assert results[0]["swapped"] == {"frozen": False, "optimizer": True}
