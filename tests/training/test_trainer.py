@@ -103,7 +103,7 @@ def _check_report(report, ranks):
     assert report.host_peak >= report.host_before > 0
     text = report.render()
     assert "5 steps in" in text
-    assert "master weights" in text
+    assert "optimizer states" in text
     assert f"{ranks} process" in text
 
 

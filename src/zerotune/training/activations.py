@@ -97,7 +97,9 @@ def _cost(model: Any, arguments: Mapping[str, Any]) -> ActivationCost:
 
 def _without_data(model: Any) -> Any:
     with torch.device("meta"):
-        copy = type(model).from_config(model.config).to(torch.bfloat16)
+        copy = type(model).from_config(model.config)
+    # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
+    torch.nn.Module.to(copy, torch.bfloat16)
     for parameter in copy.parameters():
         # Gradients are an item of their own in an estimate.
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
