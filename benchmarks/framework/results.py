@@ -77,7 +77,7 @@ class ResultFile:
     def data(self, order: Sequence[str]) -> dict[str, Any]:
         """The whole result, with the goals of these cases."""
         cases = [self._cases[name] for name in order if name in self._cases]
-        goals = [judged(goal, cases) for goal in self._goals if goal.case in order]
+        goals = [judged(goal, cases) for goal in self._goals if _applies(goal, cases, order)]
         return {**self._head, "cases": cases, "goals": goals}
 
 
@@ -143,6 +143,14 @@ def _quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+def _applies(goal: Goal, cases: Sequence[Mapping[str, Any]], order: Sequence[str]) -> bool:
+    """Whether a goal is about these cases, and about something that this machine has."""
+    case = next((case for case in cases if case["name"] == goal.case), None)
+    if case is None or "refused" in case:
+        return goal.case in order
+    return goal.quantity in case["contestants"].get(goal.contestant, {})
 
 
 def judged(goal: Goal, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

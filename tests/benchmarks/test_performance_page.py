@@ -34,9 +34,10 @@ def test_a_missing_result_is_said_to_be_missing(generator):
 
 
 def test_reasons_belong_to_goals(generator):
-    results = generator["stored"]()
+    from benchmarks.registry import load
+
     for benchmark, beginning in generator["REASONS"]:
-        texts = [goal["text"] for goal in results[benchmark]["goals"]]
+        texts = [goal.text for goal in load(benchmark).goals]
         assert any(text.startswith(beginning) for text in texts), (benchmark, beginning)
 
 
