@@ -179,12 +179,13 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def matrix(session: nox.Session) -> None:
-    """Every EMA under every plan, and every resume from every plan to every other."""
+    """Every EMA under every plan, every resume from every plan to every other, every launcher."""
     training_environment(session)
     session.env.update(ZEROTUNE_EMA_MATRIX="1", ZEROTUNE_MATRIX="1")
     run(
-        session, "-m", "pytest", "tests/checkpoint/test_matrix.py", "tests/ema/test_matrix.py",
-        *session.posargs,
+        session, "-m", "pytest", "-m", "slow",
+        "tests/checkpoint/test_matrix.py", "tests/ema/test_matrix.py",
+        "tests/backend/test_distributed.py", *session.posargs,
     )  # fmt: skip
 
 
@@ -200,7 +201,15 @@ def parity(session: nox.Session) -> None:
     """Every working optimizer under every stage and offload against its plain reference."""
     training_environment(session)
     session.env["ZEROTUNE_FULL_PARITY"] = "1"
-    run(session, "-m", "pytest", "-m", "slow", "tests/backend/test_optimizer_parity.py")
+    run(
+        session,
+        "-m",
+        "pytest",
+        "-m",
+        "slow",
+        "tests/backend/test_optimizer_parity.py",
+        "tests/backend/test_parity.py",
+    )
 
 
 @nox.session(python=False)

@@ -231,9 +231,6 @@ class TestReport:
     def test_the_age_of_an_old_lock_is_told(self, told):
         assert "60 minutes ago" in told["abandoned"]["cpu_adam"]["cause"]
 
-
-@needs_tools
-class TestRefusals:
     def test_building_does_not_wait_for_an_abandoned_lock(self, told):
         kind, message = told["build abandoned"]
 
