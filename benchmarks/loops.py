@@ -127,6 +127,7 @@ class Loop:
         """Bytes held with the libraries loaded and nothing else."""
         import accelerate
         import diffusers
+        import diffusers.training_utils  # Of every script of diffusers.
 
         import zerotune.training
 
