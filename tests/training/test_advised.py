@@ -79,10 +79,9 @@ def test_advice_is_followed_and_changes_no_result() -> None:
         assert found[how]["weights"] == found["plain"]["weights"], how
     assert found["offload"]["moved"] > 0
     assert not found["offload"]["after"], "detached with the engine"
-    assert found["advised offload"]["keys"] == {
-        "gradient checkpointing": True,
-        "activation offload": True,
-    }
+    advised = found["advised offload"]["keys"]
+    assert advised["gradient checkpointing"] is True
+    assert advised["activation offload"] is True
     assert found["advised checkpointing"]["keys"]["activation offload"] is False
 
 

@@ -242,7 +242,6 @@ def _alternatives(resolved: ResolvedPlan, found: HostBudget) -> Iterator[tuple[s
         "pin_memory: false": lambda: _again(_unpinned(resolved, only_automatic=False), found),
         f"{BACKEND_VARIABLE}=native": lambda: _again(resolved, found, {BACKEND_VARIABLE: "native"}),
         "stage 3 with the optimizer on NVMe": lambda: _again(_on_nvme(resolved), found),
-        "bf16 master weights and states": lambda: _again(_in_bf16(resolved), found),
     }
     for what, count in ways.items():
         try:
@@ -273,14 +272,6 @@ def _on_nvme(resolved: ResolvedPlan) -> ResolvedPlan:
         run=resolved.run,
     )
     return attrs.evolve(other, optimizer=resolved.optimizer)
-
-
-def _in_bf16(resolved: ResolvedPlan) -> ResolvedPlan:
-    bf16 = resolved.plan.bf16
-    if bf16 is None or bf16.enabled is not True:
-        return resolved
-    half = evolved(bf16, bf16_master_weights_and_grads=True, bf16_optimizer_states=True)
-    return attrs.evolve(resolved, plan=attrs.evolve(resolved.plan, bf16=half))
 
 
 def _decision(reason: str) -> Decision:
