@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -105,6 +106,7 @@ class ProcessGroup:
         self.world_size = dist.get_world_size()
         self.local_rank = launch.local_rank if launch.launched else 0
         self._control: Any = None
+        self._met = 0
         if self.world_size > 1:
             # NCCL can neither name a missing rank nor move objects without a GPU.
             self._control = dist.new_group(backend="gloo", timeout=self._timeout)
@@ -117,6 +119,7 @@ class ProcessGroup:
         group._owned = False
         group.rank, group.world_size, group.local_rank = 0, 1, 0
         group._control = None
+        group._met = 0
         return group
 
     @property
@@ -137,16 +140,24 @@ class ProcessGroup:
         if self._control is None:
             return
         timeout = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
+        self._met += 1
+        _arrive(self._key(self.rank))
         try:
             dist.monitored_barrier(group=self._control, timeout=timeout, wait_all_ranks=True)
         except RuntimeError as error:
+            # A rank that died closes its connection, and gloo then names an address, no rank.
+            missing = [rank for rank in range(self.world_size) if not _arrived(self._key(rank))]
+            who = f"rank(s) {', '.join(map(str, missing))} missing; " if missing else ""
             raise CollectiveError(
                 f"not every rank came to {purpose!r} within {timeout.total_seconds():g} s "
-                f"({_first_line(error)})",
+                f"({who}{_first_line(error)})",
                 key=f"rank {self.rank}",
                 fix="call it on every rank, not inside `if rank == 0`, and look in the log of "
                 "the rank named for why it stopped",
             ) from error
+
+    def _key(self, rank: int) -> str:
+        return f"zerotune/{self._control.group_name}/{self._met}/{rank}"
 
     def broadcast(self, value: Any, *, source: int = 0) -> Any:
         """The picklable ``value`` of rank ``source``, on every rank."""
@@ -256,6 +267,19 @@ def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
         timeout=timeout,
     )
     _started.note(launched=False)
+
+
+def _arrive(key: str) -> None:
+    """Leave a note for who may look for this rank."""
+    with contextlib.suppress(RuntimeError):
+        dist.distributed_c10d._get_default_store().set(key, "here")
+
+
+def _arrived(key: str) -> bool:
+    try:
+        return bool(dist.distributed_c10d._get_default_store().check([key]))
+    except RuntimeError:
+        return True  # The store is gone with the rank that held it, which gloo names.
 
 
 def _first_line(error: Exception) -> str:
