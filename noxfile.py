@@ -179,13 +179,18 @@ def wheel(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def matrix(session: nox.Session) -> None:
-    """Every EMA under every plan, every resume from every plan to every other, every launcher."""
+    """Every EMA, adapter and family under every plan, every resume between plans, and the like."""
     training_environment(session)
-    session.env.update(ZEROTUNE_EMA_MATRIX="1", ZEROTUNE_MATRIX="1")
+    session.env.update(
+        ZEROTUNE_EMA_MATRIX="1", ZEROTUNE_MATRIX="1",
+        ZEROTUNE_LORA_MATRIX="1", ZEROTUNE_FAMILY_MATRIX="1",
+    )  # fmt: skip
     run(
         session, "-m", "pytest", "-m", "slow",
         "tests/checkpoint/test_matrix.py", "tests/ema/test_matrix.py",
-        "tests/backend/test_distributed.py", *session.posargs,
+        "tests/diffusion/test_lora_matrix.py", "tests/diffusion/families/test_matrix.py",
+        "tests/backend/test_distributed.py", "tests/backend/test_compilation.py",
+        *session.posargs,
     )  # fmt: skip
 
 

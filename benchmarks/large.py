@@ -34,14 +34,17 @@ PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
 _started = time.monotonic()
 
 
-def comparison(name: str, *, steps: int, turn: int = 0, **problem: Any) -> Case:
+def comparison(
+    name: str,
+    *,
+    steps: int,
+    turn: int = 0,
+    plans: Mapping[str, Mapping[str, Any]] = PLANS,
+    **problem: Any,
+) -> Case:
     """Zerotune's plans and the reference at one size."""
-    settings = {
-        **problem,
-        "steps": steps,
-        "turn": turn,
-        "plans": {k: dict(v) for k, v in PLANS.items()},
-    }
+    named = {key: dict(plan) for key, plan in plans.items()}
+    settings = {**problem, "steps": steps, "turn": turn, "plans": named}
     return Case(name=name, settings=settings, measure=compare)
 
 

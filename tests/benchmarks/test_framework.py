@@ -8,6 +8,9 @@ import os
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from benchmarks.framework import (
     AnonPeak,
     Benchmark,
@@ -24,8 +27,6 @@ from benchmarks.framework import (
 from benchmarks.framework.results import ratio, summary
 from benchmarks.framework.tables import amount, markdown, span, title
 from benchmarks.registry import CPU, available, load
-from hypothesis import given
-from hypothesis import strategies as st
 
 COUNTS = {"calls": 0}
 

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+
 from benchmarks.__main__ import main
 from benchmarks.registry import load
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks.__main__ import main
 from benchmarks.families import SDXL
 from benchmarks.flux import DOUBLE, SINGLE, depth
 from benchmarks.framework import CaseRefused, Context, WorkerError
 from benchmarks.large import BUDGET_S, PLANS, REFERENCE, compare, last_line
 from benchmarks.sdxl import BENCHMARK, TINY
-
 from zerotune.plan.families import family
 
 
@@ -22,13 +22,13 @@ def test_sdxl_runs_from_end_to_end(tmp_path: Path) -> None:
     assert main(["sdxl", "--quick", "--output", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "sdxl.json").read_text())
     compared, card = result["cases"]
-    assert list(compared["contestants"]) == [REFERENCE, *PLANS]
+    assert list(compared["contestants"]) == [REFERENCE, "zerotune ZeRO-3"]
     for name, found in compared["contestants"].items():
         assert {"seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"} <= set(found)
         assert all(value > 0 for value in found["seconds"]["samples"])
         assert compared["facts"][name]["parameters"] == compared["facts"][REFERENCE]["parameters"]
     assert compared["facts"]["zerotune ZeRO-3"]["plan"]["zero_optimization"]["stage"] == 3
-    assert compared["facts"]["zerotune ZeRO-2"]["estimate"]["host"] > 0
+    assert compared["facts"]["zerotune ZeRO-3"]["estimate"]["host"] > 0
     assert "stage 2" in " ".join(compared["notes"])
     assert card["facts"]["advised"] == "no partitioning"
     assert (tmp_path / "sdxl.md").read_text().startswith("# sdxl")

@@ -13,7 +13,6 @@ from zerotune.ema import DeviceStore, EMAShadow, FileStore, HostStore
 from zerotune.errors import EMAError, InvalidValueError
 
 
-
 def stores(folder: Path) -> list[object]:
     return [HostStore(), DeviceStore(), DeviceStore(device="cpu"), FileStore(folder=folder)]
 

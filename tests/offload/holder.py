@@ -12,7 +12,6 @@ import sys
 import time
 
 from plans import swapping_plan
-
 from zerotune.offload import OffloadManager
 
 

@@ -52,7 +52,8 @@ def test_stage_2_with_offload_is_18_bytes_per_element_on_the_host_but_for_pinnin
     assert engine == pytest.approx(18 * N, rel=0.01)
     assert cost(offload="cpu").host == unpinned.host
     pinned = cost(offload="cpu", platform=ROUNDING)
-    # Where torch rounds, 9.56 GiB of master weights and of gradients round up to 16 each, 4.78 of staging to 8.
+    # Where torch rounds, 9.56 GiB of master weights and of gradients round up to 16 each, 4.78 of
+    # staging to 8.
     assert (pinned.host - unpinned.host) / GIB == pytest.approx(16.1, abs=0.1)
     assert pinned.pinned / GIB == pytest.approx(40.06, abs=0.1)
 
