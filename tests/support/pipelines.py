@@ -138,8 +138,8 @@ def sd15(folder: Path) -> Path:
     pipeline = StableDiffusionPipeline(
         vae=vae(scaling_factor=0.18215, force_upcast=False), text_encoder=clip(projection=False),
         tokenizer=clip_tokenizer(folder / "made"), unet=unet(cross_attention_dim=WIDTH),
-        scheduler=PNDMScheduler(skip_prk_steps=True, steps_offset=1), safety_checker=None, feature_extractor=None,
-        requires_safety_checker=False,
+        scheduler=PNDMScheduler(skip_prk_steps=True, steps_offset=1), safety_checker=None,
+        feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     return saved(pipeline, folder)
 
