@@ -73,7 +73,7 @@ def train_and_draw(folder: str, target: str) -> dict[str, Any]:
     found["images"] = sample(
         engine, family=loaded.family, prompts=PROMPTS, steps=3, guidance_scale=2.0,
         generator=torch.Generator().manual_seed(1),
-    )  # fmt: skip
+    ).numpy()  # fmt: skip
     export_pipeline(Path(target), engine=engine, base=loaded.folder)
     trained = dict(engine.master_weights.gather())
     found["moved"] = sum(not torch.equal(trained[name], before[name]) for name in before)

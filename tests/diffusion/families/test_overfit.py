@@ -1,0 +1,84 @@
+"""Four photographs come back from their captions.
+
+Real photographs in a folder with captions, a VAE that has seen them, latents and texts in a cache,
+a U-Net like SDXL's trained through ``Trainer`` at stage 2 with CPU offload and EMA, images drawn
+through the pipeline. In the default suite it is trained for long enough to tell them apart; where
+``ZEROTUNE_FAMILY_MATRIX`` is set, until they are reproduced.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.diffusion.families.overfitting import (
+    PHOTOS,
+    learn,
+    photos,
+    pipeline,
+    prepared_images,
+    psnr,
+)
+from tests.support.ranks import run_ranks
+
+WANTED = os.environ.get("ZEROTUNE_FAMILY_MATRIX", "")
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.slow]
+
+
+def drawn_after(tmp_path, *, vae_steps, steps):
+    """Photographs, what the VAE makes of them, and what was drawn, (4, 3, 32, 32) each."""
+    folder = photos(tmp_path / "photos")
+    prepared = prepared_images(str(folder))
+    seen = torch.stack([prepared[index]["images"] for index in range(len(prepared))])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    base = pipeline(tmp_path / "pipeline", seen.unique(dim=0), steps=vae_steps)
+    torch.set_num_threads(threads)
+    (found,) = run_ranks(
+        learn, str(base), str(folder), str(tmp_path / "cache"), steps, 3e-3, timeout_s=1500
+    )
+    found = {name: torch.from_numpy(images) for name, images in found.items()}
+    if os.sep in WANTED:
+        _grid(found, Path(WANTED).parent / "overfit.png")
+    return found
+
+
+def _grid(found, path):
+    from PIL import Image
+
+    rows = [torch.cat(list(found[name].clamp(-1, 1)), 2) for name in ("photos", "decoded", "drawn")]
+    pixels = ((torch.cat(rows, 1) + 1) * 127.5).byte().permute(1, 2, 0).numpy()
+    image = Image.fromarray(pixels)
+    image.resize((5 * image.width, 5 * image.height), Image.Resampling.NEAREST).save(path)
+
+
+def own_and_others(found):
+    """PSNR of each drawn image to its own photograph as the VAE gives it, and the best other."""
+    table = [[psnr(drawn, wanted) for wanted in found["decoded"]] for drawn in found["drawn"]]
+    own = [row[index] for index, row in enumerate(table)]
+    others = [max(row[:index] + row[index + 1 :]) for index, row in enumerate(table)]
+    return own, others
+
+
+def test_captions_tell_the_photographs_apart(tmp_path):
+    found = drawn_after(tmp_path, vae_steps=120, steps=300)
+    own, others = own_and_others(found)
+    assert len(own) == len(PHOTOS) == 4
+    assert all(mine > other + 1 for mine, other in zip(own, others, strict=True)), (own, others)
+    assert min(own) > 13, own
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not WANTED, reason="set ZEROTUNE_FAMILY_MATRIX for a minute of training")
+def test_the_photographs_are_reproduced(tmp_path):
+    found = drawn_after(tmp_path, vae_steps=250, steps=1000)
+    decoded = [psnr(a, b) for a, b in zip(found["decoded"], found["photos"], strict=True)]
+    own, others = own_and_others(found)
+    print("PSNR of the VAE", decoded, "of drawn images", own, "of the best other", others)
+    assert min(decoded) > 28
+    assert min(own) > 20, own
+    assert max(others) < 16, others
