@@ -61,7 +61,7 @@ def pipeline(folder: Path, images: torch.Tensor, *, steps: int) -> Path:
 
 
 def _models() -> tuple[Any, Any]:
-    """A VAE that shrinks each side to a quarter, and a U-Net like SDXL's, 1.2 M parameters."""
+    """A VAE that shrinks each side to a quarter, and a U-Net like SDXL's, 1.0 M parameters."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     torch.manual_seed(3)
