@@ -87,8 +87,8 @@ def tests(session: nox.Session) -> None:
         run(session, *FORMAT)
         run(session, *TYPES)
         run(session, *LAYERS)
-    # Two at a time, a module each: most tests wait for one single-threaded process.
-    run(session, "-m", "pytest", *(session.posargs or ["-n", "2", "--dist", "loadscope"]))
+    # Two at a time, a file each: most tests wait for one single-threaded process.
+    run(session, "-m", "pytest", *(session.posargs or ["-n", "2", "--dist", "loadfile"]))
 
 
 @nox.session(python=PYTHON)
@@ -189,6 +189,7 @@ def matrix(session: nox.Session) -> None:
         session, "-m", "pytest", "-m", "slow",
         "tests/checkpoint/test_matrix.py", "tests/ema/test_matrix.py",
         "tests/diffusion/test_lora_matrix.py", "tests/diffusion/families/test_matrix.py",
+        "tests/diffusion/families/test_overfit.py",
         "tests/backend/test_distributed.py", "tests/backend/test_compilation.py",
         *session.posargs,
     )  # fmt: skip

@@ -31,7 +31,6 @@ PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
     "zerotune ZeRO-2": {"stage": 2, "offload": "cpu"},
     "zerotune ZeRO-3": {"stage": 3, "offload": "cpu", "offload_param": "cpu"},
 }
-_started = time.monotonic()
 
 
 def comparison(
@@ -100,13 +99,13 @@ def emulate(settings: Mapping[str, Any], context: Context) -> Measured:
     )
 
 
-def check_time() -> None:
+def check_time(context: Context) -> None:
     """End the run when its time is up; what was measured is kept.
 
     Raises:
         SystemExit: It is.
     """
-    if time.monotonic() - _started > BUDGET_S:
+    if time.monotonic() - context.began > BUDGET_S:
         raise SystemExit("the time of one run is up; run it again to go on")
 
 
@@ -122,7 +121,7 @@ def last_line(error: WorkerError) -> str:
 
 
 def _run(made: str, settings: Mapping[str, Any], context: Context, name: str) -> dict[str, Any]:
-    check_time()
+    check_time(context)
     with Worker(make, made, dict(settings), timeout_s=TIME_LIMIT_S) as worker:
         worker.call("load")
         with AnonPeak(worker.pid, interval=0.01) as memory:

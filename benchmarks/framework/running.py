@@ -82,12 +82,13 @@ def run(
     file = ResultFile(output / f"{benchmark.name}.json", benchmark, quick=quick, fresh=fresh)
     cases = list(benchmark.cases(quick))
     names = [case.name for case in cases]
+    began = time.monotonic()
     for case in cases:
         if file.has(case):
             _say(f"{benchmark.name}: {case.name} is there already")
             continue
         _say(f"{benchmark.name}: {case.name}")
-        _measure(case, file, output)
+        _measure(case, file, output, began=began)
     file.write(names)
     result = file.data(names)
     present(result, output)
@@ -99,13 +100,14 @@ def _check_device(benchmark: Benchmark, *, quick: bool) -> None:
         raise SystemExit(f"{benchmark.name} needs a GPU; --quick shows that it works without one")
 
 
-def _measure(case: Case, file: ResultFile, output: Path) -> None:
+def _measure(case: Case, file: ResultFile, output: Path, *, began: float) -> None:
     output.mkdir(parents=True, exist_ok=True)
     # On the disk of the results: the system's temporary folder is often memory.
     scratch = Path(tempfile.mkdtemp(prefix=".scratch-", dir=output))
     load, started = load_average(), time.perf_counter()
     try:
-        outcome: Measured | str = case.measure(case.settings, Context(scratch=scratch, log=_say))
+        context = Context(scratch=scratch, log=_say, began=began)
+        outcome: Measured | str = case.measure(case.settings, context)
     except CaseRefused as refusal:
         outcome = str(refusal)
         _say(f"  refused: {outcome}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,8 @@ class Context:
     """An empty folder on the disk of the results, removed afterwards."""
     log: Callable[[str], None]
     """Says what is going on."""
+    began: float = attrs.field(factory=time.monotonic)
+    """When the run began that the case is part of, by ``time.monotonic``."""
 
 
 @attrs.frozen(kw_only=True)

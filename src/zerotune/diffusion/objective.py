@@ -34,6 +34,7 @@ from zerotune.errors import InvalidValueError
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
+_ROUNDING = 1e-5
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
 _DENSITIES = ("uniform", "logit_normal", "mode")
 _WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
@@ -365,7 +366,7 @@ def _check_weighting(weighting: str) -> None:
 
 def _check_flow(scheduler: Any, *, shifted: bool) -> None:
     flows = hasattr(scheduler, "sigmas") and not hasattr(scheduler, "alphas_cumprod")
-    if not flows or float(scheduler.sigmas.max()) > 1.0:
+    if not flows or float(scheduler.sigmas.max()) > 1.0 + _ROUNDING:
         raise InvalidValueError(
             "flow matching needs a scheduler with sigmas from 1 to 0",
             key="scheduler",

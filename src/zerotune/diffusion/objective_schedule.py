@@ -161,7 +161,8 @@ def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) ->
         shape: Of the clean samples.
         shift: For schedulers with ``use_dynamic_shifting``; the tables as they are without it.
     """
-    sigmas = scheduler.sigmas.float()
+    # Shifting rounds the highest one to a little more than 1 for some values of the shift.
+    sigmas = scheduler.sigmas.float().clamp(max=1.0)
     if shift is None:
         return NoiseLevels(sigmas=sigmas, timesteps=scheduler.timesteps)
     sigmas = scheduler.time_shift(shift.mu(shape, scheduler.config), 1.0, sigmas)
