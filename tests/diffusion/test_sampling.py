@@ -59,16 +59,24 @@ class Ranked(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
-def test_guided_euler_sampling_is_the_loop_one_would_write():
+DYNAMIC = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+# 8 x 8 pixels are 16 tokens of 2 x 2; diffusers' pipelines draw the line through 256 and 4096.
+MU = 0.5 + (1.15 - 0.5) / (4096 - 256) * (16 - 256)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "told"), [(FlowMatchEulerDiscreteScheduler(), {}), (DYNAMIC, {"mu": MU})]
+)
+def test_guided_euler_sampling_is_the_loop_one_would_write(scheduler, told):
     model = tiny_unet().eval()
-    images = draw(model)
+    images = draw(model, scheduler=scheduler)
 
     seeds = torch.randint(2**63 - 1, (5,), generator=generator()).tolist()
     expected = torch.stack(
         [torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
     )
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(3)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+    scheduler.set_timesteps(3, **told)
     with torch.no_grad():
         for time in scheduler.timesteps:
             known = model(expected, time, class_labels=LABELS).sample

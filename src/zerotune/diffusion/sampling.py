@@ -20,6 +20,7 @@ from zerotune.diffusion.families.base import (
     PromptFamily,
 )
 from zerotune.diffusion.families.unconditional import Unconditional
+from zerotune.diffusion.objective_schedule import ResolutionShift
 from zerotune.diffusion.sharing import shared
 from zerotune.errors import InvalidValueError
 
@@ -271,7 +272,7 @@ def _share(wanted: int, group: _Group | None, batch_size: int | None) -> tuple[l
 def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:
     model, family = drawing.model, drawing.family
     scheduler = type(drawing.scheduler).from_config(drawing.scheduler.config)
-    scheduler.set_timesteps(drawing.steps, device=model.device)
+    scheduler.set_timesteps(drawing.steps, device=model.device, **_shift(scheduler, drawing.shape))
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     images = torch.stack([torch.randn(drawing.shape, generator=g) for g in generators])
     images = images.to(model.device) * float(getattr(scheduler, "init_noise_sigma", 1.0))
@@ -290,6 +291,13 @@ def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torc
         prediction = _predict(drawing, scaled, timestep, conditioning, unknown)
         images = scheduler.step(prediction, timestep, images, **noise).prev_sample
     return images.float().cpu()
+
+
+def _shift(scheduler: Any, shape: tuple[int, ...]) -> dict[str, float]:
+    """What a schedule that depends on the image's size must be told, as in training."""
+    if not scheduler.config.get("use_dynamic_shifting", False):
+        return {}
+    return {"mu": ResolutionShift().mu((1, *shape), scheduler.config)}
 
 
 def _unknown(drawing: _Loop, conditioning: Conditioning) -> Conditioning | None:

@@ -36,13 +36,14 @@ SMALLEST_SWAP_BYTES: Final = 1024**2
 
 
 def reduce_bucket(model: ModelFacts | None) -> int:
-    """Elements reduced at a time: the default, the model if smaller, the largest tensor if larger.
+    """Elements reduced at a time: the default or what is trained, and the largest trained tensor.
 
     A gradient larger than the bucket is reduced on its own, outside the overlapped path.
     """
-    if model is None or model.numel == 0:
+    if model is None or model.trainable_numel == 0:
         return REDUCE_BUCKET
-    return max(model.largest, min(REDUCE_BUCKET, model.trainable_numel))
+    largest = max(parameter.numel for parameter in model.trainable)
+    return max(largest, min(REDUCE_BUCKET, model.trainable_numel))
 
 
 def allgather_bucket(model: ModelFacts | None) -> int:
