@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _METADATA: Final = {"format": "pt"}
-_PIECE: Final = 2**22
+_PIECE: Final = 2**20
 """Bytes read at a time."""
 
 

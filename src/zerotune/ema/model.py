@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from zerotune.ema.decay import RampDecay, WarmupDecay
 from zerotune.ema.fullstate import FullState
@@ -18,6 +19,8 @@ from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from zerotune.backend.master_weights import MasterWeights
 
 Parameters = Iterable[torch.nn.Parameter]
 
@@ -246,6 +249,8 @@ class EMAModel:
     def save_pretrained(self, path: str | Path) -> None:
         """Write a diffusers model folder with the averages and these settings in its config.
 
+        Rank 0 writes, whether the others call it too, as sharded averages need, or not.
+
         Raises:
             EMAError: ``model_cls`` or ``model_config`` was not given.
         """
@@ -259,7 +264,7 @@ class EMAModel:
         settings = {name: getattr(self, name) for name in _SETTINGS}
         model.register_to_config(**settings, optimization_step=self.optimization_step)
         self.copy_to(model.parameters())
-        if self._tracked.master.group.rank == 0:
+        if _writes(self._tracked.master):
             write_folder(Path(path), model.save_pretrained)
 
     @classmethod
@@ -326,3 +331,10 @@ class _Settings:
 def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise InvalidValueError("has the wrong type", key=name, value=value)
+
+
+def _writes(master: MasterWeights) -> bool:
+    """Whether this process is the one that writes: replicas each think they are alone."""
+    if dist.is_available() and dist.is_initialized() and master.replicated:
+        return dist.get_rank() == 0
+    return master.group.rank == 0
