@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.environment import environment
 from zerotune.backend.groups import expected_groups
@@ -34,7 +35,6 @@ _ACCELERATE_CONFIGURATION = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_DYNAMO_BACKEND",
 )
-_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class PlainEngine(Closing):
@@ -126,7 +126,7 @@ class PlainEngine(Closing):
     @property
     def autocast_dtype(self) -> torch.dtype:
         """Precision of matrix products in the forward pass."""
-        return _PRECISIONS[self._plan.precision]
+        return DTYPES[self._plan.precision]
 
     @property
     def master_weights(self) -> MasterWeights:

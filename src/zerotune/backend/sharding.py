@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
+from zerotune.backend.dtypes import DTYPES
 from zerotune.plan.resolved import ResolvedPlan
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def shard_from_host(
@@ -30,9 +29,9 @@ def shard_from_host(
         plan: A resolved plan of stage 3 with its swap folders set.
         device: Where the buffers belong.
     """
-    dtype = _DTYPES[plan.precision]
+    dtype = DTYPES[plan.precision]
     for parameter in model.parameters():
-        if not hasattr(parameter, "ds_id") and parameter.dtype in _DTYPES.values():
+        if not hasattr(parameter, "ds_id") and parameter.dtype in DTYPES.values():
             parameter.data = parameter.data.to(dtype)
     # Its configuration asks for the world size, which DeepSpeed takes for 1 before this.
     accelerator = deepspeed.accelerator.get_accelerator()

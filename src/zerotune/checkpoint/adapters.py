@@ -17,11 +17,12 @@ from zerotune.backend.adapters import (
     peft_config,
     trained_adapter,
 )
+from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.checkpoint.adapters_file import LORA_FILE, AdapterFileWriter
 from zerotune.checkpoint.adapters_judging import Judgement
 from zerotune.checkpoint.collective import Attempts, together
-from zerotune.checkpoint.export import Gatherable, checked_dtype
+from zerotune.checkpoint.export import Gatherable
 from zerotune.checkpoint.tensorfile import TensorSpec
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointError, CheckpointMismatchError, InvalidValueError

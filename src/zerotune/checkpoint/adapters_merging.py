@@ -13,13 +13,14 @@ import attrs
 import torch
 
 from zerotune.backend.adapters import BASE, AdapterParameter, adapter_layers, trained_adapter
+from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.backend.whole import whole_parameter
 from zerotune.checkpoint.adapters_file import adapter_settings, find_adapters
 from zerotune.checkpoint.adapters_folding import Fold
 from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.contents import persistent_buffers
-from zerotune.checkpoint.export import Gatherable, checked_dtype
+from zerotune.checkpoint.export import Gatherable
 from zerotune.checkpoint.modelfolder import SHARD_SIZE, ModelFolderReader, ModelFolderWriter
 from zerotune.checkpoint.records import model_config
 from zerotune.checkpoint.tensorfile import TensorSpec, read_header

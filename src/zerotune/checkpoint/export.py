@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from zerotune.backend.adapters import AdapterParameter
+from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.whole import whole_parameter
 from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.contents import persistent_buffers
@@ -21,12 +22,11 @@ from zerotune.checkpoint.reading import CheckpointReader
 from zerotune.checkpoint.records import model_config
 from zerotune.checkpoint.sharedfile import WEIGHTS, Subject
 from zerotune.checkpoint.tensorfile import TensorSpec
-from zerotune.errors import CheckpointMismatchError, InvalidValueError
+from zerotune.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Named = Iterator[tuple[str, torch.Tensor]]
 
@@ -158,20 +158,6 @@ def export_checkpoint(
     except BaseException:
         writer.abandon()
         raise
-
-
-def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A dtype by zerotune's name or torch's.
-
-    Raises:
-        InvalidValueError: Neither.
-    """
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen is None or not chosen.is_floating_point:
-        raise InvalidValueError(
-            "is no precision of weights", key="dtype", value=dtype, fix=f"one of {list(_DTYPES)}"
-        )
-    return chosen
 
 
 class _Output(Attempts):

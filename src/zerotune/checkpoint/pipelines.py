@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from zerotune.backend.dtypes import checked_dtype
 from zerotune.checkpoint.collective import together
-from zerotune.checkpoint.export import Gatherable, checked_dtype, export_model
+from zerotune.checkpoint.export import Gatherable, export_model
 from zerotune.checkpoint.modelfolder import SHARD_SIZE
 from zerotune.errors import CheckpointError, CheckpointMismatchError
 from zerotune.files import sync_folder

@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from zerotune.backend.adapters import AdapterFacts, adapter_layers, remember, starting_points
+from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.lora_targets import (
@@ -23,7 +24,6 @@ from zerotune.diffusion.lora_targets import (
 )
 from zerotune.errors import InvalidValueError
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _INITIALIZATIONS: Final = (True, False, "gaussian", "orthogonal")
 """Those of peft that leave the base weights alone; the others train against a changed base, and
 their file would not fit the published one."""
@@ -198,7 +198,7 @@ def settle(
             parameter.data = parameter.data.float()
             trained[name] = parameter
     if base_dtype is not None:
-        decisions += _cast_base(model, _dtype(base_dtype))
+        decisions += _cast_base(model, checked_dtype(base_dtype, key="base_dtype"))
     facts = AdapterFacts(
         name=adapter,
         layers=tuple(name for name, layer in adapter_layers(model) if adapter in layer.scaling),
@@ -239,18 +239,6 @@ def _default_decision(targets: Any) -> Decision:
         after=sorted(targets),
         reason="the attention projections this model has",
     )
-
-
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen is None or not chosen.is_floating_point:
-        raise InvalidValueError(
-            "is no precision of weights",
-            key="base_dtype",
-            value=dtype,
-            fix=f"one of {list(_DTYPES)}",
-        )
-    return chosen
 
 
 def _for_peft(targets: tuple[str, ...] | str | None) -> list[str] | str | None:

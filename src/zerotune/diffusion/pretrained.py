@@ -11,6 +11,7 @@ import attrs
 import torch
 from packaging.version import Version
 
+from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.whole import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.families.base import Family
@@ -34,7 +35,6 @@ FAMILIES: Final[dict[str, type[TextToImage]]] = {
 }
 """Families by the class of their diffusers pipeline."""
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _INDEX: Final = "model_index.json"
 _UNUSED: Final = ("safety_checker", "feature_extractor", "image_encoder")
 """Neither latents, nor embeddings, nor images need these; exports copy them from the folder."""
@@ -312,8 +312,8 @@ def _precision(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise InvalidValueError(
-            "is not a precision", key="dtype", value=name, fix=f"one of {', '.join(_DTYPES)}"
+            "is not a precision", key="dtype", value=name, fix=f"one of {', '.join(DTYPES)}"
         )
-    return _DTYPES[name]
+    return DTYPES[name]

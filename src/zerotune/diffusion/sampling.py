@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -21,22 +21,13 @@ from zerotune.diffusion.families.base import (
 )
 from zerotune.diffusion.families.unconditional import Unconditional
 from zerotune.diffusion.objective_schedule import ResolutionShift
-from zerotune.diffusion.sharing import shared
+from zerotune.diffusion.sharing import Group, shared
 from zerotune.errors import InvalidValueError
 
 _LARGEST_SEED = 2**63 - 1
 
 _Draw = Callable[[list[int]], torch.Tensor]
 """From indices of images to those images."""
-
-
-class _Group(Protocol):
-    rank: int
-    world_size: int
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def agree(self, value: Any, what: str) -> None: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -114,7 +105,7 @@ def sample(
     wanted = _count(labels, prompts, count)
     _check(steps=steps, batch_size=batch_size)
     seeds = _seeds(generator, wanted)
-    group = cast("_Group | None", getattr(model, "group", None))
+    group = cast("Group | None", getattr(model, "group", None))
     mine, chunk = _share(wanted, group, batch_size)
     if group is not None:
         group.agree(hash(tuple(seeds)), "sampling generator")
@@ -257,7 +248,7 @@ def _seeds(generator: torch.Generator | None, count: int) -> list[int]:
     return drawn
 
 
-def _share(wanted: int, group: _Group | None, batch_size: int | None) -> tuple[list[int], int]:
+def _share(wanted: int, group: Group | None, batch_size: int | None) -> tuple[list[int], int]:
     """Indices this rank draws, and how many at a time: equal counts on every rank.
 
     At stage 3 each forward pass is a collective, so a rank without work of its own repeats the

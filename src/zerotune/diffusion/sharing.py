@@ -18,6 +18,17 @@ class Gathering(Protocol):
         ...
 
 
+class Group(Gathering, Protocol):
+    """Those of an engine, which know their places and compare what they were given."""
+
+    rank: int
+    world_size: int
+
+    def agree(self, value: Any, what: str) -> None:
+        """Check that every rank holds the same value."""
+        ...
+
+
 def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
     """Each rank's part of some work, in rank order, on every rank.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import cast
 
 import attrs
 import torch
@@ -14,20 +14,11 @@ from zerotune.diffusion.evaluating import evaluating
 from zerotune.diffusion.families.base import Denoiser
 from zerotune.diffusion.objective import LevelObjective, Objective
 from zerotune.diffusion.objective_noise import DrawnNoise
-from zerotune.diffusion.sharing import shared
+from zerotune.diffusion.sharing import Group, shared
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
 """The middles of five equal parts of the noise levels."""
-
-
-class _Group(Protocol):
-    rank: int
-    world_size: int
-
-    def gather(self, value: Any) -> list[Any]: ...
-
-    def agree(self, value: Any, what: str) -> None: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -91,7 +82,7 @@ def validation_loss(
     """
     levels = tuple(sorted(set(quantiles)))
     able = _check(objective, batches, levels)
-    group = cast("_Group | None", getattr(model, "group", None))
+    group = cast("Group | None", getattr(model, "group", None))
     if group is not None:
         group.agree((len(batches), seed, levels), "validation loss")
 
@@ -158,7 +149,7 @@ def _check(
     return objective
 
 
-def _share(count: int, group: _Group | None) -> list[int]:
+def _share(count: int, group: Group | None) -> list[int]:
     """Numbers of the batches this rank computes: equally many on every rank.
 
     At stage 3 each forward pass is a collective, so a rank without a batch of its own repeats

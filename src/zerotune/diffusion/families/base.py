@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import attrs
 import torch
 
-from zerotune.errors import DataError
+from zerotune.errors import DataError, InvalidValueError
 
 Conditioning = Mapping[str, torch.Tensor]
 """Keyword arguments of the model's forward pass, batch first; empty without conditioning."""
@@ -107,6 +107,14 @@ class PromptFamily(Family, Protocol):
     def draw(self, model: Denoiser, drawing: Drawing) -> torch.Tensor:
         """Images (n, 3, height, width) on the CPU, fp32, nominally in [-1, 1]."""
         ...
+
+
+def check_probability(_instance: object, attribute: Any, value: float) -> None:
+    """An attrs validator: a number from 0 to 1."""
+    if not 0.0 <= value <= 1.0:
+        raise InvalidValueError(
+            "is a probability", key=attribute.name, value=value, fix="write a number in [0, 1]"
+        )
 
 
 def config_of(model: Any) -> Any:

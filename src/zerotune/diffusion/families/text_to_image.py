@@ -11,17 +11,17 @@ import torch
 
 from zerotune.diffusion.data.cache import CacheSettings
 from zerotune.diffusion.drawing import drawing_scheduler
-from zerotune.diffusion.families.base import Conditioning, Denoiser, Drawing, config_of, take
+from zerotune.diffusion.families.base import (
+    Conditioning,
+    Denoiser,
+    Drawing,
+    check_probability,
+    config_of,
+    take,
+)
 from zerotune.diffusion.parts import FrozenParts
 from zerotune.diffusion.stand_in import StandIn
-from zerotune.errors import DataError, InvalidValueError
-
-
-def _probability(_instance: object, attribute: Any, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise InvalidValueError(
-            "is a probability", key=attribute.name, value=value, fix="write a number in [0, 1]"
-        )
+from zerotune.errors import DataError
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -51,7 +51,7 @@ class TextToImage(ABC):
 
     parts: FrozenParts | None = None
     """VAE and text encoders. Not needed to train from caches; needed to draw images."""
-    dropout: float = attrs.field(default=0.0, validator=_probability)
+    dropout: float = attrs.field(default=0.0, validator=check_probability)
     """Share of samples trained on the empty text, for guidance without a classifier."""
     parts_device: torch.device | None = None
     """Where the parts encode what comes uncached; the batch's device when not given."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import torch
@@ -12,6 +11,7 @@ from zerotune.diffusion.families.base import (
     Conditioning,
     Denoiser,
     call_diffusers_model,
+    check_probability,
     take,
 )
 from zerotune.errors import InvalidValueError
@@ -63,13 +63,6 @@ class Unconditional:
         return call_diffusers_model(model, noisy, timesteps, conditioning)
 
 
-def _check_dropout(_instance: object, attribute: Any, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise InvalidValueError(
-            "is a probability", key=attribute.name, value=value, fix="write a number in [0, 1]"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class ClassConditional:
     """Batches hold ``"images"`` (b, c, h, w) in [-1, 1] and ``"labels"`` (b,), integers.
@@ -81,7 +74,7 @@ class ClassConditional:
 
     null_label: int | None = None
     """The class that means "unknown"; ``None``: the model cannot be guided."""
-    dropout: float = attrs.field(default=0.0, validator=_check_dropout)
+    dropout: float = attrs.field(default=0.0, validator=check_probability)
     """Share of labels replaced by ``null_label`` in training."""
 
     def __attrs_post_init__(self) -> None:
