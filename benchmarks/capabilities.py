@@ -50,6 +50,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "Rprop": {"lr": 1e-3}, "Adafactor": {"lr": 2e-2}, "Prodigy": {"lr": 1.0, "d0": 1e-3},
     "AdamWScheduleFree": {"lr": 1e-2}, "AdamW8bit": {"lr": 5e-3},
     "TorchAOAdamW8bit": {"lr": 5e-3}, "TorchAOAdamW4bit": {"lr": 5e-3},
+    "AdamWBF16States": {"lr": 5e-3},
 }  # fmt: skip
 
 

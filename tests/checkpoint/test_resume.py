@@ -26,6 +26,7 @@ CASES = [
     (Case(stage=2, precision="bf16", accumulation=2), 2),
     (Case(stage=2, offload="cpu"), 1),
     (Case(stage=2, offload="cpu", precision="bf16"), 2),
+    (Case(stage=2, offload="cpu", optimizer="AdamWBF16States", precision="bf16"), 2),
     (Case(stage=3, overrides=PARTITIONED), 2),
     (Case(stage=3, offload="cpu", offload_param="cpu", precision="bf16", overrides=PERSISTENT), 1),
 ]

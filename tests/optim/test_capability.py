@@ -125,6 +125,18 @@ def test_low_bit_states_are_not_swapped(name):
         assert (answer.status, answer.alternative) == ("cannot", f"{name} with offload to the CPU")
 
 
+def test_bf16_states_are_not_swapped_but_run_everywhere_else():
+    answer = capability("AdamWBF16States", stage=3, offload="nvme")
+    assert (answer.status, answer.alternative) == ("cannot", "AdamW")
+    assert "fp32 again" in answer.reason
+    for stage, offload in [(0, "none"), (1, "none"), (2, "cpu"), (3, "cpu")]:
+        answer = capability("AdamWBF16States", stage=stage, offload=offload)
+        assert answer.runs
+        assert answer.verified
+        assert answer.implementation == "AdamWBF16States"
+        assert "without a vectorised kernel" not in answer.reason
+
+
 def test_torchao_says_when_its_states_stay_whole():
     assert "fp32" not in capability("TorchAOAdamW8bit", stage=0).reason
     assert "fp32 unless" in capability("TorchAOAdamW8bit", stage=2).reason
@@ -183,7 +195,7 @@ def test_the_plain_engine_runs_what_torch_has(name):
         "AdamW", "Adam", "Adagrad", "SGD", "Adamax", "NAdam", "RAdam", "RMSprop", "Adadelta",
         "ASGD", "Rprop", "Adafactor", "Lion", "Lamb", "Muon", "MuAdam", "MuAdamW", "MuSGD",
         "Prodigy", "AdamWScheduleFree", "AdamW8bit", "TorchAOAdamW8bit",
-        "TorchAOAdamW4bit",
+        "TorchAOAdamW4bit", "AdamWBF16States",
     }  # fmt: skip
     assert capability(name, uses_deepspeed=False).runs == (name in runs)
 

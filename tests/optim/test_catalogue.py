@@ -108,7 +108,7 @@ def test_schedules(deepspeed_module, name):
     assert set(real) == {"self", "optimizer", "last_batch_iteration"}
 
 
-@pytest.mark.parametrize("name", ["Lion", "Lamb", "Muon"])
+@pytest.mark.parametrize("name", ["AdamWBF16States", "Lion", "Lamb", "Muon"])
 def test_own_entries(name):
     from zerotune.backend.torch_optimizers import OWN
 

@@ -11,6 +11,8 @@ from zerotune.plan import optimizer_states
 SMALLER = {"Adafactor", "AdamW8bit"}
 # Small only in tensors of whole blocks, which a ZeRO partition rarely is; counted as fp32.
 SELDOM_SMALLER = {"TorchAOAdamW8bit", "TorchAOAdamW4bit"}
+# Two bytes a number, where the table counts in fp32.
+HALF = {"AdamWBF16States"}
 # LBFGS keeps a history of gradients, which no engine here runs.
 NOT_COUNTED = {"LBFGS"}
 
@@ -24,6 +26,8 @@ def test_states_per_element(name, params):
     table = optimizer_states.states_per_element(name, params)
     if name in SMALLER:
         assert 0 < table < 1
+    elif name in HALF:
+        assert table == len(entry.states_for(params)) / 2
     elif name in SELDOM_SMALLER:
         assert table == 2
     elif name == "Muon":

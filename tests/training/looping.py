@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 from contextlib import contextmanager
@@ -43,7 +42,8 @@ class At(Callback):
 
 
 def send(number: int) -> Any:
-    return lambda _: os.kill(os.getpid(), number)
+    # To this thread: one to the process may reach another thread first, and Python a step later.
+    return lambda _: signal.raise_signal(number)
 
 
 def told(work: Any) -> str:

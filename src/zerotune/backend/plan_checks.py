@@ -39,7 +39,8 @@ def check_plan(plan: ResolvedPlan) -> None:
                 key=f"{precision}.{key}",
                 value=True,
                 fix="remove it, and bf16_optimizer_states with it; where host memory is short, "
-                'put the optimizer on NVMe (offload="nvme") or use an optimizer with 8-bit states',
+                "use the optimizer AdamWBF16States, whose moments alone are bf16, or put the "
+                'optimizer on NVMe (offload="nvme")',
             )
 
 

@@ -27,7 +27,10 @@ class OptimizerStates:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """fp32 states with one element per weight, by name; empty before the first step."""
+        """States with one element per weight, by name; empty before the first step.
+
+        fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``).
+        """
         return {
             name: value
             for name, value in self._state.items()
@@ -71,9 +74,9 @@ class OptimizerStates:
 
     def create(self, names: tuple[str, ...]) -> None:
         """Make zero-filled states, as the optimizer itself would at its first step."""
-        state = self._writable
+        state, dtype = self._writable, getattr(self._optimizer, "state_dtype", None)
         for name in names:
-            state.setdefault(name, torch.zeros_like(self._key.data, requires_grad=False))
+            state.setdefault(name, torch.zeros_like(self._key.data, dtype=dtype))
         state.setdefault("step", self._counter(0))
 
     def set_step(self, step: int) -> None:

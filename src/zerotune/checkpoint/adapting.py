@@ -18,7 +18,7 @@ from zerotune.decisions import Decision
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine, EngineState
 
-_ALIKE: Final = (frozenset({"Adam", "AdamW"}),)
+_ALIKE: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States"}),)
 """Optimizers that keep the same states with the same meaning."""
 _POSITION: Final = "last_batch_iteration"
 

@@ -204,11 +204,11 @@ def _checked_states(fragment: Fragment) -> tuple[str, ...]:
             fix="train with an optimizer that keeps one number per weight, such as AdamW",
         )
     for state, tensor in states.items():
-        if tensor.dtype != torch.float32:
+        if tensor.dtype not in (torch.float32, torch.bfloat16):
             raise CheckpointError(
-                f"optimizer state {state!r} is {tensor.dtype}; only fp32 states are saved",
+                f"optimizer state {state!r} is {tensor.dtype}; fp32 and bf16 states are saved",
                 key=name,
-                fix="leave bf16_optimizer_states off",
+                fix="use an optimizer with states in one of them, such as AdamW",
             )
     return tuple(states)
 

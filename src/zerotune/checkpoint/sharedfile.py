@@ -135,13 +135,13 @@ class SharedFileWriter:
             subject: What the tensor is.
             name: The parameter.
             start: First element in the flattened parameter.
-            tensor: The part, of any shape, on any device.
+            tensor: The part, of any shape, on any device; fp32, or bf16, which is widened.
 
         Raises:
             CheckpointError: No file has room for it.
         """
         file, spec = self._places.get((subject, name)), self._specs.get((subject, name))
-        if file is None or spec is None or tensor.dtype != spec.dtype:
+        if file is None or spec is None or tensor.dtype not in (spec.dtype, torch.bfloat16):
             raise CheckpointError(
                 f"{subject.prefix} changed while it was saved",
                 key=name,
@@ -149,7 +149,7 @@ class SharedFileWriter:
             )
         offset = file.offsets[name] + start * spec.dtype.itemsize
         crc, first = 0, offset
-        for piece in bytes_of(tensor):
+        for piece in bytes_of(tensor, spec.dtype):
             with tensorfile.naming(self._folder / file.name):
                 tensorfile.write_at(self._descriptor(file.name), piece, offset)
             crc = zlib.crc32(piece, crc)

@@ -213,12 +213,12 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
     return done
 
 
-def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's elements as bytes, a few MiB at a time, from any device."""
+def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
+    """A tensor's elements as bytes, in ``dtype`` if given, from any device."""
     flat = tensor.detach().reshape(-1)
     for part in torch.split(flat, _PIECE):
         if part.numel():
-            yield part.cpu().contiguous().view(torch.uint8).numpy().data
+            yield part.cpu().to(dtype or part.dtype).contiguous().view(torch.uint8).numpy().data
 
 
 @attrs.frozen(kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from zerotune.optim.entries import (
+    ADAM_LR,
     CPU_ADAM,
     DEEPSPEED_ADAM,
     TORCH_ADAM,
@@ -18,9 +19,6 @@ from zerotune.optim.entries import (
     weight_decay,
 )
 from zerotune.optim.parameters import Parameter
-
-ADAM_LR: Final = 1e-4
-"""Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it."""
 
 _ADAM_SWITCHES: Final = (
     flag("bias_correction", default=True, only=DEEPSPEED_ADAM),

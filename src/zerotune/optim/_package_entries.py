@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from zerotune.optim.entries import (
+    ADAM_LR,
     OptimizerEntry,
     betas,
     eps,
@@ -16,7 +17,6 @@ from zerotune.optim.entries import (
 )
 from zerotune.optim.parameters import Parameter
 
-ADAM_LR: Final = 1e-4
 _EXTRA: Final = "optimizers"
 
 

@@ -28,12 +28,15 @@ _ONE_BIT: Final = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
 
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
 
+_BF16_STATES: Final = "AdamWBF16States"
+
 TORCHAO_BLOCKS: Final = (
     "torchao keeps a partition's states in fp32 unless its size is a multiple of block_size, which "
     "ZeRO does not see to, so that the saving may not come about"
 )
 
 _WHY_OWN: Final[Mapping[str, str]] = {
+    _BF16_STATES: "DeepSpeed keeps states in bf16 only when the master weights are bf16 too",
     "Lion": "DeepSpeed has it without CPU offload as a CUDA kernel only",
     "Lamb": "DeepSpeed has it as a CUDA kernel for fp16 only, and ZeRO hands that kernel flat "
     "partitions without the layers its trust ratio is about; this one sums the norms of whole "
@@ -163,7 +166,11 @@ def _eight_bits_on_the_cpu(entry: OptimizerEntry, situation: Situation) -> Capab
 
 
 def _low_bits_are_not_swapped(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name not in LOW_BIT or situation.offload != "nvme":
+    if situation.offload != "nvme":
+        return None
+    if entry.name == _BF16_STATES:
+        return _cannot("DeepSpeed swaps states in the weights' dtype, so they would be fp32 again")
+    if entry.name not in LOW_BIT:
         return None
     return _cannot(
         "DeepSpeed swaps states as if they had the weights' size and dtype; with 8-bit states on "
@@ -236,7 +243,8 @@ def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability | No
         parts.append(TORCHAO_BLOCKS)
     if situation.offloaded:
         config["zero_force_ds_cpu_optimizer"] = False
-        parts.append("offloaded, torch updates it on the CPU without a vectorised kernel")
+        if entry.name != _BF16_STATES:
+            parts.append("offloaded, torch updates it on the CPU without a vectorised kernel")
     return Capability(
         status="works with", reason="; ".join(part for part in parts if part), config=config
     )

@@ -1,6 +1,6 @@
 """What was really run, cell by cell: ``data/capabilities.json``.
 
-Written by ``python -m benchmarks capabilities``, which starts the real engine for every name,
+Written by ``python -m benchmarks.capabilities``, which starts the real engine for every name,
 stage, offload and precision and trains a small network.
 """
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from zerotune.optim._deepspeed_entries import DEEPSPEED_ENTRIES
+from zerotune.optim._own_entries import OWN_ENTRIES
 from zerotune.optim._package_entries import PACKAGE_ENTRIES
 from zerotune.optim._torch_entries import TORCH_ENTRIES
 from zerotune.optim.entries import OptimizerEntry
@@ -19,7 +20,10 @@ from zerotune.optim.entries import OptimizerEntry
 DEFAULT_OPTIMIZER: Final = "AdamW"
 
 OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
-    {entry.name: entry for entry in (*DEEPSPEED_ENTRIES, *TORCH_ENTRIES, *PACKAGE_ENTRIES)}
+    {
+        entry.name: entry
+        for entry in (*DEEPSPEED_ENTRIES, *TORCH_ENTRIES, *PACKAGE_ENTRIES, *OWN_ENTRIES)
+    }
 )
 """All entries by canonical name."""
 

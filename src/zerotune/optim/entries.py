@@ -9,7 +9,10 @@ import attrs
 
 from zerotune.optim.parameters import Parameter
 
-Family = Literal["deepspeed", "torch", "package"]
+Family = Literal["deepspeed", "torch", "package", "zerotune"]
+
+ADAM_LR: Final = 1e-4
+"""Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it."""
 
 FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
@@ -26,13 +29,13 @@ class OptimizerEntry:
     family: Family
     """``"deepspeed"`` for the names of DeepSpeed's configuration, ``"torch"`` for the classes
     of ``torch.optim`` that DeepSpeed only knows by lookup, ``"package"`` for those of optional
-    packages."""
+    packages, ``"zerotune"`` for those that nobody else has."""
     summary: str
     """One line for a table."""
     parameters: tuple[Parameter, ...]
     """All arguments a configuration may write."""
     states: tuple[str, ...] = ()
-    """fp32 tensors kept per parameter, each of the parameter's size."""
+    """Tensors kept per parameter, each of the parameter's size; fp32 unless ``summary`` says."""
     conditional_states: Mapping[str, str] = attrs.field(factory=dict)
     """Further states, by the argument that asks for each when it is not zero or false."""
     adam_like: bool = False

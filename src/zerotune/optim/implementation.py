@@ -76,7 +76,7 @@ def implementation_of(
     )
 
 
-_OWN: Final = frozenset({"Lion", "Lamb", "Muon"})
+_OWN: Final = frozenset({"AdamWBF16States", "Lion", "Lamb", "Muon"})
 """Those of which zerotune has a torch implementation."""
 
 HAS_CPU_KERNEL: Final[Mapping[str, frozenset[str]]] = {
@@ -103,7 +103,12 @@ def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay 
     # The classes of packages do not tell, so it could not be verified.
     if not entry.adam_like or entry.family == "package":
         return None
-    always: dict[str, WeightDecay] = {"AdamW": "decoupled", "MuAdamW": "decoupled", "MuAdam": "l2"}
+    always: dict[str, WeightDecay] = {
+        "AdamW": "decoupled",
+        "AdamWBF16States": "decoupled",
+        "MuAdamW": "decoupled",
+        "MuAdam": "l2",
+    }
     if entry.name in always:
         return always[entry.name]
     switch, default = ("adam_w_mode", True) if entry.name == "Adam" else _DECOUPLED

@@ -118,7 +118,10 @@ def _belongs(canonical: str, origin: str | None) -> bool:
     """Whether a prefix may stand before the name: torch.optim has no OneBitAdam."""
     if origin == "torch":
         return canonical in TORCH_NAMES
-    return origin != "package" or OPTIMIZERS[canonical].family == "package"
+    family = OPTIMIZERS[canonical].family
+    if family == "zerotune":
+        return origin == "plain"
+    return origin != "package" or family == "package"
 
 
 def _starts(path: str, prefixes: Iterable[str]) -> bool:

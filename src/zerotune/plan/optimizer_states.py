@@ -50,6 +50,7 @@ _STATES: Final[dict[str, float | Callable[[_Params], float]]] = {
     "onebitlamb": 4.0,
     "zerooneadam": 4.0,
     "prodigy": 4.0,
+    "adamwbf16states": 1.0,
     "adamw8bit": 0.52,
     # Only tensors of whole blocks are stored in few bits; a ZeRO partition rarely is one.
     "torchaoadamw8bit": 2.0,

@@ -94,6 +94,11 @@ def test_nothing_fits_names_the_nearest_and_what_it_lacks():
     assert error.nearest.gradient_checkpointing
     assert "provide" in error.fix
     assert error.key == "memory"
+    with pytest.raises(NothingFitsError, match=r"AdamWBF16States' takes 9\.56 GiB less"):
+        advise("8GiB", "24GiB")
+    with pytest.raises(NothingFitsError) as caught:
+        advise("8GiB", "24GiB", optimizer="AdamWBF16States")
+    assert "AdamWBF16States" not in caught.value.fix
     with pytest.raises(NothingFitsError, match="smaller batch"):
         advise("4GiB", "128GiB", batch=64)
 

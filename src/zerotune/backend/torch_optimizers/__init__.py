@@ -1,4 +1,4 @@
-"""Optimizers that DeepSpeed has as CUDA kernels only, or not for every stage, in plain torch.
+"""Optimizers that DeepSpeed lacks, has as CUDA kernels only, or not for every stage, in torch.
 
 They take whole parameters as well as the flat shards of ZeRO: see ``ShardAware``.
 """
@@ -10,12 +10,18 @@ from typing import Final
 
 import torch
 
+from zerotune.backend.torch_optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.torch_optimizers.lamb import Lamb
 from zerotune.backend.torch_optimizers.lion import Lion
 from zerotune.backend.torch_optimizers.muon import Muon
 from zerotune.backend.torch_optimizers.shards import ShardAware
 
-OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {"Lion": Lion, "Lamb": Lamb, "Muon": Muon}
+OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
+    "AdamWBF16States": AdamWBF16States,
+    "Lion": Lion,
+    "Lamb": Lamb,
+    "Muon": Muon,
+}
 """Classes by the name that ``OptimizerChoice.implementation`` gives them."""
 
-__all__ = ["OWN", "Lamb", "Lion", "Muon", "ShardAware"]
+__all__ = ["OWN", "AdamWBF16States", "Lamb", "Lion", "Muon", "ShardAware"]

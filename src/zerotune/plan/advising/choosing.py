@@ -288,5 +288,16 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
         key="memory",
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
-        fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need",
+        fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need"
+        + _smaller_states(request, nearest),
     )
+
+
+def _smaller_states(request: Request, nearest: Candidate) -> str:
+    resolved = nearest.estimate.resolved
+    written = resolved.plan.optimizer
+    adam = written is None or str(written.type).lower() == "adamw"
+    if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adam:
+        return ""
+    saved = format_size(4 * request.model.trainable_numel)
+    return f"; optimizer='AdamWBF16States' takes {saved} less of host memory"

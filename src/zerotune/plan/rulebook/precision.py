@@ -156,7 +156,8 @@ def bf16_master_weights(plan: DeepSpeedPlan, _context: RuleContext, report: Repo
             "bf16.bf16_optimizer_states",
             True,
             "needs bf16_master_weights_and_grads too",
-            "set bf16.bf16_master_weights_and_grads to true, or remove this key",
+            "remove this key; the optimizer AdamWBF16States keeps its moments in bf16 beside fp32"
+            " master weights",
         )
     if all(value is True for value in asked.values()):
         yield report(

@@ -1,0 +1,179 @@
+"""AdamW with bf16 moments: the rounding, the moments over many steps, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, start
+from zerotune.backend.torch_optimizers import AdamWBF16States
+from zerotune.backend.torch_optimizers.adamw_bf16_states import round_stochastically
+
+EVERY = torch.arange(2**16, dtype=torch.int32)
+"""Each draw of 16 bits once."""
+
+
+def rounded(value: float) -> torch.Tensor:
+    into = torch.empty(2**16, dtype=torch.bfloat16)
+    round_stochastically(torch.full((2**16,), value), EVERY, into=into)
+    return into.double()
+
+
+@given(st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: x == 0 or abs(x) > 2**-100))
+def test_all_draws_together_round_to_the_value_itself(value):
+    found = rounded(value)
+    low, high = found.min(), found.max()
+    assert low <= value <= high
+    # Neighbours in bf16, which has 8 bits: or the value itself.
+    assert high - low <= abs(value) * 2**-7
+    # Each draw happens once, so the mean is exact but for one draw of the 65,536.
+    assert float(found.mean()) == pytest.approx(value, rel=2**-7 / 2**16)
+
+
+@given(st.floats(width=16, allow_nan=False))
+def test_what_bf16_holds_stays(value):
+    exact = float(torch.tensor(value).bfloat16())
+    if exact in (float("inf"), float("-inf")):
+        return
+    assert set(rounded(exact).tolist()) == {exact}
+
+
+def steps(optimizer: Any, weight: torch.nn.Parameter, count: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        weight.grad = 1e-3 * (1 + 0.3 * torch.randn(weight.shape, generator=generator))
+        optimizer.step()
+
+
+def test_the_moments_are_right_on_average_after_thousands_of_steps():
+    found, expected = (torch.nn.Parameter(torch.ones(4000)) for _ in range(2))
+    ours, reference = AdamWBF16States([found], lr=1e-4), torch.optim.AdamW([expected], lr=1e-4)
+    steps(ours, found, 3000)
+    steps(reference, expected, 3000)
+    state, exact = ours.state[found], reference.state[expected]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    ratio = state["exp_avg_sq"].double() / exact["exp_avg_sq"].double()
+    # A uniform error of one unit (between 2^-8 and 2^-7 of the number) in each of the last
+    # 1 / (1 - 0.999^2) steps makes 6 %; rounding to nearest would stop at half the moment.
+    assert float(ratio.std()) < 0.08
+    assert float(ratio.mean()) == pytest.approx(1, abs=0.01)
+    # What the weights moved: the noise of the moments averages out over the steps.
+    moved = (found - 1).detach().double() / (expected - 1).detach().double()
+    assert float(moved.mean()) == pytest.approx(1, abs=2e-3)
+    assert float((moved - 1).abs().max()) < 0.05
+
+
+def test_rounding_to_nearest_would_not_do():
+    moment = torch.tensor([1.0], dtype=torch.bfloat16)
+    for _ in range(100):
+        moment = (moment.float() * 0.999).bfloat16()
+    assert float(moment) == 1.0, "0.999^100 is 0.905"
+
+
+def test_a_run_that_is_put_down_and_taken_up_is_the_same_run():
+    whole = torch.nn.Parameter(torch.ones(3000))
+    steps(AdamWBF16States([whole]), whole, 8)
+    first = torch.nn.Parameter(torch.ones(3000))
+    optimizer = AdamWBF16States([first])
+    generator = torch.Generator().manual_seed(0)
+    gradients = [1e-3 * (1 + 0.3 * torch.randn(3000, generator=generator)) for _ in range(8)]
+    for gradient in gradients[:5]:
+        first.grad = gradient
+        optimizer.step()
+    kept = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state[first].items()}
+    second = torch.nn.Parameter(first.detach().clone())
+    resumed = AdamWBF16States([second])
+    resumed.state[second] = kept
+    for gradient in gradients[5:]:
+        second.grad = gradient
+        resumed.step()
+    assert torch.equal(second, whole)
+
+
+def test_gradients_and_weights_may_lie_as_channels_last():
+    start_at = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+    moved = []
+    for weights in (torch.contiguous_format, torch.channels_last):
+        for gradients in (torch.contiguous_format, torch.channels_last):
+            weight = torch.nn.Parameter(start_at.clone().to(memory_format=weights))
+            optimizer = AdamWBF16States([weight], lr=1e-2)
+            for step in range(4):
+                weight.grad = torch.sin(start_at + step).to(memory_format=gradients)
+                optimizer.step()
+            moved.append(weight.detach() - start_at)
+    for other in moved[1:]:
+        # Another order in memory is another draw; a mixed-up element would differ by its step.
+        torch.testing.assert_close(other, moved[0], atol=4e-4, rtol=0)
+    assert float(moved[0].abs().max()) > 2e-2
+
+
+def losses_of(engine: Any, count: int) -> list[float]:
+    inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(count):
+        loss = (engine(inputs) - inputs).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def engine_of(name: str, stage: int) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+    optimizer = {"type": name, "params": {"lr": 1e-2}}
+    return start(Case(stage=stage, offload="cpu", optimizer=optimizer, lr=1e-2), model)
+
+
+def handed_on(saved: tuple[str, int], resumed: tuple[str, int], folder: str) -> dict[str, Any]:
+    """Ten steps under one optimizer and stage, ten more under another; and twenty under one."""
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+
+    found: dict[str, Any] = {}
+    with engine_of(*saved) as engine:
+        losses_of(engine, 10)
+        path = save_checkpoint(Path(folder, "step-10"), engine=engine)
+        found["states"] = states_of(engine)
+        found["whole"] = losses_of(engine, 10)
+    with engine_of(*resumed) as engine:
+        contents = load_checkpoint(path, engine=engine)
+        found["decisions"] = [str(decision) for decision in contents.decisions]
+        found["taken"] = states_of(engine)
+        found["rest"] = losses_of(engine, 10)
+    return found
+
+
+def states_of(engine: Any) -> dict[str, tuple[str, list[float]]]:
+    return {
+        f"{fragment.address.name}/{name}": (str(state.dtype), state.tolist())
+        for fragment in engine.master_weights.read()
+        for name, state in fragment.states.items()
+    }
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (("AdamW", 2), ("AdamWBF16States", 3)),
+        (("AdamWBF16States", 3), ("AdamW", 2)),
+        (("AdamWBF16States", 2), ("AdamWBF16States", 3)),
+    ],
+)
+def test_moments_carry_over_between_fp32_and_bf16(saved, resumed, tmp_path: Path):
+    (found,) = run_ranks(handed_on, saved, resumed, str(tmp_path))
+    dtype = torch.bfloat16 if resumed[0] == "AdamWBF16States" else torch.float32
+    assert len(found["taken"]) == 4
+    for name, (kind, state) in found["taken"].items():
+        assert kind == str(dtype)
+        assert state == torch.tensor(found["states"][name][1]).to(dtype).tolist(), name
+    # A few moments are rounded another way; fresh ones would give 0.9 to 3 times the loss.
+    assert found["rest"] == pytest.approx(found["whole"], rel=2e-2)
+    changed = [line for line in found["decisions"] if line.startswith("optimizer.type")]
+    assert bool(changed) is (saved[0] != resumed[0])
