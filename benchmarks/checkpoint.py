@@ -33,7 +33,7 @@ def cases(quick: bool) -> Sequence[Case]:
     size = (
         {"layers": 2, "width": 256, "rounds": 1, "warm_up": 0}
         if quick
-        else {"layers": 20, "width": WIDTH, "rounds": 5, "warm_up": 1}
+        else {"layers": 20, "width": WIDTH, "rounds": 15, "warm_up": 1}
     )
     names = list(PLANS)[:1] if quick else list(PLANS)
     return tuple(

@@ -40,7 +40,10 @@ def alternate(
     warm_up: int = 1,
     before: Callable[[], object] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Let all contestants run once per round; who begins changes from round to round.
+    """Let all contestants run once per round, in another order from round to round.
+
+    Who begins moves on, and every other round goes backwards, so that nobody always follows the
+    same one.
 
     Args:
         contestants: By name.
@@ -54,8 +57,9 @@ def alternate(
     names = list(contestants)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     for turn in range(warm_up + rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        shift = turn // 2 % len(names)
+        order = names[shift:] + names[:shift]
+        for name in order if turn % 2 == 0 else reversed(order):
             if before is not None:
                 before()
             for quantity, value in contestants[name]().items():

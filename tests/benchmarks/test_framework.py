@@ -160,7 +160,7 @@ def test_contestants_take_turns():
     order = []
     contestants = {name: (lambda name=name: order.append(name) or {"n": 1}) for name in "abc"}
     samples = alternate(contestants, rounds=2, warm_up=1)
-    assert "".join(order) == "abcbcacab"
+    assert "".join(order) == "abccbabca"
     assert samples == {name: {"n": [1.0, 1.0]} for name in "abc"}
 
 

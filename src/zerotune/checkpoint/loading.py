@@ -26,7 +26,7 @@ from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest
 from zerotune.checkpoint.reading import CheckpointReader
 from zerotune.checkpoint.sharedfile import WEIGHTS
-from zerotune.checkpoint.verifying import check_hash
+from zerotune.checkpoint.verifying import check_hashes
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointMismatchError
 
@@ -142,8 +142,7 @@ class _Load:
         """Check that all files are there, and the hash of this rank's share of them."""
         check_files(self._folder, self.manifest)
         group = self._engine.group
-        for record in self.manifest.files[group.rank :: group.world_size]:
-            check_hash(self._folder, record)
+        check_hashes(self._folder, self.manifest.files[group.rank :: group.world_size])
 
     def compare_shadows(self) -> None:
         """Refuse a shadow of other parameters."""
