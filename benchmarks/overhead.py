@@ -28,7 +28,7 @@ def cases(quick: bool) -> Sequence[Case]:
         {"model": "tiny", "batch": 1, "side": 16, "starts": 1, "rounds": 2, "steps": 2}
         if quick
         # Short turns: what slows a machine for seconds then slows all of them.
-        else {"model": "small", "batch": 4, "side": 32, "starts": 7, "rounds": 60, "steps": 2}
+        else {"model": "small", "batch": 4, "side": 32, "starts": 5, "rounds": 40, "steps": 2}
     )
     names = list(PLANS)[:1] if quick else list(PLANS)
     return tuple(
