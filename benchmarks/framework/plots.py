@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.framework.tables import title
+from benchmarks.framework.tables import title, unit_of
 
 _HEIGHT, _WIDTH = 0.42, 7.5
 
@@ -45,21 +45,23 @@ def _with(case: Mapping[str, Any], quantity: str) -> dict[str, Any]:
 
 def _panel(axis: Any, case: Mapping[str, Any], quantity: str) -> None:
     found = _with(case, quantity)
+    size, unit = unit_of(max(values["max"] for values in found.values()), quantity)
     for place, (name, values) in enumerate(found.items()):
         own = "#5b7f95" if name == case["baseline"] else "#d98b3a"
-        axis.barh(place, values["median"], color=own, height=0.62, zorder=1)
+        axis.barh(place, values["median"] / size, color=own, height=0.62, zorder=1)
         axis.plot(
-            [values["q1"], values["q3"]], [place, place], color="black", linewidth=2, zorder=2
-        )
+            [values["q1"] / size, values["q3"] / size], [place, place],
+            color="black", linewidth=2, zorder=2,
+        )  # fmt: skip
         axis.plot(
-            values["samples"], [place] * len(values["samples"]), "|", color="black", alpha=0.4,
-            zorder=3,
+            [sample / size for sample in values["samples"]], [place] * len(values["samples"]),
+            "|", color="black", alpha=0.4, zorder=3,
         )  # fmt: skip
     axis.set_yticks(range(len(found)), list(found), fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(left=min(0.0, *(values["min"] for values in found.values())))
+    axis.set_xlim(left=min(0.0, *(values["min"] / size for values in found.values())))
     axis.tick_params(axis="x", labelsize=8)
-    unit = quantity.replace("_", " ")
-    axis.set_title(f"{case['name']}: {title(quantity)} ({unit})", fontsize=9, loc="left")
+    named = f"{title(quantity)}, {unit}" if unit else title(quantity)
+    axis.set_title(f"{case['name']}: {named}", fontsize=9, loc="left")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

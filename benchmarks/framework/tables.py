@@ -10,6 +10,8 @@ _TITLES: Final = {
     "bytes_per_second": "rate",
     "images_per_second": "rate",
 }
+_SECONDS: Final = {1.0: "s", 1e-3: "ms", 1e-6: "µs"}
+_BYTES: Final = {2.0**30: "GiB", 2.0**20: "MiB", 2.0**10: "KiB", 1.0: "B"}
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -90,15 +92,27 @@ def title(quantity: str) -> str:
 
 def amount(value: float, quantity: str) -> str:
     """A value with the unit that its quantity's name tells."""
-    if quantity.endswith("bytes_per_second"):
-        return f"{_bytes(value)}/s"
+    size, unit = unit_of(value, quantity)
+    digits = 3 if unit in _SECONDS.values() else 4
+    number = f"{value / size:.0f}" if unit == "B" else f"{value / size:.{digits}g}"
+    return f"{number}{unit}" if unit == "/s" else f"{number} {unit}".rstrip()
+
+
+def unit_of(value: float, quantity: str) -> tuple[float, str]:
+    """The unit that suits a value, and how much of the quantity it is."""
     if quantity.endswith("_per_second"):
-        return f"{value:.4g}/s"
+        size, unit = (1.0, "")
+        if quantity.endswith("bytes_per_second"):
+            size, unit = _suited(value, _BYTES)
+        return size, f"{unit}/s"
     if quantity.endswith("seconds"):
-        return _seconds(value)
-    if quantity.endswith("bytes"):
-        return _bytes(value)
-    return f"{value:.4g}"
+        return _suited(value, _SECONDS)
+    return _suited(value, _BYTES) if quantity.endswith("bytes") else (1.0, "")
+
+
+def _suited(value: float, units: Mapping[float, str]) -> tuple[float, str]:
+    *larger, smallest = units.items()
+    return next((one for one in larger if abs(value) >= one[0]), smallest)
 
 
 def span(low: float, high: float, quantity: str) -> str:
@@ -115,17 +129,3 @@ def times(ratio: Mapping[str, float] | None) -> str:
     if ratio["q1"] == ratio["q3"]:
         return f"{ratio['median']:.3f}"
     return f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
-
-
-def _seconds(value: float) -> str:
-    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if abs(value) < limit:
-            return f"{value * scale:.3g} {unit}"
-    return f"{value:.3g} s"
-
-
-def _bytes(value: float) -> str:
-    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value:.0f} B"

@@ -14,12 +14,10 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.groups import expected_groups
 from zerotune.backend.handover import check_accelerate
-from zerotune.backend.layouts import layout_of_deepspeed, trainable_parameters
+from zerotune.backend.layouts import trainable_parameters
 from zerotune.backend.lifetime import Closing
-from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import own_scheduler
 from zerotune.backend.plan_checks import check_plan, check_world
-from zerotune.backend.torch_optimizers import ShardAware
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
 from zerotune.plan.resolved import ResolvedPlan
@@ -71,11 +69,7 @@ class AttachedEngine(DeepSpeedEngine):
             *align_swapped_gradients(engine),
             *(_install_schedule(engine, plan) if fresh else ()),
         )
-        layout = layout_of_deepspeed(engine, rank=self._group.rank)
-        self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
-        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-        if isinstance(inner, ShardAware):
-            inner.attach(layout=layout, group=self._group, device=self.device)
+        self._find_master_weights()
         self._checks().raise_if_failed(engine="the trainer")
         announce(self._decisions, rank=self._group.rank)
 

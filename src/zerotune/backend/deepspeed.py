@@ -102,13 +102,17 @@ class DeepSpeedEngine(Closing):
             *undo_dummy_step(self._engine),
             *align_swapped_gradients(self._engine),
         )
+        self._find_master_weights()
+        self._checks().raise_if_failed(engine="DeepSpeed")
+        announce(self.decisions, rank=self._group.rank)
+
+    def _find_master_weights(self) -> None:
+        """See where DeepSpeed put them, and tell an optimizer that has to know."""
         layout = layout_of_deepspeed(self._engine, rank=self._group.rank)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         inner = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
         if isinstance(inner, ShardAware):
             inner.attach(layout=layout, group=self._group, device=self.device)
-        self._checks().raise_if_failed(engine="DeepSpeed")
-        announce(self.decisions, rank=self._group.rank)
 
     @property
     def plan(self) -> ResolvedPlan:
