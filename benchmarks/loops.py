@@ -121,6 +121,7 @@ class Loop:
         self._settings = settings
         self._losses: list[float] = []
         self._ends: list[float] = []
+        self._inside: list[float] = []
         self._generator = torch.Generator().manual_seed(SEED)
 
     def held(self) -> int:
@@ -211,17 +212,27 @@ class TrainerLoop(Loop):
             plan=plan,
             data=self._problem.batches,
             objective=self._problem.objective,
-            callbacks=(_watch(self._losses, self._note),),
+            callbacks=(_watch(self._note),),
             seed=SEED,
         )
         self._generator = self._trainer._generator
         self._generator.manual_seed(SEED)
 
-    def _note(self) -> None:
+    def _note(self, metrics: Any) -> None:
+        self._losses.append(metrics.loss)
+        phases = metrics.phases
+        self._inside.append(phases["forward"] + phases["backward"] + phases["optimizer"])
         self._ends.append(time.perf_counter())
 
     def _train(self, count: int) -> None:
         self._trainer.fit(steps=self._trainer.step + count)
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Seconds of a step, and the share of what is neither the engine's nor the objective's."""
+        del self._inside[:]
+        found = super().steps(count)
+        inside = sum(self._inside[1:]) / count
+        return {**found, "own_share": 1 - inside / found["seconds"]}
 
     def phases(self) -> dict[str, float]:
         """Seconds per step of each phase, as the trainer measured them."""
@@ -241,13 +252,12 @@ class TrainerLoop(Loop):
         self._trainer.close()
 
 
-def _watch(losses: list[float], note: Callable[[], None]) -> Any:
+def _watch(note: Callable[[Any], None]) -> Any:
     from zerotune.training import Callback
 
     class Watch(Callback):
         def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
-            losses.append(metrics.loss)
-            note()
+            note(metrics)
 
     return Watch()
 

@@ -175,5 +175,15 @@ BENCHMARK = Benchmark(
         )
         for case in PLANS
         for what, quantity in (("seconds per step", "seconds"), ("peak memory", "host_bytes"))
+    )
+    + tuple(
+        Goal(
+            text=f"{case}: the Trainer's own work takes at most 1 % of this small step",
+            case=case,
+            contestant=OURS,
+            quantity="own_share",
+            limit=0.01,
+        )
+        for case in PLANS
     ),
 )

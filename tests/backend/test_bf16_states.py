@@ -96,6 +96,27 @@ def test_a_run_that_is_put_down_and_taken_up_is_the_same_run():
     assert torch.equal(second, whole)
 
 
+def test_a_rank_may_hold_nothing_of_a_parameter():
+    empty, other = torch.nn.Parameter(torch.empty(0)), torch.nn.Parameter(torch.ones(2))
+    for weights in ([empty], [empty, other]):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        AdamWBF16States(weights, lr=0.5, weight_decay=0.0).step()
+    assert other.tolist() == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_does_not_become_a_number(value):
+    assert rounded(value).tolist() == pytest.approx([value] * 2**16, nan_ok=True)
+
+
+def test_the_nan_of_cuda_stays_one():
+    bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)
+    into = torch.zeros(2, dtype=torch.bfloat16)
+    round_stochastically(bits.view(torch.float32), torch.full_like(bits, 2**16 - 1), into=into)
+    assert into.isnan().all()
+
+
 def test_gradients_and_weights_may_lie_as_channels_last():
     start_at = torch.randn(8, 4, 3, 3, generator=torch.Generator().manual_seed(0))
     moved = []

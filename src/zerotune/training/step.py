@@ -99,6 +99,7 @@ class TrainStep:
             with clock.phase("backward"):
                 engine.backward(loss)
                 total += loss.detach().float()
+                del loss  # With its graph, before the optimizer needs memory of its own.
                 if index == count - 1:
                     # Before the weights change: a step on a bad loss could not be taken back.
                     mean = self._mean(float(total) / count)

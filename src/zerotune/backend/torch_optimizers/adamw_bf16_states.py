@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -64,7 +65,8 @@ class AdamWBF16States(torch.optim.Optimizer):
         )
         for group in groups:
             for p in group["params"]:
-                if p.grad is not None:
+                # Of a small parameter another rank may hold all.
+                if p.grad is not None and p.numel():
                     self._update(p, p.grad, group)
         return loss
 
@@ -140,10 +142,12 @@ def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch
     """Round fp32 to one of the two nearest bf16 numbers, to each as often as the other is far.
 
     Args:
-        exact: fp32, finite; overwritten.
+        exact: fp32; overwritten. What is not finite stays as it is.
         bits: int32 from 0 to 65,535, evenly distributed, of the same shape.
         into: bf16, of the same shape; receives the result.
     """
+    # A NaN of all ones, CUDA's usual one, would become 0 by the carry; this one has room for it.
+    exact.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
     # bf16 is the upper half of an fp32 number: the carry out of the lower half is the chance.
     exact.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
     into.copy_(exact)
