@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from zerotune.backend.building import build_engine
+from zerotune.backend.build import build_engine
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
-from zerotune.optim.capability_table import Cell
-from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-from zerotune.plan.facts import ModelFacts
+from zerotune.optim.capability import Cell
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import ModelFacts
 from zerotune.platform import detect_platform
 
 ROOT = Path(__file__).resolve().parents[1]

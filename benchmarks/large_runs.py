@@ -176,8 +176,8 @@ class Ours(Contestant):
         import attrs
 
         from zerotune.plan.families import family, family_names
-        from zerotune.plan.memory.estimating import estimate_resolved
-        from zerotune.plan.memory.workload import Workload
+        from zerotune.plan.memory.estimate import estimate_resolved
+        from zerotune.plan.memory.model import Workload
 
         resolved = self._engine.plan
         if self._settings["family"] in family_names():
@@ -233,8 +233,8 @@ class Advised(Ours):
     def _facts(self) -> Any:
         import attrs
 
-        from zerotune.plan.facts import ModelFacts
         from zerotune.plan.families import family, family_names
+        from zerotune.plan.model import ModelFacts
 
         facts = ModelFacts.from_module(self._model)
         name = self._settings["family"]
@@ -244,7 +244,7 @@ class Advised(Ours):
 
 def what(plan: Any) -> str:
     """A resolved plan in words."""
-    from zerotune.plan.explaining import describe
+    from zerotune.plan.text import describe
 
     return str(describe(plan))
 
@@ -296,7 +296,7 @@ def build(config: Mapping[str, Any]) -> Any:
 
 def sample_batch(settings: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """Synthetic latents and conditions in bf16, and what is to be predicted."""
-    from zerotune.diffusion.profile_inputs import example_inputs
+    from zerotune.diffusion.profiling import example_inputs
 
     batch, side = settings["batch"], settings["side"]
     model = _on_meta(settings["config"])

@@ -190,7 +190,7 @@ class Loop:
 
 def _resolved(settings: Mapping[str, Any], model: torch.nn.Module) -> Any:
     from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
-    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.model import ModelFacts
 
     plan = DeepSpeedPlan.build(
         micro_batch_size=settings.get("batch", 2),

@@ -150,8 +150,8 @@ class Run:
         import diffusers
 
         from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine
-        from zerotune.diffusion.profile_inputs import example_inputs
-        from zerotune.plan.facts import ModelFacts
+        from zerotune.diffusion.profiling import example_inputs
+        from zerotune.plan.model import ModelFacts
 
         settings = self._settings
         config = MODELS[settings["model"]]
@@ -176,7 +176,7 @@ class Run:
 
 
 def _account(estimate: Any, device: Mapping[str, float], parameters: int) -> dict[str, Any]:
-    from zerotune.plan.memory.estimating import CONTEXT, RUNTIME
+    from zerotune.plan.memory.estimate import CONTEXT, RUNTIME
 
     return {
         "device": dict(device),

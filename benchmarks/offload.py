@@ -81,9 +81,8 @@ class Swapper:
         """What zerotune's own benchmark finds best here, and DeepSpeed's defaults."""
         from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
-        from zerotune.backend.aio import AioMeter
-        from zerotune.offload.benchmarking import benchmark
-        from zerotune.offload.measured import TUNED
+        from zerotune.backend.ops.aio import AioMeter
+        from zerotune.offload.benchmark import TUNED, benchmark
         from zerotune.platform import detect_platform
 
         platform = detect_platform(log=False)
@@ -97,7 +96,7 @@ class Swapper:
 
     def measure(self, settings: Mapping[str, int]) -> dict[str, float]:
         """One write and one read."""
-        from zerotune.backend.aio import AioSettings
+        from zerotune.backend.ops.aio import AioSettings
 
         sample = self._meter.measure(AioSettings(**settings), repeats=1)
         return {"write_bytes_per_second": sample.write, "read_bytes_per_second": sample.read}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.advising.values import Advice
+from zerotune.plan.advise import Advice
 
 TARGET = Path(__file__).parent / "fits.md"
 

@@ -11,7 +11,7 @@ import pytest
 from tests.offload.plans import swapping_plan
 from zerotune.cli import main
 from zerotune.offload import LeaseRecord, OffloadManager
-from zerotune.offload.record import lease_name, new_run_id
+from zerotune.offload.lease import lease_name, new_run_id
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from benchmarks.framework.hardware import environment, hardware, versions
 from benchmarks.framework.values import Benchmark, Case, Goal, Measured, more_is_better
-from zerotune.files import write_atomically
+from zerotune._util.files import write_atomically
 
 SCHEMA: Final = 1
 

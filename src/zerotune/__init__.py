@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from zerotune.lazy import lazy_attribute
+from zerotune._util.lazy import lazy_attribute
 
 if TYPE_CHECKING:
-    from zerotune.backend.building import build_engine
+    from zerotune.backend.build import build_engine
     from zerotune.backend.engine import Engine
     from zerotune.backend.schema import plan_schema
     from zerotune.checkpoint import (
@@ -73,7 +73,7 @@ _HOMES: Final = {
     "detect_platform": "platform",
     "prepare": "training",
     "Engine": "backend.engine",
-    "build_engine": "backend.building",
+    "build_engine": "backend.build",
     "plan_schema": "backend.schema",
     "EMAShadow": "ema",
     "save_checkpoint": "checkpoint",

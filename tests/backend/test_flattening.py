@@ -11,8 +11,8 @@ from tests.backend.test_memory_estimate import Peak, anonymous, exact_heap
 from tests.support.models import HostileNet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, train_unet
-from zerotune.backend import flattening
-from zerotune.backend.flattening import flatten_on_host
+from zerotune.backend.deepspeed import placement as flattening
+from zerotune.backend.deepspeed.placement import flatten_on_host
 
 
 def parameters() -> list[torch.nn.Parameter]:

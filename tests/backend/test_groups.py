@@ -10,12 +10,11 @@ import torch
 
 from tests.support.models import HostileNet
 from tests.support.ranks import run_ranks
-from zerotune.backend.optimizers import CurveScheduler, parameter_groups
+from zerotune.backend.optimizers.client import CurveScheduler, parameter_groups
 from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
-from zerotune.plan.choices import GroupChoice, OptimizerChoice, SchedulerChoice
-from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import GroupChoice, ModelFacts, OptimizerChoice, SchedulerChoice
 from zerotune.plan.schedules import lr_at
 
 SCHEDULE = {
@@ -28,7 +27,7 @@ STAGES = [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
 def engine_with_groups(
     stage: int, offload: str, *, deepspeed: bool = True, optimizer: str = "AdamW", sub: int = 20
 ) -> Any:
-    from zerotune.backend.building import build_engine
+    from zerotune.backend.build import build_engine
 
     model = HostileNet(scalar=False)
     groups = ParameterGroups(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerotune.backend.deepspeed import DeepSpeedEngine
+from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.errors import EngineError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan import DeepSpeedPlan, ModelFacts

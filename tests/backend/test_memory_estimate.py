@@ -70,8 +70,8 @@ def train(engine: Any, width: int, steps: int) -> None:
 def measure(case: Case) -> dict[str, float]:
     import torch
 
-    from zerotune.plan.memory.estimating import RUNTIME, estimate_resolved
-    from zerotune.plan.memory.workload import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, estimate_resolved
+    from zerotune.plan.memory.model import Workload
 
     exact_heap()
     small = start(case, torch.nn.Linear(8, 8))

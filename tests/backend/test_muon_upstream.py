@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from zerotune.backend.torch_optimizers.muon import orthogonalise
+from zerotune.backend.optimizers.muon import orthogonalise
 
 pytestmark = pytest.mark.deepspeed
 
@@ -73,10 +73,10 @@ def test_deepspeed_refuses_stage_3_as_it_is_configured_by_default() -> None:
 
 
 def ours(stage: int) -> list[str]:
-    from zerotune.backend.building import build_engine
+    from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
 
     model = Net()
     plan = DeepSpeedPlan.build(
@@ -207,10 +207,10 @@ def test_defects_reported_upstream_are_gone_from_0_19_8(
 
 
 def first_updates_and_losses(stage: int, offload: str) -> dict[str, Any]:
-    from zerotune.backend.building import build_engine
+    from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
 
     model = Matrices()
     whole = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}

@@ -61,7 +61,7 @@ SCENARIOS = """
 
     import attrs
 
-    from zerotune.backend.ops import OP_NAMES, build_op, op_report
+    from zerotune.backend.ops.build import OP_NAMES, build_op, op_report
     from zerotune.errors import ZeroTuneError
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
 
@@ -258,7 +258,7 @@ CUDA = """
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from zerotune.backend.ops import op_report
+    from zerotune.backend.ops.build import op_report
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
 
     get_accelerator()
@@ -324,7 +324,7 @@ class TestCuda:
 
 
 def build_adam():
-    from zerotune.backend.ops import build_op
+    from zerotune.backend.ops.build import build_op
     from zerotune.errors import PlatformError
 
     try:
@@ -384,7 +384,7 @@ def test_cpu_adam_is_compiled_and_computes():
 
 REPORT = """
     import sys
-    from zerotune.backend.ops import op_report
+    from zerotune.backend.ops.build import op_report
     from zerotune.errors import ZeroTuneError
 
     class Absent:

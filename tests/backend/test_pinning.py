@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from zerotune.backend import pinning
+from zerotune.backend.deepspeed import placement as pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.memory.estimating import estimate_resolved
-from zerotune.plan.memory.workload import Workload
-from zerotune.plan.pinning import SETTING, pins_exactly
+from zerotune.plan.fill import SETTING, pins_exactly
+from zerotune.plan.memory.estimate import estimate_resolved
+from zerotune.plan.memory.model import Workload
 from zerotune.platform import GIB, Platform
 
 

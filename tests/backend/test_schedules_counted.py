@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from zerotune.plan.choices import SchedulerChoice
+from zerotune.plan.model import SchedulerChoice
 from zerotune.plan.schedules import lr_at
 
 pytestmark = pytest.mark.deepspeed
@@ -25,11 +25,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 def rates(accumulations: list[int]) -> dict[tuple[str, int], float]:
     """Learning rate for the update after ``STEPS`` optimizer steps."""
-    from zerotune.backend.building import build_engine
+    from zerotune.backend.build import build_engine
     from zerotune.backend.distributed import Launch
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
 
     found = {}
     for name, params in SCHEDULES.items():

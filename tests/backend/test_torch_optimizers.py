@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from zerotune.backend.torch_optimizers import Lamb, Lion, Muon
-from zerotune.backend.torch_optimizers.muon import orthogonalise
+from zerotune.backend.optimizers import Lamb, Lion, Muon
+from zerotune.backend.optimizers.muon import orthogonalise
 
 
 def steps(optimizer_class, gradients, start, **arguments):

@@ -9,9 +9,9 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.verification import Checks, weight_decay_mode
+from zerotune.backend.verify import Checks, weight_decay_mode
 from zerotune.errors import VerificationError
-from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.model import OptimizerChoice, SchedulerChoice
 
 
 def choice(**changes: Any) -> OptimizerChoice:

@@ -12,7 +12,7 @@ def train(file: str, swap: str, steps: int = 2) -> dict[str, Any]:
 
     from tests.support.models import tiny_unet
     from tests.support.runs import unet_loss
-    from zerotune.backend.building import build_engine
+    from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
     from zerotune.plan import DeepSpeedPlan, ModelFacts
 

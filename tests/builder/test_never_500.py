@@ -9,13 +9,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.builder.states import CHOSEN, PLAN
-from zerotune.builder import wire
+from zerotune.builder import forms as wire
 from zerotune.builder.forms import FormState, read_plan
 from zerotune.optim import OPTIMIZERS, SCHEDULERS
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.known_keys import TOP_LEVEL, ZERO
-from zerotune.plan.section import modelled
-from zerotune.plan.sections import OffloadSection, ZeroSection
+from zerotune.plan.model import TOP_LEVEL, ZERO, OffloadSection, ZeroSection, modelled
 
 QUICK = settings(
     max_examples=25,

@@ -12,7 +12,7 @@ from tests.builder.states import PLAN
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from zerotune.builder import create_app
-from zerotune.builder.builtin_templates import BUILTIN
+from zerotune.builder.templates import BUILTIN
 from zerotune.plan import DeepSpeedPlan
 
 pytestmark = pytest.mark.slow

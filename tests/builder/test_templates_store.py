@@ -9,7 +9,7 @@ import pytest
 
 from tests.builder.states import PLAN, state
 from zerotune.builder.forms import FormState
-from zerotune.builder.templates_store import Template, TemplateStore, checked_name, user_folder
+from zerotune.builder.templates import Template, TemplateStore, checked_name, user_folder
 from zerotune.errors import InvalidValueError, PlanConflictError
 
 

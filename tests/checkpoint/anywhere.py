@@ -113,7 +113,7 @@ def held(engine: Any) -> dict[str, Any]:
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """Bytes of tensors read inside the block, by the kind of file."""
-    from zerotune.checkpoint.reading import CheckpointReader
+    from zerotune.checkpoint.load import CheckpointReader
 
     read: dict[str, int] = {}
     real = CheckpointReader._read

@@ -17,7 +17,8 @@ import torch
 from tests.checkpoint.runs import everything, hostile, reseed, shadow_of, train
 from tests.support.models import HostileNet
 from tests.support.runs import PLAIN, Case, start
-from zerotune.checkpoint import load_checkpoint, save_checkpoint, tensorfile, verify_checkpoint
+from zerotune.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from zerotune.checkpoint import tensors as tensorfile
 from zerotune.ema import EMAShadow
 
 
@@ -176,8 +177,8 @@ def other_model(folder: str) -> str:
 def other_optimizer(folder: str, case: Case) -> dict[str, Any]:
     """Load a checkpoint of AdamW into an engine that has trained with another optimizer."""
     from tests.checkpoint.runs import fingerprint
-    from zerotune.checkpoint.reading import CheckpointReader
-    from zerotune.checkpoint.sharedfile import WEIGHTS, Subject
+    from zerotune.checkpoint.load import CheckpointReader
+    from zerotune.checkpoint.tensors import WEIGHTS, Subject
 
     engine = hostile(case, seed=1)
     ema = shadow_of(engine)

@@ -17,7 +17,7 @@ from zerotune.checkpoint.manifest import (
     PlanRecord,
     TensorRecord,
 )
-from zerotune.checkpoint.tensorfile import TensorFileWriter, TensorSpec
+from zerotune.checkpoint.tensors import TensorFileWriter, TensorSpec
 
 
 def file_record(*, nbytes: int, sha256: str) -> FileRecord:

@@ -11,7 +11,7 @@ import torch
 
 from tests.checkpoint.samples import sample_manifest
 from zerotune.checkpoint import randomness
-from zerotune.checkpoint.adapting import carried_loss_scale, restart_generators
+from zerotune.checkpoint.load import carried_loss_scale, restart_generators
 
 PLAN = sample_manifest().plan
 DYNAMIC = {"cur_scale": 512.0, "cur_iter": 30, "last_overflow_iter": 20, "cur_hysteresis": 1}

@@ -16,7 +16,8 @@ from tests.support.runs import Case
 
 def saved_meanwhile(root: str) -> dict[str, Any]:
     """Save in the background, train on, and load what was saved."""
-    from zerotune.checkpoint import BackgroundSaver, load_checkpoint, tensorfile, verify_checkpoint
+    from zerotune.checkpoint import BackgroundSaver, load_checkpoint, verify_checkpoint
+    from zerotune.checkpoint import tensors as tensorfile
 
     engine = hostile(Case(stage=2), seed=0)
     ema = shadow_of(engine)

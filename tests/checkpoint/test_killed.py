@@ -25,7 +25,7 @@ MOMENTS = (
 
 def kill_at(moment: int) -> None:
     """Kill this process before the given one of everything it does to the disk."""
-    from zerotune.checkpoint import tensorfile
+    from zerotune.checkpoint import tensors as tensorfile
 
     left = [moment]
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from zerotune.checkpoint.contents import Counters, Part, RankShare
-from zerotune.checkpoint.filing import Filing
-from zerotune.checkpoint.sharedfile import WEIGHTS, SharedFileWriter, Subject, confirm
-from zerotune.checkpoint.tensorfile import hash_of
+from zerotune.checkpoint.save import Filing
+from zerotune.checkpoint.tensors import WEIGHTS, SharedFileWriter, Subject, confirm, hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 MOMENT = Subject(kind="optimizer", of="exp_avg")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from zerotune.checkpoint.tensorfile import TensorFileWriter, TensorSpec, file_size, hash_of
+from zerotune.checkpoint.tensors import TensorFileWriter, TensorSpec, file_size, hash_of
 from zerotune.errors import CheckpointError
 
 DTYPES = (
@@ -72,7 +72,7 @@ def test_hostile_tensors_survive(tmp_path):
 
 
 def test_tensors_longer_than_a_piece_survive(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerotune.checkpoint.tensorfile._PIECE", 10)
+    monkeypatch.setattr("zerotune.checkpoint.tensors._PIECE", 10)
     tensors = {"a": torch.arange(95), "b": torch.arange(20).float()}
     write(tmp_path / "x.safetensors", tensors)
     loaded = load_file(tmp_path / "x.safetensors")

@@ -133,7 +133,7 @@ def test_the_process_is_quick_and_loads_nothing_heavy(tmp_path):
     )
     assert first.returncode == 0, first.stderr
     loaded = {line.rpartition("|")[2].strip() for line in first.stderr.splitlines()}
-    assert "zerotune.plan.reading" in loaded
+    assert "zerotune.plan.read" in loaded
     assert not loaded.intersection(HEAVY)
 
     seconds = []

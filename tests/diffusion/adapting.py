@@ -12,8 +12,7 @@ import torch
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.checkpoint import export_adapters, export_merged, load_checkpoint, save_checkpoint
-from zerotune.diffusion.lora import LoRA, add_lora
-from zerotune.diffusion.lora_loading import load_adapters
+from zerotune.diffusion.lora import LoRA, add_lora, load_adapters
 from zerotune.ema import EMAShadow
 
 WHOLE = ("stage3_param_persistence_threshold", 0)

@@ -11,7 +11,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, unet_loss
 from zerotune.diffusion import ActivationOffload
-from zerotune.diffusion.transfers import (
+from zerotune.diffusion.activations import (
     BlockPool,
     KeptTransfers,
     Loading,

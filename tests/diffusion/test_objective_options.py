@@ -25,7 +25,7 @@ from zerotune.diffusion import (
     OffsetNoise,
     ResolutionShift,
 )
-from zerotune.diffusion.objective_loss import min_snr_weights
+from zerotune.diffusion.objective import min_snr_weights
 from zerotune.errors import DataError, InvalidValueError
 
 FLUX = {"use_dynamic_shifting": True, "shift": 3.0}

@@ -9,8 +9,12 @@ import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 
 from tests.support.models import tiny_unet
-from zerotune.diffusion.profile_inputs import example_inputs
-from zerotune.diffusion.profiling import activation_peak, measure_activations, model_facts
+from zerotune.diffusion.profiling import (
+    activation_peak,
+    example_inputs,
+    measure_activations,
+    model_facts,
+)
 from zerotune.errors import InvalidValueError
 
 UNET = {

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.models import tiny_unet
 from tests.support.ranks import free_port
-from zerotune.backend.attaching import master_weights_of
+from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.ema import EMAModel
 
 STEPS = 3

@@ -13,7 +13,7 @@ from tests.support.models import HostileNet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
 from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
-from zerotune.ema.updating import ShadowUpdate
+from zerotune.ema.shadow import ShadowUpdate
 from zerotune.errors import EMAError, UnsupportedEngineError
 
 

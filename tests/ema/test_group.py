@@ -7,7 +7,7 @@ import torch
 
 from tests.ema.test_shadow import move
 from tests.support.models import HostileNet
-from zerotune.backend.attaching import master_weights_of
+from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.ema import EMAShadow, EMAShadows, HalfLife, WarmupDecay
 from zerotune.errors import InvalidValueError
 

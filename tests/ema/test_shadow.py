@@ -247,7 +247,7 @@ def test_attach_refuses_what_it_cannot_average():
 
 
 def test_attach_refuses_missing_elements():
-    from zerotune.backend.attaching import master_weights_of
+    from zerotune.backend.deepspeed.external import master_weights_of
 
     master = master_weights_of(HostileNet())
     master._layout._addresses = master._layout._addresses[:-1]

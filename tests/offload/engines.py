@@ -119,8 +119,8 @@ def raw_deepspeed(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
     """A loop of DeepSpeed's own, on a leased folder."""
     import deepspeed
 
-    from zerotune.backend.compiling import same_ninja
-    from zerotune.backend.corrections import align_swapped_gradients
+    from zerotune.backend.deepspeed.fixes import align_swapped_gradients
+    from zerotune.backend.ops.build import same_ninja
 
     os.environ.setdefault("LOCAL_RANK", "0")
     if "WORLD_SIZE" in os.environ:
@@ -168,8 +168,8 @@ def accelerate_loop(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any
     from accelerate.utils import DummyOptim
 
     from tests.support.ranks import free_port
-    from zerotune.backend.compiling import same_ninja
-    from zerotune.backend.corrections import align_swapped_gradients
+    from zerotune.backend.deepspeed.fixes import align_swapped_gradients
+    from zerotune.backend.ops.build import same_ninja
 
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",

@@ -22,10 +22,9 @@ from zerotune.offload import (
     cleanup_stale_swap,
     find_leases,
 )
-from zerotune.offload.lease import DRAFT_PREFIX, LOCK_FILE, making_in
-from zerotune.offload.record import lease_name, new_run_id
+from zerotune.offload.lease import DRAFT_PREFIX, LOCK_FILE, lease_name, making_in, new_run_id
+from zerotune.offload.processes import Users
 from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
-from zerotune.offload.users import Users
 
 CLEANER = """
 import sys, time

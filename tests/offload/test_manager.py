@@ -319,7 +319,7 @@ class TestFailures:
         def full(*_):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr("zerotune.offload.record.os.fsync", full)
+        monkeypatch.setattr("zerotune.offload.lease.os.fsync", full)
         with pytest.raises(OffloadError, match="No space left"):
             OffloadManager(root=tmp_path).lease(swapping_plan()).__enter__()
         assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 
 from tests.offload.plans import swapping_plan
 from zerotune.offload import OffloadManager, cleanup_stale_swap, find_leases
-from zerotune.offload.record import run_id_of
+from zerotune.offload.lease import run_id_of
 
 
 def states(root):

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import OffloadError
-from zerotune.offload.process import ProcessIdentity
-from zerotune.offload.record import LeaseRecord, is_run_id, lease_name, new_run_id, run_id_of
+from zerotune.offload.lease import LeaseRecord, is_run_id, lease_name, new_run_id, run_id_of
+from zerotune.offload.processes import ProcessIdentity
 
 records = st.builds(
     LeaseRecord,

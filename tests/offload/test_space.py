@@ -9,7 +9,7 @@ from tests.offload.plans import swapping_plan
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager, swap_needs
 from zerotune.offload.choosing import RootChoice
-from zerotune.offload.ranks import local_ranks
+from zerotune.offload.lease import local_ranks
 from zerotune.offload.root import check_root
 from zerotune.offload.space import SwapFiles, SwapNeeds, check_space
 from zerotune.plan import ModelFacts

@@ -7,8 +7,9 @@ import attrs
 import pytest
 
 from zerotune.errors import OffloadError
-from zerotune.offload import LeaseRecord, find_leases, stale
-from zerotune.offload.record import lease_name, new_run_id
+from zerotune.offload import LeaseRecord, find_leases
+from zerotune.offload import lease as stale
+from zerotune.offload.lease import lease_name, new_run_id
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ import pytest
 
 from zerotune.errors import OptimizerError
 from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
-from zerotune.optim.capability import capability_of
-from zerotune.optim.capability_table import Cell
-from zerotune.optim.situation import Situation
+from zerotune.optim.capability import Cell, Situation, capability_of
 from zerotune.platform import Platform
 
 STAGES = (0, 1, 2, 3)

@@ -10,8 +10,8 @@ import torch
 
 from tests.support.needs import needs
 from zerotune.optim import OPTIMIZERS, SCHEDULERS
+from zerotune.optim.capability import CONFIGURATION_ONLY
 from zerotune.optim.catalogue import TORCH_NAMES
-from zerotune.optim.implementation import CONFIGURATION_ONLY
 
 # Adam's switch is spelt adam_w_mode in a DeepSpeed configuration; differentiable has no use here.
 LEFT_OUT = {"differentiable", "decoupled_weight_decay"}
@@ -110,7 +110,7 @@ def test_schedules(deepspeed_module, name):
 
 @pytest.mark.parametrize("name", ["AdamWBF16States", "Lion", "Lamb", "Muon"])
 def test_own_entries(name):
-    from zerotune.backend.torch_optimizers import OWN
+    from zerotune.backend.optimizers import OWN
 
     entry, real = OPTIMIZERS[name], inspect.signature(OWN[name].__init__).parameters
     taken = {p.name for p in entry.parameters if p.accepts(name)} - {"muon_lr", "adam_lr"}

@@ -7,7 +7,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver, ParameterGroups
-from zerotune.plan.facts import ModelFacts, RunFacts
+from zerotune.plan.model import ModelFacts, RunFacts
 from zerotune.plan.schedules import lr_at
 
 

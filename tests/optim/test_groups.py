@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
-from zerotune.optim.patterns import matches
-from zerotune.plan.facts import ModelFacts, ParameterFacts
+from zerotune.optim.groups import matches
+from zerotune.plan.model import ModelFacts, ParameterFacts
 
 SHAPES = [
     ("unet.conv_in.weight", (8, 4, 3, 3)),
@@ -207,6 +207,6 @@ def test_different_rates_need_a_schedule_that_knows_groups(resolve, decisions_fo
 
 
 def test_prodigy_takes_no_groups(resolve, monkeypatch):
-    monkeypatch.setattr("zerotune.optim.situation.find_spec", lambda _name: True)
+    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
     with pytest.raises(OptimizerError, match="one rate from all weights"):
         resolve(ParameterGroups.no_decay(), optimizer="Prodigy", params={"lr": 1.0})

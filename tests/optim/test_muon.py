@@ -7,7 +7,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim import MUON_DEFAULTS, MuonPatterns, OptimizerResolver, ParameterGroups
-from zerotune.plan.facts import ModelFacts, ParameterFacts
+from zerotune.plan.model import ModelFacts, ParameterFacts
 
 SHAPES = [
     ("conv_in.weight", (8, 3, 3, 3)),

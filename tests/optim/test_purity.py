@@ -6,10 +6,10 @@ import sys
 SCRIPT = """
 import sys
 from zerotune.optim import OptimizerResolver, normalise_optimizer_name
-from zerotune.plan.choices import SchedulerChoice
+from zerotune.plan.model import SchedulerChoice
 from zerotune.plan.schedules import lr_at
-from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import ModelFacts
 from zerotune.platform import Platform
 
 plan = DeepSpeedPlan.build(stage=2, offload="cpu", optimizer="Adam").resolve(

@@ -7,7 +7,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.facts import RunFacts
+from zerotune.plan.model import RunFacts
 
 ADAMW = {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
@@ -372,7 +372,7 @@ def test_an_optional_back_end_is_never_replaced_by_adamw(resolve):
 def test_a_back_end_that_is_not_installed_names_the_extra(resolve, monkeypatch):
     from zerotune.errors import MissingDependencyError
 
-    monkeypatch.setattr("zerotune.optim.situation.find_spec", lambda _name: None)
+    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: None)
     with pytest.raises(MissingDependencyError, match=r"zerotune\[optimizers\]"):
         resolve("prodigy", {"lr": 1.0})
 
@@ -388,7 +388,7 @@ def test_zerotunes_own_implementation_is_a_recorded_decision(resolve, decisions_
 
 
 def test_what_sets_its_own_pace_gets_no_schedule_unless_asked(resolve, monkeypatch):
-    monkeypatch.setattr("zerotune.optim.situation.find_spec", lambda _name: True)
+    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
     assert resolve("Prodigy", {"lr": 1.0}).scheduler is None
     assert resolve("Prodigy", {"lr": 1.0}, scheduler="constant").scheduler.name == "constant"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerotune.optim import OPTIMIZERS
-from zerotune.plan import optimizer_states
+from zerotune.plan.memory import states as optimizer_states
 
 # States that are smaller than the parameter: factored, or of fewer bits.
 SMALLER = {"Adafactor", "AdamW8bit"}

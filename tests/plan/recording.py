@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from zerotune.errors import ZeroTuneError
-from zerotune.plan import resolved, resolving
+from zerotune.plan import api as resolved
+from zerotune.plan import resolve as resolving
 
 _recorded: set[str] = set()
 _resolve = resolving.resolve

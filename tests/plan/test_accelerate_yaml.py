@@ -16,7 +16,7 @@ from zerotune.errors import (
     UnknownKeyError,
 )
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.accelerate_block import TOP_LEVEL
+from zerotune.plan.accelerate import TOP_LEVEL
 
 
 @pytest.fixture

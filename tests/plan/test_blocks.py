@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.facts import BlockFacts
 from zerotune.plan.families import family
+from zerotune.plan.model import BlockFacts
 from zerotune.plan.sizing import leaf_blocks, max_live, prefetch_bucket
 from zerotune.platform import Platform
 

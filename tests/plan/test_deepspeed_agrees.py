@@ -18,9 +18,9 @@ from zerotune.plan import (
     Fp16Section,
     OffloadSection,
     ZeroSection,
-    known_keys,
 )
-from zerotune.plan.section import modelled
+from zerotune.plan import model as known_keys
+from zerotune.plan.model import modelled
 from zerotune.plan.sizing import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))

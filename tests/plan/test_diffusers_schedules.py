@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune.plan.choices import SchedulerChoice
+from zerotune.plan.model import SchedulerChoice
 from zerotune.plan.schedules import lr_at
 
 WARMUP, TOTAL, LR = 7, 50, 3e-4

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice
-from zerotune.plan.explaining import describe
+from zerotune.plan.text import describe
 
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.facts import ModelFacts
 from zerotune.plan.families import as_facts, family, family_names, model_family
+from zerotune.plan.model import ModelFacts
 
 
 def test_sdxl_is_what_was_published():

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from zerotune.errors import PlanFileError
-from zerotune.plan.files import write_whole
+from zerotune.plan.write import write_whole
 
 
 def test_a_file_is_made_with_its_folder(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.plan.markdown import Code, cell, table
+from zerotune.plan.text import Code, cell, table
 
 
 def test_a_table():

@@ -4,7 +4,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnknownKeyError
 from zerotune.plan import DeepSpeedPlan, LaunchSection, ZeroSection
-from zerotune.plan.overrides import SHORT_NAMES
+from zerotune.plan.read import SHORT_NAMES
 
 START = {
     "train_micro_batch_size_per_gpu": 1,

@@ -9,17 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import PlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RuleContext, RunFacts, known_keys
-from zerotune.plan.rules import check_plan
-from zerotune.plan.section import modelled
-from zerotune.plan.sections import (
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RuleContext, RunFacts
+from zerotune.plan import model as known_keys
+from zerotune.plan.model import (
     AioSection,
     Bf16Section,
     Fp16Section,
     OffloadSection,
     OptimizerSection,
     ZeroSection,
+    modelled,
 )
+from zerotune.plan.rules import check_plan
 from zerotune.platform import Platform
 
 SLOW = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,7 @@ import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection
-from zerotune.plan.kinds import AUTO
+from zerotune.plan.model import AUTO
 from zerotune.platform import DeepSpeedSupport, Platform
 
 BF16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 import zerotune.plan
 from tests.plan.test_properties import CONFIGS, JUNK, SCALARS, SLOW, names, plan_or_error
 from zerotune.errors import PlanError
-from zerotune.plan import DeepSpeedPlan, known_keys, plan_document
-from zerotune.plan.accelerate_block import plan_from_settings
-from zerotune.plan.accelerate_yaml import parse_yaml
-from zerotune.plan.overrides import SHORT_NAMES
-from zerotune.plan.sections import LaunchSection
+from zerotune.plan import DeepSpeedPlan, plan_document
+from zerotune.plan import model as known_keys
+from zerotune.plan.accelerate import parse_yaml, plan_from_settings
+from zerotune.plan.model import LaunchSection
+from zerotune.plan.read import SHORT_NAMES
 
 LAUNCHES = st.dictionaries(
     st.sampled_from(sorted({*names(LaunchSection), *known_keys.LAUNCH, "offload_param_path"})),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnresolvedPlanError
-from zerotune.plan.choices import SchedulerChoice
+from zerotune.plan.model import SchedulerChoice
 from zerotune.plan.schedules import betas_at, lr_at
 
 BASE_LR = 3e-4

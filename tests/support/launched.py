@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from zerotune.backend.building import build_engine
+from zerotune.backend.build import build_engine
 from zerotune.backend.distributed import Launch
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import ModelFacts
 
 
 def main(output: Path) -> None:

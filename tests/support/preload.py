@@ -11,7 +11,7 @@ from zerotune.platform import detect_platform
 platform = detect_platform()
 
 with contextlib.suppress(ImportError):
-    from zerotune.backend.require import quiet_deepspeed, require_deepspeed
+    from zerotune.backend.deepspeed.start import quiet_deepspeed, require_deepspeed
 
     if platform.deepspeed.available and platform.accelerator == "cpu":
         # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
@@ -39,9 +39,9 @@ if platform.accelerator == "cpu":
         # Each public name loads its module when it is first asked for.
         for name in zerotune.__all__:
             getattr(zerotune, name)
-        import zerotune.plan.reading
-        import zerotune.plan.resolving
-        import zerotune.plan.rulebook
+        import zerotune.plan.read
+        import zerotune.plan.resolve
+        import zerotune.plan.rules
     with contextlib.suppress(ImportError):
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401

@@ -36,10 +36,10 @@ PLAIN = Case(deepspeed=False)
 
 def start(case: Case, model: Any) -> Any:
     """A verified engine for ``case``."""
-    from zerotune.backend.building import build_engine
+    from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import ModelFacts
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
 
     optimizer = case.optimizer
     if isinstance(optimizer, str):

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.models import HostileNet
 from tests.support.runs import Case, start
-from zerotune.backend.freezing import frozen
+from zerotune.backend.trained_parts import frozen
 
 WHOLE = ("stage3_param_persistence_threshold", 0)
 STAGE_3 = Case(stage=3, overrides=(WHOLE,))

@@ -12,7 +12,7 @@ from tests.support.models import tiny_unet
 from tests.support.ranks import run_ranks
 from zerotune.diffusion import ActivationOffload, ClassConditional, FlowMatchingObjective
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.facts import ActivationCost, ActivationFacts
+from zerotune.plan.model import ActivationCost, ActivationFacts
 from zerotune.platform import GIB, Platform
 from zerotune.training import Trainer
 

@@ -16,9 +16,10 @@ from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
-from zerotune.training import Profile, checkpointing
-from zerotune.training.checkpointing import set_checkpointing
-from zerotune.training.running import Running
+from zerotune.training import Profile
+from zerotune.training import memory as checkpointing
+from zerotune.training.memory import set_checkpointing
+from zerotune.training.options import Running
 
 
 @pytest.mark.deepspeed

@@ -13,10 +13,15 @@ import torch
 from zerotune.diffusion import DataStream, ImageTensors, RepeatedBatches
 from zerotune.errors import CheckpointMismatchError
 from zerotune.training import Callback, ProgressBar
-from zerotune.training.saving import restore_trainer_state, trainer_state
-from zerotune.training.seeding import generator_from_text, generator_to_text, seed_everything
+from zerotune.training.save import (
+    generator_from_text,
+    generator_to_text,
+    restore_trainer_state,
+    seed_everything,
+    trainer_state,
+)
+from zerotune.training.step import PHASES, StepClock
 from zerotune.training.streams import as_stream
-from zerotune.training.timing import PHASES, StepClock
 
 
 class OneOf:

@@ -10,8 +10,7 @@ from tests.support.ranks import RanksFailed, run_ranks
 from tests.training import diagnosed
 from zerotune.errors import InvalidValueError
 from zerotune.training import Watchdog
-from zerotune.training.position import Position
-from zerotune.training.watchdog import EXIT_CODE, Beat, _message, _stuck
+from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _message, _stuck
 
 
 def logs(folder):

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune.backend.leaf_modules import named_leaf_modules
+from zerotune.backend.deepspeed.placement import named_leaf_modules
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError, VerificationError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.api import ResolvedPlan
 
 KEY: Final = "compile"
 _SPARE: Final = 8

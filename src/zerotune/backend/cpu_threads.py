@@ -23,7 +23,7 @@ from zerotune.platform.cores import CoreShare, read_cpus, share_cores
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
-    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.api import ResolvedPlan
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 KEY: Final = "threads"

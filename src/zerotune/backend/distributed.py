@@ -13,7 +13,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from zerotune.backend.corrections import forget_process_groups
+from zerotune.backend.deepspeed.fixes import forget_process_groups
 from zerotune.errors import CollectiveError, EngineError, InvalidValueError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

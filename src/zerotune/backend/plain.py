@@ -10,20 +10,19 @@ from typing import Any
 
 import torch
 
+from zerotune._util.closing import Closing
+from zerotune._util.environment import environment
+from zerotune.backend.deepspeed.layouts import ParameterLayout, trainable_parameters
+from zerotune.backend.deepspeed.start import require_accelerate
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.environment import environment
-from zerotune.backend.groups import expected_groups
-from zerotune.backend.layouts import ParameterLayout, trainable_parameters
-from zerotune.backend.lifetime import Closing
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers import CurveScheduler, build_client_optimizer
-from zerotune.backend.require import require_accelerate
-from zerotune.backend.verification import Checks
+from zerotune.backend.optimizers.client import CurveScheduler, build_client_optimizer
+from zerotune.backend.verify import Checks, expected_groups
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
-from zerotune.plan.resolved import ResolvedPlan
+from zerotune.plan.api import ResolvedPlan
 
 # `accelerate launch` passes its own configuration through these; the resolved plan has already
 # taken what it wants from it, and a second reader would decide behind its back.

@@ -1,28 +1,245 @@
-"""``plan_schema``: every parameter of the installed DeepSpeed, as JSON Schema."""
+"""Where DeepSpeed keeps the keys that no pydantic model declares: calls in its own code.
+
+``get_scalar_param(section, NAME, NAME_DEFAULT)`` and ``section.get(NAME, NAME_DEFAULT)`` name a key
+and its default by constants of the module, so the code itself is the list.
+"""
 
 from __future__ import annotations
 
+import ast
+import enum
 import importlib
+import inspect
+import math
 import sys
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
-from zerotune.backend.require import require_deepspeed
-from zerotune.backend.schema_sources import module_or_none, read_keys
-from zerotune.backend.schema_types import (
-    AUTO,
-    Schema,
-    any_of,
-    of_default,
-    of_kind,
-    of_model,
-    with_auto,
-)
+from zerotune.backend.deepspeed.start import require_deepspeed
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.filling import stages_of
+from zerotune.plan import model as kinds
+from zerotune.plan.fill import stages_of
+from zerotune.plan.model import Nested, Section, modelled
 from zerotune.plan.schema import HANDLING, attribute_docs
-from zerotune.plan.section import Nested, Section, modelled
 from zerotune.platform import detect_platform
+
+_READERS: Final = frozenset({"get_scalar_param", "get_list_param", "get_dict_param"})
+_UNKNOWN: Final = object()
+
+
+def module_or_none(name: str) -> ModuleType | None:
+    """A module of DeepSpeed; ``None`` where this release does not have it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def read_keys(module: ModuleType | None, *sections: str) -> dict[str, Any]:
+    """Keys that a module reads from dicts held in variables of these names, with defaults.
+
+    A default that is not a constant is ``None``.
+    """
+    if module is None:
+        return {}
+    tree = ast.parse(inspect.getsource(module))
+    return dict(_reads(tree, module, frozenset(sections)))
+
+
+def _reads(
+    tree: ast.AST, module: ModuleType, sections: frozenset[str]
+) -> Iterator[tuple[str, Any]]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        where, arguments = _where(node)
+        if where not in sections or not arguments:
+            continue
+        key = _constant(arguments[0], module)
+        default = _constant(arguments[1], module) if len(arguments) > 1 else None
+        if isinstance(key, str):
+            yield key, None if default is _UNKNOWN else default
+
+
+def _where(call: ast.Call) -> tuple[str | None, list[ast.expr]]:
+    """The dict a call reads from, and its other arguments."""
+    function = call.func
+    if isinstance(function, ast.Name) and function.id in _READERS and call.args:
+        return ast.unparse(call.args[0]), call.args[1:]
+    if isinstance(function, ast.Attribute) and function.attr == "get":
+        return ast.unparse(function.value), call.args
+    return None, []
+
+
+def _constant(node: ast.expr, module: ModuleType) -> Any:
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name):
+        return getattr(module, node.id, _UNKNOWN)
+    return {} if isinstance(node, ast.Dict) and not node.keys else _UNKNOWN
+
+
+# -- From DeepSpeed's pydantic models and zerotune's kinds to JSON Schema.
+
+
+Schema = dict[str, Any]
+
+AUTO: Final = {"const": kinds.AUTO}
+
+_PLAIN: Final[Mapping[Any, Schema]] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    Path: {"type": "string"},
+    list: {"type": "array"},
+    tuple: {"type": "array"},
+    dict: {"type": "object"},
+    type(None): {"type": "null"},
+}
+_BOUNDS: Final = {
+    "gt": "exclusiveMinimum",
+    "ge": "minimum",
+    "lt": "exclusiveMaximum",
+    "le": "maximum",
+}
+
+
+def of_type(annotation: Any) -> Schema:
+    """The schema of a type annotation; empty (anything) for one JSON has no word for."""
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any_of(*map(of_type, arguments))
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin in (list, tuple, dict):
+        items = {"items": of_type(arguments[0])} if origin is list and arguments else {}
+        return {**_PLAIN[origin], **items}
+    if isinstance(annotation, type):
+        if issubclass(annotation, enum.Enum):
+            # Enums may give one value two names.
+            return {"enum": list(dict.fromkeys(member.value for member in annotation))}
+        if hasattr(annotation, "model_fields"):
+            return of_model(annotation)
+    return dict(_PLAIN.get(annotation, {}))
+
+
+def any_of(*schemas: Schema) -> Schema:
+    """Any of several schemas; anything when one of them is."""
+    if not all(schemas):
+        return {}
+    return {"anyOf": list(schemas)} if len(schemas) > 1 else schemas[0]
+
+
+def of_model(model: Any) -> Schema:
+    """The schema of a pydantic model: DeepSpeed forbids further keys and drops ``"auto"``."""
+    docs = attribute_docs(model)
+    properties: Schema = {}
+    for name, field in model.model_fields.items():
+        entry = _of_field(field, docs.get(name))
+        properties[field.alias or name] = entry
+        if field.alias:
+            # `populate_by_name`: DeepSpeed takes both spellings.
+            properties[name] = {**entry, HANDLING: {"alias_of": field.alias}}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _of_field(field: Any, doc: str | None) -> Schema:
+    bounds = {
+        keyword: plain(getattr(limit, name))
+        for limit in field.metadata
+        for name, keyword in _BOUNDS.items()
+        if getattr(limit, name, None) is not None
+    }
+    schema = with_auto({**of_type(field.annotation), **bounds})
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    if is_json(default):
+        schema["default"] = plain(default)
+    if doc or field.description:
+        schema["description"] = doc or field.description
+    extra = field.json_schema_extra
+    if isinstance(extra, Mapping) and extra.get("deprecated"):
+        schema["deprecated"] = True
+        if extra.get("new_param"):
+            schema[HANDLING] = {"replaced_by": extra["new_param"]}
+    return schema
+
+
+def with_auto(schema: Schema) -> Schema:
+    """``schema``, or ``"auto"``; sections and what takes anything stay as they are."""
+    if not schema or "properties" in schema:
+        return schema
+    branches = schema.get("anyOf", [schema])
+    if any("properties" in branch for branch in branches):
+        return schema
+    return {"anyOf": [*branches, AUTO]}
+
+
+def of_kind(kind: Any) -> Schema:
+    """The schema of a kind of zerotune's own settings."""
+    if isinstance(kind, kinds.Boolean):
+        schema: Schema = {"type": "boolean"}
+    elif isinstance(kind, kinds.Integer | kinds.Number):
+        schema = {"type": "integer" if isinstance(kind, kinds.Integer) else "number"}
+        schema["minimum"] = kind.minimum
+        if math.isfinite(kind.maximum):
+            schema["maximum"] = kind.maximum
+    elif isinstance(kind, kinds.Choice):
+        return {"enum": list(kind.choices)}
+    elif isinstance(kind, kinds.Text | kinds.Folder):
+        return {"type": "string"}
+    else:
+        return {"type": "object"}
+    return with_auto(schema) if kind.auto else schema
+
+
+def of_default(value: Any) -> Schema:
+    """The schema of a key of which only the default is known."""
+    if value is None or value == kinds.AUTO:
+        return {"default": value}
+    if isinstance(value, Mapping):
+        properties = {key: {**of_default(item)} for key, item in value.items()}
+        return {"type": "object", "properties": properties} if properties else {"type": "object"}
+    # A whole number may be the default of a real one.
+    kind = "number" if type(value) is float else _PLAIN.get(type(value), {}).get("type")
+    schema: Schema = {"type": kind} if kind else {}
+    return {**schema, "default": plain(value)} if is_json(value) else schema
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON can hold ``value``."""
+    from zerotune.errors import InvalidValueError
+
+    try:
+        kinds.check_json(plain(value), "default")
+    except InvalidValueError:
+        return False
+    return True
+
+
+def plain(value: Any) -> Any:
+    """``value`` without subclasses (DeepSpeed's ``pp_int``) and enums."""
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if hasattr(value, "model_dump"):
+        return None
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return value
+
+
+# -- ``plan_schema``: every parameter of the installed DeepSpeed, as JSON Schema.
+
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 _PRECISIONS: Final = ("fp32", "fp16", "bf16")

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zerotune.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    import torch
+
+    from zerotune.backend.engine import Engine
 
 
 class TrainedParts(torch.nn.Module):
@@ -152,3 +158,31 @@ def _component_of(model: torch.nn.Module) -> str:
         value=kind,
         fix='name it: component="text_encoder" (or "text_encoder_2", "transformer", ...)',
     )
+
+
+# -- A model that another one is trained through, for a while.
+
+
+@contextmanager
+def frozen(engine: Engine) -> Iterator[torch.nn.Module]:
+    """The model of an engine, through which gradients pass while none stay in it.
+
+    For a loss of one engine that runs through the model of another, such as a generator's
+    through its critic; forward and backward belong into the block::
+
+        with frozen(critic) as judge:
+            loss = -judge(made).mean()
+            generator.backward(loss)
+        generator.step()
+
+    Not through the engine itself: DeepSpeed takes every backward pass through an engine's output
+    for one of that engine's own.
+    """
+    trained = [each for each in engine.module.parameters() if each.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield engine.module
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

@@ -8,11 +8,11 @@ from typing import Any, Final
 import attrs
 
 from zerotune.builder.forms import FormState, read_plan
-from zerotune.builder.setup import Machines, Setup, read_setup
+from zerotune.builder.preview import Machines, Setup, read_setup
 from zerotune.errors import InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import normalise_optimizer_name
 from zerotune.plan import AUTO, Candidate, DeepSpeedPlan
-from zerotune.plan.advising.reporting import candidate_data
+from zerotune.plan.text import candidate_data
 
 _FROM_ADVICE: Final = ("zero_optimization", "aio")
 

@@ -12,16 +12,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from zerotune.builder import wire
+from zerotune._util.sizes import format_size
+from zerotune.builder import forms as wire
 from zerotune.builder.advice import advise
-from zerotune.builder.builtin_templates import BUILTIN, builtin_template, starting_state
 from zerotune.builder.catalogue import SchemaSource, catalogue
 from zerotune.builder.forms import FormState, read_plan
 from zerotune.builder.opening import Opened, open_file, open_text
-from zerotune.builder.preview import capabilities, preview_data, understand
+from zerotune.builder.preview import Machines, capabilities, preview_data, read_setup, understand
 from zerotune.builder.session import Session
-from zerotune.builder.setup import Machines, read_setup
-from zerotune.builder.templates_store import Template, TemplateStore, read_template
+from zerotune.builder.templates import (
+    BUILTIN,
+    Template,
+    TemplateStore,
+    builtin_template,
+    read_template,
+    starting_state,
+)
 from zerotune.errors import (
     InvalidValueError,
     PlanConflictError,
@@ -30,7 +36,6 @@ from zerotune.errors import (
     ZeroTuneError,
 )
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.memory.sizes import format_size
 
 logger = logging.getLogger("zerotune")
 

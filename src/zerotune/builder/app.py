@@ -17,10 +17,10 @@ from starlette.types import ASGIApp
 
 from zerotune.builder import fields
 from zerotune.builder.api import Api
-from zerotune.builder.places import Root
+from zerotune.builder.opening import Root
 from zerotune.builder.security import LARGEST_BODY, LOOPBACK, Guard
 from zerotune.builder.session import Session
-from zerotune.builder.templates_store import TemplateStore
+from zerotune.builder.templates import TemplateStore
 from zerotune.plan import DeepSpeedPlan
 
 _STATIC: Final = Path(__file__).parent / "static"

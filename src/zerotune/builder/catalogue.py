@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from zerotune.builder.wire import to_wire
+from zerotune.builder.forms import to_wire
 from zerotune.errors import UNSET, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS, Parameter
 from zerotune.plan.schema import Parameter as SchemaParameter

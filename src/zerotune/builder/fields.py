@@ -13,9 +13,15 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune.plan.families import family_names
+from zerotune.plan.model import (
+    AioSection,
+    Bf16Section,
+    Fp16Section,
+    OffloadSection,
+    ZeroSection,
+    join,
+)
 from zerotune.plan.schema import attribute_docs
-from zerotune.plan.section import join
-from zerotune.plan.sections import AioSection, Bf16Section, Fp16Section, OffloadSection, ZeroSection
 
 Kind = Literal["value", "flag", "choice", "select", "path"]
 ZERO: Final = "zero_optimization"

@@ -11,11 +11,10 @@ from typing import Any, Final
 import attrs
 
 from zerotune.builder.forms import FormState
-from zerotune.builder.opening import open_file
-from zerotune.builder.places import Root
+from zerotune.builder.opening import Root, open_file
 from zerotune.errors import PlanConflictError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, plan_document
-from zerotune.plan.writing import SavedPlan, format_of
+from zerotune.plan.write import SavedPlan, format_of
 
 ApplyCallback = Callable[[DeepSpeedPlan], object]
 ABSENT: Final = "absent"

@@ -4,47 +4,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from zerotune.lazy import lazy_attribute
+from zerotune._util.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from zerotune.checkpoint.adapters import ExportedAdapters, export_adapters
-    from zerotune.checkpoint.adapters_merging import export_merged, merge_adapters
-    from zerotune.checkpoint.background import BackgroundSaver, PendingCheckpoint
     from zerotune.checkpoint.contents import ShadowLike
-    from zerotune.checkpoint.converting import convert
+    from zerotune.checkpoint.convert import convert
     from zerotune.checkpoint.export import export_checkpoint, export_model
     from zerotune.checkpoint.folders import latest_checkpoint, prune, step_folder
-    from zerotune.checkpoint.loading import (
-        CheckpointContents,
-        load_checkpoint,
-        restore,
-    )
+    from zerotune.checkpoint.load import CheckpointContents, load_checkpoint, restore
     from zerotune.checkpoint.manifest import Manifest
-    from zerotune.checkpoint.pipelines import export_pipeline
-    from zerotune.checkpoint.saving import save_checkpoint
-    from zerotune.checkpoint.verifying import verify_checkpoint
+    from zerotune.checkpoint.merge import export_merged, merge_adapters
+    from zerotune.checkpoint.pipeline import export_pipeline
+    from zerotune.checkpoint.save import BackgroundSaver, PendingCheckpoint, save_checkpoint
+    from zerotune.checkpoint.verify import verify_checkpoint
 
 _HOMES: Final = {
-    "BackgroundSaver": "background",
-    "CheckpointContents": "loading",
+    "BackgroundSaver": "save",
+    "CheckpointContents": "load",
     "ExportedAdapters": "adapters",
     "Manifest": "manifest",
-    "PendingCheckpoint": "background",
+    "PendingCheckpoint": "save",
     "ShadowLike": "contents",
-    "convert": "converting",
+    "convert": "convert",
     "export_adapters": "adapters",
     "export_checkpoint": "export",
-    "export_merged": "adapters_merging",
+    "export_merged": "merge",
     "export_model": "export",
-    "export_pipeline": "pipelines",
+    "export_pipeline": "pipeline",
     "latest_checkpoint": "folders",
-    "merge_adapters": "adapters_merging",
-    "load_checkpoint": "loading",
+    "merge_adapters": "merge",
+    "load_checkpoint": "load",
     "prune": "folders",
-    "restore": "loading",
-    "save_checkpoint": "saving",
+    "restore": "load",
+    "save_checkpoint": "save",
     "step_folder": "folders",
-    "verify_checkpoint": "verifying",
+    "verify_checkpoint": "verify",
 }
 
 __all__ = [

@@ -4,31 +4,291 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
 
+from zerotune._util.files import sync_folder
 from zerotune.backend.adapters import (
     AdapterParameter,
     adapter_config,
+    fingerprint,
     peft_config,
+    recall,
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
-from zerotune.checkpoint.adapters_file import LORA_FILE, AdapterFileWriter
-from zerotune.checkpoint.adapters_judging import Judgement
 from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.export import Gatherable
-from zerotune.checkpoint.tensorfile import TensorSpec
+from zerotune.checkpoint.folders import check_space
+from zerotune.checkpoint.tensors import (
+    TensorFileWriter,
+    TensorSpec,
+    file_size,
+    hash_of,
+    read_header,
+)
 from zerotune.decisions import Decision, announce
-from zerotune.errors import CheckpointError, CheckpointMismatchError, InvalidValueError
+from zerotune.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidValueError,
+)
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
+
+
+# -- A LoRA file in diffusers' format: written under another name, read back, then renamed.
+
+
+LORA_FILE: Final = "pytorch_lora_weights.safetensors"
+"""What diffusers looks for in a folder."""
+SETTINGS: Final = "lora_adapter_metadata"
+"""Where diffusers keeps rank, alpha and the like in the header."""
+
+
+class AdapterFileWriter:
+    """Writes a LoRA file tensor by tensor.
+
+    Args:
+        path: The file; must not exist.
+        specs: The tensors, in the order they will come.
+        settings: JSON text of the adapters' settings.
+
+    Raises:
+        CheckpointError: The file exists, or the disk is too small.
+    """
+
+    def __init__(self, path: Path, *, specs: Sequence[TensorSpec], settings: str) -> None:
+        if path.exists() or path.is_symlink():
+            raise CheckpointError(
+                "exists and is not replaced",
+                key=str(path),
+                fix="choose another name, or remove it yourself",
+            )
+        self.path = path
+        self._specs = tuple(specs)
+        self._metadata = {"format": "pt", SETTINGS: settings}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_space(path.parent, file_size(specs, self._metadata))
+        self._draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
+        try:
+            self._writer = TensorFileWriter(self._draft, specs=specs, metadata=self._metadata)
+        except BaseException:
+            self._draft.unlink(missing_ok=True)
+            raise
+
+    def append(self, key: str, tensor: torch.Tensor) -> None:
+        """Write the next tensor."""
+        self._writer.append(key, tensor)
+
+    def publish(self) -> tuple[int, str]:
+        """Read the file back and give it its name.
+
+        Returns:
+            Its bytes and SHA-256 (hex).
+
+        Raises:
+            CheckpointCorruptError: The disk does not hold what was written.
+        """
+        nbytes, sha256 = self._writer.finish()
+        _check(self._draft, self._specs, self._metadata, nbytes=nbytes, sha256=sha256)
+        self._draft.rename(self.path)
+        sync_folder(self.path.parent)
+        return nbytes, sha256
+
+    def abandon(self) -> None:
+        """Close, and remove what has not got its name."""
+        self._writer.close()
+        self._draft.unlink(missing_ok=True)
+
+
+def find_adapters(path: str | os.PathLike[str]) -> Path:
+    """The LoRA file that a path means.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    given = Path(path)
+    file = given / LORA_FILE if given.is_dir() else given
+    if not file.is_file():
+        raise CheckpointError(
+            "there is no LoRA file",
+            key=str(file),
+            fix=f"give the file, or a folder with {LORA_FILE}",
+        )
+    return file
+
+
+def adapter_settings(metadata: Mapping[str, str], component: str) -> dict[str, Any] | None:
+    """What a file's header says of a component's adapters; ``None`` when it says nothing.
+
+    Raises:
+        CheckpointCorruptError: It is not JSON.
+    """
+    try:
+        every = json.loads(metadata.get(SETTINGS, "{}"))
+    except ValueError as error:
+        raise CheckpointCorruptError(f"is not JSON ({error})", key=SETTINGS) from error
+    prefix = f"{component}."
+    return {
+        key.removeprefix(prefix): value for key, value in every.items() if key.startswith(prefix)
+    } or None
+
+
+def _check(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    metadata: Mapping[str, str],
+    *,
+    nbytes: int,
+    sha256: str,
+) -> None:
+    stored, header = read_header(path)
+    wanted = {spec.key: (spec.dtype, spec.shape) for spec in specs}
+    there = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
+    if wanted != there or header != metadata or path.stat().st_size != nbytes:
+        raise CheckpointCorruptError(
+            f"holds {len(there)} tensors, not the {len(wanted)} that were written",
+            key=str(path),
+            fix="look at the disk, or export elsewhere",
+        )
+    if hash_of(path) != sha256:
+        raise CheckpointCorruptError(
+            "does not hold the bytes that were written",
+            key=str(path),
+            fix="look at the disk, or export elsewhere",
+        )
+
+
+# -- Have adapters learned anything? A LoRA file that does nothing looks like one that works.
+
+
+_SHOWN: Final = 4
+
+
+@attrs.frozen(kw_only=True)
+class _Layer:
+    """An adapted layer of a component."""
+
+    component: str
+    name: str
+
+
+class Judgement:
+    """Looks at each tensor that is exported, and at the end says whether the whole is sound.
+
+    A layer has learned nothing when none of its tensors differs from what it was before training,
+    or when the factor that begins at zero is still zero. That may be right for a layer outside
+    the loss, such as the last of CLIP, so it is only told; of a whole component it is an error.
+
+    Args:
+        initial: For each trained parameter the fingerprints of its first values, if known.
+        layers: For each trained parameter the layer it adapts.
+        steps: Optimizer steps that were applied.
+    """
+
+    def __init__(
+        self, *, initial: Mapping[str, frozenset[str]], layers: Mapping[str, _Layer], steps: int
+    ) -> None:
+        self._initial = initial
+        self._layers = layers
+        self._steps = steps
+        self._moved: dict[_Layer, bool] = {}
+        self._zero: set[_Layer] = set()
+
+    @classmethod
+    def of(
+        cls, engine: Engine, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
+    ) -> Judgement:
+        """For the adapters of an engine, by component."""
+        initial: dict[str, frozenset[str]] = {}
+        layers = {}
+        for component, (prefix, module, adapter) in adapters.items():
+            facts = recall(module, adapter)
+            if facts is not None:
+                initial |= {f"{prefix}{name}": prints for name, prints in facts.initial.items()}
+            for name, _ in module.named_parameters():
+                parsed = AdapterParameter.parse(name)
+                if parsed is not None and parsed.adapter == adapter:
+                    layers[f"{prefix}{name}"] = _Layer(component=component, name=parsed.layer)
+        state = engine.state
+        return cls(initial=initial, layers=layers, steps=state.global_step - state.skipped_steps)
+
+    def see(self, name: str, tensor: torch.Tensor, written: torch.Tensor) -> None:
+        """Look at a parameter.
+
+        Args:
+            name: Its name in the engine.
+            tensor: In fp32.
+            written: As it goes into the file.
+
+        Raises:
+            CheckpointCorruptError: It is empty, or not finite.
+        """
+        if not written.numel():
+            raise CheckpointCorruptError("is empty", key=name, value=tuple(written.shape))
+        if not bool(torch.isfinite(written).all()):
+            raise CheckpointCorruptError(
+                f"is not finite in {written.dtype}",
+                key=name,
+                fix="look at the losses; in fp16, export in fp32 or bf16",
+            )
+        layer = self._layers[name]
+        parsed = AdapterParameter.parse(name)
+        if parsed is not None and parsed.starts_at_zero and not bool(written.any()):
+            self._zero.add(layer)
+        moved = fingerprint(tensor) not in self._initial.get(name, frozenset())
+        self._moved[layer] = self._moved.get(layer, False) or moved
+
+    def conclude(self) -> tuple[Decision, ...]:
+        """What is remarkable.
+
+        Raises:
+            CheckpointCorruptError: All adapters of a component have learned nothing, after
+                steps that should have taught them.
+        """
+        still = [layer for layer, moved in self._moved.items() if not moved or layer in self._zero]
+        if not still:
+            return ()
+        if self._steps == 0:
+            return (self._decision(still, "no optimizer step was taken: the file does nothing"),)
+        for component in {layer.component for layer in still}:
+            every = [layer for layer in self._moved if layer.component == component]
+            idle = [layer for layer in still if layer.component == component]
+            if len(idle) == len(every):
+                raise CheckpointCorruptError(
+                    f"none of the {len(every)} adapters has learned anything in {self._steps} "
+                    f"steps ({self._why(idle)})",
+                    key=component,
+                    fix="look at the learning rate, and whether the loss depends on the adapters",
+                )
+        return (self._decision(still, "have learned nothing: outside the loss, perhaps"),)
+
+    def _why(self, layers: list[_Layer]) -> str:
+        zero = all(layer in self._zero for layer in layers)
+        return "every lora_B is zero" if zero else "all are as they were initialized"
+
+    def _decision(self, still: list[_Layer], reason: str) -> Decision:
+        names = [f"{layer.component}.{layer.name}" for layer in still]
+        shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        return Decision(
+            key="adapters",
+            before=len(self._moved),
+            after=len(self._moved) - len(still),
+            reason=f"{len(still)} of {len(self._moved)} layers {reason} ({shown})"
+            if self._steps
+            else reason,
+            severity="warning",
+        )
+
 
 _KEPT: Final = (
     "peft_type",

@@ -9,8 +9,7 @@ import attrs
 import torch
 
 from zerotune.checkpoint import randomness
-from zerotune.checkpoint.sharedfile import WEIGHTS, Subject
-from zerotune.checkpoint.tensorfile import TensorSpec
+from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorSpec
 from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:

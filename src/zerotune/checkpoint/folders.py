@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from zerotune._util.files import sync_folder
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.errors import CheckpointCorruptError, CheckpointError
-from zerotune.files import sync_folder
 
 logger = logging.getLogger("zerotune")
 

@@ -77,7 +77,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     from zerotune.checkpoint.folders import find_checkpoint
-    from zerotune.checkpoint.verifying import find_damage
+    from zerotune.checkpoint.verify import find_damage
 
     folder, manifest = find_checkpoint(arguments.path)
     damage = find_damage(folder, manifest)

@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from zerotune.backend.ops import OpStatus, op_report
+from zerotune.backend.ops.build import OpStatus, op_report
 from zerotune.errors import ZeroTuneError
 from zerotune.platform import Platform
 from zerotune.platform.toolchain import Toolchain, detect_toolchain

@@ -16,7 +16,7 @@ from zerotune.platform import GIB, Device, Platform, detect_platform
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zerotune.backend.ops import OpStatus
+    from zerotune.backend.ops.build import OpStatus
     from zerotune.cli.checkup import Checkup
     from zerotune.platform.toolchain import Tool, Toolchain
 
@@ -80,14 +80,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _missing(wanted: list[str]) -> list[str]:
-    from zerotune.backend.ops import op_report
+    from zerotune.backend.ops.build import op_report
 
     missing = [op.name for op in op_report() if op.state in ("buildable", "stale")]
     return [name for name in missing if not wanted or name in wanted]
 
 
 def _build(names: Iterable[str], platform: Platform) -> None:
-    from zerotune.backend.ops import build_op
+    from zerotune.backend.ops.build import build_op
 
     for name in names:
         support = platform.deepspeed

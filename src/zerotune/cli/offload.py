@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from zerotune.offload import CleanupReport, FoundLease
-    from zerotune.offload.benchmarking import Benchmark
+    from zerotune.offload.benchmark import Benchmark
 
 NAME: Final = "offload"
 SUMMARY: Final = "Show, clean up or measure a swap root."
@@ -121,7 +121,7 @@ def _clean(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from zerotune.plan.memory.sizes import parse_size
+    from zerotune._util.sizes import parse_size
 
     size = parse_size(arguments.size, key="--size")
     if arguments.family:
@@ -130,7 +130,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         family(arguments.family)  # before a minute of measuring
     # DeepSpeed and its compiler print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):
-        from zerotune.offload.benchmarking import benchmark
+        from zerotune.offload.benchmark import benchmark
 
         found = benchmark(arguments.root, size=size, sweep=arguments.sweep)
         saved = found.best.save(found.root) if arguments.save else None
@@ -237,7 +237,7 @@ def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def _size(nbytes: int) -> str:
-    from zerotune.plan.memory.sizes import format_size
+    from zerotune._util.sizes import format_size
 
     return format_size(nbytes)
 

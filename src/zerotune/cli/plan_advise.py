@@ -19,9 +19,9 @@ from zerotune.cli.planning import (
 if TYPE_CHECKING:
     from zerotune.errors import NothingFitsError
     from zerotune.plan import DeepSpeedPlan
-    from zerotune.plan.advising.values import Advice
-    from zerotune.plan.memory.bars import Budget
-    from zerotune.plan.memory.values import MemoryEstimate, Place
+    from zerotune.plan.advise import Advice
+    from zerotune.plan.memory.model import MemoryEstimate, Place
+    from zerotune.plan.text import RankBudget
 
 NAME: Final = "advise"
 SUMMARY: Final = "Find the simplest plan that fits a model into this much memory."
@@ -86,7 +86,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     nvme = size_argument(arguments.nvme, "--nvme")
     if vram is not None and ram is not None:
         return {"vram": vram, "ram": ram, "nvme": nvme}
-    from zerotune.plan.memory.sizes import format_size
+    from zerotune._util.sizes import format_size
     from zerotune.platform import detect_platform
 
     platform = detect_platform(log=False)
@@ -102,7 +102,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report(advice: Advice, arguments: argparse.Namespace) -> None:
-    from zerotune.plan.advising.reporting import explain_advice, markdown_advice, rank_budget
+    from zerotune.plan.text import explain_advice, markdown_advice, rank_budget
 
     budget = advice.budget
     sizes: Mapping[Place, int] = {
@@ -130,7 +130,7 @@ def _save(plan: DeepSpeedPlan, path: str) -> None:
 def _report_nothing(
     error: NothingFitsError, machine: Mapping[str, Any], arguments: argparse.Namespace
 ) -> None:
-    from zerotune.plan.advising.reporting import candidate_data, explain_nearest, nearest_budget
+    from zerotune.plan.text import candidate_data, explain_nearest, nearest_budget
 
     nearest = error.nearest
     budget: Mapping[Place, int] = {
@@ -145,8 +145,8 @@ def _report_nothing(
         print_text(f"{error}\n\n{explain_nearest(nearest, budget=budget)}")
 
 
-def _draw(estimate: MemoryEstimate, budget: Budget, arguments: argparse.Namespace) -> None:
+def _draw(estimate: MemoryEstimate, budget: RankBudget, arguments: argparse.Namespace) -> None:
     if arguments.chart:
-        from zerotune.plan.memory.chart import plot_memory
+        from zerotune.plan.charts import plot_memory
 
         plot_memory(estimate, arguments.chart, budget=budget)

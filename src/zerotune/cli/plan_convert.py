@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Convert; 0 also when the format cannot hold everything, which is said on stderr."""
     from zerotune.plan import DeepSpeedPlan
-    from zerotune.plan.writing import plan_document
+    from zerotune.plan.write import plan_document
 
     plan = DeepSpeedPlan.load(arguments.file)
     if arguments.output is None:

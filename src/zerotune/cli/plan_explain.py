@@ -19,8 +19,8 @@ from zerotune.cli.planning import (
 
 if TYPE_CHECKING:
     from zerotune.plan import DeepSpeedPlan
-    from zerotune.plan.memory.bars import Budget
-    from zerotune.plan.memory.values import MemoryEstimate
+    from zerotune.plan.memory.model import MemoryEstimate
+    from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
 
 NAME: Final = "explain"
@@ -74,15 +74,14 @@ def _explain_plan(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
 
 
 def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
-    from zerotune.plan.memory.bars import fits
-    from zerotune.plan.memory.reporting import explain_estimate, markdown_estimate
+    from zerotune.plan.text import explain_estimate, fits, markdown_estimate
 
     platform = _described(arguments) or _detected()
     estimate = _estimate(plan, platform, arguments)
     budget = _budget(platform, estimate, arguments)
     every = fits(estimate, budget)
     if arguments.chart:
-        from zerotune.plan.memory.chart import plot_memory
+        from zerotune.plan.charts import plot_memory
 
         plot_memory(estimate, arguments.chart, budget=budget)
     if arguments.json:
@@ -138,7 +137,9 @@ def _detected() -> Platform:
     return detect_platform(log=False)
 
 
-def _budget(platform: Platform, estimate: MemoryEstimate, arguments: argparse.Namespace) -> Budget:
+def _budget(
+    platform: Platform, estimate: MemoryEstimate, arguments: argparse.Namespace
+) -> RankBudget:
     """What one rank may use, as far as it was given or, of this machine, detected."""
     described = _described(arguments) is not None
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size

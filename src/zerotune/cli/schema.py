@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
-    from zerotune.plan.files import write_whole
+    from zerotune.plan.write import write_whole
 
     write_whole(arguments.output, text.encode())
     return 0

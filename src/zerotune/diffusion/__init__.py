@@ -32,22 +32,21 @@ from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.grid import images_to_grid
-from zerotune.diffusion.lora import LoRA, add_lora
-from zerotune.diffusion.lora_loading import load_adapters
-from zerotune.diffusion.objective import (
-    DenoisingObjective,
-    FlowMatchingObjective,
-    LevelObjective,
-    Objective,
-)
-from zerotune.diffusion.objective_noise import (
+from zerotune.diffusion.levels import ResolutionShift, Shift
+from zerotune.diffusion.lora import LoRA, add_lora, load_adapters
+from zerotune.diffusion.noise import (
     DrawnNoise,
     GaussianNoise,
     InputPerturbation,
     Noise,
     OffsetNoise,
 )
-from zerotune.diffusion.objective_schedule import ResolutionShift, Shift
+from zerotune.diffusion.objective import (
+    DenoisingObjective,
+    FlowMatchingObjective,
+    LevelObjective,
+    Objective,
+)
 from zerotune.diffusion.parts import FrozenParts
 from zerotune.diffusion.pretrained import FAMILIES, Pretrained, load_pretrained
 from zerotune.diffusion.sampling import sample

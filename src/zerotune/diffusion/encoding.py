@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 
 from zerotune.backend.distributed import Launch, ProcessGroup
-from zerotune.diffusion.data.cache import TensorCache
-from zerotune.diffusion.data.caching import CachedImages, Progress, cache_latents, cache_texts
+from zerotune.diffusion.data.cache import (
+    CachedImages,
+    Progress,
+    TensorCache,
+    cache_latents,
+    cache_texts,
+)
 
 if TYPE_CHECKING:
     from zerotune.diffusion.data.prepared import PreparedImages

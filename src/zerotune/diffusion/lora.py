@@ -1,12 +1,14 @@
-"""LoRA: a few trained matrices beside a frozen model.
-
-The adapters are peft's and sit in the model itself, so that a model with adapters is to every
-engine what any model is: most of its parameters do not require a gradient.
-"""
+"""Which layers of a model adapters can go to, and what was meant when a name matches none."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import attrs
@@ -14,15 +16,158 @@ import torch
 
 from zerotune.backend.adapters import AdapterFacts, adapter_layers, remember, starting_points
 from zerotune.backend.dtypes import checked_dtype
-from zerotune.backend.trained_parts import TrainedParts
+from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.lora_targets import (
-    default_targets,
-    peft,
-    regular_expression,
-    require_matches,
+from zerotune.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidValueError,
+    MissingDependencyError,
 )
-from zerotune.errors import InvalidValueError
+
+ATTENTION: Final = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "out_proj",
+    "SelfAttention.q",
+    "SelfAttention.k",
+    "SelfAttention.v",
+    "SelfAttention.o",
+)
+"""What the attention projections of diffusers' models, CLIP and T5 are called."""
+_ADAPTABLE: Final = (
+    torch.nn.Linear,
+    torch.nn.Conv1d,
+    torch.nn.Conv2d,
+    torch.nn.Conv3d,
+    torch.nn.Embedding,
+)
+_CLOSE: Final = 3
+
+
+def peft() -> ModuleType:
+    """The package.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"is needed for LoRA and could not be imported ({error})",
+            key="peft",
+            fix="pip install 'zerotune[lora]'",
+        ) from error
+
+
+def default_targets(model: torch.nn.Module) -> tuple[str, ...]:
+    """The attention projections a model has.
+
+    Raises:
+        InvalidValueError: It has none.
+    """
+    names = list(_layers(model))
+    found = tuple(target for target in ATTENTION if _matches(target, names))
+    if not found:
+        raise InvalidValueError(
+            f"{type(model).__name__} has no attention projections that are known",
+            key="LoRA.targets",
+            value=None,
+            fix=f"name the layers to adapt, such as {_endings(names)[:_CLOSE]}",
+        )
+    return found
+
+
+def require_matches(
+    model: torch.nn.Module,
+    targets: tuple[str, ...] | str,
+    *,
+    key: str,
+    written: str | None = None,
+) -> None:
+    """Check that each of some targets matches a layer that can be adapted.
+
+    Args:
+        model: The model.
+        targets: Ends of names, or one regular expression for whole names.
+        key: What they are, for messages.
+        written: How the user wrote the expression.
+
+    Raises:
+        InvalidValueError: One matches nothing.
+    """
+    names = list(_layers(model))
+    if isinstance(targets, str):
+        pattern = regular_expression(targets, key=key)
+        if not any(pattern_matches(pattern, name) for name in names):
+            raise _no_match(key, written or targets, names)
+        return
+    for target in targets:
+        if not _matches(target, names):
+            raise _no_match(key, target, names)
+
+
+def regular_expression(text: str, *, key: str) -> str:
+    """A regular expression that compiles.
+
+    Raises:
+        InvalidValueError: It does not.
+    """
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise InvalidValueError(
+            f"is no regular expression ({error})", key=key, value=text
+        ) from error
+    return text
+
+
+def pattern_matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a whole name."""
+    return re.fullmatch(pattern, name) is not None
+
+
+def _layers(model: torch.nn.Module) -> Iterator[str]:
+    return (name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE))
+
+
+def _matches(target: str, names: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _endings(names: list[str]) -> list[str]:
+    """Ends of names that mean a kind of layer: the last part, or two where that is a number."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        found[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] = None
+    return list(found)
+
+
+def _no_match(key: str, target: str, names: list[str]) -> InvalidValueError:
+    endings = _endings(names)
+    close = difflib.get_close_matches(target, endings, n=_CLOSE, cutoff=0.5)
+    known = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {endings}"
+    return InvalidValueError(
+        "matches no layer that can be adapted", key=key, value=target, fix=known
+    )
+
+
+# -- LoRA: a few trained matrices beside a frozen model.
+#
+# The adapters are peft's and sit in the model itself, so that a model with adapters is to every
+# engine what any model is: most of its parameters do not require a gradient.
+
 
 _INITIALIZATIONS: Final = (True, False, "gaussian", "orthogonal")
 """Those of peft that leave the base weights alone; the others train against a changed base, and
@@ -247,3 +392,104 @@ def _for_peft(targets: tuple[str, ...] | str | None) -> list[str] | str | None:
 
 def _numel(parameter: torch.nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+# -- Adapters from a file as the first values of a training.
+
+
+_FILE = "pytorch_lora_weights.safetensors"
+
+
+def load_adapters(
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    component: str | None = None,
+    name: str = "default",
+    base_dtype: str | torch.dtype | None = None,
+) -> AdapterFacts:
+    """Freeze a model and give it the adapters of a LoRA file, to train on from there, in place.
+
+    ``add_lora`` with a file in place of an initialization; rank, alpha and targets are the
+    file's. Its dropout is not kept in files and is none.
+
+    Args:
+        model: A diffusers model or a transformers text encoder, without adapters.
+        path: A file in diffusers' format, or a folder that holds one under its usual name.
+        component: What the file calls the model (``"unet"``, ``"text_encoder_2"``); told from
+            its class when not given.
+        name: What the adapter will be called in the model.
+        base_dtype: As in ``add_lora``.
+
+    Returns:
+        What was added.
+
+    Raises:
+        CheckpointError: There is no such file.
+        CheckpointMismatchError: It has no adapters for the model, or not all of them fit.
+        InvalidValueError: The class does not tell the component, or the model has adapters.
+        MissingDependencyError: peft is not installed.
+    """
+    peft()
+    require_no_adapters(model)
+    file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise CheckpointError("there is no LoRA file", key=str(file))
+    ((part, (_, module)),) = components(model, component).items()
+    expected = _expected(file, part)
+    try:
+        _load(module, file, part, name)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise CheckpointMismatchError(
+            f"does not fit {type(model).__name__} ({error})", key=str(file)
+        ) from error
+    facts = settle(model, name, base_dtype=base_dtype)
+    if facts.tensors != expected:
+        raise CheckpointMismatchError(
+            f"has {expected} tensors for {part!r}, of which the model took {facts.tensors}",
+            key=str(file),
+            fix="load it onto the model it was trained with",
+        )
+    return facts
+
+
+def _expected(file: Path, component: str) -> int:
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as opened:
+        keys: list[str] = list(opened.keys())
+    count = sum(key.startswith(f"{component}.") and ".lora_" in key for key in keys)
+    if count == 0:
+        raise CheckpointMismatchError(
+            f"has nothing for {component!r}, only for {sorted({k.split('.')[0] for k in keys})}",
+            key=str(file),
+            fix="name the component=, or let the pipeline's lora_state_dict convert a file of "
+            "another trainer, and save that",
+        )
+    return count
+
+
+def _load(module: Any, file: Path, component: str, name: str) -> None:
+    if hasattr(module, "load_lora_adapter"):
+        module.load_lora_adapter(
+            str(file.parent),
+            weight_name=file.name,
+            prefix=component,
+            adapter_name=name,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        return
+    from diffusers.loaders import StableDiffusionLoraLoaderMixin
+
+    state, alphas, metadata = StableDiffusionLoraLoaderMixin.lora_state_dict(
+        str(file.parent), weight_name=file.name, local_files_only=True, return_lora_metadata=True
+    )
+    StableDiffusionLoraLoaderMixin.load_lora_into_text_encoder(
+        state,
+        alphas,
+        module,
+        prefix=component,
+        adapter_name=name,
+        metadata=metadata,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerotune.backend.whole import check_whole
+from zerotune.backend.unpartitioned import check_whole
 from zerotune.diffusion.data.cache import hash_weights
 from zerotune.errors import DataError
 

@@ -12,7 +12,7 @@ import torch
 from packaging.version import Version
 
 from zerotune.backend.dtypes import DTYPES
-from zerotune.backend.whole import unpartitioned
+from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.families.base import Family
 from zerotune.diffusion.families.flux import Flux

@@ -10,11 +10,10 @@ import attrs
 import torch
 
 from zerotune.diffusion.data.stream import Batch, derive_seed
-from zerotune.diffusion.evaluating import evaluating
 from zerotune.diffusion.families.base import Denoiser
+from zerotune.diffusion.noise import DrawnNoise
 from zerotune.diffusion.objective import LevelObjective, Objective
-from zerotune.diffusion.objective_noise import DrawnNoise
-from zerotune.diffusion.sharing import Group, shared
+from zerotune.diffusion.sampling import Group, evaluating, shared
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)

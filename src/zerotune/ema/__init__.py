@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zerotune.lazy import lazy_attribute
+from zerotune._util.lazy import lazy_attribute
 
 if TYPE_CHECKING:
     from zerotune.ema.background import BackgroundEMA
@@ -15,9 +15,8 @@ if TYPE_CHECKING:
         RampDecay,
         WarmupDecay,
     )
-    from zerotune.ema.group import EMAShadows
     from zerotune.ema.model import EMAModel
-    from zerotune.ema.shadow import EMAShadow
+    from zerotune.ema.shadow import EMAShadow, EMAShadows
     from zerotune.ema.store import DeviceStore, FileStore, HostStore, ShadowStore
 
 # torch comes with what holds tensors only; the schedules are plain arithmetic.
@@ -28,7 +27,7 @@ _HOMES = {
     "DeviceStore": "store",
     "EMAModel": "model",
     "EMAShadow": "shadow",
-    "EMAShadows": "group",
+    "EMAShadows": "shadow",
     "FileStore": "store",
     "HalfLife": "decay",
     "HostStore": "store",

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from zerotune.ema.updating import ShadowUpdate, apply_updates
+from zerotune.ema.shadow import ShadowUpdate, apply_updates
 from zerotune.errors import EMAError
 
 if TYPE_CHECKING:

@@ -6,14 +6,12 @@ loads them, for the very op that DeepSpeed swaps with.
 
 from __future__ import annotations
 
-from zerotune.offload.benchmarking import Benchmark, benchmark
+from zerotune.offload.benchmark import Benchmark, MeasuredDisk, benchmark
 from zerotune.offload.cleaning import CleanupReport, Leftover, cleanup_stale_swap
+from zerotune.offload.lease import FoundLease, LeaseRecord, find_leases
 from zerotune.offload.manager import Lease, OffloadManager
-from zerotune.offload.measured import MeasuredDisk
-from zerotune.offload.record import LeaseRecord
 from zerotune.offload.root import SwapRoot
 from zerotune.offload.space import SwapNeeds, swap_needs
-from zerotune.offload.stale import FoundLease, find_leases
 
 __all__ = [
     "OffloadManager",

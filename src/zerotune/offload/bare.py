@@ -13,11 +13,11 @@ from typing import Final
 
 import attrs
 
+from zerotune._util.mounts import locality_of, mount_identity
 from zerotune.errors import OffloadError
-from zerotune.offload.filesystem import locality_of, mount_identity
 from zerotune.offload.lease import try_lock
+from zerotune.offload.processes import users_of
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_entry
-from zerotune.offload.users import users_of
 
 ADOPTED_PREFIX: Final = ".zerotune-adopted-"
 """Of a bare folder that is being removed; one left behind is treated as a bare folder."""

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from zerotune._util.sizes import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
-from zerotune.plan.kinds import AUTO
-from zerotune.plan.memory.estimating import estimate_resolved
-from zerotune.plan.memory.sizes import format_size
-from zerotune.plan.memory.values import PHASES, MemoryEstimate
-from zerotune.plan.memory.workload import Workload
-from zerotune.plan.section import evolved
+from zerotune.plan.memory.estimate import estimate_resolved
+from zerotune.plan.memory.model import PHASES, MemoryEstimate, Workload
+from zerotune.plan.model import AUTO, evolved
 
 if TYPE_CHECKING:
-    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.api import ResolvedPlan
     from zerotune.platform import Platform
 
 KEY: Final = "offload.host_memory"

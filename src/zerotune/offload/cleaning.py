@@ -11,15 +11,20 @@ from typing import Any, Literal
 
 import attrs
 
+from zerotune._util.mounts import filesystem_kind, mount_identity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.bare import doubt_about, is_bare, remove_bare, survey
-from zerotune.offload.filesystem import filesystem_kind, mount_identity
-from zerotune.offload.lease import DRAFT_PREFIX, dismantle, require_locks, try_lock
-from zerotune.offload.record import run_id_of
+from zerotune.offload.lease import (
+    DRAFT_PREFIX,
+    dismantle,
+    judged,
+    require_locks,
+    run_id_of,
+    try_lock,
+)
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_entry
 from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX, gibibytes
-from zerotune.offload.stale import judged
 
 Kind = Literal["lease", "unfinished", "bare"]
 

@@ -1,30 +1,196 @@
-"""Ownership of one run's folder inside a swap root.
-
-A folder is held through a shared ``flock`` on its ``lease.lock``, one per rank. The kernel drops
-a rank's lock when the rank dies, however it dies, so the folder is live exactly as long as any
-rank is, and whoever obtains the *exclusive* lock knows that no rank holds it any more.
-"""
+"""The record that says whose a swap folder is."""
 
 from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
+import re
+import secrets
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from types import ModuleType
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
+from zerotune._util.mounts import LOCAL_FILESYSTEMS, filesystem_kind
+from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
-from zerotune.offload.record import LeaseRecord, is_record, lease_name
-from zerotune.offload.removal import Removed, open_folder, remove_contents
+from zerotune.offload.processes import ProcessIdentity
+from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_contents
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import ResolvedPlan
+
+
+_FORMAT: Final = 1
+_RUN_ID: Final = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}", re.ASCII)
+_PREFIX: Final = "zerotune-"
+
+
+def new_run_id() -> str:
+    """A run id no other run has: UTC time for the reader, 48 random bits for uniqueness."""
+    moment = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+    return f"{moment}-{secrets.token_hex(6)}"
+
+
+def is_run_id(text: str) -> bool:
+    """Whether ``text`` could come from :func:`new_run_id` (and so is safe in a path)."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+def lease_name(run_id: str) -> str:
+    """Name of a run's folder inside a swap root."""
+    return f"{_PREFIX}{run_id}"
+
+
+def is_record(name: str) -> bool:
+    """Whether a name inside a lease is that of a rank's record."""
+    return name.startswith("rank") and name.endswith(".json")
+
+
+def run_id_of(name: str) -> str | None:
+    """Run id of a folder that zerotune leased, ``None`` for any other name."""
+    run_id = name.removeprefix(_PREFIX)
+    return run_id if name != run_id and is_run_id(run_id) else None
+
+
+@attrs.frozen(kw_only=True)
+class LeaseRecord:
+    """Who holds a lease, since when and for which plan; one per rank.
+
+    The lock decides who lives. The record tells a reader whose folder it is and how much it may
+    grow, and guards against a file system whose locks lie.
+    """
+
+    run_id: str
+    """Shared by all ranks of a run."""
+    rank: int
+    """Global rank of the process, from 0."""
+    world_size: int
+    """Number of ranks in the run."""
+    plan_digest: str
+    """``ResolvedPlan.digest()`` of the plan the run was started with."""
+    created: str
+    """UTC time, ISO 8601."""
+    reserved: int
+    """Bytes this rank will write here at most; 0: not known."""
+    filesystem: str | None
+    """Kind of the file system as this rank saw it; ``None`` outside Linux."""
+    owner: ProcessIdentity
+    """The process that holds it."""
+
+    @classmethod
+    def for_this_process(
+        cls,
+        *,
+        run_id: str,
+        rank: int,
+        world_size: int,
+        plan_digest: str,
+        reserved: int = 0,
+        filesystem: str | None = None,
+    ) -> LeaseRecord:
+        """The record of the calling process."""
+        return cls(
+            run_id=run_id,
+            rank=rank,
+            world_size=world_size,
+            plan_digest=plan_digest,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            reserved=reserved,
+            filesystem=filesystem,
+            owner=ProcessIdentity.current(),
+        )
+
+    def to_json(self) -> str:
+        """One JSON object, indented for a human reader."""
+        return json.dumps({"format": _FORMAT, **attrs.asdict(self)}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> LeaseRecord:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            OffloadError: It is not a record of a format this version knows.
+        """
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(text, f"is not JSON ({error})") from None
+        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
+            raise _unreadable(text, f"is not a lease record of format {_FORMAT}")
+        owner = _read(ProcessIdentity, fields.pop("owner", None), _OWNER_TYPES, text)
+        return cls(owner=ProcessIdentity(**owner), **_read(cls, fields, _RECORD_TYPES, text))
+
+    def write(self, folder: Path) -> None:
+        """Write ``rank<N>.json`` so that a reader sees all of it or nothing.
+
+        Raises:
+            OSError: The file system refuses.
+        """
+        draft = folder / f".rank{self.rank}.json.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
+            file.write(self.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(folder / f"rank{self.rank}.json")
+
+
+_OWNER_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "host": (str,),
+    "boot_id": (str, type(None)),
+    "pid": (int,),
+    "pid_start": (int, type(None)),
+    "pid_namespace": (int, type(None)),
+}
+_RECORD_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "run_id": (str,),
+    "rank": (int,),
+    "world_size": (int,),
+    "plan_digest": (str,),
+    "created": (str,),
+    "reserved": (int,),
+    "filesystem": (str, type(None)),
+}
+
+
+def _read(
+    cls: type, fields: object, types: dict[str, tuple[type, ...]], text: str
+) -> dict[str, Any]:
+    if not isinstance(fields, dict) or fields.keys() != types.keys():
+        raise _unreadable(text, f"does not hold exactly {sorted(types)} for {cls.__name__}")
+    for name, value in fields.items():
+        # bool is an int to Python, never to us.
+        if not isinstance(value, types[name]) or isinstance(value, bool):
+            raise _unreadable(text, f"{name} has the wrong type ({type(value).__name__})")
+    return fields
+
+
+def _unreadable(text: str, reason: str) -> OffloadError:
+    return OffloadError(
+        reason,
+        key="lease record",
+        value=text,
+        fix="leave the folder alone unless you know that its run has ended; then delete it",
+    )
+
+
+# -- Ownership of one run's folder inside a swap root.
+#
+# A folder is held through a shared ``flock`` on its ``lease.lock``, one per rank. The kernel drops
+# a rank's lock when the rank dies, however it dies, so the folder is live exactly as long as any
+# rank is, and whoever obtains the *exclusive* lock knows that no rank holds it any more.
+
 
 LOCK_FILE: Final = "lease.lock"
 DRAFT_PREFIX: Final = ".zerotune-new-"
@@ -341,3 +507,357 @@ def _drop_locks_in_forked_children() -> None:
 def _leave_all() -> None:
     for directory in list(_held):
         directory.leave()
+
+
+# -- Find the leases inside a swap root and tell the dead from the living.
+
+
+LeaseState = Literal["live", "stale", "empty", "unknown"]
+
+
+@attrs.frozen(kw_only=True)
+class FoundLease:
+    """A leased folder found inside a swap root."""
+
+    path: Path
+    """The folder."""
+    run_id: str
+    """Id of the run that leased it."""
+    state: LeaseState
+    """``"live"``: somebody holds it. ``"stale"``: its owner is provably dead. ``"empty"``: a
+    removal is under way, or was interrupted at its last step. ``"unknown"``: neither life nor
+    death can be proved, so it is left alone."""
+    reason: str
+    """Why it is in that state."""
+    size: int
+    """Bytes it takes on disk; 0 where it cannot be examined."""
+    records: tuple[LeaseRecord, ...] = ()
+    """What its ranks wrote about themselves, by rank."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes its ranks said they will write at most; 0: they did not know."""
+        return sum(record.reserved for record in self.records)
+
+
+@attrs.frozen(kw_only=True)
+class Verdict:
+    """What was found out about an open lease, which stays true while its lock is held."""
+
+    state: LeaseState
+    reason: str
+    records: tuple[LeaseRecord, ...] = ()
+
+
+def find_leases(root: Path) -> tuple[FoundLease, ...]:
+    """Every lease inside ``root``, by name; changes nothing.
+
+    Raises:
+        OffloadError: The root cannot be listed.
+    """
+    try:
+        paths = sorted(root.iterdir())
+    except OSError as error:
+        raise OffloadError(
+            f"cannot be listed ({error.strerror})", key="offload.root", value=str(root)
+        ) from error
+    kind = filesystem_kind(root.resolve())
+    found = (_inspect(path, run_id_of(path.name), kind) for path in paths)
+    return tuple(lease for lease in found if lease is not None)
+
+
+def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | None:
+    """State of one folder; ``None`` when it is no lease or was removed meanwhile."""
+    if run_id is None:
+        return None
+    size = 0
+    try:
+        folder = open_folder(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        verdict = Verdict(state="unknown", reason=f"cannot be opened ({error.strerror})")
+    else:
+        try:
+            with judged(folder, kind) as verdict:
+                # Let go of the lock before anything slow: a rank that leaves waits for it.
+                pass
+            size = folder_bytes(folder)
+        except OSError as error:
+            if not path.exists():
+                return None
+            verdict = Verdict(state="unknown", reason=f"cannot be examined ({error.strerror})")
+        finally:
+            os.close(folder)
+    return FoundLease(
+        path=path,
+        run_id=run_id,
+        state=verdict.state,
+        reason=verdict.reason,
+        size=size,
+        records=verdict.records,
+    )
+
+
+@contextmanager
+def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
+    """Say whether a lease is dead; a dead one stays locked, and so dead, inside the block.
+
+    Args:
+        folder: Descriptor of the leased folder.
+        kind: Its kind of file system.
+
+    Raises:
+        OSError: The folder cannot be examined, or vanished; its lock file may be a link.
+    """
+    try:
+        lock = os.open(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        if os.fstat(folder).st_nlink and not os.listdir(folder):
+            yield Verdict(state="empty", reason="a removal is under way or was interrupted")
+            return
+        raise
+    try:
+        yield _judge(folder, lock, kind)
+    finally:
+        os.close(lock)
+
+
+def _judge(folder: int, lock: int, kind: str | None) -> Verdict:
+    try:
+        if not try_lock(lock, exclusive=True):
+            # Read without the lock: a rank that is leaving may take it away meanwhile.
+            return Verdict(
+                state="live", reason="a process holds its lock", records=_readable(folder)
+            )
+        if os.fstat(lock).st_nlink == 0:
+            # It was removed between opening and locking, by its owner.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), LOCK_FILE)
+        # Read under the lock: a rank that is leaving deletes its record under the same lock, and
+        # would seem dead if its record were gone between the two looks.
+        records = _records(folder)
+    except OffloadError as error:
+        return Verdict(state="unknown", reason=f"has a damaged record: {error.reason}")
+    doubt = _doubt(records, kind)
+    return Verdict(
+        state="unknown" if doubt else "stale",
+        reason=doubt or "no process holds its lock",
+        records=records,
+    )
+
+
+def _readable(folder: int) -> tuple[LeaseRecord, ...]:
+    """The records of a living lease, for a reader; those it cannot have are left out."""
+    try:
+        return _records(folder)
+    except (OSError, OffloadError):
+        return ()
+
+
+def _records(folder: int) -> tuple[LeaseRecord, ...]:
+    records = []
+    for name in os.listdir(folder):
+        if is_record(name):
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            with os.fdopen(file, encoding="utf-8", errors="replace") as stream:
+                records.append(LeaseRecord.from_json(stream.read()))
+    return tuple(sorted(records, key=lambda record: record.rank))
+
+
+def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
+    """Why a free lock is no proof of death here, or ``None`` when it is."""
+    if not records and kind not in LOCAL_FILESYSTEMS:
+        return f"it has no record, and locks on {kind or 'this file system'} prove nothing alone"
+    for record in records:
+        owner = record.owner
+        if owner.visible() and owner.alive():
+            return f"process {owner.pid} of rank {record.rank} is alive without its lock"
+        if kind in LOCAL_FILESYSTEMS and record.filesystem in LOCAL_FILESYSTEMS:
+            # One kernel mounts such a disk at a time, so its locks reach every user of it.
+            continue
+        if not owner.visible():
+            seen = f" (which its owner saw as {record.filesystem})" if record.filesystem else ""
+            return (
+                f"was leased on host {owner.host}, in another container or before a restart, and "
+                f"locks on {kind or 'this file system'}{seen} do not prove that it ended"
+            )
+    return None
+
+
+# -- What the ranks of a run tell each other before they share a lease.
+
+
+Share = Callable[[str], str]
+"""Collective: every rank calls it and gets the string rank 0 passed."""
+Barrier = Callable[[], None]
+"""Collective: returns once every rank has called it."""
+
+_FAILED: Final = "failed: "
+
+
+@attrs.frozen(kw_only=True)
+class Invitation:
+    """What rank 0 tells the others."""
+
+    run_id: str
+    aio: Mapping[str, Any] = attrs.field(factory=dict)
+    """Measured ``aio`` settings: all ranks must use those of one machine."""
+
+    def to_text(self) -> str:
+        """One line."""
+        return f"{self.run_id} {json.dumps(dict(self.aio), sort_keys=True)}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Invitation:
+        """Read what :meth:`to_text` wrote; a bare run id will do.
+
+        Raises:
+            OffloadError: It is something else, or rank 0 failed.
+        """
+        if text.startswith(_FAILED):
+            raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILED)}")
+        run_id, _, rest = text.partition(" ")
+        try:
+            aio = json.loads(rest) if rest else {}
+        except ValueError:
+            aio = None
+        if not is_run_id(run_id) or not isinstance(aio, dict):
+            raise OffloadError(
+                "is not a run id; share must return what rank 0 passed",
+                key="OffloadManager.share",
+                value=text,
+                fix="give a collective broadcast from rank 0",
+            )
+        return cls(run_id=run_id, aio=aio)
+
+    @staticmethod
+    def failure(error: BaseException) -> str:
+        """What rank 0 says when there is nothing to join."""
+        return f"{_FAILED}{error}"
+
+
+def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None) -> int:
+    """Ranks of this machine: ``LOCAL_WORLD_SIZE`` of the launcher, else all of them."""
+    written = (os.environ if environ is None else environ).get("LOCAL_WORLD_SIZE", "")
+    count = int(written) if written.isdecimal() else resolved.world_size
+    return min(max(count, 1), resolved.world_size)
+
+
+def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
+    """Refuse a rank that the plan does not have.
+
+    Raises:
+        OffloadError: It was resolved for other ranks.
+    """
+    if world_size not in (None, resolved.world_size):
+        raise OffloadError(
+            f"the plan was resolved for {resolved.world_size} ranks",
+            key="world_size",
+            value=world_size,
+            fix="resolve the plan with the number of ranks that run it",
+        )
+    if not 0 <= rank < resolved.world_size:
+        raise OffloadError(
+            f"is not a rank of {resolved.world_size}",
+            key="rank",
+            value=rank,
+            fix="count ranks from 0",
+        )
+
+
+def need_share(share: Share | None) -> Share:
+    """``share``, which several ranks cannot do without.
+
+    Raises:
+        OffloadError: There is none.
+    """
+    if share is not None:
+        return share
+    raise OffloadError(
+        "several ranks need one run id, and nothing carries it between them",
+        key="OffloadManager.share",
+        value=None,
+        fix="pass share=, a function that returns rank 0's string on every rank",
+    )
+
+
+# -- End a lease: who removes the folders, and what happens when that fails.
+
+
+def release(
+    directories: tuple[SwapDirectory, ...], barrier: Callable[[], None] | None
+) -> tuple[tuple[Decision, ...], tuple[OffloadError, ...]]:
+    """Leave after a run that ended well; its maker removes each folder once all are out.
+
+    Without ``barrier`` the last rank to leave removes it.
+
+    Returns:
+        What went otherwise than planned, and what failed.
+    """
+    if barrier is not None:
+        for directory in directories:
+            if not directory.created:
+                directory.leave()
+        barrier()
+    decisions: list[Decision] = []
+    errors: list[OffloadError] = []
+    for directory in directories:
+        if not directory.held:
+            continue
+        try:
+            removal = directory.leave_and_remove()
+        except OffloadError as error:
+            errors.append(error)
+            continue
+        # Without a barrier another rank may be in still, or may have removed the folder first.
+        if barrier is None and directory.ranks > 1:
+            continue
+        if removal.outcome == "gone":
+            decisions.append(_gone(directory.path))
+        elif removal.outcome == "held":
+            decisions.append(_kept(directory.path, "another process still holds it"))
+    return tuple(decisions), tuple(errors)
+
+
+def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
+    """Leave after a failure: wait for nobody, since the other ranks may never come.
+
+    Never raises for a folder that cannot be removed, so the failure itself is what is seen.
+    """
+    decisions, errors = release(directories, None)
+    return (*decisions, *(kept_after(error) for error in errors))
+
+
+def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None:
+    """The error of a run whose swap folder somebody deleted while it ran, if somebody did."""
+    for directory in directories:
+        if directory.held and not directory.path.exists():
+            return OffloadError(
+                "somebody deleted this run's swap folder while it ran, so what was in it is lost",
+                key="offload.root",
+                value=str(directory.path),
+                fix="start again from the last checkpoint; clean a root up with "
+                "`zerotune offload clean`, which leaves living runs alone",
+            )
+    return None
+
+
+def kept_after(error: OffloadError) -> Decision:
+    """The record of a folder that could not be removed."""
+    return _kept(error.value, error.reason)
+
+
+def _kept(path: Path | str, reason: str) -> Decision:
+    return Decision(
+        key="offload.release", before=str(path), after=str(path), reason=reason, severity="warning"
+    )
+
+
+def _gone(path: Path) -> Decision:
+    return Decision(
+        key="offload.release",
+        before=str(path),
+        after=None,
+        reason=f"somebody deleted this run's swap folder {path.name} while it ran",
+        severity="warning",
+    )

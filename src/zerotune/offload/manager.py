@@ -13,26 +13,31 @@ import attrs
 
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
+from zerotune.offload.benchmark import usable_settings, with_settings
 from zerotune.offload.budget import fit_host_memory
 from zerotune.offload.choosing import RootChoice, Roots, Target, choose_root
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
-from zerotune.offload.lease import SwapDirectory, require_locks
-from zerotune.offload.measured import usable_settings, with_settings
-from zerotune.offload.ranks import (
+from zerotune.offload.lease import (
     Barrier,
     Invitation,
+    LeaseRecord,
     Share,
+    SwapDirectory,
+    abandon,
     check_ranks,
+    deleted_under,
+    kept_after,
     local_ranks,
     need_share,
+    new_run_id,
+    release,
+    require_locks,
 )
-from zerotune.offload.record import LeaseRecord, new_run_id
-from zerotune.offload.release import abandon, deleted_under, kept_after, release
 from zerotune.offload.root import SwapRoot, check_root
 from zerotune.offload.space import SwapNeeds, check_space, swap_needs
 
 if TYPE_CHECKING:
-    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.api import ResolvedPlan
 
 _Directories = tuple[SwapDirectory, ...]
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.mounts import filesystem_kind, is_rotational, locality_of
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import OffloadError
 from zerotune.offload.choosing import FIX, PATH_VARIABLES, ROOT_VARIABLE, RootChoice
-from zerotune.offload.filesystem import filesystem_kind, is_rotational, locality_of
 from zerotune.offload.lease import making_in
 
 PROBE_PREFIX: Final = ".zerotune-probe-"

@@ -13,14 +13,14 @@ import attrs
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.choosing import Target
+from zerotune.offload.lease import find_leases
 from zerotune.offload.root import SwapRoot, gibibytes
-from zerotune.offload.stale import find_leases
 from zerotune.plan import sizing
-from zerotune.plan.optimizer_states import states_per_element
+from zerotune.plan.memory.states import states_per_element
 
 if TYPE_CHECKING:
-    from zerotune.plan.facts import ModelFacts
-    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ModelFacts
 
 _ALIGNMENT: Final = 1024
 """``AIO_ALIGNED_BYTES``: each thread's share of a swap file is a multiple of it."""

@@ -5,16 +5,14 @@ Pure: neither torch nor deepspeed is imported.
 
 from __future__ import annotations
 
-from zerotune.optim.capability import Capability
-from zerotune.optim.capability_table import CapabilityTable
+from zerotune.optim.capability import Capability, CapabilityTable
 from zerotune.optim.catalogue import OPTIMIZERS
 from zerotune.optim.entries import OptimizerEntry
-from zerotune.optim.groups import ParameterGroup, ParameterGroups
-from zerotune.optim.muon import MUON_DEFAULTS, MuonPatterns
+from zerotune.optim.groups import MUON_DEFAULTS, MuonPatterns, ParameterGroup, ParameterGroups
 from zerotune.optim.naming import normalise_optimizer_name
 from zerotune.optim.parameters import Parameter
 from zerotune.optim.resolver import OptimizerResolution, OptimizerResolver
-from zerotune.optim.schedulers import SCHEDULERS, SchedulerEntry, normalise_scheduler_name
+from zerotune.optim.schedule import SCHEDULERS, SchedulerEntry, normalise_scheduler_name
 
 __all__ = [
     "OptimizerResolver",

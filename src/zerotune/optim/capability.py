@@ -1,21 +1,379 @@
-"""Whether an optimizer can run in a situation, and if not why and what comes closest.
-
-One function per reason, tried in order; the first that objects decides. What the rules say is
-then compared with the table of cells that were really run, which has the last word.
-"""
+"""Where an optimizer is to run: everything a capability or an implementation depends on."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune.optim.capability_table import CapabilityTable
 from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, TORCH_NAMES
 from zerotune.optim.entries import OptimizerEntry
-from zerotune.optim.implementation import HAS_CPU_KERNEL, implementation_of
-from zerotune.optim.situation import Situation
+from zerotune.plan.model import OptimizerSource, WeightDecay
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import ResolvedPlan
+
+
+@attrs.frozen(kw_only=True)
+class Situation:
+    """Engine, stage, offload, precision, accelerator and versions."""
+
+    uses_deepspeed: bool = True
+    """``False`` for the plain engine."""
+    stage: int = 0
+    """ZeRO stage; 0 without DeepSpeed."""
+    offload: str = "none"
+    """Where the optimizer states are: ``"none"``, ``"cpu"`` or ``"nvme"``."""
+    precision: str = "fp32"
+    """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    accelerator: str = "cpu"
+    """Accelerator DeepSpeed runs on (``"cuda"``, ``"cpu"``, ``"xpu"``, ``"mps"``); the platform's
+    own for the plain engine."""
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+    """Installed versions by package."""
+    allow_untested: bool | None = None
+    """``zero_allow_untested_optimizer`` as the configuration says; ``None`` when it does not."""
+    force_cpu: bool | None = None
+    """``zero_force_ds_cpu_optimizer`` as the configuration says; ``None`` when it does not."""
+    bf16_states: bool = False
+    """Whether ``bf16.bf16_optimizer_states`` keeps the states in bf16."""
+    packages: frozenset[str] | None = None
+    """Optional packages that are installed; ``None``: not looked at, none is missed."""
+    world_size: int = 1
+    """Number of processes."""
+    zenflow: bool = False
+    """Whether ``zero_optimization.zenflow`` replaces the CPU optimizer."""
+
+    @classmethod
+    def of(cls, resolved: ResolvedPlan) -> Situation:
+        """Read the situation off a resolved plan."""
+        platform = resolved.platform
+        accelerator: str = platform.accelerator
+        if resolved.uses_deepspeed and platform.deepspeed.accelerator:
+            accelerator = platform.deepspeed.accelerator
+        zero = resolved.plan.zero_optimization
+        bf16 = resolved.plan.bf16
+        return cls(
+            uses_deepspeed=resolved.uses_deepspeed,
+            stage=resolved.stage,
+            offload=resolved.offload_optimizer if resolved.uses_deepspeed else "none",
+            precision=resolved.precision,
+            accelerator=accelerator,
+            versions={**optional_versions(), **platform.versions},
+            # The resolved plan writes every key; only the request tells what the user wrote.
+            allow_untested=_flag(resolved.requested.zero_allow_untested_optimizer),
+            force_cpu=_flag(resolved.requested.zero_force_ds_cpu_optimizer),
+            bf16_states=resolved.precision == "bf16"
+            and bf16 is not None
+            and bf16.bf16_optimizer_states is True,
+            packages=installed_packages(),
+            world_size=resolved.world_size,
+            zenflow=zero is not None and bool(zero.extra.get("zenflow")),
+        )
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the update runs on the CPU while the model is elsewhere."""
+        return self.uses_deepspeed and self.offload != "none"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ZeRO hands the optimizer flat partitions."""
+        return self.uses_deepspeed and self.stage >= 1
+
+    def before(self, package: str, *release: int) -> bool:
+        """Whether the installed ``package`` is older than ``release``; ``False`` when unknown."""
+        found = release_of(self.versions.get(package, ""))
+        return bool(found) and found < release
+
+    def __str__(self) -> str:
+        if not self.uses_deepspeed:
+            return f"the plain engine on {self.accelerator}"
+        place = f"stage {self.stage}, optimizer offload {self.offload}, {self.precision}"
+        return f"DeepSpeed on {self.accelerator}, {place}"
+
+
+OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "schedulefree")
+
+
+def installed_packages() -> frozenset[str]:
+    """Which of the optional packages can be found, without importing any."""
+    return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
+
+
+def optional_versions() -> dict[str, str]:
+    """Versions of those of them that were installed as distributions."""
+    found = {}
+    for name in OPTIONAL_PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Leading numbers of a version: ``"0.19.8+cpu"`` becomes ``(0, 19, 8)``."""
+    numbers: list[int] = []
+    for part in version.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+        if digits != part:
+            break
+    return tuple(numbers)
+
+
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+# -- Which class does the update, how it decays weights, and which arguments it takes.
+#
+# Mirrors ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8.
+
+
+CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
+"""Keys of DeepSpeed's configuration that no constructor of torch has."""
+
+GROUP_RATES: Final = frozenset({"muon_lr", "adam_lr"})
+"""Keys that become the learning rates of Muon's two kinds of groups."""
+
+
+@attrs.frozen(kw_only=True)
+class Implementation:
+    """The class that does the update."""
+
+    name: str
+    """``type(optimizer).__name__`` of the basic optimizer."""
+    source: OptimizerSource
+    """Who builds it."""
+    weight_decay_mode: WeightDecay | None
+    """How it decays weights; ``None`` when it is not Adam-like."""
+    package: str | None = None
+    """Module of an optional package that has the class."""
+
+    def takes(self, entry: OptimizerEntry, key: str) -> bool:
+        """Whether ``key`` of ``entry`` may be handed to it."""
+        if key in CONFIGURATION_ONLY:
+            return self.source == "deepspeed"
+        if key in GROUP_RATES:
+            return False
+        parameter = entry.parameter(key)
+        return parameter is not None and parameter.accepts(self.name)
+
+
+def implementation_of(
+    entry: OptimizerEntry, params: Mapping[str, Any], situation: Situation
+) -> Implementation:
+    """The class that ``entry`` with ``params`` becomes in ``situation``.
+
+    Args:
+        entry: An optimizer that can run there.
+        params: Its arguments; of these ``adam_w_mode``, ``torch_adam`` and
+            ``decoupled_weight_decay`` matter.
+        situation: Where it runs.
+    """
+    decay = decay_mode(entry, params)
+    if entry.package is not None:
+        return Implementation(
+            name=entry.implementation or entry.name,
+            source="package",
+            package=entry.package,
+            weight_decay_mode=decay,
+        )
+    if entry.name in _OWN and not _has_kernel(entry, situation):
+        return Implementation(name=entry.name, source="zerotune", weight_decay_mode=decay)
+    if entry.family == "torch" or not situation.uses_deepspeed:
+        return Implementation(
+            name=_torch_class(entry, decay), source="torch", weight_decay_mode=decay
+        )
+    return Implementation(
+        name=_deepspeed_class(entry, params, situation, decay),
+        source="deepspeed",
+        weight_decay_mode=decay,
+    )
+
+
+_OWN: Final = frozenset({"AdamWBF16States", "Lion", "Lamb", "Muon"})
+"""Those of which zerotune has a torch implementation."""
+
+HAS_CPU_KERNEL: Final[Mapping[str, frozenset[str]]] = {
+    # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA and ROCm share the CPU accelerator's ops.
+    "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
+    "Lion": frozenset({"cuda", "cpu"}),
+}
+
+
+def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
+    """Whether DeepSpeed's own kernel of it is used: only Lion's is.
+
+    Lamb's asks for fp16, Muon's is not the same algorithm at every stage (docs/optimizers.md).
+    """
+    if entry.name != "Lion" or not situation.uses_deepspeed:
+        return False
+    if situation.offloaded:
+        return situation.accelerator in HAS_CPU_KERNEL["Lion"]
+    return situation.accelerator == "cuda"
+
+
+def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay | None:
+    """How ``entry`` with ``params`` decays weights; ``None`` when it is not Adam-like."""
+    # The classes of packages do not tell, so it could not be verified.
+    if not entry.adam_like or entry.family == "package":
+        return None
+    always: dict[str, WeightDecay] = {
+        "AdamW": "decoupled",
+        "AdamWBF16States": "decoupled",
+        "MuAdamW": "decoupled",
+        "MuAdam": "l2",
+    }
+    if entry.name in always:
+        return always[entry.name]
+    switch, default = ("adam_w_mode", True) if entry.name == "Adam" else _DECOUPLED
+    return "decoupled" if params.get(switch, default) else "l2"
+
+
+_DECOUPLED: Final = ("decoupled_weight_decay", False)
+
+
+def _torch_class(entry: OptimizerEntry, decay: WeightDecay | None) -> str:
+    if entry.name in {"Adam", "AdamW"}:
+        return "AdamW" if decay == "decoupled" else "Adam"
+    return entry.name
+
+
+def _deepspeed_class(
+    entry: OptimizerEntry,
+    params: Mapping[str, Any],
+    situation: Situation,
+    decay: WeightDecay | None,
+) -> str:
+    if entry.name in {"Adam", "AdamW"}:
+        if params.get("torch_adam"):
+            return _torch_class(entry, decay)
+        if situation.offloaded:
+            return "ZenFlowCPUAdam" if situation.zenflow else "DeepSpeedCPUAdam"
+        return "FusedAdam"
+    offloaded = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedCPULion"}
+    resident = {
+        "Adagrad": "Adagrad",
+        "Lion": "FusedLion",
+        "OneBitAdam": "OnebitAdam",
+        "OneBitLamb": "OnebitLamb",
+        "ZeroOneAdam": "ZeroOneAdam",
+    }
+    return (offloaded if situation.offloaded else resident)[entry.name]
+
+
+# -- What was really run, cell by cell: ``data/capabilities.json``.
+#
+# Written by ``python -m benchmarks.capabilities``, which starts the real engine for every name,
+# stage, offload and precision and trains a small network.
+
+
+Outcome = Literal["works", "works with", "cannot"]
+
+
+@attrs.frozen(kw_only=True)
+class Cell:
+    """One optimizer at one stage, offload and precision."""
+
+    name: str
+    """Canonical name."""
+    stage: int
+    offload: str
+    precision: str
+    outcome: Outcome
+    """``"cannot"`` also where it ran, but the weights did not move or the loss did not fall."""
+    reason: str = ""
+    """Why it cannot, in the words of the engine; else empty."""
+    implementation: str = ""
+    """Class that did the update."""
+    first_loss: float | None = None
+    """Mean of the first losses."""
+    last_loss: float | None = None
+    """Mean of the last losses."""
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        """Name, stage, offload, precision."""
+        return self.name, self.stage, self.offload, self.precision
+
+
+def _by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
+    return {cell.key: cell for cell in cells}
+
+
+@attrs.frozen(kw_only=True)
+class CapabilityTable:
+    """Cells with the machine and the versions they were run on."""
+
+    accelerator: str = "cpu"
+    """DeepSpeed's accelerator."""
+    versions: Mapping[str, str] = attrs.field(factory=dict)
+    """Versions by package."""
+    platform: str = ""
+    """Operating system and processor."""
+    cells: Mapping[tuple[str, int, str, str], Cell] = attrs.field(factory=dict, converter=_by_key)
+
+    @classmethod
+    def stored(cls) -> CapabilityTable:
+        """The table that comes with zerotune."""
+        return _stored()
+
+    @classmethod
+    def from_json(cls, text: str) -> CapabilityTable:
+        """Read what ``to_json`` wrote."""
+        content = json.loads(text)
+        cells = [Cell(**cell) for cell in content.pop("cells")]
+        return cls(**content, cells=cells)
+
+    def to_json(self) -> str:
+        """The table as text, one cell a line, so that a change is a readable difference."""
+        head = {
+            "accelerator": self.accelerator,
+            "platform": self.platform,
+            "versions": dict(self.versions),
+        }
+        lines = [json.dumps(attrs.asdict(cell)) for _, cell in sorted(self.cells.items())]
+        body = ",\n  ".join(lines)
+        return f'{json.dumps(head, indent=1)[:-2]},\n "cells": [\n  {body}\n ]\n}}\n'
+
+    def find(self, name: str, situation: Situation) -> Cell | None:
+        """The cell for ``name`` in ``situation``; ``None`` when that was not run.
+
+        A cell speaks for other patch releases of its DeepSpeed, not for another minor one.
+        """
+        if not situation.uses_deepspeed or situation.accelerator != self.accelerator:
+            return None
+        if not self._same_release(situation.versions.get("deepspeed")):
+            return None
+        return self.cells.get((name, situation.stage, situation.offload, situation.precision))
+
+    def _same_release(self, version: str | None) -> bool:
+        if version is None:
+            return True
+        return release_of(version)[:2] == release_of(self.versions.get("deepspeed", ""))[:2]
+
+
+@cache
+def _stored() -> CapabilityTable:
+    source = files("zerotune.optim") / "data" / "capabilities.json"
+    return CapabilityTable.from_json(source.read_text(encoding="utf-8"))
+
+
+# -- Whether an optimizer can run in a situation, and if not why and what comes closest.
+#
+# One function per reason, tried in order; the first that objects decides. What the rules say is
+# then compared with the table of cells that were really run, which has the last word.
+
 
 Status = Literal["works", "works with", "cannot"]
 

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from zerotune.optim._deepspeed_entries import DEEPSPEED_ENTRIES
-from zerotune.optim._own_entries import OWN_ENTRIES
-from zerotune.optim._package_entries import PACKAGE_ENTRIES
-from zerotune.optim._torch_entries import TORCH_ENTRIES
-from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.entries import (
+    DEEPSPEED_ENTRIES,
+    OWN_ENTRIES,
+    PACKAGE_ENTRIES,
+    TORCH_ENTRIES,
+    OptimizerEntry,
+)
 
 DEFAULT_OPTIMIZER: Final = "AdamW"
 

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from zerotune.errors import InvalidValueError, MissingDependencyError
-from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.model import OptimizerChoice, SchedulerChoice
 from zerotune.plan.schedules import lr_at
 
 

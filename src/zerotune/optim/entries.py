@@ -112,3 +112,491 @@ def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
     return tuple(
         flag(name, optional=True, nullable=name in {"foreach", "fused"}, **kwargs) for name in names
     )
+
+
+# -- The twelve optimizer names of DeepSpeed's configuration (0.19.8; the 1-bit ones 0.18).
+
+
+_ADAM_SWITCHES: Final = (
+    flag("bias_correction", default=True, only=DEEPSPEED_ADAM),
+    # `adam_w_mode` and `torch_adam` are keys of DeepSpeed's configuration, not of a constructor.
+    flag("adam_w_mode", default=True),
+    flag("torch_adam"),
+    flag("fp32_optimizer_states", default=True, only=CPU_ADAM),
+    flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedAdam"})),
+    flag("amsgrad", only=TORCH_ADAM),
+    *torch_switches("foreach", "fused", "maximize", "capturable", only=TORCH_ADAM),
+)
+
+_MUP = "the package mup, and base shapes set on the model before the engine starts"
+_ONE_BIT = "a DeepSpeed release before 0.19, ZeRO stage 0, CUDA with cupy"
+
+_ONE_BIT_COMMON: Final = (
+    lr(ADAM_LR),
+    betas(),
+    eps(),
+    weight_decay(),
+    flag("bias_correction", default=True),
+    flag("eps_inside_sqrt"),
+    flag("cuda_aware"),
+    Parameter(name="comm_backend_name", type="str", default="nccl"),
+)
+
+_LAMB_COEFFICIENTS: Final = (number("max_coeff", 10.0), number("min_coeff", 0.01))
+
+
+def _integer(name: str, default: int) -> Parameter:
+    return Parameter(name=name, type="int", default=default, low=1)
+
+
+_ADAM_FAMILY: Final = (
+    OptimizerEntry(
+        name="AdamW",
+        family="deepspeed",
+        summary="Adam with decoupled weight decay",
+        # torch decays by 0.01 when nothing is written, DeepSpeed's classes by nothing.
+        parameters=(
+            lr(ADAM_LR),
+            betas(),
+            eps(),
+            weight_decay(0.01, native=0.0),
+            *_ADAM_SWITCHES,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        conditional_states={"amsgrad": "max_exp_avg_sq"},
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="Adam",
+        family="deepspeed",
+        summary="Adam; DeepSpeed runs AdamW's decay unless adam_w_mode is false",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), *_ADAM_SWITCHES),
+        states=("exp_avg", "exp_avg_sq"),
+        conditional_states={"amsgrad": "max_exp_avg_sq"},
+        adam_like=True,
+    ),
+)
+
+_OTHERS: Final = (
+    OptimizerEntry(
+        name="Adagrad",
+        family="deepspeed",
+        summary="Gradient divided by the root of all squared gradients so far",
+        parameters=(
+            lr(1e-2),
+            eps(1e-10),
+            weight_decay(),
+            number("lr_decay", 0.0, only=frozenset({"Adagrad"})),
+            number("initial_accumulator_value", 0.0, only=frozenset({"Adagrad"})),
+            flag("fp32_optimizer_states", default=True, only=frozenset({"DeepSpeedCPUAdagrad"})),
+            *torch_switches("foreach", "fused", "maximize", only=frozenset({"Adagrad"})),
+        ),
+        # As torch calls it; DeepSpeedCPUAdagrad keeps the same tensor as exp_avg_sq.
+        states=("sum",),
+    ),
+    OptimizerEntry(
+        name="Lion",
+        family="deepspeed",
+        summary="Sign of an interpolated momentum; one state instead of Adam's two",
+        parameters=(
+            lr(3e-5),
+            betas((0.9, 0.99), native=(0.9, 0.999)),
+            weight_decay(),
+            flag("fp32_optimizer_states", default=True, only=frozenset({"DeepSpeedCPULion"})),
+            flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedLion"})),
+        ),
+        states=("exp_avg",),
+        lr_scale="3 to 10 times smaller",
+    ),
+    OptimizerEntry(
+        name="Lamb",
+        family="deepspeed",
+        summary="Adam with a trust ratio per parameter, for very large batches",
+        parameters=(
+            lr(1e-3),
+            betas(),
+            eps(),
+            weight_decay(),
+            flag("bias_correction", default=True),
+            flag("eps_inside_sqrt", only=frozenset({"FusedLamb"})),
+            *_LAMB_COEFFICIENTS,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        lr_scale="larger",
+    ),
+    OptimizerEntry(
+        name="Muon",
+        family="deepspeed",
+        summary="Orthogonalised momentum for hidden matrices, Adam for the rest",
+        parameters=(
+            lr(2e-2),
+            # These two become the learning rates of groups.
+            Parameter(name="muon_lr", low=0, low_open=True, optional=True),
+            Parameter(name="adam_lr", low=0, low_open=True, optional=True),
+            number("momentum", 0.95, high=1, high_open=True),
+            flag("nesterov", default=True),
+            Parameter(name="ns_steps", type="int", default=5, low=1),
+            betas(),
+            eps(),
+            weight_decay(),
+            Parameter(
+                name="ns_method",
+                type="str",
+                optional=True,
+                default="gram",
+                only=frozenset({"MuonWithAuxAdam"}),
+            ),
+        ),
+        states=("momentum_buffer",),
+        requires=("the names and shapes of the model's parameters",),
+        renamed={"adam_lr": "lr"},
+        lr_scale="about a hundred times larger",
+    ),
+)
+
+_MUP_FAMILY: Final = (
+    *(
+        OptimizerEntry(
+            name=name,
+            family="deepspeed",
+            summary=f"{base} with maximal-update parametrisation",
+            parameters=(lr(ADAM_LR), betas(), eps(), weight_decay()),
+            states=("exp_avg", "exp_avg_sq"),
+            adam_like=True,
+            requires=(_MUP,),
+            package="mup",
+            implementation=base,
+            extra="mup",
+        )
+        for name, base in (("MuAdam", "Adam"), ("MuAdamW", "AdamW"))
+    ),
+    OptimizerEntry(
+        name="MuSGD",
+        family="deepspeed",
+        summary="SGD with maximal-update parametrisation",
+        parameters=(
+            lr(1e-3),
+            number("momentum", 0.0),
+            number("dampening", 0.0),
+            weight_decay(),
+            flag("nesterov"),
+        ),
+        conditional_states={"momentum": "momentum_buffer"},
+        requires=(_MUP,),
+        package="mup",
+        implementation="SGD",
+        extra="mup",
+        lr_scale="larger",
+    ),
+)
+
+_ONE_BIT_FAMILY: Final = (
+    OptimizerEntry(
+        name="OneBitAdam",
+        family="deepspeed",
+        summary="Adam with momentum compressed to one bit after a warm-up",
+        parameters=(*_ONE_BIT_COMMON, _integer("freeze_step", 100_000)),
+        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
+        adam_like=True,
+        requires=(_ONE_BIT,),
+    ),
+    OptimizerEntry(
+        name="OneBitLamb",
+        family="deepspeed",
+        summary="Lamb with momentum compressed to one bit after a warm-up",
+        parameters=(
+            *_ONE_BIT_COMMON,
+            _integer("freeze_step", 100_000),
+            *_LAMB_COEFFICIENTS,
+            number("coeff_beta", 0.9, high=1, high_open=True),
+            number("factor_max", 4.0),
+            number("factor_min", 0.5),
+            number("factor_threshold", 0.1),
+        ),
+        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
+        requires=(_ONE_BIT,),
+        lr_scale="larger",
+    ),
+    OptimizerEntry(
+        name="ZeroOneAdam",
+        family="deepspeed",
+        summary="0/1 Adam: one-bit compression and fewer synchronisations",
+        parameters=(
+            *_ONE_BIT_COMMON,
+            _integer("var_freeze_step", 100_000),
+            _integer("var_update_scaler", 16),
+            _integer("local_step_scaler", 32_678),
+            _integer("local_step_clipper", 16),
+        ),
+        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
+        adam_like=True,
+        requires=(_ONE_BIT,),
+    ),
+)
+
+DEEPSPEED_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    *_ADAM_FAMILY,
+    *_OTHERS,
+    *_MUP_FAMILY,
+    *_ONE_BIT_FAMILY,
+)
+
+
+# -- The public classes of ``torch.optim`` (torch 2.13), written down so that no torch is needed.
+
+
+# Adam's relatives start from the learning rate that suits Adam on diffusion models; the others
+# keep torch's own default.
+TORCH_ADAM_LR: Final = 1e-4
+
+_SWITCHES = torch_switches("foreach", "maximize", "capturable")
+_DECOUPLED = flag("decoupled_weight_decay")
+
+TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    OptimizerEntry(
+        name="SGD",
+        family="torch",
+        summary="Stochastic gradient descent, with or without momentum",
+        parameters=(
+            lr(1e-3),
+            number("momentum", 0.0),
+            number("dampening", 0.0),
+            weight_decay(),
+            flag("nesterov"),
+            *torch_switches("maximize", "foreach", "fused"),
+        ),
+        conditional_states={"momentum": "momentum_buffer"},
+    ),
+    OptimizerEntry(
+        name="Adamax",
+        family="torch",
+        summary="Adam with the infinity norm",
+        parameters=(lr(TORCH_ADAM_LR), betas(), eps(), weight_decay(), *_SWITCHES),
+        states=("exp_avg", "exp_inf"),
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="NAdam",
+        family="torch",
+        summary="Adam with Nesterov momentum",
+        parameters=(
+            lr(TORCH_ADAM_LR),
+            betas(),
+            eps(),
+            weight_decay(),
+            number("momentum_decay", 4e-3),
+            _DECOUPLED,
+            *_SWITCHES,
+        ),
+        states=("exp_avg", "exp_avg_sq"),
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="RAdam",
+        family="torch",
+        summary="Adam with rectified variance",
+        parameters=(lr(TORCH_ADAM_LR), betas(), eps(), weight_decay(), _DECOUPLED, *_SWITCHES),
+        states=("exp_avg", "exp_avg_sq"),
+        adam_like=True,
+    ),
+    OptimizerEntry(
+        name="RMSprop",
+        family="torch",
+        summary="Gradient divided by its running root mean square",
+        parameters=(
+            lr(1e-2),
+            number("alpha", 0.99),
+            eps(),
+            weight_decay(),
+            number("momentum", 0.0),
+            flag("centered"),
+            *_SWITCHES,
+        ),
+        states=("square_avg",),
+        conditional_states={"momentum": "momentum_buffer", "centered": "grad_avg"},
+    ),
+    OptimizerEntry(
+        name="Adadelta",
+        family="torch",
+        summary="Step sizes from running averages of squared steps",
+        parameters=(
+            lr(1.0),
+            number("rho", 0.9, high=1),
+            eps(1e-6),
+            weight_decay(),
+            *_SWITCHES,
+        ),
+        states=("square_avg", "acc_delta"),
+    ),
+    OptimizerEntry(
+        name="ASGD",
+        family="torch",
+        summary="Averaged stochastic gradient descent",
+        parameters=(
+            lr(1e-2),
+            number("lambd", 1e-4),
+            number("alpha", 0.75),
+            number("t0", 1e6),
+            weight_decay(),
+            *_SWITCHES,
+        ),
+        states=("ax",),
+    ),
+    OptimizerEntry(
+        name="Rprop",
+        family="torch",
+        summary="Sign of the gradient with per-element step sizes, for full batches",
+        parameters=(
+            lr(1e-2),
+            Parameter(name="etas", type="floats", default=(0.5, 1.2), length=2, low=0),
+            Parameter(name="step_sizes", type="floats", default=(1e-6, 50.0), length=2, low=0),
+            *_SWITCHES,
+        ),
+        states=("prev", "step_size"),
+    ),
+    OptimizerEntry(
+        name="Adafactor",
+        family="torch",
+        summary="Second moment factored into rows and columns",
+        parameters=(
+            lr(1e-2),
+            number("beta2_decay", -0.8, low=None, high=0),
+            Parameter(name="eps", type="any", default=(None, 1e-3)),
+            number("d", 1.0),
+            weight_decay(),
+            *torch_switches("foreach", "maximize"),
+        ),
+        requires=("whole matrices, which ZeRO's flat partitions are not",),
+    ),
+    OptimizerEntry(
+        name="LBFGS",
+        family="torch",
+        summary="Quasi-Newton method that evaluates the loss several times per step",
+        parameters=(lr(1.0),),
+        requires=("a closure that recomputes the loss",),
+    ),
+    OptimizerEntry(
+        name="SparseAdam",
+        family="torch",
+        summary="Adam for sparse gradients",
+        parameters=(lr(TORCH_ADAM_LR), betas(), eps(), *torch_switches("maximize")),
+        states=("exp_avg", "exp_avg_sq"),
+        requires=("sparse gradients",),
+    ),
+)
+
+
+# -- Optimizers of optional packages, as users of diffusion trainers ask for them.
+
+
+_EXTRA: Final = "optimizers"
+
+
+def _optional(name: str) -> Parameter:
+    return Parameter(name=name, optional=True, default=None, nullable=True, low=0)
+
+
+PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    OptimizerEntry(
+        name="AdamW8bit",
+        family="package",
+        summary="AdamW with its moments in 8 bits, by blocks (bitsandbytes)",
+        parameters=(
+            lr(ADAM_LR),
+            betas(),
+            eps(),
+            weight_decay(1e-2),
+            Parameter(name="min_8bit_size", type="int", default=4096, low=0, optional=True),
+            flag("is_paged", optional=True),
+        ),
+        states=("state1", "state2"),
+        adam_like=True,
+        requires=("the package bitsandbytes", "from 0.50 on without CUDA or with offload"),
+        package="bitsandbytes.optim",
+        extra=_EXTRA,
+    ),
+    *(
+        OptimizerEntry(
+            name=f"TorchAO{kind}",
+            family="package",
+            summary=f"AdamW with its moments in {bits} bits, by blocks (torchao)",
+            parameters=(
+                lr(ADAM_LR),
+                betas(),
+                eps(),
+                weight_decay(1e-2),
+                flag("amsgrad", optional=True),
+                Parameter(name="block_size", type="int", low=1, optional=True),
+                flag("bf16_stochastic_round", optional=True),
+            ),
+            states=("exp_avg", "exp_avg_sq"),
+            adam_like=True,
+            requires=("the package torchao",),
+            package="torchao.optim",
+            implementation=kind,
+            extra=_EXTRA,
+        )
+        for kind, bits in (("AdamW8bit", 8), ("AdamW4bit", 4))
+    ),
+    OptimizerEntry(
+        name="Prodigy",
+        family="package",
+        summary="Adam that finds its own learning rate; lr is a multiple of it",
+        parameters=(
+            lr(1.0),
+            betas(),
+            _optional("beta3"),
+            eps(),
+            weight_decay(),
+            flag("decouple", default=True),
+            flag("use_bias_correction"),
+            flag("safeguard_warmup"),
+            number("d0", 1e-6, low_open=True),
+            number("d_coef", 1.0, low_open=True),
+            Parameter(name="growth_rate", optional=True, low=1),
+            Parameter(name="slice_p", type="int", default=1, low=1),
+        ),
+        states=("exp_avg", "exp_avg_sq", "s", "p0"),
+        requires=("the package prodigyopt", "one parameter group"),
+        package="prodigyopt",
+        extra=_EXTRA,
+        own_schedule=True,
+        lr_scale="1, a multiple of what it finds, thousands of times larger",
+    ),
+    OptimizerEntry(
+        name="AdamWScheduleFree",
+        family="package",
+        summary="AdamW that averages its weights instead of following a schedule",
+        parameters=(
+            lr(2.5e-3),
+            betas(),
+            eps(),
+            weight_decay(),
+            Parameter(name="warmup_steps", type="int", default=0, low=0),
+            number("r", 0.0),
+            number("weight_lr_power", 2.0),
+            *torch_switches("foreach"),
+        ),
+        states=("z", "exp_avg_sq"),
+        requires=("the package schedulefree",),
+        package="schedulefree",
+        extra=_EXTRA,
+        own_schedule=True,
+        lr_scale="1 to 10 times larger",
+    ),
+)
+
+
+# -- Optimizers that only zerotune has.
+
+
+OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
+    OptimizerEntry(
+        name="AdamWBF16States",
+        family="zerotune",
+        summary="AdamW with fp32 master weights and its moments in bf16, stochastically rounded",
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(1e-2)),
+        states=("exp_avg", "exp_avg_sq"),
+        adam_like=True,
+    ),
+)

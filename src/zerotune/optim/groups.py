@@ -1,18 +1,81 @@
-"""``ParameterGroups``: which parameters get which arguments, by ordered patterns.
-
-Values only: patterns over names and shapes. ``grouping.py`` applies them to a model's facts, and
-the engine to the parameters themselves.
-"""
+"""Patterns that pick parameters by their dotted names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import attrs
 
-from zerotune.errors import InvalidValueError
-from zerotune.optim.patterns import check_pattern, matches
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.optim.arguments import reject_unknown
+from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.naming import did_you_mean
+from zerotune.plan.model import GroupChoice, ModelFacts, OptimizerChoice, ParameterFacts
+
+REGEX: Final = "re:"
+"""What a regular expression begins with; every other pattern is a glob or a subtree."""
+
+_GLOB: Final = frozenset("*?[")
+
+
+def check_pattern(pattern: Any, *, key: str) -> str:
+    """Return ``pattern`` when it can be used.
+
+    Raises:
+        InvalidValueError: It is no text, empty, or no regular expression.
+    """
+    if not isinstance(pattern, str) or not pattern.strip():
+        raise InvalidValueError(
+            "a pattern is text", key=key, value=pattern, fix='write for example "unet.*.bias"'
+        )
+    if pattern.startswith(REGEX):
+        try:
+            re.compile(pattern.removeprefix(REGEX))
+        except re.error as error:
+            raise InvalidValueError(
+                f"not a regular expression ({error})",
+                key=key,
+                value=pattern,
+                fix="correct it, or write a glob without re: in front",
+            ) from error
+    return pattern
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether ``pattern`` picks the parameter called ``name``.
+
+    Args:
+        pattern: ``"re:…"`` searches a regular expression; with ``*``, ``?`` or ``[`` it is a glob
+            over the whole name (``*`` also crosses dots); anything else is a name, or the
+            module that holds it (``"unet.conv_in"``).
+        name: Dotted name as ``named_parameters()`` gives it.
+    """
+    if pattern.startswith(REGEX):
+        return re.search(pattern.removeprefix(REGEX), name) is not None
+    if _GLOB & set(pattern):
+        return fnmatch.fnmatchcase(name, pattern)
+    return name == pattern or name.startswith(f"{pattern}.")
+
+
+def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Modules and parameters that look like what ``pattern`` may have meant, best first."""
+    candidates: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        candidates |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    plain = pattern.removeprefix(REGEX).strip("*.^$").replace("\\.", ".")
+    return did_you_mean(plain, candidates)
+
+
+# -- ``ParameterGroups``: which parameters get which arguments, by ordered patterns.
+#
+# Values only: patterns over names and shapes. ``grouping.py`` applies them to a model's facts, and
+# the engine to the parameters themselves.
+
 
 _KEY = "groups"
 
@@ -181,3 +244,353 @@ REST = "rest"
 """Name of the group of all that no rule picks."""
 
 _NO_DECAY = ParameterGroup(name="no decay", max_ndim=1, params={"weight_decay": 0.0}, optional=True)
+
+
+# -- ``ParameterGroups`` applied to a model: every trainable parameter in exactly one group.
+
+
+KEY: Final = "optimizer.groups"
+
+_PER_GROUP: Final = frozenset(
+    {"lr", "weight_decay", "betas", "eps", "momentum", "dampening", "nesterov", "alpha", "rho"}
+)
+"""Arguments that every class reads from the group at each step."""
+
+
+def group_parameters(
+    groups: ParameterGroups,
+    model: ModelFacts | None,
+    choice: OptimizerChoice,
+    entry: OptimizerEntry,
+) -> tuple[tuple[GroupChoice, ...], tuple[Decision, ...]]:
+    """Put every trainable parameter into the first group that picks it.
+
+    Args:
+        groups: The rules.
+        model: Names and shapes.
+        choice: The optimizer; its arguments hold where a group has none of its own.
+        entry: Its catalogue entry.
+
+    Returns:
+        Groups that are not empty, in the order of their rules, ``"rest"`` last; and a decision
+        that names them with their sizes.
+
+    Raises:
+        OptimizerError: There is no model to look at, or a pattern matches nothing.
+        UnknownKeyError: A group has an argument the optimizer lacks.
+        InvalidValueError: A value of the wrong type, out of range or not per group.
+    """
+    if model is None:
+        raise OptimizerError(
+            "parameter groups need the names of the parameters",
+            key=KEY,
+            fix="give them: plan.resolve(model=ModelFacts.from_module(model))",
+        )
+    if entry.name == "Prodigy":
+        raise OptimizerError(
+            "it finds one rate from all weights, and ZeRO would step one group after the other",
+            key=KEY,
+            value=entry.name,
+            fix="leave the groups out, or use another optimizer",
+        )
+    _check_patterns(groups, model)
+    taken = _assign(groups.rules, model.trainable)
+    _check_empty(groups.rules, taken, model)
+    rest = ParameterGroup(name=REST)
+    chosen = tuple(
+        _choice(rule, taken[rule.name], choice, entry)
+        for rule in (*groups.rules, rest)
+        if taken[rule.name]
+    )
+    return chosen, (_decision(chosen),)
+
+
+def same_group(
+    parameters: Sequence[ParameterFacts], name: str, params: Mapping[str, Any]
+) -> GroupChoice:
+    """A group of ``parameters`` with explicit arguments."""
+    return GroupChoice(
+        name=name,
+        params=dict(params),
+        parameters=tuple(parameter.name for parameter in parameters),
+        numel=sum(parameter.numel for parameter in parameters),
+    )
+
+
+def describe(group: GroupChoice) -> str:
+    """One line: size and own arguments."""
+    own = ", ".join(f"{key} {_show(value)}" for key, value in group.params.items())
+    noun = "parameter" if len(group.parameters) == 1 else "parameters"
+    return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {own}"
+
+
+def _show(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
+
+
+def _assign(
+    rules: Sequence[ParameterGroup], parameters: Sequence[ParameterFacts]
+) -> dict[str, list[ParameterFacts]]:
+    taken: dict[str, list[ParameterFacts]] = {rule.name: [] for rule in rules}
+    taken[REST] = []
+    for parameter in parameters:
+        first = next((rule for rule in rules if rule.picks(parameter.name, parameter.shape)), None)
+        taken[REST if first is None else first.name].append(parameter)
+    return taken
+
+
+def _check_patterns(groups: ParameterGroups, model: ModelFacts) -> None:
+    trainable = [parameter.name for parameter in model.trainable]
+    frozen = [parameter.name for parameter in model.parameters if not parameter.trainable]
+    for rule in groups.rules:
+        for pattern in rule.patterns:
+            if any(matches(pattern, name) for name in trainable):
+                continue
+            if any(matches(pattern, name) for name in frozen):
+                reason, fix = "it matches frozen parameters only", "let them require gradients"
+            else:
+                close = closest_names(pattern, trainable)
+                reason = "it matches no parameter of the model"
+                fix = f"did you mean {' or '.join(close)}?" if close else _first_names(trainable)
+            raise OptimizerError(reason, key=f"{KEY}.{rule.name}.patterns", value=pattern, fix=fix)
+
+
+def _first_names(names: Sequence[str]) -> str:
+    parts = dict.fromkeys(name.partition(".")[0] for name in names)
+    return f"the model's parts are {', '.join(parts)}"
+
+
+def _check_empty(
+    rules: Sequence[ParameterGroup],
+    taken: Mapping[str, Sequence[ParameterFacts]],
+    model: ModelFacts,
+) -> None:
+    for index, rule in enumerate(rules):
+        if rule.optional or taken[rule.name]:
+            continue
+        wanted = [p for p in model.trainable if rule.picks(p.name, p.shape)]
+        rivals = [
+            other.name
+            for other in rules[:index]
+            if any(other.picks(p.name, p.shape) for p in wanted)
+        ]
+        raise OptimizerError(
+            f"earlier groups have taken all it would pick ({', '.join(rivals)})"
+            if rivals
+            else f"no parameter it matches has {rule.max_ndim} dimensions or fewer",
+            key=f"{KEY}.{rule.name}",
+            value=rule.patterns,
+            fix="put it before them: the first match wins" if rivals else "leave max_ndim out",
+        )
+
+
+def _choice(
+    rule: ParameterGroup,
+    parameters: Sequence[ParameterFacts],
+    choice: OptimizerChoice,
+    entry: OptimizerEntry,
+) -> GroupChoice:
+    section = f"{KEY}.{rule.name}"
+    known = [name for name in entry.parameter_names if name in choice.params]
+    reject_unknown(rule.params, known, section=section, owner=entry.name)
+    own: dict[str, Any] = {}
+    for key, value in rule.params.items():
+        parameter = entry.parameter(key)
+        if parameter is None or key not in _PER_GROUP:
+            raise InvalidValueError(
+                "the class reads it once for all groups",
+                key=f"{section}.{key}",
+                value=value,
+                fix="write it under optimizer.params",
+            )
+        own[key] = parameter.check(value, section=section)
+    if rule.lr_scale is not None:
+        own["lr"] = choice.lr * rule.lr_scale
+    shown = {key: choice.params[key] for key in ("lr", "weight_decay") if key in choice.params}
+    return same_group(parameters, rule.name, {**shown, **own})
+
+
+def _decision(chosen: Sequence[GroupChoice]) -> Decision:
+    return Decision(
+        key=KEY,
+        before=None,
+        after=tuple(group.name for group in chosen),
+        reason="; ".join(describe(group) for group in chosen),
+    )
+
+
+# -- Which parameters Muon updates, and which its auxiliary Adam.
+
+
+ADAM_LR: Final = 3e-4
+"""Learning rate of the auxiliary Adam, where Muon's own is larger and nobody wrote another."""
+
+_POSITIONS: Final = ("@vectors", "@first", "@last")
+
+MUON_DEFAULTS: Final[tuple[tuple[str, bool], ...]] = (
+    ("@vectors", False),
+    ("*embed*", False),
+    ("*lm_head*", False),
+    (r"re:(^|\.)conv_(in|out)\.", False),
+    (r"re:^(\w+\.)?proj_out\.", False),
+    ("@first", False),
+    ("@last", False),
+    ("*", True),
+)
+"""Hidden matrices yes; norms, biases, embeddings, the first and last layers no."""
+
+
+def _muon_rules(value: Iterable[Any]) -> tuple[tuple[str, bool], ...]:
+    return tuple((pattern, use) for pattern, use in value)
+
+
+@attrs.frozen(kw_only=True)
+class MuonPatterns:
+    """Ordered patterns; the first that picks a parameter says whether Muon updates it.
+
+    To change one thing, put it first::
+
+        MuonPatterns(rules=[("unet.down_blocks.0", False), *MUON_DEFAULTS])
+    """
+
+    rules: tuple[tuple[str, bool], ...] = attrs.field(default=MUON_DEFAULTS, converter=_muon_rules)
+    """Pairs of a pattern (as in ``ParameterGroup``) and whether it means Muon. Three patterns go
+    by shape and place: ``"@vectors"`` (fewer than two dimensions), ``"@first"`` and ``"@last"``
+    (the model's first and last matrix). What no pattern picks is Adam's."""
+
+    @rules.validator
+    def _check_rules(self, _attribute: Any, value: tuple[tuple[str, bool], ...]) -> None:
+        for pattern, use in value:
+            check_pattern(pattern, key="use_muon")
+            if pattern.startswith("@") and pattern not in _POSITIONS:
+                raise InvalidValueError(
+                    "no such place", key="use_muon", value=pattern,
+                    fix=f"use one of {', '.join(_POSITIONS)}",
+                )  # fmt: skip
+            if not isinstance(use, bool):
+                raise InvalidValueError(
+                    "Muon or not: true or false", key=f"use_muon.{pattern}", value=use
+                )
+
+    def select(self, parameters: Sequence[ParameterFacts]) -> frozenset[str]:
+        """Names of those parameters that Muon updates.
+
+        Args:
+            parameters: All trainable parameters, in the model's order.
+
+        Raises:
+            InvalidValueError: A rule gives Muon a parameter that is no matrix.
+        """
+        matrices = [parameter.name for parameter in parameters if len(parameter.shape) > 1]
+        ends = {"@first": matrices[:1], "@last": matrices[-1:]}
+        chosen = frozenset(p.name for p in parameters if self._means_muon(p, ends))
+        for parameter in parameters:
+            if parameter.name in chosen and len(parameter.shape) < 2:
+                raise InvalidValueError(
+                    "Muon orthogonalises matrices, and this is none",
+                    key=f"use_muon.{parameter.name}",
+                    value=parameter.shape,
+                    fix='put ("@vectors", False) before the pattern that picks it',
+                )
+        return chosen
+
+    def _means_muon(self, parameter: ParameterFacts, ends: Mapping[str, Sequence[str]]) -> bool:
+        for pattern, use in self.rules:
+            if pattern == "@vectors":
+                picked = len(parameter.shape) < 2
+            elif pattern in ends:
+                picked = parameter.name in ends[pattern]
+            else:
+                picked = matches(pattern, parameter.name)
+            if picked:
+                return use
+        return False
+
+
+def muon_groups(
+    choice: OptimizerChoice,
+    model: ModelFacts | None,
+    patterns: MuonPatterns,
+    rates: Mapping[str, float],
+) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
+    """Split every group of ``choice`` into what Muon updates and what Adam does.
+
+    Args:
+        choice: Muon, with its arguments and perhaps groups.
+        model: Names and shapes.
+        patterns: Who belongs to Muon.
+        rates: ``muon_lr`` and ``adam_lr``, where they are written.
+
+    Raises:
+        OptimizerError: There is no model to look at, or nothing in it is for Muon.
+    """
+    if model is None:
+        raise OptimizerError(
+            "Muon needs the names and shapes of the parameters",
+            key="optimizer.type",
+            value=choice.name,
+            fix="give them: plan.resolve(model=ModelFacts.from_module(model))",
+        )
+    selected = patterns.select(model.trainable)
+    if not selected:
+        raise OptimizerError(
+            "no parameter of this model is for Muon",
+            key="use_muon",
+            fix="choose them with OptimizerResolver(muon=MuonPatterns(rules=…)), or use AdamW",
+        )
+    muon_lr = rates.get("muon_lr", choice.lr)
+    adam_lr, decisions = _adam_rate(choice, rates)
+    params = {**choice.params, "lr": muon_lr}
+    facts = {parameter.name: parameter for parameter in model.trainable}
+    groups: list[GroupChoice] = []
+    for group in choice.groups or (same_group(model.trainable, "", {}),):
+        scale = float(group.params.get("lr", choice.lr)) / choice.lr
+        for kind, lr in (("muon", muon_lr), ("adam", adam_lr)):
+            members = [facts[n] for n in group.parameters if (n in selected) is (kind == "muon")]
+            own = {**group.params, "lr": lr * scale, "use_muon": kind == "muon"}
+            name = ", ".join(part for part in (group.name, kind) if part)
+            if members:
+                groups.append(same_group(members, name, own))
+    split = Decision(
+        key=KEY,
+        before=None,
+        after=tuple(group.name for group in groups),
+        reason="; ".join(describe(group) for group in groups),
+    )
+    settled = attrs.evolve(choice, params=params, groups=tuple(groups))
+    return settled, (*decisions, *_convolutions(facts, selected), split)
+
+
+def _adam_rate(
+    choice: OptimizerChoice, rates: Mapping[str, float]
+) -> tuple[float, tuple[Decision, ...]]:
+    if "adam_lr" in rates:
+        return rates["adam_lr"], ()
+    lr = min(choice.lr, ADAM_LR)
+    if lr == choice.lr:
+        return lr, ()
+    decision = Decision(
+        key="optimizer.params.adam_lr",
+        before=None,
+        after=lr,
+        reason=f"Muon's learning rate of {choice.lr:g} is far too large for the Adam that updates "
+        "the rest; write adam_lr to choose another",
+        severity="warning",
+    )
+    return lr, (decision,)
+
+
+def _convolutions(
+    facts: Mapping[str, ParameterFacts], selected: frozenset[str]
+) -> tuple[Decision, ...]:
+    count = sum(len(facts[name].shape) > 2 for name in selected)
+    if not count:
+        return ()
+    decision = Decision(
+        key="use_muon",
+        before=None,
+        after=f"{count} convolutions",
+        reason="Muon sees a convolution as a matrix of (out, in x height x width), as its authors "
+        'do; put ("re:pattern", False) first to leave one to Adam',
+    )
+    return (decision,)

@@ -7,78 +7,75 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from zerotune.lazy import lazy_attribute
+from zerotune._util.lazy import lazy_attribute
 
 if TYPE_CHECKING:
-    from zerotune.plan.advising.values import Advice, Budget, Candidate
-    from zerotune.plan.arguments import add_plan_arguments, plan_from_arguments
-    from zerotune.plan.choices import OptimizerChoice, SchedulerChoice
-    from zerotune.plan.comparing import Change, PlanDifference
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import (
+    from zerotune.plan.advise import Advice, Budget, Candidate
+    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+    from zerotune.plan.diff import Change, PlanDifference
+    from zerotune.plan.families import family, family_names
+    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem, MemoryPeak, Workload
+    from zerotune.plan.model import (
+        AUTO,
         ActivationCost,
         ActivationFacts,
-        ModelFacts,
-        ParameterFacts,
-        RunFacts,
-    )
-    from zerotune.plan.families import family, family_names
-    from zerotune.plan.kinds import AUTO
-    from zerotune.plan.memory.values import MemoryEstimate, MemoryItem, MemoryPeak
-    from zerotune.plan.memory.workload import Workload
-    from zerotune.plan.resolved import ResolvedPlan
-    from zerotune.plan.rules import Finding, Rule, RuleContext, all_rules
-    from zerotune.plan.sections import (
         AioSection,
         Bf16Section,
         Fp16Section,
         LaunchSection,
+        ModelFacts,
         OffloadSection,
+        OptimizerChoice,
         OptimizerSection,
+        ParameterFacts,
+        RunFacts,
+        SchedulerChoice,
         SchedulerSection,
         ZeroSection,
     )
-    from zerotune.plan.writing import PlanDocument, SavedPlan, plan_document
+    from zerotune.plan.read import add_plan_arguments, plan_from_arguments
+    from zerotune.plan.rules import Finding, Rule, RuleContext, all_rules
+    from zerotune.plan.write import PlanDocument, SavedPlan, plan_document
 
 _HOMES: Final = {
-    "AUTO": "kinds",
-    "DeepSpeedPlan": "deepspeed_plan",
-    "ResolvedPlan": "resolved",
-    "PlanDifference": "comparing",
-    "Change": "comparing",
-    "ModelFacts": "facts",
-    "ParameterFacts": "facts",
-    "RunFacts": "facts",
-    "ActivationFacts": "facts",
-    "ActivationCost": "facts",
+    "AUTO": "model",
+    "DeepSpeedPlan": "api",
+    "ResolvedPlan": "api",
+    "PlanDifference": "diff",
+    "Change": "diff",
+    "ModelFacts": "model",
+    "ParameterFacts": "model",
+    "RunFacts": "model",
+    "ActivationFacts": "model",
+    "ActivationCost": "model",
     "family": "families",
     "family_names": "families",
-    "MemoryEstimate": "memory.values",
-    "MemoryItem": "memory.values",
-    "MemoryPeak": "memory.values",
-    "Workload": "memory.workload",
-    "Advice": "advising.values",
-    "Budget": "advising.values",
-    "Candidate": "advising.values",
-    "OptimizerChoice": "choices",
-    "SchedulerChoice": "choices",
-    "ZeroSection": "sections",
-    "OffloadSection": "sections",
-    "Bf16Section": "sections",
-    "Fp16Section": "sections",
-    "OptimizerSection": "sections",
-    "SchedulerSection": "sections",
-    "AioSection": "sections",
-    "LaunchSection": "sections",
+    "MemoryEstimate": "memory.model",
+    "MemoryItem": "memory.model",
+    "MemoryPeak": "memory.model",
+    "Workload": "memory.model",
+    "Advice": "advise",
+    "Budget": "advise",
+    "Candidate": "advise",
+    "OptimizerChoice": "model",
+    "SchedulerChoice": "model",
+    "ZeroSection": "model",
+    "OffloadSection": "model",
+    "Bf16Section": "model",
+    "Fp16Section": "model",
+    "OptimizerSection": "model",
+    "SchedulerSection": "model",
+    "AioSection": "model",
+    "LaunchSection": "model",
     "Rule": "rules",
     "RuleContext": "rules",
     "Finding": "rules",
     "all_rules": "rules",
-    "PlanDocument": "writing",
-    "SavedPlan": "writing",
-    "plan_document": "writing",
-    "add_plan_arguments": "arguments",
-    "plan_from_arguments": "arguments",
+    "PlanDocument": "write",
+    "SavedPlan": "write",
+    "plan_document": "write",
+    "add_plan_arguments": "read",
+    "plan_from_arguments": "read",
 }
 
 __all__ = [

@@ -6,19 +6,41 @@ only reported by ``DeepSpeedPlan.check``. ``RULES`` is the table the documentati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
+from zerotune._util.sizes import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, PlanError
-from zerotune.plan.facts import ModelFacts, RunFacts
-from zerotune.plan.kinds import is_integer
+from zerotune.plan import model as known_keys
+from zerotune.plan import sizing
+from zerotune.plan.fill import (
+    ACCUMULATION,
+    MICRO,
+    OPTIMIZER_BUFFERS,
+    decide_precision,
+    optimizer_buffers,
+    pins_exactly,
+    solve_batch,
+)
+from zerotune.plan.model import (
+    AUTO,
+    ModelFacts,
+    OffloadSection,
+    RunFacts,
+    is_integer,
+    is_number,
+    modelled,
+    unknown_key,
+)
 
 if TYPE_CHECKING:
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
+    from zerotune.plan.api import DeepSpeedPlan
     from zerotune.platform import Platform
+
 
 RuleSeverity = Literal["error", "warning", "note"]
 
@@ -201,8 +223,6 @@ def registered() -> tuple[Rule, ...]:
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, in the order they are checked."""
-    from zerotune.plan.rulebook import RULES
-
     return RULES
 
 
@@ -210,3 +230,1067 @@ def check_plan(plan: DeepSpeedPlan, context: RuleContext) -> tuple[Finding, ...]
     """Everything the rules find, errors first, otherwise in the order of the rules."""
     findings = [finding for each in all_rules() for finding in each(plan, context)]
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
+
+
+# -- What several subjects ask a plan.
+
+
+Findings = Iterator[Finding]
+
+
+def offload_section(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
+    """``offload_optimizer`` or ``offload_param`` as written."""
+    zero = plan.zero_optimization
+    section: OffloadSection | None = getattr(zero, f"offload_{part}") if zero else None
+    return section
+
+
+def active(section: OffloadSection | None) -> bool:
+    """Whether the section names a device to offload to."""
+    return section is not None and section.device not in (None, "none", AUTO)
+
+
+def zero_extra(plan: DeepSpeedPlan, key: str) -> Any:
+    """A key of ``zero_optimization`` that zerotune passes through; ``None``: not written."""
+    zero = plan.zero_optimization
+    return zero.extra.get(key) if zero else None
+
+
+def optimizer_name(plan: DeepSpeedPlan) -> str:
+    """Letters of the optimizer's name in lower case; empty when none is written."""
+    name = plan.optimizer.type if plan.optimizer else None
+    return re.sub(r"[^a-z]", "", (name or "").lower())
+
+
+def number(value: Any) -> float | None:
+    """``value`` when it is a finite number."""
+    return float(value) if is_number(value) else None
+
+
+def integer(value: Any) -> int | None:
+    """``value`` when it is a whole number."""
+    return int(value) if is_integer(value) else None
+
+
+def clips(plan: DeepSpeedPlan, context: RuleContext) -> bool:
+    """Whether gradients are clipped: unless something says 0, zerotune clips."""
+    launched = plan.launch.gradient_clipping if plan.launch else None
+    sources = (plan.gradient_clipping, context.run.gradient_clipping, launched)
+    first = next((value for value in map(number, sources) if value is not None), 1.0)
+    return first != 0
+
+
+def set_twice(plan: DeepSpeedPlan, report: Report, key: str, places: dict[str, Any]) -> Findings:
+    """A finding for each of ``places`` that contradicts the top-level ``key``."""
+    first = getattr(plan, key)
+    for place, second in places.items():
+        if is_number(first) and is_number(second) and first != second:
+            yield report(
+                place,
+                second,
+                f"{key} is set to {first} as well, and that one is used",
+                f"keep only {key}",
+            )
+
+
+def older_than_removal(context: RuleContext) -> bool:
+    """Whether the installed DeepSpeed is older than 0.19, which removed much."""
+    version = context.platform.versions.get("deepspeed", "") if context.platform else ""
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) < (0, 19)
+
+
+# -- Rules on batch sizes, accumulation and the number of ranks.
+
+
+@rule("batch-triple", "error", only_deepspeed=False)
+def batch_triple(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """Train batch = micro batch x accumulation x world size must hold.
+
+    Write two of the three, or change one so that the product holds at this world size.
+    """
+    try:
+        solve_batch(plan, run=context.run, world_size=context.world_size)
+    except PlanConflictError as error:
+        yield report.error(error)
+
+
+@rule("accumulation-set-twice", "warning", only_deepspeed=False)
+def accumulation_twice(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Accumulation is written both in the DeepSpeed block and outside of it.
+
+    Keep the one in the DeepSpeed block, which is used.
+    """
+    launched = plan.launch.gradient_accumulation_steps if plan.launch else None
+    yield from set_twice(plan, report, ACCUMULATION, {f"launch.{ACCUMULATION}": launched})
+
+
+@rule("world-size", "warning", only_deepspeed=False)
+def world_size(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """The launcher's file asks for another number of processes than train.
+
+    Start as many as the file says, or correct the file: every batch size depends on it.
+    """
+    asked = plan.launch.num_processes if plan.launch else None
+    # accelerate writes -1 for "as many as there are devices".
+    if asked is not None and asked > 0 and asked != context.world_size:
+        yield report(
+            "launch.num_processes",
+            asked,
+            f"the launcher's file asks for {asked} processes, and this is world size"
+            f" {context.world_size}, for which the batch sizes hold",
+            f"start {asked} processes, or write {context.world_size}",
+        )
+
+
+@rule("micro-batch-unset", "note", only_deepspeed=False)
+def micro_batch_unset(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """Nothing says how many samples one pass takes.
+
+    Write ``train_micro_batch_size_per_gpu``; without it the micro batch is 1.
+    """
+    written = (plan.train_batch_size, plan.train_micro_batch_size_per_gpu)
+    if all(value in (None, AUTO) for value in written) and context.run.micro_batch_size is None:
+        yield report(
+            MICRO, written[1], "no batch size is written, so the micro batch is 1", f"write {MICRO}"
+        )
+
+
+# -- Rules on where the optimizer and the parameters wait.
+
+
+_NOTEWORTHY = 1024**3
+"""Bytes of host memory below which rounding is not worth a word."""
+
+
+@rule("offload-at-stage-0", "warning")
+def offload_at_stage_0(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Nothing is offloaded at stage 0.
+
+    Set ``zero_optimization.stage`` to 2 to offload the optimizer; the section is left out.
+    """
+    if plan.stage != 0:
+        return
+    for part in ("optimizer", "param"):
+        section = offload_section(plan, part)
+        if section is not None and active(section):
+            yield report(
+                f"zero_optimization.offload_{part}",
+                section.to_dict(),
+                "DeepSpeed ignores offload at stage 0, so it is left out",
+                "set zero_optimization.stage to 2 to offload",
+                after=None,
+            )
+
+
+@rule("offload-param-below-stage-3", "warning")
+def offload_param(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Parameters can be offloaded only where they are partitioned, at stage 3.
+
+    Set ``zero_optimization.stage`` to 3; below it DeepSpeed ignores the section, and it is left
+    out.
+    """
+    section = offload_section(plan, "param")
+    if plan.stage in (1, 2) and section is not None and active(section):
+        yield report(
+            "zero_optimization.offload_param",
+            section.to_dict(),
+            f"DeepSpeed ignores offload_param below stage 3, here {plan.stage}, so it is left out",
+            "set zero_optimization.stage to 3 to offload parameters",
+            after=None,
+        )
+
+
+@rule("offload-without-device", "warning", recorded_elsewhere=True)
+def offload_without_device(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """An offload section without a device offloads nothing: DeepSpeed's default is ``"none"``.
+
+    Name a device, or remove the section.
+    """
+    for part in ("optimizer", "param"):
+        section = offload_section(plan, part)
+        if section is not None and section.device in (None, AUTO):
+            yield report(
+                f"zero_optimization.offload_{part}.device",
+                section.device,
+                'DeepSpeed reads this as "none", so nothing is offloaded',
+                'write "cpu" (or "nvme" at stage 3), or remove the section',
+            )
+
+
+@rule("param-offload-alone", "note")
+def param_offload_alone(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Parameters are offloaded while the larger optimizer states stay on the device.
+
+    Offload the optimizer too, or first.
+    """
+    section = offload_section(plan, "param")
+    if plan.stage == 3 and active(section) and plan.offload_optimizer_device == "none":
+        yield report(
+            "zero_optimization.offload_param.device",
+            plan.offload_param_device,
+            "the optimizer states, six times larger in mixed precision, stay on the device",
+            'set offload_optimizer.device to "cpu" to free more memory',
+        )
+
+
+@rule("partial-offload-below-stage-3", "error")
+def partial_offload(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """An offload ratio below 1 is refused by DeepSpeed below stage 3.
+
+    Write 1.0, or use stage 3.
+    """
+    section = offload_section(plan, "optimizer")
+    ratio = section.ratio if section is not None else None
+    if plan.stage in (1, 2) and is_number(ratio) and float(ratio or 0) < 1:
+        yield report(
+            "zero_optimization.offload_optimizer.ratio",
+            ratio,
+            f"DeepSpeed offloads a part of the optimizer only at stage 3, not at {plan.stage}",
+            "set the ratio to 1.0, or zero_optimization.stage to 3",
+        )
+
+
+@rule("partial-offload", "warning")
+def partial_offload_untested(
+    plan: DeepSpeedPlan, _context: RuleContext, report: Report
+) -> Findings:
+    """An offload ratio below 1 leaves part of the optimizer with its first learning rate.
+
+    Write 1.0. The part on the device gets an AdamW of its own, made with the learning rate of
+    the first group at that moment, and no schedule reaches that group (``backup_optimizer``).
+    """
+    section = offload_section(plan, "optimizer")
+    ratio = section.ratio if section is not None else None
+    if plan.stage == 3 and is_number(ratio) and float(ratio or 0) < 1:
+        yield report(
+            "zero_optimization.offload_optimizer.ratio",
+            ratio,
+            "DeepSpeed's code gives the part on the device its own optimizer, whose learning"
+            " rate does not seem to follow the schedule",
+            "set the ratio to 1.0 unless you have checked it",
+        )
+
+
+@rule("super-offload-accelerator", "error")
+def super_offload_accelerator(
+    plan: DeepSpeedPlan, context: RuleContext, report: Report
+) -> Findings:
+    """SuperOffload runs on NVIDIA CUDA devices only; DeepSpeed asserts it.
+
+    Remove ``super_offload``.
+    """
+    platform = context.platform
+    if not _super_offload(plan) or plan.stage != 3 or platform is None:
+        return
+    if platform.accelerator not in ("cuda", "rocm"):
+        yield report(
+            "zero_optimization.offload_optimizer.super_offload",
+            True,
+            f"SuperOffload needs CUDA, and this platform trains on {platform.accelerator}",
+            "remove super_offload",
+        )
+
+
+@rule("super-offload", "warning")
+def super_offload(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """SuperOffload works at stage 3 only, and overlaps nothing while gradients are clipped.
+
+    Leave it out, or set ``gradient_clipping`` to 0 if training stays stable without.
+    """
+    if not _super_offload(plan) or not isinstance(plan.stage, int):
+        return
+    key = "zero_optimization.offload_optimizer.super_offload"
+    if plan.stage != 3:
+        yield report(
+            key,
+            True,
+            f"DeepSpeed ignores SuperOffload below stage 3, here {plan.stage}",
+            "set zero_optimization.stage to 3, or remove super_offload",
+        )
+    elif clips(plan, context):
+        yield report(
+            key,
+            True,
+            "its CPU steps overlap the backward pass only without clipping; with it each"
+            " sub-group is stepped afterwards, one by one",
+            "remove super_offload, or set gradient_clipping to 0",
+        )
+
+
+def _super_offload(plan: DeepSpeedPlan) -> bool:
+    section = offload_section(plan, "optimizer")
+    return section is not None and active(section) and section.extra.get("super_offload") is True
+
+
+@rule("pinned-memory-rounding", "note")
+def pinned_memory(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """An older torch rounds each pinned block up to a power of two: 16 GiB for SDXL at stage 2.
+
+    Install torch 2.13, where zerotune switches that off; or set ``pin_memory`` to false where host
+    memory is short. Checked where model and torch are known.
+    """
+    section = offload_section(plan, "optimizer")
+    if section is None or not active(section) or section.pin_memory is False:
+        return
+    if plan.stage not in (1, 2) or context.model is None or not _rounds(context):
+        return
+    elements = -(-context.model.trainable_numel // max(1, context.world_size))
+    staging = 2 if plan.precision in ("bf16", "fp16") else 4
+    # Master weights, their gradients and the copy in the model's precision: one block each.
+    blocks = [elements * width for width in (4, 4, staging)]
+    lost = sum(_power_of_two(block) - block for block in blocks)
+    if lost >= _NOTEWORTHY:
+        yield report(
+            "zero_optimization.offload_optimizer.pin_memory",
+            section.pin_memory,
+            "torch rounds each pinned block up to a power of two, which adds"
+            f" {format_size(lost)} to the {format_size(sum(blocks))} of each rank's flat buffers",
+            "install torch 2.13, set DS_PIN_MEMORY_BACKEND=native, or pin_memory to false if host"
+            " memory is short",
+        )
+
+
+def _rounds(context: RuleContext) -> bool:
+    return context.platform is not None and not pins_exactly(context.platform)
+
+
+def _power_of_two(nbytes: int) -> int:
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+# -- Rules on the optimizer and on clipping.
+
+
+_ONE_BIT: Final = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
+_CLIPPING: Final = "gradient_clipping"
+
+
+@rule("one-bit-optimizer", "warning")
+def one_bit(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.
+
+    Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
+    """
+    name = plan.optimizer.type if plan.optimizer else None
+    if optimizer_name(plan) in _ONE_BIT:
+        yield report(
+            "optimizer.type",
+            name,
+            "DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with ZeRO",
+            'write "AdamW" (or "Lamb")',
+        )
+
+
+@rule("muon-reduce-scatter", "warning")
+def muon_reduce_scatter(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed raises.
+
+    Set ``reduce_scatter`` to false, or use stage 1 or 2.
+    """
+    zero = plan.zero_optimization
+    if optimizer_name(plan) != "muon" or zero is None or plan.stage != 3:
+        return
+    if zero.reduce_scatter is not False:
+        yield report(
+            "zero_optimization.reduce_scatter",
+            zero.reduce_scatter,
+            'DeepSpeed stops at stage 3 with "Muon and reduce scatter cannot be used together"',
+            "set reduce_scatter to false, or use stage 1 or 2",
+        )
+
+
+@rule("muon-convolutions", "warning")
+def muon_convolutions(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """Muon fails on the weights of convolutions at stages 2 and 3.
+
+    Use AdamW, or leave convolutions to Muon's auxiliary Adam. Its compiled update multiplies
+    matrices and cannot broadcast kernels. Checked where the model is known.
+    """
+    model = context.model
+    if optimizer_name(plan) != "muon" or model is None or plan.stage not in (2, 3):
+        return
+    wide = next((p for p in model.trainable if len(p.shape) > 2), None)
+    if wide is not None:
+        name = plan.optimizer.type if plan.optimizer else None
+        yield report(
+            "optimizer.type",
+            name,
+            "Muon's update is of matrices and fails on weights of more than two dimensions, such"
+            f" as {wide.name}",
+            'write "AdamW"',
+        )
+
+
+@rule("clipping-set-twice", "warning", only_deepspeed=False)
+def clipping_twice(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Clipping is written both at the top level and elsewhere.
+
+    Keep ``gradient_clipping``, which is used.
+    """
+    launched = plan.launch.gradient_clipping if plan.launch else None
+    params = (plan.optimizer.params if plan.optimizer else None) or {}
+    places = {
+        "launch.gradient_clipping": launched,
+        "optimizer.params.max_grad_norm": params.get("max_grad_norm"),
+    }
+    yield from set_twice(plan, report, _CLIPPING, places)
+
+
+@rule("clipping-unset", "note", only_deepspeed=False)
+def clipping_unset(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """Nothing says how gradients are clipped, and DeepSpeed's default moved from 0 to 1.0.
+
+    Write ``gradient_clipping``; 0 switches clipping off.
+    """
+    launched = plan.launch.gradient_clipping if plan.launch else None
+    params = (plan.optimizer.params if plan.optimizer else None) or {}
+    written = (plan.gradient_clipping, launched, params.get("max_grad_norm"))
+    if any(value is not None for value in (*written, context.run.gradient_clipping)):
+        return
+    yield report(
+        _CLIPPING,
+        None,
+        "no clipping is written, so gradients are clipped to a norm of 1.0; older DeepSpeed did"
+        " not clip",
+        "write gradient_clipping, 0 to switch it off",
+    )
+
+
+# -- Rules on bf16, fp16 and what the platform computes in.
+
+
+@rule("precision-conflict", "error", only_deepspeed=False)
+def precision_conflict(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """At most one of bf16 and fp16 may be on, and the launcher must agree.
+
+    Switch one off, and let the launcher's ``mixed_precision`` say the same.
+    """
+    bf16 = plan.bf16.enabled if plan.bf16 else None
+    fp16 = plan.fp16.enabled if plan.fp16 else None
+    if bf16 is True and fp16 is True:
+        yield report(
+            "fp16.enabled",
+            True,
+            "bf16.enabled is true too, and DeepSpeed refuses both",
+            "switch one of them off; bf16 needs no loss scaling",
+        )
+        return
+    launched = plan.launch.mixed_precision if plan.launch else None
+    if launched == "fp8":
+        yield report(
+            "launch.mixed_precision",
+            launched,
+            "zerotune does not train in fp8",
+            'write "bf16", "fp16" or "no"',
+        )
+    written = {"bf16": bf16, "fp16": fp16}
+    asked = [name for name, enabled in written.items() if enabled is True]
+    refused = launched in written and written[launched] is False
+    if launched in ("bf16", "fp16", "fp32") and (refused or (asked and asked != [launched])):
+        says = f"{asked[0]}.enabled = true" if asked else f"{launched}.enabled = false"
+        yield report(
+            "launch.mixed_precision",
+            launched,
+            f"the DeepSpeed configuration says {says}",
+            "make them agree, or leave mixed_precision out of the launcher's file",
+        )
+
+
+@rule("precision-unsupported", "error", only_deepspeed=False)
+def precision_unsupported(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """The platform cannot compute in the precision asked for.
+
+    Ask for one it has, or write ``"auto"``. Checked where a platform is known.
+    """
+    if context.platform is None or _contradicts_itself(plan):
+        return
+    try:
+        decide_precision(plan, run=context.run, platform=context.platform)
+    except PlanError as error:
+        yield report.error(error)
+
+
+def _contradicts_itself(plan: DeepSpeedPlan) -> bool:
+    launched = plan.launch.mixed_precision if plan.launch else None
+    sections = (plan.bf16, plan.fp16)
+    return launched == "fp8" or all(section and section.enabled is True for section in sections)
+
+
+@rule("fp16-on-cpu", "warning", recorded_elsewhere=True)
+def fp16_on_cpu(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """DeepSpeed's CPU accelerator takes fp16 only where torch has native fp16 arithmetic.
+
+    Resolution trains in bf16 there, which takes the same memory and needs no loss scaling.
+    """
+    platform = context.platform
+    if platform is None or platform.accelerator != "cpu" or platform.fp16 or not platform.bf16:
+        return
+    if plan.precision == "fp16":
+        yield report(
+            "fp16.enabled",
+            True,
+            "DeepSpeed's CPU accelerator has no fp16 on this machine, so bf16 is used",
+            'write bf16, or "auto"',
+        )
+
+
+@rule("bf16-emulated", "note", only_deepspeed=False)
+def bf16_emulated(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """A CPU without bf16 arithmetic emulates it, many times slower than fp32.
+
+    Train in fp32 there, unless it is a rehearsal of a bf16 run.
+    """
+    platform = context.platform
+    if platform is None or not platform.bf16 or platform.native_bf16:
+        return
+    if plan.precision == "bf16":
+        yield report(
+            "bf16.enabled",
+            True,
+            "this CPU has no bf16 arithmetic (AVX512_BF16, AMX) and emulates it, many times slower"
+            " than fp32",
+            'set bf16.enabled to false or "auto", unless you rehearse a bf16 run',
+        )
+
+
+@rule("fp16-fixed-loss-scale", "warning")
+def fixed_loss_scale(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """A fixed loss scale never adapts: what overflows once may overflow for ever.
+
+    Write 0, which scales dynamically. ``LossScaler.update_scale`` only logs an overflow, and the
+    step is skipped.
+    """
+    section = plan.fp16
+    if section is None or section.enabled is not True:
+        return
+    scale = number(section.loss_scale)
+    if scale is not None and scale > 0:
+        yield report(
+            "fp16.loss_scale",
+            section.loss_scale,
+            "DeepSpeed skips a step whose gradients overflow, and a fixed scale is never lowered"
+            " after it",
+            "write 0 for dynamic loss scaling, or use bf16",
+        )
+
+
+@rule("bf16-master-weights", "error")
+def bf16_master_weights(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
+
+    Offload the optimizer, or remove the key. In bf16 they may stay on the device when
+    ``bf16_optimizer_states`` is on too.
+    """
+    bf16, fp16 = plan.bf16, plan.fp16
+    states = bf16 is not None and bf16.bf16_optimizer_states is True
+    asked = {
+        "bf16.bf16_master_weights_and_grads": bf16 and bf16.bf16_master_weights_and_grads,
+        "fp16.fp16_master_weights_and_grads": fp16 and fp16.fp16_master_weights_and_grads,
+    }
+    for key, value in asked.items():
+        stays = plan.offload_optimizer_device == "none" and not (states and key.startswith("bf16"))
+        if value is True and (plan.stage == 0 or (stays and isinstance(plan.stage, int))):
+            yield report(
+                key,
+                True,
+                "DeepSpeed keeps low-precision master weights only with ZeRO stage 1 to 3 and"
+                " the optimizer offloaded",
+                'set offload_optimizer.device to "cpu", or remove this key',
+            )
+    if bf16 and states and not bf16.bf16_master_weights_and_grads:
+        yield report(
+            "bf16.bf16_optimizer_states",
+            True,
+            "needs bf16_master_weights_and_grads too",
+            "remove this key; the optimizer AdamWBF16States keeps its moments in bf16 beside fp32"
+            " master weights",
+        )
+    if all(value is True for value in asked.values()):
+        yield report(
+            "fp16.fp16_master_weights_and_grads",
+            True,
+            "bf16.bf16_master_weights_and_grads is true too, and DeepSpeed refuses both",
+            "keep the one of the precision that trains",
+        )
+
+
+# -- Rules on the learning-rate schedule and the length of the run.
+
+
+_PARAMS: Final = "scheduler.params"
+_CYCLE_DEFAULT: Final = 2000
+"""``cycle_first_step_size`` of DeepSpeed's ``OneCycle``."""
+
+
+def _params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
+    return (plan.scheduler.params if plan.scheduler else None) or {}
+
+
+def _name(plan: DeepSpeedPlan) -> str:
+    name = plan.scheduler.type if plan.scheduler else None
+    return (name or "").lower()
+
+
+@rule("scheduler-no-warmup", "warning", only_deepspeed=False, recorded_elsewhere=True)
+def no_warmup(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").
+
+    Leave ``warmup_num_steps`` out, or write 1. ``OptimizerResolver`` writes 1 and starts at the
+    peak.
+    """
+    steps = number(_params(plan).get("warmup_num_steps"))
+    if steps is not None and steps < 1:
+        yield report(
+            f"{_PARAMS}.warmup_num_steps",
+            _params(plan)["warmup_num_steps"],
+            "DeepSpeed's warm-up must be a positive number of steps",
+            "write 1, which is its shortest",
+        )
+
+
+@rule("scheduler-warmup-too-long", "warning", only_deepspeed=False)
+def warmup_too_long(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """The warm-up is as long as the schedule or the run, so the peak is never reached.
+
+    Shorten the warm-up; steps are optimizer steps, not micro batches.
+    """
+    warmup = number(_params(plan).get("warmup_num_steps"))
+    total = number(_params(plan).get("total_num_steps"))
+    if warmup is None or warmup < 1:
+        return
+    for end, what in ((total, "total_num_steps"), (context.run.total_steps, "the run's steps")):
+        if end is not None and warmup >= end:
+            yield report(
+                f"{_PARAMS}.warmup_num_steps",
+                _params(plan)["warmup_num_steps"],
+                f"the warm-up ends at or after the last of {what} ({end:g}), so the learning rate"
+                " never reaches its peak",
+                "write fewer warm-up steps; they are optimizer steps, not micro batches",
+            )
+            return
+
+
+@rule("scheduler-total", "warning", only_deepspeed=False)
+def scheduler_total(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """``total_num_steps`` differs from the optimizer steps of the run.
+
+    Write the number of optimizer steps, or ``"auto"``: a shorter schedule trains on at its end
+    value (0 for ``WarmupDecayLR``), a longer one never comes down.
+    """
+    total, run = number(_params(plan).get("total_num_steps")), context.run.total_steps
+    if total is None or run is None or total == run:
+        return
+    end = "0" if _name(plan) == "warmupdecaylr" else "its smallest value"
+    effect = (
+        f"the learning rate stays at {end} for the last {run - total:g} steps"
+        if total < run
+        else f"the run ends {total - run:g} steps before the learning rate has come down"
+    )
+    yield report(
+        f"{_PARAMS}.total_num_steps",
+        _params(plan)["total_num_steps"],
+        f"the run takes {run} optimizer steps, so {effect}{_confused_with(total, run, context)}",
+        f'write {run}, or "auto"',
+    )
+
+
+def _confused_with(total: float, run: int, context: RuleContext) -> str:
+    accumulation = context.run.gradient_accumulation_steps or 1
+    for factor, what in ((accumulation, "micro batches"), (context.world_size, "ranks times")):
+        if factor > 1 and total == run * factor:
+            return f" (it seems to count {what} steps: {factor} x {run})"
+    return ""
+
+
+@rule("scheduler-cycle", "warning", only_deepspeed=False)
+def scheduler_cycle(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """A ``OneCycle`` longer than the run never comes down.
+
+    Make ``cycle_first_step_size`` plus ``cycle_second_step_size`` (as long as the first when it
+    is not written) at most the optimizer steps of the run.
+    """
+    run = context.run.total_steps
+    if _name(plan) != "onecycle" or run is None:
+        return
+    written = _params(plan).get("cycle_first_step_size")
+    first = _CYCLE_DEFAULT if written is None else number(written)
+    second = _params(plan).get("cycle_second_step_size")
+    down = first if second is None else number(second)
+    if first is not None and down is not None and first + down > run:
+        yield report(
+            f"{_PARAMS}.cycle_first_step_size",
+            written,
+            f"the cycle takes {first:g} + {down:g} steps and the run {run}, so the learning rate"
+            " does not come down again",
+            f"write at most {max(1, run // 2)}",
+        )
+
+
+@rule("scheduler-range-test", "note", only_deepspeed=False)
+def range_test(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """``LRRangeTest`` raises the learning rate without end, to find one; it trains nothing.
+
+    Read a learning rate off its losses, and train with another schedule.
+    """
+    if _name(plan) == "lrrangetest":
+        yield report(
+            "scheduler.type",
+            plan.scheduler.type if plan.scheduler else None,
+            "it raises the learning rate until training diverges, which shows the largest usable"
+            " one",
+            'write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
+        )
+
+
+# -- Rules on NVMe.
+
+
+_LARGE_POOL = 4 * 1024**3
+"""Bytes of pinned swap buffers that deserve a warning."""
+
+
+def _adam_swap_buffers(plan: DeepSpeedPlan) -> int | None:
+    """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
+    section = offload_section(plan, "optimizer")
+    name = (plan.optimizer.type if plan.optimizer else None) or "AdamW"
+    if plan.stage != 3 or section is None or section.device != "nvme" or "adam" not in name.lower():
+        return None
+    return integer(section.buffer_count)
+
+
+@rule("nvme-optimizer-below-stage-3", "error")
+def nvme_optimizer(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage 3.
+
+    Use stage 3, or device ``"cpu"``.
+    """
+    if plan.stage in (1, 2) and plan.offload_optimizer_device == "nvme":
+        yield report(
+            "zero_optimization.offload_optimizer.device",
+            "nvme",
+            f"needs stage 3; at stage {plan.stage} DeepSpeed silently uses host memory",
+            'set zero_optimization.stage to 3, or device to "cpu"',
+        )
+
+
+@rule("nvme-optimizer-buffers", "error")
+def nvme_optimizer_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """The swap pool of an Adam optimizer needs four buffers.
+
+    Write at least 4, or ``"auto"``.
+    """
+    written = _adam_swap_buffers(plan)
+    if written is not None and written < OPTIMIZER_BUFFERS:
+        yield report(
+            "zero_optimization.offload_optimizer.buffer_count",
+            written,
+            "weight, gradient and two moments are resident together, and DeepSpeed asserts that"
+            " there is a buffer for each",
+            f'write at least {OPTIMIZER_BUFFERS}, or "{AUTO}"',
+        )
+
+
+@rule("nvme-pipeline-buffers", "warning")
+def nvme_pipeline_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Pipelined swapping needs four more buffers for reading ahead and four for writing back.
+
+    Write 8 with one of ``pipeline_read`` and ``pipeline_write``, 12 with both, or ``"auto"``.
+    """
+    section = offload_section(plan, "optimizer")
+    written = _adam_swap_buffers(plan)
+    if section is None or written is None:
+        return
+    need = optimizer_buffers(section)
+    if OPTIMIZER_BUFFERS <= written < need:
+        yield report(
+            "zero_optimization.offload_optimizer.buffer_count",
+            written,
+            "DeepSpeed runs out of swap buffers as soon as there is more than one sub-group",
+            f'write at least {need}, or "{AUTO}"',
+        )
+
+
+@rule("nvme-sub-group-size", "warning")
+def nvme_sub_group_size(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """The pool of NVMe swap buffers is host memory: buffers x largest sub-group x 4 bytes.
+
+    Write 5e7 to 1e8, or ``"auto"``. DeepSpeed's default of 1e9 takes 15 GiB with four buffers
+    where the model is as large.
+    """
+    zero, section = plan.zero_optimization, offload_section(plan, "optimizer")
+    if zero is None or section is None or plan.stage != 3 or section.device != "nvme":
+        return
+    size = integer(zero.sub_group_size)
+    if size is None:
+        return
+    buffers = integer(section.buffer_count) or optimizer_buffers(section)
+    model = context.model
+    world_size = max(1, context.world_size)
+    largest = sizing.largest_sub_group(model, world_size, size) if model else size
+    pool = buffers * largest * 4
+    if pool >= _LARGE_POOL:
+        yield report(
+            "zero_optimization.sub_group_size",
+            size,
+            f"the swap pool holds {buffers} buffers of the largest sub-group in fp32, which is"
+            f" {format_size(pool)} of host memory on each rank",
+            f'write {sizing.SUB_GROUP_NVME}, or "{AUTO}"',
+        )
+
+
+@rule("nvme-param-prefetch", "warning", recorded_elsewhere=True)
+def nvme_param_prefetch(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Fetching parameters ahead from NVMe fails in the second step.
+
+    Write 0 or ``"auto"``. Where the forward pass turns into the backward pass DeepSpeed 0.19.8
+    queues a layer twice ("already assigned swap buffer"); resolution switches it off.
+    """
+    zero = plan.zero_optimization
+    if zero is None or plan.stage != 3 or plan.offload_param_device != "nvme":
+        return
+    written = integer(zero.stage3_prefetch_bucket_size)
+    if written:
+        yield report(
+            "zero_optimization.stage3_prefetch_bucket_size",
+            written,
+            "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe",
+            f'write 0, or "{AUTO}"',
+        )
+
+
+# -- Rules on ``zero_optimization``, on removed and on unknown keys.
+
+
+_ZERO_PLUS_PLUS: Final = {
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_gradients": False,
+}
+_LARGE_BUCKET: Final = 512 * 1024**2
+"""Bytes of reduce buckets that deserve a note; those sized by resolution take a tenth."""
+
+
+@rule("stage-auto", "warning", recorded_elsewhere=True)
+def stage_auto(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """DeepSpeed reads a stage of ``"auto"`` as 0, in silence.
+
+    Write a number. Resolution chooses 2, or 3 where what is offloaded needs it.
+    """
+    if plan.stage == AUTO:
+        yield report(
+            "zero_optimization.stage",
+            AUTO,
+            "DeepSpeed itself drops the key and trains at stage 0",
+            "write 0, 1, 2 or 3",
+        )
+
+
+@rule("removed-section", "error")
+def removed_section(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """Sections DeepSpeed 0.19 removed are refused, unless an older DeepSpeed is installed.
+
+    Remove the key, or install ``deepspeed<0.19``.
+    """
+    if older_than_removal(context):
+        return
+    zero = plan.zero_optimization
+    places = (
+        ("", plan.extra, known_keys.REMOVED),
+        ("zero_optimization.", zero.extra if zero else {}, known_keys.REMOVED_ZERO),
+    )
+    for prefix, extra, removed in places:
+        for key in sorted(extra.keys() & removed.keys()):
+            yield report(
+                f"{prefix}{key}",
+                extra[key],
+                f"DeepSpeed 0.19 removed {removed[key]}",
+                "remove this key, or install deepspeed<0.19",
+            )
+
+
+@rule("unknown-key", "error", only_deepspeed=False)
+def unknown_keys(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """DeepSpeed ignores unknown top-level keys in silence; reading a plan refuses them.
+
+    Correct the spelling. Keys that begin with an underscore are kept as remarks.
+    """
+    known = {attribute.name for attribute in modelled(type(plan))} | plan.passed_through
+    for key, value in plan.extra.items():
+        if key not in plan.passed_through and not key.startswith("_") and plan.source == "code":
+            yield report.error(unknown_key(key, value, key, known))
+
+
+@rule("legacy-stage-1", "error")
+def legacy_stage_1(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine raises.
+
+    Remove ``legacy_stage1``.
+    """
+    if zero_extra(plan, "legacy_stage1") is True and plan.stage in (1, 2, 3):
+        yield report(
+            "zero_optimization.legacy_stage1",
+            True,
+            "DeepSpeed removed that implementation and stops at the key",
+            "remove this key",
+        )
+
+
+@rule("gradient-norm", "error")
+def gradient_norm(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload.
+
+    Remove the key, or set ``gradient_clipping`` to 0 and keep the optimizer on the device.
+    """
+    if zero_extra(plan, "compute_grad_norm") is not False or plan.stage == AUTO:
+        return
+    problems = {
+        f"stage 1 or 2, and this is stage {plan.stage}": plan.stage not in (1, 2),
+        "gradient_clipping 0, because clipping measures the norm": clips(plan, context),
+        "the optimizer on the device": active(offload_section(plan, "optimizer")),
+    }
+    for needs, broken in problems.items():
+        if broken:
+            yield report(
+                "zero_optimization.compute_grad_norm",
+                False,
+                f"DeepSpeed accepts it only with {needs}",
+                "remove this key",
+            )
+            return
+
+
+@rule("gradient-sum", "error")
+def gradient_sum(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """Summing gradients over ranks is refused at stage 3 and with ZenFlow.
+
+    Remove ``gradient_allreduce_op``; the mean is the default.
+    """
+    value = plan.extra.get("gradient_allreduce_op")
+    if not isinstance(value, str) or value.lower() != "sum":
+        return
+    zenflow = zero_extra(plan, "zenflow") is not None
+    if plan.stage == 3 or zenflow:
+        yield report(
+            "gradient_allreduce_op",
+            value,
+            f"DeepSpeed refuses it {'with ZenFlow' if zenflow else 'at stage 3'}",
+            'remove this key, or write "mean"',
+        )
+
+
+@rule("zenflow-convolutions", "error")
+def zenflow(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+    """ZenFlow raises on, or scrambles, the weights of convolutions.
+
+    Remove ``zenflow``: it selects columns of matrices (``num_row, num_col``) and treats every
+    other shape as one row, or fails to transpose it. Checked where the model is known.
+    """
+    section = zero_extra(plan, "zenflow")
+    model = context.model
+    if section is None or model is None:
+        return
+    wide = next((p for p in model.trainable if len(p.shape) > 2), None)
+    if wide is not None:
+        yield report(
+            "zero_optimization.zenflow",
+            section,
+            f"ZenFlow scrambles weights of more than two dimensions, such as {wide.name}",
+            "remove zenflow",
+        )
+
+
+@rule("zero-plus-plus-below-stage-3", "warning")
+def zero_plus_plus(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """ZeRO++ settings have no effect below stage 3.
+
+    Use stage 3, or remove them; they are left out.
+    """
+    zero = plan.zero_optimization
+    if zero is None or plan.stage not in (0, 1, 2):
+        return
+    for name, off in _ZERO_PLUS_PLUS.items():
+        value = getattr(zero, name)
+        if value not in (None, AUTO, off):
+            yield report(
+                f"zero_optimization.{name}",
+                value,
+                f"DeepSpeed ignores ZeRO++ below stage 3, here {plan.stage}, so it is left out",
+                "set zero_optimization.stage to 3, or remove the key",
+                after=None,
+            )
+
+
+@rule("stage-3-launch-flag", "note")
+def stage_3_flag(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """The launcher's ``zero3_init_flag`` has no effect below stage 3.
+
+    Remove it, or use stage 3; accelerate sets it to false with a warning.
+    """
+    if plan.launch is None or plan.stage not in (0, 1, 2):
+        return
+    if plan.launch.zero3_init_flag is True:
+        yield report(
+            "launch.zero3_init_flag",
+            True,
+            f"it builds partitioned parameters, and at stage {plan.stage} none are",
+            "remove it, or set zero_optimization.stage to 3",
+        )
+
+
+@rule("large-reduce-bucket", "note")
+def large_bucket(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+    """A reduce bucket is device memory: its elements, twice with ``overlap_comm`` below stage 3.
+
+    Write 3e7 or ``"auto"``, which holds the largest tensor. DeepSpeed's 5e8 takes 0.93 GiB in
+    16 bits, and 1.86 GiB with ``overlap_comm`` at stages 1 and 2.
+    """
+    zero = plan.zero_optimization
+    size = integer(zero.reduce_bucket_size) if zero else None
+    if zero is None or size is None or plan.stage not in (1, 2, 3):
+        return
+    offloads = active(offload_section(plan, "optimizer"))
+    if zero.contiguous_gradients is False and not offloads:
+        return
+    # What resolution will choose where nothing is written.
+    overlaps = zero.overlap_comm is True or (zero.overlap_comm is not False and offloads)
+    buckets = 2 if overlaps and plan.stage != 3 else 1
+    cost = buckets * size * (2 if plan.precision in ("bf16", "fp16") else 4)
+    if cost >= _LARGE_BUCKET:
+        doubled = ", two of them because of overlap_comm" if buckets == 2 else ""
+        yield report(
+            "zero_optimization.reduce_bucket_size",
+            size,
+            f"the bucket takes {format_size(cost)} of device memory{doubled}",
+            f'write 30000000, or "{AUTO}"',
+        )
+
+
+@rule("activation-checkpointing", "note")
+def activation_checkpointing(
+    plan: DeepSpeedPlan, _context: RuleContext, report: Report
+) -> Findings:
+    """``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.
+
+    Call the model's ``enable_gradient_checkpointing()``: diffusers uses torch's function, which
+    the section does not reach.
+    """
+    section = plan.extra.get("activation_checkpointing")
+    if section:
+        yield report(
+            "activation_checkpointing",
+            section,
+            "it has an effect only on models that call deepspeed.checkpointing, and those of"
+            " diffusers call torch's",
+            "remove it and call the model's enable_gradient_checkpointing()",
+        )
+
+
+# -- The rules themselves, by subject. Importing them registers them with ``zerotune.plan.rules``.
+#
+# What a rule says of DeepSpeed was read in the code of 0.19.8, or seen when it ran.
+
+
+RULES = registered()
+"""Every rule, in the order they are checked."""

@@ -1,22 +1,8 @@
-"""DeepSpeed's learning-rate schedules as pure functions of the optimizer step.
+"""diffusers' learning-rate schedules as pure functions of the optimizer step.
 
-Each curve repeats the arithmetic of ``deepspeed/runtime/lr_schedules.py`` (0.19.8) in the same
-order, so that values are equal bit for bit and not merely close. DeepSpeed's quirks are part of
-the truth and are kept:
-
-- A scheduler sets its first value when it is built, and steps *after* each optimizer step. The
-  update number ``step`` therefore runs with ``last_batch_iteration = step - 1``: the warm-up
-  schedules hold their minimum for the first *two* updates.
-- ``WarmupCosineLR`` runs its first update at 0, whatever ``warmup_min_ratio`` says.
-- ``warmup_num_steps`` below 2 counts as 2.
-- ``OneCycle`` starts with the *smallest* momentum, then jumps to the largest; while it cycles
-  momentum it also replaces the second beta by 0.99.
-
-DeepSpeed 0.18.9, the oldest supported, differs in two places only: ``OneCycle`` ignores its stair
-counts, and ``WarmupCosineLR`` rises again after ``total_num_steps``.
-
-An update that fp16 overflow skips does not advance the schedule, so ``step`` counts applied
-updates only.
+The same curves as ``diffusers.optimization.get_scheduler`` (0.42.1), bit for bit: each is a factor
+on the learning rate of the group. Unlike DeepSpeed's, update number 0 runs at ``step = 0``, so a
+warm-up begins at 0 and reaches the full rate at update ``num_warmup_steps``.
 """
 
 from __future__ import annotations
@@ -26,8 +12,99 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from zerotune.errors import InvalidValueError, OptimizerError, UnresolvedPlanError
-from zerotune.plan.choices import SchedulerChoice
-from zerotune.plan.diffusers_schedules import DIFFUSERS_CURVES
+from zerotune.plan.model import SchedulerChoice
+
+
+def _warmup(params: Any, step: int) -> float | None:
+    """Factor during the warm-up; ``None`` after it."""
+    warmup = params["num_warmup_steps"]
+    return float(step) / float(max(1, warmup)) if step < warmup else None
+
+
+def _progress(params: Any, step: int) -> float:
+    warmup = params["num_warmup_steps"]
+    return float(step - warmup) / float(max(1, params["num_training_steps"] - warmup))
+
+
+def _constant(params: Any, step: int, base_lr: float) -> float:  # noqa: ARG001
+    return base_lr
+
+
+def _constant_with_warmup(params: Any, step: int, base_lr: float) -> float:
+    warmup = params["num_warmup_steps"]
+    return base_lr * (float(step) / float(max(1.0, warmup)) if step < warmup else 1.0)
+
+
+def _linear(params: Any, step: int, base_lr: float) -> float:
+    factor = _warmup(params, step)
+    if factor is None:
+        total, warmup = params["num_training_steps"], params["num_warmup_steps"]
+        factor = max(0.0, float(total - step) / float(max(1, total - warmup)))
+    return base_lr * factor
+
+
+def _cosine(params: Any, step: int, base_lr: float) -> float:
+    factor = _warmup(params, step)
+    if factor is None:
+        angle = math.pi * float(params["num_cycles"]) * 2.0 * _progress(params, step)
+        factor = max(0.0, 0.5 * (1.0 + math.cos(angle)))
+    return base_lr * factor
+
+
+def _cosine_with_restarts(params: Any, step: int, base_lr: float) -> float:
+    factor = _warmup(params, step)
+    if factor is None:
+        progress = _progress(params, step)
+        if progress >= 1.0:
+            return 0.0
+        cycle = (float(params["num_cycles"]) * progress) % 1.0
+        factor = max(0.0, 0.5 * (1.0 + math.cos(math.pi * cycle)))
+    return base_lr * factor
+
+
+def _polynomial(params: Any, step: int, base_lr: float) -> float:
+    factor = _warmup(params, step)
+    if factor is not None:
+        return base_lr * factor
+    end, total = params["lr_end"], params["num_training_steps"]
+    if step > total:
+        return float(base_lr * (end / base_lr))
+    remaining = 1 - (step - params["num_warmup_steps"]) / (total - params["num_warmup_steps"])
+    decayed = (base_lr - end) * remaining ** params["power"] + end
+    return float(base_lr * (decayed / base_lr))
+
+
+DIFFUSERS_CURVES: Final[Mapping[str, Callable[[Any, int, float], float]]] = {
+    "constant": _constant,
+    "constant_with_warmup": _constant_with_warmup,
+    "linear": _linear,
+    "cosine": _cosine,
+    "cosine_with_restarts": _cosine_with_restarts,
+    "polynomial": _polynomial,
+}
+"""Learning rate by name: of the arguments, the step and the group's own rate."""
+
+
+# -- DeepSpeed's learning-rate schedules as pure functions of the optimizer step.
+#
+# Each curve repeats the arithmetic of ``deepspeed/runtime/lr_schedules.py`` (0.19.8) in the same
+# order, so that values are equal bit for bit and not merely close. DeepSpeed's quirks are part of
+# the truth and are kept:
+#
+# - A scheduler sets its first value when it is built, and steps *after* each optimizer step. The
+#   update number ``step`` therefore runs with ``last_batch_iteration = step - 1``: the warm-up
+#   schedules hold their minimum for the first *two* updates.
+# - ``WarmupCosineLR`` runs its first update at 0, whatever ``warmup_min_ratio`` says.
+# - ``warmup_num_steps`` below 2 counts as 2.
+# - ``OneCycle`` starts with the *smallest* momentum, then jumps to the largest; while it cycles
+#   momentum it also replaces the second beta by 0.99.
+#
+# DeepSpeed 0.18.9, the oldest supported, differs in two places only: ``OneCycle`` ignores its stair
+# counts, and ``WarmupCosineLR`` rises again after ``total_num_steps``.
+#
+# An update that fp16 overflow skips does not advance the schedule, so ``step`` counts applied
+# updates only.
+
 
 ONE_CYCLE_BETA2: Final = 0.99
 """Second beta that ``OneCycle`` forces on the optimizer while it cycles momentum."""
@@ -124,7 +201,9 @@ def _warmup_steps(params: _Params) -> int:
     return max(2, int(params["warmup_num_steps"]))
 
 
-def _warmup(params: _Params, step: int, base_lr: float, after: Callable[[int], float]) -> float:
+def _schedules_warmup(
+    params: _Params, step: int, base_lr: float, after: Callable[[int], float]
+) -> float:
     """``WarmupLR`` and ``WarmupDecayLR``, which differ in the fraction ``after`` the warm-up."""
     low = float(params["warmup_min_lr"])
     peak = params["warmup_max_lr"]
@@ -138,13 +217,13 @@ def _warmup(params: _Params, step: int, base_lr: float, after: Callable[[int], f
 
 
 def _warmup_lr(params: _Params, step: int, base_lr: float) -> float:
-    return _warmup(params, step, base_lr, lambda _: 1.0)
+    return _schedules_warmup(params, step, base_lr, lambda _: 1.0)
 
 
 def _warmup_decay_lr(params: _Params, step: int, base_lr: float) -> float:
     total = params["total_num_steps"]
     steps = _warmup_steps(params)
-    return _warmup(
+    return _schedules_warmup(
         params,
         step,
         base_lr,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.plan.section import join
+from zerotune.plan.model import join
 
 HANDLING: Final = "x-zerotune"
 """Keyword of the schema that tells what zerotune does with a key."""

@@ -12,7 +12,7 @@ from typing import Final
 
 import attrs
 
-from zerotune.plan.facts import BlockFacts, ModelFacts, ParameterFacts
+from zerotune.plan.model import BlockFacts, ModelFacts, ParameterFacts
 
 REDUCE_BUCKET: Final = 30_000_000
 """Elements; 60 MB in bf16, doubled by ``overlap_comm``. DeepSpeed's 5e8 costs up to 2.8 GiB."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from zerotune.lazy import lazy_attribute
+from zerotune._util.lazy import lazy_attribute
 from zerotune.platform.facts import (
     GIB,
     Accelerator,
@@ -20,7 +20,7 @@ from zerotune.platform.facts import (
 )
 
 if TYPE_CHECKING:
-    from zerotune.platform.detection import detect_platform
+    from zerotune.platform.detect import detect_platform
     from zerotune.platform.probe import Cores, MachineProbe, PlatformProbe, TorchFacts
 
 _HOMES: Final = {
@@ -28,7 +28,7 @@ _HOMES: Final = {
     "MachineProbe": "probe",
     "PlatformProbe": "probe",
     "TorchFacts": "probe",
-    "detect_platform": "detection",
+    "detect_platform": "detect",
 }
 
 __all__ = [

@@ -7,26 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zerotune.backend.attached import AttachedEngine
-from zerotune.backend.distributed import Launch, ProcessGroup
-from zerotune.backend.environment import held
-from zerotune.backend.handover import (
+from zerotune._util.closing import Closing
+from zerotune._util.environment import held
+from zerotune.backend.deepspeed.external import (
+    AttachedEngine,
     accelerate_optimizer,
     accelerator_arguments,
     initialize_arguments,
 )
-from zerotune.backend.lifetime import Closing
-from zerotune.backend.require import quiet_deepspeed, require_deepspeed
-from zerotune.backend.sharding import shard_from_host
+from zerotune.backend.deepspeed.placement import shard_from_host
+from zerotune.backend.deepspeed.start import quiet_deepspeed, require_deepspeed
+from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.training.setup import leased, settled
 
 if TYPE_CHECKING:
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import RunFacts
-    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+    from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
 
 _COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}

@@ -14,7 +14,7 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError, TrainingError
 
 if TYPE_CHECKING:
-    from zerotune.training.metrics import StepMetrics
+    from zerotune.training.events import StepMetrics
     from zerotune.training.trainer import Trainer
 
 

@@ -13,6 +13,7 @@ from zerotune.errors import DataError, MissingDependencyError
 if TYPE_CHECKING:
     from zerotune.training.report import Report
 
+
 _PALE: Final = "#9ecae1"
 _STRONG: Final = "#08519c"
 _HEADER: Final = "#deebf7"

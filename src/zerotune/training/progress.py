@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from zerotune.training.callbacks import Callback
+from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zerotune.training.metrics import StepMetrics
+    from zerotune.training.events import StepMetrics
     from zerotune.training.trainer import Trainer
 
 _FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta}")

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from zerotune.backend.building import build_engine
+from zerotune.backend.build import build_engine
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.facts import ModelFacts
-from zerotune.plan.resolved import ResolvedPlan
+from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ModelFacts
 from zerotune.platform import detect_platform
-from zerotune.training.out_of_memory import Situation, advising
+from zerotune.training.memory import Situation, advising
 
 if TYPE_CHECKING:
     import torch
 
     from zerotune.backend.engine import Engine
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import RunFacts
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
 
 

@@ -10,14 +10,14 @@ from zerotune.backend.trackers import Scalar, Tracker, start_trackers
 from zerotune.checkpoint.collective import together
 from zerotune.decisions import render_decisions
 from zerotune.errors import InvalidValueError
-from zerotune.training.callbacks import Callback
+from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from zerotune.training.metrics import StepMetrics
+    from zerotune.training.events import StepMetrics
     from zerotune.training.trainer import Trainer
 
 

@@ -14,22 +14,30 @@ from typing_extensions import Unpack
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
-from zerotune.training.advised import keep_activations, plan_of
 from zerotune.training.averages import EMA, Averages
-from zerotune.training.drawing import SampleOptions, draw
-from zerotune.training.memory import device_peak, host_now, host_peak
+from zerotune.training.memory import (
+    advising,
+    device_peak,
+    host_now,
+    host_peak,
+    keep_activations,
+    plan_of,
+)
 from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite
-from zerotune.training.out_of_memory import advising
+from zerotune.training.options import Running, RunOptions
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report
-from zerotune.training.running import Running, RunOptions
-from zerotune.training.saving import restore_trainer_state, rolled_back, trainer_state
-from zerotune.training.seeding import seed_everything
+from zerotune.training.save import (
+    restore_trainer_state,
+    rolled_back,
+    seed_everything,
+    trainer_state,
+)
 from zerotune.training.setup import prepare
-from zerotune.training.signals import with_signals
 from zerotune.training.step import TrainStep
-from zerotune.training.stopping import Goal, Stopping
+from zerotune.training.stop import Goal, Stopping, with_signals
 from zerotune.training.streams import as_stream, needed
+from zerotune.training.validate import SampleOptions, draw
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,12 +51,11 @@ if TYPE_CHECKING:
     from zerotune.diffusion.objective import Objective
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.advising.values import Advice
-    from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-    from zerotune.plan.facts import RunFacts
-    from zerotune.plan.resolved import ResolvedPlan
+    from zerotune.plan.advise import Advice
+    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+    from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
-    from zerotune.training.callbacks import Callback
+    from zerotune.training.events import Callback
 
 
 class Trainer:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune.diffusion.data.metadata import parse_csv, parse_jsonl
+from zerotune.diffusion.data.folder import parse_csv, parse_jsonl
 from zerotune.errors import DataError
 
 names = st.from_regex(r"[a-zé ]{1,8}(/[a-z]{1,5})?\.png", fullmatch=True)

@@ -12,8 +12,7 @@ import torch
 
 from tests.support.runs import Case, start
 from zerotune.checkpoint import export_pipeline
-from zerotune.checkpoint.adapters import export_adapters
-from zerotune.checkpoint.adapters_file import LORA_FILE
+from zerotune.checkpoint.adapters import LORA_FILE, export_adapters
 from zerotune.diffusion import TextToImage, load_pretrained
 from zerotune.diffusion.lora import LoRA, add_lora
 

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.plan.advising.choosing import LEVELS
-from zerotune.plan.advising.values import machine_needs
-from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-from zerotune.plan.facts import ModelFacts
+from zerotune.plan.advise import LEVELS, machine_needs
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import ModelFacts
 from zerotune.platform import Platform
 
 GIB = 2**30

@@ -6,17 +6,16 @@ import attrs
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.advising.reporting import (
+from zerotune.plan.advise import Advice, Budget, Candidate
+from zerotune.plan.memory.model import MemoryEstimate, MemoryItem, Workload
+from zerotune.plan.text import (
     advice_data,
     explain_advice,
     explain_nearest,
     markdown_advice,
     rank_budget,
+    subject,
 )
-from zerotune.plan.advising.values import Advice, Budget, Candidate
-from zerotune.plan.memory.reporting import subject
-from zerotune.plan.memory.values import MemoryEstimate, MemoryItem
-from zerotune.plan.memory.workload import Workload
 from zerotune.platform import GIB, Platform
 
 MODEL = ModelFacts.from_shapes([("weight", (2000, 1000))], name="UNet")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.memory.values import ALWAYS, MemoryEstimate, MemoryItem
-from zerotune.plan.memory.workload import Workload
+from zerotune.plan.memory.model import ALWAYS, MemoryEstimate, MemoryItem, Workload
 from zerotune.platform import GIB, Platform
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zerotune.plan.memory.bars import component_letters, fits, memory_bars
+from zerotune.plan.text import component_letters, fits, memory_bars
 from zerotune.platform import GIB
 
 

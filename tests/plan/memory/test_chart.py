@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import MissingDependencyError, PlanFileError
-from zerotune.plan.memory.chart import plot_memory
-from zerotune.plan.memory.labelling import arrange
+from zerotune.plan.charts import arrange, plot_memory
 from zerotune.platform import GIB
 
 
@@ -106,7 +105,7 @@ class TestPicture:
 
     def test_the_module_loads_matplotlib_only_to_draw(self):
         script = (
-            "import sys, zerotune.plan.memory.chart\n"
+            "import sys, zerotune.plan.charts\n"
             "assert not {'matplotlib', 'numpy', 'torch'} & set(sys.modules)\n"
         )
         subprocess.run([sys.executable, "-c", script], check=True)

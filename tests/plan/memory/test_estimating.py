@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan.deepspeed_plan import DeepSpeedPlan
-from zerotune.plan.facts import ActivationCost, ActivationFacts, ModelFacts
+from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.families import family
-from zerotune.plan.memory.costing import power_of_two
-from zerotune.plan.memory.estimating import estimate_resolved, sides
-from zerotune.plan.memory.workload import Workload
+from zerotune.plan.memory.estimate import estimate_resolved, power_of_two, sides
+from zerotune.plan.memory.model import Workload
+from zerotune.plan.model import ActivationCost, ActivationFacts, ModelFacts
 from zerotune.platform import Platform
 
 GIB = 2**30

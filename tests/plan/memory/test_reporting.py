@@ -4,7 +4,7 @@ import json
 
 import attrs
 
-from zerotune.plan.memory.reporting import explain_estimate, markdown_estimate
+from zerotune.plan.text import explain_estimate, markdown_estimate
 from zerotune.platform import GIB
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerotune._util.sizes import format_size, parse_size
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.sizes import format_size, parse_size
 
 LARGEST = 2**63 - 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
-from zerotune.plan.memory.estimating import estimate_resolved
-from zerotune.plan.memory.step_traffic import step_traffic
-from zerotune.plan.memory.workload import Workload
+from zerotune.plan.memory.estimate import estimate_resolved
+from zerotune.plan.memory.model import Workload
+from zerotune.plan.memory.traffic import step_traffic
 from zerotune.platform import Platform
 
 MODEL = ModelFacts.from_shapes([("a", (3, 4)), ("b", (4,))])

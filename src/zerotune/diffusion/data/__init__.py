@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from zerotune.diffusion.data.bucket_order import BucketOrder, Draw
-from zerotune.diffusion.data.bucket_stream import (
+from zerotune.diffusion.data.buckets import (
+    AspectBuckets,
+    Bucket,
+    BucketAssignment,
     BucketedDataset,
+    BucketOrder,
     BucketStream,
     Captions,
+    Draw,
+    Placement,
     stack_samples,
 )
-from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, BucketAssignment, Placement
-from zerotune.diffusion.data.cache import CacheSettings, TensorCache, hash_weights
-from zerotune.diffusion.data.caching import CachedImages, cache_latents, cache_texts
+from zerotune.diffusion.data.cache import (
+    CachedImages,
+    CacheSettings,
+    TensorCache,
+    cache_latents,
+    cache_texts,
+    hash_weights,
+)
 from zerotune.diffusion.data.folder import ImageFolder, MetadataFile, TextBeside
 from zerotune.diffusion.data.hugging_face import DatasetImages, HuggingFaceImages
 from zerotune.diffusion.data.pictures import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,9 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from zerotune._util.files import write_atomically
 from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.buckets import BucketAssignment, Draw
+from zerotune.diffusion.data.prepared import PreparedImages, micro_conditioning
 from zerotune.errors import DataError, InvalidValueError
-from zerotune.files import write_atomically
 
 FORMAT: Final = "1"
 """Part of every key: a change of what is stored makes older caches invisible."""
@@ -212,3 +215,269 @@ class TensorCache:
 def cache_names(caches: Iterable[TensorCache]) -> str:
     """Settings of several caches in one word, for a dataset's identity."""
     return "+".join(cache.settings.digest() for cache in caches)
+
+
+# -- Fill caches of latents and text embeddings, each rank its share, and train from them.
+
+
+EncodeImages = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+"""Images (b, 3, h, w) in [-1, 1] to tensors by name, batch first, such as ``{"latents": …}``."""
+EncodeTexts = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+"""Captions to tensors by name, batch first, such as ``{"prompt_embeds": …}``."""
+Progress = Callable[[int, int], None]
+"""Called with what this rank has done and what it has to do."""
+
+_CORNER = "crop_corner"
+
+
+def cache_latents(
+    dataset: PreparedImages,
+    *,
+    cache: TensorCache,
+    encode: EncodeImages,
+    batch_size: int = 4,
+    shard_size: int = 256,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress | None = None,
+    release: Callable[[], None] | None = None,
+    barrier: Callable[[], None] | None = None,
+) -> None:
+    """Compute the latents of all images that are not in the cache. Collective.
+
+    An image's key is made of its stored bytes, its size, its bucket, how it is prepared and
+    whether it is mirrored. A file is written every ``shard_size`` images; what was written stays
+    when the process is killed, and the next call computes the rest, on any number of ranks.
+
+    Args:
+        dataset: The images. Mirrored ones are added if its augmentation flips.
+        cache: Where they go.
+        encode: Runs the VAE. It gives tensors for a batch of one size; the VAE's mean, or mean
+            and deviation if noise is to be drawn anew each epoch. Shapes (b, …).
+        batch_size: Images per call.
+        shard_size: Images per file.
+        rank: This process.
+        world_size: Processes that share the work.
+        progress: Called after each batch, and once at the start.
+        release: Called when this rank has nothing left to compute, also if it had nothing at
+            all, with the encoder no longer needed: ``lambda: vae.to("cpu")``.
+        barrier: Waits for all ranks; needed above one.
+
+    Raises:
+        DataError: An image is broken, or the encoder gives the wrong number or no finite values.
+        InvalidValueError: A size or rank that cannot be.
+    """
+    images = CachedImages(dataset, latents=cache)
+    shapes: dict[str, tuple[int, bool]] = {}
+    for index in range(len(dataset)):
+        for flipped in images.sides:
+            shapes.setdefault(images.latent_key(index, flipped=flipped), (index, flipped))
+
+    def bucket(key: str) -> Any:
+        return dataset.assignment.placements[shapes[key][0]].bucket
+
+    def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+        loaded = [dataset.pixels(shapes[key][0], flipped=shapes[key][1]) for key in keys]
+        encoded = encode(torch.stack([pixels for pixels, _ in loaded]))
+        corners = torch.tensor([corner for _, corner in loaded])
+        return _by_key(keys, {**encoded, _CORNER: corners})
+
+    share = _share(shapes, cache, rank=rank, world_size=world_size, barrier=barrier)
+    ordered = sorted(share, key=lambda key: (bucket(key), key))
+    batches = [
+        same
+        for size in dict.fromkeys(bucket(key) for key in ordered)
+        for same in _chunks([key for key in ordered if bucket(key) == size], batch_size)
+    ]
+    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
+    _finish(cache, release=release, barrier=barrier)
+
+
+def cache_texts(
+    captions: Iterable[str],
+    *,
+    cache: TensorCache,
+    encode: EncodeTexts,
+    batch_size: int = 16,
+    shard_size: int = 1024,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress | None = None,
+    release: Callable[[], None] | None = None,
+    barrier: Callable[[], None] | None = None,
+) -> None:
+    """Compute the embeddings of all captions that are not in the cache. Collective.
+
+    The empty caption is always among them. Equal captions are computed once. Arguments and
+    errors are those of ``cache_latents``.
+    """
+    texts = {text_key(text): text for text in (*captions, "")}
+
+    def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+        return _by_key(keys, encode([texts[key] for key in keys]))
+
+    share = _share(texts, cache, rank=rank, world_size=world_size, barrier=barrier)
+    batches = list(_chunks(sorted(share), batch_size))
+    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
+    _finish(cache, release=release, barrier=barrier)
+
+
+def text_key(caption: str) -> str:
+    """The key of a caption."""
+    return hash_key("text", caption)
+
+
+class CachedImages:
+    """A bucketed dataset that reads latents, and embeddings if given, instead of pixels.
+
+    A sample holds what the encoders gave, ``captions`` if there is no cache of texts, and sizes
+    and crops as ``PreparedImages``. Its order, flips and dropped captions are those of
+    ``PreparedImages``: a run may go on from pixels to latents. Images are not decoded.
+
+    Args:
+        dataset: The images the cache was filled with.
+        latents: The filled cache.
+        texts: The filled cache of captions.
+
+    Raises:
+        DataError: On reading: an image or caption is not in its cache.
+    """
+
+    def __init__(
+        self, dataset: PreparedImages, *, latents: TensorCache, texts: TensorCache | None = None
+    ) -> None:
+        self._dataset, self._latents, self._texts = dataset, latents, texts
+        _ = dataset.contents  # Here, once, and not in each of the loader's processes.
+        flip = dataset.augmentation.flip
+        self.sides = tuple(side for side, share in ((False, 1 - flip), (True, flip)) if share > 0)
+
+    @property
+    def assignment(self) -> BucketAssignment:
+        """The bucket of each image."""
+        return self._dataset.assignment
+
+    @property
+    def identity(self) -> str:
+        """That of the images: the order does not depend on what is cached."""
+        return self._dataset.identity
+
+    @property
+    def settings(self) -> str:
+        """Identifies the encoders' settings."""
+        return cache_names(cache for cache in (self._latents, self._texts) if cache is not None)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def latent_key(self, index: int, *, flipped: bool) -> str:
+        """The key of an image: its stored bytes and all that happens to it before the VAE."""
+        return hash_key(
+            self._dataset.contents[index],
+            self._dataset.assignment.placements[index],
+            self._dataset.preparation,
+            flipped,
+        )
+
+    def __getitem__(self, draw: Draw | int) -> dict[str, Any]:
+        use = Draw(index=draw, epoch=0) if isinstance(draw, int) else draw
+        if not 0 <= use.index < len(self):
+            raise IndexError(use.index)
+        flipped = self._dataset.augmentation.flips(use)
+        sample: dict[str, Any] = self._latents.read(self.latent_key(use.index, flipped=flipped))
+        left, top = sample.pop(_CORNER).tolist()
+        caption = self._dataset.caption(use)
+        if self._texts is None:
+            sample["captions"] = caption
+        else:
+            sample |= self._texts.read(text_key(caption))
+        placement = self._dataset.assignment.placements[use.index]
+        return sample | micro_conditioning(placement, (left, top))
+
+
+def _share(
+    keys: Iterable[str],
+    cache: TensorCache,
+    *,
+    rank: int,
+    world_size: int,
+    barrier: Callable[[], None] | None,
+) -> list[str]:
+    if barrier is None and world_size > 1:
+        raise InvalidValueError(
+            "ranks must wait for each other before they read",
+            key="barrier",
+            value=None,
+            fix="pass torch.distributed.barrier",
+        )
+    if not 0 <= rank < world_size:
+        raise InvalidValueError(
+            f"lies between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
+        )
+    cache.refresh()
+    # By the key and not by what is missing: a rank that looks later finds less missing, and
+    # dividing that anew would leave gaps.
+    return [key for key in keys if int(key, 16) % world_size == rank and key not in cache]
+
+
+def _chunks(keys: Iterable[str], size: int) -> Iterator[list[str]]:
+    if size < 1:
+        raise InvalidValueError("must be at least 1", key="batch_size", value=size, fix="write 1")
+    waiting = iter(keys)
+    while chunk := list(islice(waiting, size)):
+        yield chunk
+
+
+def _by_key(
+    keys: list[str], encoded: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, torch.Tensor]]:
+    for name, tensor in encoded.items():
+        if len(tensor) != len(keys):
+            raise DataError(
+                f"the encoder was given {len(keys)} and gave {len(tensor)}",
+                key=name,
+                fix="give tensors with the batch first",
+            )
+    # Cloned: a view would keep the whole batch alive until its file is written.
+    return {
+        key: {name: tensor[row].detach().cpu().clone() for name, tensor in encoded.items()}
+        for row, key in enumerate(keys)
+    }
+
+
+def _fill(
+    batches: Sequence[list[str]],
+    compute: Callable[[list[str]], dict[str, dict[str, torch.Tensor]]],
+    *,
+    cache: TensorCache,
+    shard_size: int,
+    progress: Progress | None,
+) -> None:
+    report = progress or _no_progress
+    total, done = sum(map(len, batches)), 0
+    report(0, total)
+    waiting: dict[str, dict[str, torch.Tensor]] = {}
+    for keys in batches:
+        with torch.no_grad():
+            waiting |= compute(keys)
+        done += len(keys)
+        if len(waiting) >= shard_size or done == total:
+            cache.write(waiting)
+            waiting = {}
+        report(done, total)
+
+
+def _no_progress(done: int, total: int) -> None:
+    del done, total
+
+
+def _finish(
+    cache: TensorCache,
+    *,
+    release: Callable[[], None] | None,
+    barrier: Callable[[], None] | None,
+) -> None:
+    if release is not None:
+        release()
+    if barrier is not None:
+        barrier()
+        cache.refresh()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
+from zerotune._util.files import write_atomically
 from zerotune.diffusion.data.buckets import Size
 from zerotune.errors import DataError, MissingDependencyError
-from zerotune.files import write_atomically
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,8 +10,7 @@ import attrs
 import torch
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.bucket_order import Draw
-from zerotune.diffusion.data.buckets import AspectBuckets, BucketAssignment, Placement, Size
+from zerotune.diffusion.data.buckets import AspectBuckets, BucketAssignment, Draw, Placement, Size
 from zerotune.diffusion.data.pictures import AlphaOnColor, AlphaPolicy, pillow
 from zerotune.diffusion.data.source import ImageSource
 from zerotune.diffusion.data.stream import derive_seed

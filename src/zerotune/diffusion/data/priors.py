@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerotune.diffusion.data.bucket_stream import Captions
+from zerotune.diffusion.data.buckets import Captions
 from zerotune.diffusion.data.stream import Batch, BatchStream
 from zerotune.errors import DataError, InvalidValueError
 

@@ -9,9 +9,7 @@ from typing import Any
 import attrs
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.bucket_order import Draw
-from zerotune.diffusion.data.bucket_stream import stack_samples
-from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, Placement
+from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, Draw, Placement, stack_samples
 from zerotune.diffusion.data.pictures import (
     BrokenImage,
     BrokenPolicy,

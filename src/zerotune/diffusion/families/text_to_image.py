@@ -10,7 +10,6 @@ import attrs
 import torch
 
 from zerotune.diffusion.data.cache import CacheSettings
-from zerotune.diffusion.drawing import drawing_scheduler
 from zerotune.diffusion.families.base import (
     Conditioning,
     Denoiser,
@@ -19,6 +18,7 @@ from zerotune.diffusion.families.base import (
     config_of,
     take,
 )
+from zerotune.diffusion.levels import drawing_scheduler
 from zerotune.diffusion.parts import FrozenParts
 from zerotune.diffusion.stand_in import StandIn
 from zerotune.errors import DataError

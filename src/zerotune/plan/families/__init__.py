@@ -14,7 +14,7 @@ from typing import Final
 import attrs
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.facts import (
+from zerotune.plan.model import (
     ActivationCost,
     ActivationFacts,
     BlockFacts,

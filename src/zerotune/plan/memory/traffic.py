@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import attrs
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.kinds import is_number
+from zerotune.plan import sizing
+from zerotune.plan.memory.estimate import Costing
+from zerotune.plan.model import is_number
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.values import MemoryEstimate
+    from zerotune.plan.memory.model import MemoryEstimate
 
 
 @attrs.frozen(kw_only=True)
@@ -56,3 +58,93 @@ def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
             optimizer += item.nbytes
     passes = 2 * estimate.resolved.gradient_accumulation_steps
     return SwapTraffic(read=optimizer + passes * weights, written=optimizer + weights)
+
+
+# -- How many bytes a step moves over the bus and through host memory: the least it can.
+#
+# Read in DeepSpeed 0.19.8 (``stage_1_and_2.py``, ``stage3.py``, ``csrc/adam``). N elements of this
+# rank's part, e bytes of a weight in the forward pass, m of a master weight, s of a state, k
+# states, a micro batches:
+#
+# - gradients to the host: ``m N`` at stages 1 and 2, where more than one micro batch is added up by
+#   bringing what is there to the device and back (``(2a - 1) e N`` more); at stage 3 they go there,
+#   back, and there again in fp32 (``2e N a + m N``);
+# - updated weights to the device: ``e N``, unless parameters live on the host;
+# - parameters on the host: ``2 a e`` of every element this rank keeps, once for each pass;
+# - the optimizer in host memory: it reads master weight, gradient and states and writes master
+#   weight, states and the weight: ``(3m + 2 s k + e) N``;
+# - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``.
+
+
+@attrs.frozen(kw_only=True)
+class StepTraffic:
+    """Bytes of one rank and one optimizer step, each for the part that moves them."""
+
+    gradients: int
+    """Over the bus in the backward pass, on their way to an optimizer on the host."""
+    parameters: int
+    """Over the bus in forward and backward pass, from parameters on the host."""
+    weights: int
+    """Over the bus in the optimizer step: updated weights back to the device."""
+    optimizer: int
+    """Read and written in host memory by an optimizer that runs on the CPU."""
+    ema: int
+    """Read and written in host memory by an ``EMAShadow`` that lies there."""
+    swap: SwapTraffic
+    """Read from and written to swap files."""
+
+    @property
+    def bus(self) -> int:
+        """All that crosses the bus; 0 where the CPU is the accelerator."""
+        return self.gradients + self.parameters + self.weights
+
+
+def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
+    """What one optimizer step of one rank moves.
+
+    Args:
+        estimate: Of a plan that was resolved with its model.
+    """
+    resolved, model = estimate.resolved, estimate.resolved.model
+    swap = swap_traffic(estimate)
+    if model is None:
+        return StepTraffic(gradients=0, parameters=0, weights=0, optimizer=0, ema=0, swap=swap)
+    case = Costing(resolved=resolved, model=model, workload=estimate.workload)
+    owned, kept = _owned(case), _kept(case)
+    over_bus = not case.on_cpu and resolved.offload_optimizer != "none"
+    on_host = case.on_cpu or resolved.offload_optimizer != "none"
+    params_away = resolved.offload_param != "none"
+    passes = 2 * resolved.gradient_accumulation_steps
+    ema = any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+    return StepTraffic(
+        gradients=_gradients(case) * owned if over_bus else 0,
+        parameters=passes * case.element * kept if params_away and not case.on_cpu else 0,
+        weights=case.element * owned if over_bus and not params_away else 0,
+        optimizer=round(_update(case) * owned) if on_host else 0,
+        ema=12 * owned if ema else 0,
+        swap=swap,
+    )
+
+
+def _gradients(case: Costing) -> int:
+    accumulated = case.resolved.gradient_accumulation_steps
+    if case.resolved.stage == 3:
+        return 2 * case.element * accumulated + case.master_bytes
+    extra = (2 * accumulated - 1) * case.element if accumulated > 1 else 0
+    return case.master_bytes + extra
+
+
+def _update(case: Costing) -> float:
+    master, states = case.master_bytes, 2 * case.state_bytes * case.states
+    separate = case.resolved.uses_deepspeed and (case.resolved.stage > 0 or case.element == 2)
+    return 3 * master + states + (case.element if separate else 0)
+
+
+def _owned(case: Costing) -> int:
+    if case.resolved.stage == 3:
+        return sum(sizing.partition(one, case.ranks) for one in case.model.trainable)
+    return case.trained if case.resolved.stage == 0 else case.flat_part
+
+
+def _kept(case: Costing) -> int:
+    return sum(sizing.partition(one, case.ranks) for one in case.model.parameters)

@@ -1,0 +1,33 @@
+"""From a resolved plan to the engine it asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zerotune.backend.deepspeed.engine import DeepSpeedEngine
+from zerotune.backend.plain import PlainEngine
+
+if TYPE_CHECKING:
+    import torch
+
+    from zerotune.backend.engine import Engine
+    from zerotune.plan.api import ResolvedPlan
+
+
+def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0) -> Engine:
+    """Start training's engine and verify that it is what the plan says.
+
+    Args:
+        model: The model, in fp32.
+        plan: A resolved plan with its optimizer chosen.
+        timeout_s: Seconds after which a collective gives up.
+
+    Returns:
+        A ``DeepSpeedEngine``, or a ``PlainEngine`` when the plan was resolved without DeepSpeed.
+
+    Raises:
+        EngineError: The plan cannot be run.
+        VerificationError: What runs is not what was asked for.
+    """
+    kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
+    return kind(model=model, plan=plan, timeout_s=timeout_s)

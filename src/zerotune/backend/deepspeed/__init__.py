@@ -1,0 +1,1 @@
+"""DeepSpeed: starting it, verifying it, mending it, and looking into it."""

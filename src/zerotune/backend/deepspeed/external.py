@@ -1,0 +1,330 @@
+"""The master weights of whatever somebody trains with."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from zerotune._util.closing import Closing
+from zerotune.backend.deepspeed.engine import DeepSpeedEngine
+from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
+from zerotune.backend.deepspeed.layouts import (
+    ParameterLayout,
+    full_shape,
+    layout_of_deepspeed,
+    trainable_parameters,
+)
+from zerotune.backend.deepspeed.start import check_plan, check_world, require_accelerate
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers.client import (
+    build_client_optimizer,
+    own_scheduler,
+    parameter_groups,
+)
+from zerotune.backend.verify import expected_groups
+from zerotune.decisions import Decision, announce
+from zerotune.errors import EngineError
+from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import OptimizerChoice
+
+
+def master_weights_of(source: Any) -> MasterWeights:
+    """The fp32 weights behind an engine or a model.
+
+    Args:
+        source: A zerotune engine, a ``MasterWeights``, a ``deepspeed.DeepSpeedEngine`` of one's
+            own loop (also as ``accelerate.prepare`` or Fabric's ``setup`` returns it), or a
+            ``torch.nn.Module`` whose trainable parameters are fp32.
+
+    Raises:
+        EngineError: It is none of these, or its parameters are no fp32 master weights.
+        UnsupportedEngineError: A DeepSpeed engine with an optimizer zerotune does not know.
+    """
+    if isinstance(source, MasterWeights):
+        return source
+    owned = getattr(source, "master_weights", None)
+    if isinstance(owned, MasterWeights):
+        return owned
+    source = unwrapped(source)
+    if is_deepspeed(source):
+        return _of_deepspeed(source)
+    if isinstance(source, torch.nn.Module):
+        return _of_module(source)
+    raise EngineError(
+        "has no master weights",
+        key="source",
+        value=type(source).__name__,
+        fix="give an engine, its master_weights, a DeepSpeedEngine or a torch module",
+    )
+
+
+def deepspeed_engine_of(source: Any) -> Any:
+    """The ``deepspeed.DeepSpeedEngine`` in what a trainer returned for a model.
+
+    Raises:
+        EngineError: There is none.
+    """
+    found = unwrapped(getattr(source, "deepspeed_engine", source))
+    if is_deepspeed(found):
+        return found
+    raise EngineError(
+        "is no DeepSpeed engine",
+        key="engine",
+        value=type(source).__name__,
+        fix="give what deepspeed.initialize, accelerator.prepare or fabric.setup returned for "
+        "the model; without the trainer's DeepSpeed plugin there is no engine to attach to",
+    )
+
+
+def unwrapped(source: Any) -> Any:
+    """What Fabric's module wrapper drives; anything else as it is."""
+    return getattr(source, "_forward_module", source)
+
+
+def is_deepspeed(source: Any) -> bool:
+    """Whether this is an object of DeepSpeed's own, without importing DeepSpeed."""
+    return type(source).__module__.startswith("deepspeed.")
+
+
+def _of_deepspeed(engine: Any) -> MasterWeights:
+    group = ProcessGroup(backend=dist.get_backend())
+    return MasterWeights(
+        layout=layout_of_deepspeed(engine, rank=group.rank), group=group, device=engine.device
+    )
+
+
+def _of_module(module: torch.nn.Module) -> MasterWeights:
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        module = module.module
+    for name, parameter in module.named_parameters():
+        if full_shape(parameter) != tuple(parameter.shape):
+            raise EngineError(
+                "ZeRO-3 has partitioned this module, so it holds no whole weights",
+                key=name,
+                value=tuple(parameter.shape),
+                fix="give the engine that trains it instead of the module",
+            )
+    # Replicas hold the same weights, so nothing needs to be exchanged.
+    return MasterWeights(
+        layout=ParameterLayout(module=module),
+        group=ProcessGroup.alone(),
+        device=next((p.device for p in module.parameters()), torch.device("cpu")),
+    )
+
+
+# -- A resolved plan in the words of the trainers that may initialize DeepSpeed with it.
+
+
+_PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+
+
+def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str, Any]:
+    """Keyword arguments of ``deepspeed.initialize``.
+
+    Args:
+        plan: A resolved plan with its optimizer chosen.
+        model: What is trained.
+
+    Raises:
+        EngineError: The plan has no optimizer choice.
+        UnresolvedPlanError: Something in the plan is not settled.
+    """
+    choice, named = _choice(plan), trainable_parameters(model)
+    client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
+    return {
+        "model": model,
+        "model_parameters": parameter_groups(choice, named),
+        "optimizer": client,
+        "lr_scheduler": own_scheduler(plan),
+        "config": plan.to_deepspeed(),
+        "dist_init_required": False,
+    }
+
+
+def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
+    """Keyword arguments of ``accelerate.Accelerator``.
+
+    Nothing in the plugin's configuration is ``"auto"``, so accelerate fills and replaces nothing.
+    On a machine without an accelerator they name gloo too: accelerate takes none by itself then,
+    and each of several processes believes that it is alone.
+
+    Args:
+        plan: A resolved plan with its optimizer chosen.
+
+    Raises:
+        MissingDependencyError: accelerate is not installed.
+        UnresolvedPlanError: Something in the plan is not settled.
+    """
+    accelerate = require_accelerate()
+    arguments = {
+        "deepspeed_plugin": accelerate.DeepSpeedPlugin(hf_ds_config=plan.to_deepspeed()),
+        "mixed_precision": _PRECISIONS[plan.precision],
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+    }
+    if plan.platform.accelerator == "cpu":
+        gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
+        arguments["kwargs_handlers"] = [gloo]
+    return arguments
+
+
+def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
+    """The optimizer to hand to ``accelerator.prepare``.
+
+    Args:
+        plan: A resolved plan with its optimizer chosen.
+        model: What is trained.
+
+    Returns:
+        ``accelerate.utils.DummyOptim`` with the plan's parameter groups where DeepSpeed builds
+        the optimizer; else the optimizer, which accelerate then leaves as it is.
+
+    Raises:
+        EngineError: The plan has no optimizer choice.
+    """
+    choice, named = _choice(plan), trainable_parameters(model)
+    if choice.source != "deepspeed":
+        return build_client_optimizer(choice, named)
+    accelerate = require_accelerate()
+    return accelerate.utils.DummyOptim(parameter_groups(choice, named), lr=choice.lr)
+
+
+def check_accelerate(world_size: int) -> None:
+    """Check that accelerate, where it drives DeepSpeed, shares the data over all processes.
+
+    Args:
+        world_size: Number of processes that train together.
+
+    Raises:
+        EngineError: It counts others; every process would train on the same batches.
+    """
+    accelerate = sys.modules.get("accelerate")
+    shared = {} if accelerate is None else accelerate.PartialState._shared_state
+    counted = shared.get("num_processes", world_size)
+    if str(shared.get("distributed_type")).endswith("DEEPSPEED") and counted != world_size:
+        raise EngineError(
+            f"accelerate counts {counted} of {world_size} processes and gives each the same data",
+            key="Accelerator.num_processes",
+            value=counted,
+            fix="without a GPU: Accelerator(kwargs_handlers=[InitProcessGroupKwargs("
+            'backend="gloo")]), or Accelerator(**run.accelerator_arguments())',
+        )
+
+
+def _choice(plan: ResolvedPlan) -> OptimizerChoice:
+    if plan.optimizer is None:
+        raise EngineError(
+            "the plan has no optimizer choice",
+            key="plan.optimizer",
+            fix="plan = OptimizerResolver().apply(plan)",
+        )
+    return plan.optimizer
+
+
+# -- An engine over a DeepSpeed engine that accelerate, Fabric or a loop of one's own initialized.
+
+
+class AttachedEngine(DeepSpeedEngine):
+    """An ``Engine`` over a ``deepspeed.DeepSpeedEngine`` that another trainer initialized.
+
+    What runs is compared with the plan, as after an initialization of our own, so that an
+    optimizer swapped on the way is found before the first step. EMA and checkpoints then take it
+    like any engine. Its end is the other trainer's: ``close`` leaves DeepSpeed's engine alone.
+
+    Args:
+        engine: DeepSpeed's engine, what ``accelerator.prepare`` made of the model, or the module
+            that Fabric's ``setup`` returned.
+        plan: The resolved plan it is meant to run, with its optimizer chosen.
+        timeout_s: Seconds after which a collective gives up.
+
+    Raises:
+        EngineError: No DeepSpeed engine, or another number of processes than the plan's.
+        UnsupportedEngineError: An optimizer wrapper that zerotune does not know.
+        VerificationError: What runs is not what the plan says; names every difference.
+    """
+
+    def __init__(self, *, engine: Any, plan: ResolvedPlan, timeout_s: float = 600.0) -> None:
+        Closing.__init__(self)
+        with self._starting():
+            self._attach(deepspeed_engine_of(engine), plan, timeout_s)
+
+    def _attach(self, engine: Any, plan: ResolvedPlan, timeout_s: float) -> None:
+        check_plan(plan)
+        if engine.optimizer is None:
+            raise EngineError(
+                "DeepSpeed was initialized without an optimizer, so it trains nothing",
+                key="engine.optimizer",
+                fix="pass the optimizer, or a config with an optimizer section, to the trainer",
+            )
+        self._engine, self._plan, self._module = engine, plan, engine.module
+        self._group = ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
+        self.resources.callback(self._group.close)
+        check_world(plan, self._group)
+        check_accelerate(self._group.world_size)
+        named = trainable_parameters(self._module)
+        if plan.optimizer is not None:
+            self._expected_groups = expected_groups(plan.optimizer, named, None)
+        fresh = engine.global_steps == 0
+        self._decisions = (
+            *(undo_dummy_step(engine) if fresh else ()),
+            *align_swapped_gradients(engine),
+            *(_install_schedule(engine, plan) if fresh else ()),
+        )
+        self._find_master_weights()
+        self._checks().raise_if_failed(engine="the trainer")
+        announce(self._decisions, rank=self._group.rank)
+
+    @property
+    def state(self) -> EngineState:
+        """Counters, scheduler and loss scale, to be saved."""
+        state, boundary = super().state, self._trainers_boundary
+        if boundary is None:
+            return state
+        # A trainer that sets the boundaries calls step() only there, so DeepSpeed's own counter
+        # counts steps; of an open window nobody tells how many micro batches it has.
+        closed = state.global_step * self._plan.gradient_accumulation_steps
+        return attrs.evolve(state, micro_step=closed if boundary else closed + 1)
+
+    def step(self) -> StepOutcome:
+        """Close a micro batch; update the weights when it is the last of its group.
+
+        Raises:
+            EngineError: The trainer steps in its own ``backward``, so this would be a second step.
+        """
+        if self._trainers_boundary is not None:
+            raise EngineError(
+                "accelerate steps inside accelerator.backward; this would be a second step",
+                key="engine.step",
+                fix="call it only where engine.backward of the same object was called",
+            )
+        return super().step()
+
+    @property
+    def _trainers_boundary(self) -> bool | None:
+        """Whether the last micro batch closed a window, as the trainer says; None: it never did."""
+        boundary: bool | None = getattr(self._engine, "_is_gradient_accumulation_boundary", None)
+        return boundary
+
+    def _release(self) -> None:
+        """Whoever initialized DeepSpeed's engine ends it."""
+
+
+def _install_schedule(engine: Any, plan: ResolvedPlan) -> tuple[Decision, ...]:
+    curve = own_scheduler(plan)
+    if curve is None or plan.scheduler is None or engine.lr_scheduler is not None:
+        return ()
+    engine.lr_scheduler = curve(getattr(engine.optimizer, "optimizer", engine.optimizer))
+    return (
+        Decision(
+            key="scheduler.type",
+            before=None,
+            after=plan.scheduler.name,
+            reason="the trainer could not take this schedule to DeepSpeed; it was put into the "
+            "engine, which steps it once per optimizer step",
+        ),
+    )

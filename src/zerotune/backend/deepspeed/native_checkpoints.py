@@ -1,0 +1,282 @@
+"""DeepSpeed's own checkpoint folders, read part by part.
+
+Their files are pickles. They are loaded with ``weights_only``, which runs no code from the file,
+with the few harmless classes of DeepSpeed and numpy that belong to a checkpoint allowed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import torch
+
+from zerotune.backend.deepspeed.start import require_deepspeed
+from zerotune.backend.engine import EngineState
+from zerotune.errors import CheckpointCorruptError, CheckpointError
+
+_OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+# What a checkpoint refers to besides tensors and plain containers. (module, class)
+_HARMLESS: Final = (
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaleConfig"),
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaleProfile"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("deepspeed.utils.tensor_fragment", "tensor_fragment"),
+)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class NativePart:
+    """A part of a parameter, or of one of its optimizer states."""
+
+    state: str | None
+    """``None``: the fp32 weight."""
+    name: str
+    start: int
+    tensor: torch.Tensor
+    """1-D fp32."""
+
+
+class NativeCheckpoint:
+    """What ``deepspeed_engine.save_checkpoint`` wrote at stage 1, 2 or 3.
+
+    Args:
+        folder: The folder given to ``save_checkpoint``, or the ``global_step…`` folder in it.
+
+    Raises:
+        CheckpointError: It holds no ZeRO checkpoint zerotune can read.
+        CheckpointCorruptError: A file is missing or cannot be read.
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+
+    def __init__(self, folder: Path, *, accelerator: str = "cpu") -> None:
+        require_deepspeed(accelerator=accelerator)
+        self.folder = _tagged(folder)
+        self._files = self._optimizer_files()
+        self._model = self._load(self._model_file())
+        first = self._optimizer(0)
+        self.stage = int(first["zero_stage"])
+        """1, 2 or 3."""
+        self.world_size = len(self._files)
+        count = first["partition_count"]
+        if max(count if isinstance(count, list) else [count]) != self.world_size:
+            raise CheckpointCorruptError(
+                f"{count} processes saved it and {self.world_size} of their files are there",
+                key=str(self.folder),
+                fix="copy the files of all processes into one folder",
+            )
+        self._groups = [
+            {name: tuple(shape) for name, shape in group.items()}
+            for group in self._model["param_shapes"]
+        ]
+        self._paddings = first.get("param_alignment_paddings")
+        self._scaler = first.get("loss_scaler")
+        self._base = _base_state(first)
+        # Of each rank's part; only that of the last rank is cut short in its file.
+        self._widths = [part.numel() for part in first[self._masters]]
+
+    @property
+    def parameters(self) -> Mapping[str, tuple[int, ...]]:
+        """Full shape of every trained parameter."""
+        return {name: shape for group in self._groups for name, shape in group.items()}
+
+    @property
+    def frozen(self) -> Mapping[str, tuple[int, ...]]:
+        """Full shape of every parameter that was not trained."""
+        shapes = self._model.get("frozen_param_shapes") or {}
+        return {name: tuple(shape) for name, shape in shapes.items()}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied parameters."""
+        return dict(self._model.get("shared_params") or {})
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The model's buffers."""
+        return {name: self._model["module"][name] for name in self._model["buffer_names"]}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The DeepSpeed configuration it was saved under."""
+        config: Mapping[str, Any] = self._model.get("ds_config") or {}
+        return config
+
+    @property
+    def version(self) -> str:
+        """The DeepSpeed that wrote it."""
+        return str(self._model.get("ds_version", "unknown"))
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the optimizer's states."""
+        return tuple(
+            sorted(
+                name
+                for name, value in next(iter(self._base.values()), {}).items()
+                if isinstance(value, torch.Tensor) and value.numel() > 1
+            )
+        )
+
+    @property
+    def step(self) -> int | None:
+        """Updates the optimizer has counted."""
+        steps = [int(state["step"]) for state in self._base.values() if "step" in state]
+        return max(steps, default=None)
+
+    @property
+    def state(self) -> EngineState:
+        """Counters, schedule and loss scale."""
+        model = self._model
+        scheduler = model.get("lr_scheduler") or {}
+        position = scheduler.get("last_batch_iteration", scheduler.get("last_epoch"))
+        scale = getattr(self._scaler, "cur_scale", None)
+        steps = int(model.get("global_steps") or 0)
+        return EngineState(
+            global_step=steps,
+            micro_step=steps * int(self.config.get("gradient_accumulation_steps") or 1),
+            skipped_steps=int(model.get("skipped_steps") or 0),
+            scheduler={} if position is None else {"last_batch_iteration": int(position)},
+            loss_scaler={} if scale is None else {"cur_scale": float(scale)},
+        )
+
+    def parts(self) -> Iterator[NativePart]:
+        """Every element of every weight and state once, one process's file at a time."""
+        for rank in range(self.world_size):
+            saved = self._optimizer(rank)
+            base = _base_state(saved)
+            cut = self._sharded if self.stage == 3 else self._partitioned
+            for index, master in enumerate(saved[self._masters]):
+                states = base.get(index, {})
+                tensors: list[tuple[str | None, Any]] = [(None, master)]
+                tensors += [(name, states.get(name)) for name in self.states]
+                for state, flat in tensors:
+                    if flat is None or (flat.numel() == 0 and self.stage == 3):
+                        raise CheckpointError(
+                            "its states lie in swap files, not in the checkpoint",
+                            key=str(self._files[rank]),
+                            fix="save it once without NVMe offload, or with zerotune",
+                        )
+                    yield from cut(state, index, rank, flat.view(-1))
+
+    def _partitioned(
+        self, state: str | None, index: int, rank: int, flat: torch.Tensor
+    ) -> Iterator[NativePart]:
+        """Stages 1 and 2: the ranks' vectors, one after the other, hold the group."""
+        begin = rank * self._widths[index]
+        offset = 0
+        paddings = self._paddings[index] if self._paddings else [0] * len(self._groups[index])
+        for (name, shape), padding in zip(self._groups[index].items(), paddings, strict=True):
+            first = max(offset, begin)
+            last = min(offset + math.prod(shape), begin + flat.numel())
+            if first < last:
+                tensor = flat[first - begin : last - begin]
+                yield NativePart(state=state, name=name, start=first - offset, tensor=tensor)
+            offset += math.prod(shape) + int(padding)
+
+    def _sharded(
+        self, state: str | None, index: int, rank: int, flat: torch.Tensor
+    ) -> Iterator[NativePart]:
+        """Stage 3: every rank has an equal part of each parameter, sub-group by sub-group."""
+        begin = sum(self._widths[:index])
+        offset = 0
+        for name, shape in self.parameters.items():
+            count = -(-math.prod(shape) // self.world_size)
+            if begin <= offset < begin + flat.numel():
+                start = min(rank * count, math.prod(shape))
+                numel = min(count, math.prod(shape) - start)
+                tensor = flat[offset - begin : offset - begin + numel]
+                if numel:
+                    yield NativePart(state=state, name=name, start=start, tensor=tensor)
+            offset += count
+
+    @property
+    def _masters(self) -> str:
+        return "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+
+    def _optimizer_files(self) -> list[Path]:
+        found = {}
+        for path in self.folder.iterdir():
+            if match := _OPTIMIZER.fullmatch(path.name):
+                if int(match[2]):
+                    raise CheckpointError(
+                        "was saved with tensor parallelism, which is not read", key=str(path)
+                    )
+                found[int(match[1])] = path
+        if not found:
+            raise CheckpointError(
+                "holds no ZeRO optimizer states (zero_pp_rank_*_optim_states.pt)",
+                key=str(self.folder),
+                fix="give a checkpoint of stage 1, 2 or 3, of save_checkpoint and not of "
+                "save_16bit_model",
+            )
+        return [found[rank] for rank in sorted(found)]
+
+    def _model_file(self) -> Path:
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+            if (self.folder / name).is_file():
+                return self.folder / name
+        raise CheckpointCorruptError(
+            "the model's states are missing (mp_rank_00_model_states.pt)", key=str(self.folder)
+        )
+
+    def _optimizer(self, rank: int) -> Mapping[str, Any]:
+        content: Mapping[str, Any] = self._load(self._files[rank])["optimizer_state_dict"]
+        return content
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        try:
+            with _allowed():
+                content: dict[str, Any] = torch.load(
+                    path, map_location="cpu", mmap=True, weights_only=True
+                )
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(
+                f"refers to something that may run code ({str(error).splitlines()[0]})",
+                key=str(path),
+                fix="save it without a client_state of your own classes, or load it into DeepSpeed "
+                "and save it with zerotune",
+            ) from error
+        except (OSError, RuntimeError, EOFError) as error:
+            raise CheckpointCorruptError(f"cannot be read ({error})", key=str(path)) from error
+        return content
+
+
+def _tagged(folder: Path) -> Path:
+    latest = folder / "latest"
+    if not latest.is_file():
+        return folder
+    tag = folder / latest.read_text(encoding="utf-8").strip()
+    if not tag.is_dir():
+        raise CheckpointCorruptError("the folder that `latest` names is missing", key=str(tag))
+    return tag
+
+
+def _base_state(saved: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]:
+    base = saved.get("base_optimizer_state", saved.get("optimizer_state_dict")) or {}
+    if not isinstance(base, Mapping):
+        raise CheckpointError(
+            "was saved as an elastic checkpoint, which is not read", key="elastic_checkpoint"
+        )
+    states: Mapping[int, Mapping[str, Any]] = base.get("state", {})
+    return states
+
+
+def _allowed() -> AbstractContextManager[None]:
+    classes = []
+    for module, name in _HARMLESS:
+        found = getattr(importlib.import_module(module), name, None)
+        if found is not None:
+            classes.append(found)
+    allowed: AbstractContextManager[None] = torch.serialization.safe_globals(classes)
+    return allowed

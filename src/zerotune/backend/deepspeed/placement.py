@@ -1,0 +1,352 @@
+"""Stages 1 and 2 without a second copy of the weights on the device.
+
+``DeepSpeedZeroOptimizer.__init__`` of 0.19.8 flattens each group's weights on the device, beside
+the weights themselves, and then clones this rank's part there before it moves the clone to the
+host: twice the weights each time, so that a card that trains a model cannot start it. Here both
+copies are made in host memory, weight by weight; the values are the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from zerotune.backend.dtypes import DTYPES
+from zerotune.decisions import Decision
+from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.fill import LEAF_MODULE, ROUNDING, SETTING, THRESHOLD
+from zerotune.plan.sizing import LEAF_CLASSES
+
+KEY: Final = "initialization.flat weights"
+_KNOWN: Final = (
+    ("self", "tensor_list", "alignment", "use_cpu_data", "param_padding"),
+    ("self", "tensor_list", "alignment", "use_cpu_data"),
+)
+"""Arguments of ``flatten_dense_tensors_aligned`` in the releases that were read."""
+
+
+@contextmanager
+def flat_through_host(
+    deepspeed: Any, plan: ResolvedPlan, *, device: torch.device
+) -> Iterator[list[Decision]]:
+    """Inside the block, the optimizer of stages 1 and 2 is built without copies on the device.
+
+    Acts only where the optimizer is offloaded: elsewhere its own states are larger than the copy.
+
+    Args:
+        deepspeed: The module.
+        plan: The plan that is about to start.
+        device: Where the weights belong.
+
+    Yields:
+        A list that holds what was decided once the block has ended.
+    """
+    decisions: list[Decision] = []
+    if plan.stage not in (1, 2) or plan.offload_optimizer == "none":
+        yield decisions
+        return
+    owner = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
+    original = owner.flatten_dense_tensors_aligned
+    if tuple(inspect.signature(original).parameters) not in _KNOWN:
+        decisions.append(_decision("device", "this DeepSpeed flattens weights in an unknown way"))
+        yield decisions
+        return
+    clones = _ClonesOnHost()
+
+    def flatten(
+        _optimizer: Any,
+        tensor_list: Sequence[torch.nn.Parameter],
+        alignment: int,
+        use_cpu_data: bool = False,
+        param_padding: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        flat = flatten_on_host(
+            tensor_list, alignment=alignment, padding=param_padding, moved=use_cpu_data
+        ).to(device)
+        clones.watch(flat)
+        return flat
+
+    owner.flatten_dense_tensors_aligned = flatten
+    try:
+        with clones:
+            yield decisions
+    finally:
+        owner.flatten_dense_tensors_aligned = original
+    decisions.append(clones.decision())
+
+
+def flatten_on_host(
+    parameters: Sequence[torch.nn.Parameter],
+    *,
+    alignment: int,
+    padding: Sequence[int] | None = None,
+    moved: bool = False,
+) -> torch.Tensor:
+    """One flat host tensor of all parameters, each freed as soon as it is copied.
+
+    Args:
+        parameters: At least one; left empty, to become views of the flat tensor.
+        alignment: The length becomes a multiple of it, filled up with zeros.
+        padding: Zeros after each parameter.
+        moved: Whether DeepSpeed has put the weights into ``cpu_data`` already.
+
+    Returns:
+        1-D, on the CPU.
+    """
+    sizes = [(p.cpu_data if moved else p).numel() for p in parameters]  # type: ignore[attr-defined]
+    gaps = list(padding) if padding is not None else [0] * len(sizes)
+    used = sum(sizes) + sum(gaps)
+    dtype = functools.reduce(torch.promote_types, {parameter.dtype for parameter in parameters})
+    flat = torch.empty(-(-used // alignment) * alignment, dtype=dtype)
+    flat[used:].zero_()
+    offset = 0
+    for parameter, size, gap in zip(parameters, sizes, gaps, strict=True):
+        source = parameter.cpu_data if moved else parameter.data  # type: ignore[attr-defined]
+        flat[offset : offset + size].copy_(source.reshape(-1))
+        flat[offset + size : offset + size + gap].zero_()
+        if not moved:
+            parameter.data = parameter.data.new_empty(0)
+        offset += size + gap
+    return flat
+
+
+class _ClonesOnHost(TorchFunctionMode):
+    """Answers ``clone()`` of a watched tensor with a copy on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watched: set[int] = set()
+        self._cloned: set[int] = set()
+
+    def watch(self, flat: torch.Tensor) -> None:
+        """Clones of ``flat`` and of its slices are made on the host from now on."""
+        self._watched.add(_storage(flat))
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.clone and self._watched and _storage(args[0]) in self._watched:
+            self._cloned.add(_storage(args[0]))
+            if args[0].device.type != "cpu":
+                return args[0].cpu()
+        return func(*args, **(kwargs or {}))
+
+    def decision(self) -> Decision:
+        """What came of it."""
+        if not self._watched or self._cloned != self._watched:
+            return _decision("device", "this DeepSpeed builds its master weights in an unknown way")
+        return _decision(
+            "host",
+            "DeepSpeed itself holds the weights twice on the device while it builds the optimizer",
+        )
+
+
+def _decision(place: str, reason: str) -> Decision:
+    return Decision(
+        key=KEY,
+        before="device",
+        after=place,
+        reason=reason,
+        severity="note" if place == "host" else "warning",
+    )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+# -- Page-locked host memory of exactly the size that is needed.
+
+
+PINNING_KEY: Final = f"torch.{SETTING}"
+_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_PROBE: Final = 3 * 1024**2
+"""Bytes; a power of two would be 4 MiB."""
+_lock = threading.Lock()
+
+
+def pin_exactly(
+    plan: ResolvedPlan, *, environ: Mapping[str, str] | None = None
+) -> tuple[Decision, ...]:
+    """Keep torch from rounding page-locked blocks up to powers of two, for this process.
+
+    What the user wrote into ``PYTORCH_ALLOC_CONF`` stands, and so does
+    ``DS_PIN_MEMORY_BACKEND=native``, which does not round either.
+
+    Args:
+        plan: The plan about to start.
+        environ: Environment variables; this process's by default.
+
+    Returns:
+        What was done and found; nothing for a plan that pins nothing.
+    """
+    if not _pins(plan):
+        return ()
+    environ = os.environ if environ is None else environ
+    if environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native":
+        return (
+            _pinning_decision(None, "DS_PIN_MEMORY_BACKEND=native page-locks exact sizes itself"),
+        )
+    for variable in _VARIABLES:
+        written = _written(environ.get(variable, ""))
+        if written is not None:
+            return (_pinning_decision(written, f"{variable} says so"),)
+    return (_set_and_verify(),)
+
+
+def _pins(plan: ResolvedPlan) -> bool:
+    if plan.platform.accelerator not in ROUNDING or not plan.uses_deepspeed:
+        return False
+    zero = plan.plan.zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param) if zero is not None else ()
+    return any(section is not None and section.pin_memory is True for section in sections)
+
+
+def _written(settings: str) -> str | None:
+    pairs = (pair.partition(":") for pair in settings.split(","))
+    return next((value.strip() for name, _, value in pairs if name.strip() == SETTING), None)
+
+
+def _set_and_verify() -> Decision:
+    private: Any = torch._C
+    read = getattr(private, "_accelerator_getAllocatorSettings", None)
+    write = getattr(private, "_accelerator_setAllocatorSettings", None)
+    if read is None or write is None:
+        return _rounded("this torch has no such setting")
+    with _lock:
+        current = read() or ""
+        if _written(current) is None:
+            try:
+                # Setting one key alone would put the others back to their defaults.
+                write(",".join(filter(None, (current, f"{SETTING}:{THRESHOLD}"))))
+            except (RuntimeError, ValueError) as error:
+                return _rounded(f"torch refused the setting: {str(error).splitlines()[0]}")
+    taken = _pinned_bytes_of(_PROBE)
+    if taken is not None and taken >= 4 * 1024**2:
+        return _rounded("torch took the setting and rounds all the same")
+    return _pinning_decision(
+        THRESHOLD, "torch rounds page-locked blocks up to powers of two; from this size on no more"
+    )
+
+
+def _pinned_bytes_of(nbytes: int) -> int | None:
+    """What page-locking ``nbytes`` takes; ``None`` where torch does not tell."""
+    statistics = getattr(torch.cuda, "host_memory_stats", None)
+    if statistics is None or not torch.cuda.is_available():
+        return None
+    # A block of that size may be in the cache, which would look as if none were taken.
+    before = int(statistics().get("allocated_bytes.allocated", 0))
+    block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    taken = int(statistics().get("allocated_bytes.allocated", 0)) - before
+    del block
+    return taken
+
+
+def _rounded(why: str) -> Decision:
+    return Decision(
+        key=PINNING_KEY,
+        before=None,
+        after=None,
+        reason=f"{why}, so page-locked blocks take up to twice their size; "
+        "DS_PIN_MEMORY_BACKEND=native page-locks exact sizes",
+        severity="warning",
+    )
+
+
+def _pinning_decision(value: Any, reason: str) -> Decision:
+    return Decision(key=PINNING_KEY, before=None, after=value, reason=reason)
+
+
+# -- Partition a model straight from host memory, one parameter at a time.
+#
+# ``deepspeed.initialize`` moves a model that is not partitioned yet to the device as a whole before
+# it partitions it, so that stage 3 could not start where it would have run. Through ``zero.Init``
+# no more than one whole parameter is ever on the device.
+
+
+def shard_from_host(
+    deepspeed: Any, model: torch.nn.Module, plan: ResolvedPlan, *, device: torch.device
+) -> None:
+    """Partition ``model`` in place as stage 3 wants it.
+
+    ``zero.Init`` neither casts nor moves what it does not partition, so weights are cast before
+    and buffers moved after, as DeepSpeed's engine does with other models.
+
+    Args:
+        deepspeed: The module.
+        model: On the host, in any floating-point dtype; what is partitioned already stays.
+        plan: A resolved plan of stage 3 with its swap folders set.
+        device: Where the buffers belong.
+    """
+    dtype = DTYPES[plan.precision]
+    for parameter in model.parameters():
+        if not hasattr(parameter, "ds_id") and parameter.dtype in DTYPES.values():
+            parameter.data = parameter.data.to(dtype)
+    # Its configuration asks for the world size, which DeepSpeed takes for 1 before this.
+    accelerator = deepspeed.accelerator.get_accelerator()
+    deepspeed.comm.init_distributed(
+        dist_backend=accelerator.communication_backend_name(), dist_init_required=False
+    )
+    deepspeed.zero.Init(module=model, config_dict_or_path=plan.to_deepspeed())
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+# -- Modules that stage 3 fetches as a whole.
+
+
+LEAF_MODULES_KEY = f"zero_optimization.{LEAF_MODULE}"
+
+
+def leaf_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that DeepSpeed has marked."""
+    return [module for module in model.modules() if getattr(module, "_z3_leaf", False) is True]
+
+
+def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those of the classes that the plan names; none below stage 3."""
+    classes = _classes(plan)
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__ in classes
+        or f"{type(module).__module__}.{type(module).__qualname__}" in classes
+    ]
+
+
+def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[Decision, ...]:
+    """What DeepSpeed says nothing of.
+
+    A leaf module's gradients are reduced once those of its positional inputs are there, and what
+    is missing then is filled with zeros (``reduce_leaf_module_grads``). Called with keywords, its
+    weights are gone before the backward pass needs them; where its input needs no gradient, since
+    all before it is frozen, its own may come too late.
+    """
+    classes = _classes(plan)
+    found = {type(module).__name__ for module in named_leaf_modules(plan, model)}
+    if classes and not found:
+        return (_warning(classes, "the model has no such modules"),)
+    if found - LEAF_CLASSES:
+        why = "DeepSpeed cannot train leaf modules that are called with keywords"
+        return (_warning(sorted(found - LEAF_CLASSES), why),)
+    if found and not all(parameter.requires_grad for parameter in model.parameters()):
+        why = "DeepSpeed fills in zeros for gradients of leaf modules whose input needs none"
+        return (_warning(sorted(found), why),)
+    return ()
+
+
+def _classes(plan: ResolvedPlan) -> list[str]:
+    zero = plan.plan.zero_optimization
+    written: Any = zero.extra.get(LEAF_MODULE) if zero is not None and plan.stage == 3 else None
+    classes = written.get("classes", ()) if isinstance(written, dict) else ()
+    return [classes] if isinstance(classes, str) else [str(name) for name in classes]
+
+
+def _warning(value: Any, why: str) -> Decision:
+    return Decision(key=LEAF_MODULES_KEY, before=value, after=value, reason=why, severity="warning")

@@ -1,0 +1,196 @@
+"""torch optimizers and learning-rate curves, from the choices of a resolved plan."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, cast
+
+import torch
+
+from zerotune.backend.optimizers import OWN
+from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
+from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import OptimizerChoice, SchedulerChoice
+from zerotune.plan.schedules import betas_at, lr_at
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+_EXTRAS: Final = {"mup": "mup"}
+
+
+def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
+    """What an optimizer's constructor receives: parameters, or one dict for each group.
+
+    Args:
+        choice: The optimizer with its groups.
+        named: Names and parameters of all that is trained.
+
+    Raises:
+        EngineError: The groups were made for another model.
+    """
+    if not choice.groups:
+        return [parameter for _, parameter in named]
+    left = dict(named)
+    groups: list[Any] = []
+    for group in choice.groups:
+        missing = [name for name in group.parameters if name not in left]
+        if missing:
+            raise EngineError(
+                "the groups were made for another model, or for other trainable parameters",
+                key=f"optimizer.groups.{group.name}",
+                value=missing[0],
+                fix="resolve the plan with ModelFacts.from_module of the model that is trained",
+            )
+        members = [left.pop(name) for name in group.parameters]
+        groups.append({"params": members, "name": group.name, **_plain(group.params)})
+    if left:
+        raise EngineError(
+            "in no parameter group: it was not trainable when the plan was resolved",
+            key="optimizer.groups",
+            value=next(iter(left)),
+            fix="freeze and unfreeze parameters before ModelFacts.from_module",
+        )
+    return groups
+
+
+def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim.Optimizer:
+    """The optimizer a choice names, when DeepSpeed does not build it itself.
+
+    Args:
+        choice: The optimizer with its arguments and groups.
+        named: Names and parameters of all that is trained.
+
+    Raises:
+        OptimizerError: There is no such class, or it refuses an argument.
+        MissingDependencyError: The optional package that has it is not installed.
+        EngineError: The groups were made for another model.
+    """
+    factory = _factory(choice)
+    groups = parameter_groups(choice, named)
+    try:
+        optimizer: torch.optim.Optimizer = factory(groups, **_plain(choice.params))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise OptimizerError(
+            f"{choice.implementation} refused its arguments ({error})",
+            key="optimizer.params",
+            value=dict(choice.params),
+            fix="set base shapes first: zerotune.backend.mup.set_base_shapes"
+            if choice.package == "mup"
+            else "correct or remove the argument",
+        ) from error
+    if hasattr(optimizer, "train"):
+        # Schedule-free optimizers hold either the weights to train or their average.
+        optimizer.train()
+    return optimizer
+
+
+def _plain(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in params.items()
+    }
+
+
+def _factory(choice: OptimizerChoice) -> Callable[..., Any]:
+    if choice.source == "zerotune":
+        return OWN[choice.implementation]
+    if choice.source == "package" and choice.package is not None:
+        return _from_package(choice, choice.package)
+    optimizer_class = getattr(torch.optim, choice.implementation, None)
+    if optimizer_class is None:
+        raise OptimizerError(
+            f"torch {torch.__version__} has no torch.optim.{choice.implementation}",
+            key="optimizer.type",
+            value=choice.name,
+            fix="use AdamW, or a newer torch",
+        )
+    return cast(Callable[..., Any], optimizer_class)
+
+
+def _from_package(choice: OptimizerChoice, package: str) -> Callable[..., Any]:
+    top = package.partition(".")[0]
+    try:
+        module = importlib.import_module(package)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{choice.name} is in the package {top}, which could not be imported ({error})",
+            key="optimizer.type",
+            value=choice.name,
+            fix=f"pip install 'zerotune[{_EXTRAS.get(top, 'optimizers')}]'",
+        ) from error
+    # mup's optimizers are functions that return torch's class over groups of their own.
+    name = choice.name if top == "mup" else choice.implementation
+    return cast(Callable[..., Any], getattr(module, name))
+
+
+class CurveScheduler:
+    """Sets the learning rate of every group from ``plan.schedules.lr_at``.
+
+    A group whose rate is a multiple of the optimizer's keeps that multiple all along. Used by the
+    engine without DeepSpeed, and under DeepSpeed for curves it does not have and for groups
+    with rates of their own. ``step`` is called after each applied optimizer step.
+    """
+
+    def __init__(
+        self, *, optimizer: torch.optim.Optimizer, choice: SchedulerChoice, base_lr: float
+    ) -> None:
+        self._optimizer = optimizer
+        self._choice = choice
+        self._base_lr = base_lr
+        self._factors = [float(group["lr"]) / base_lr for group in optimizer.param_groups]
+        self._base_betas = [group.get("betas") for group in optimizer.param_groups]
+        self._steps = 0
+        self._apply()
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Move on to the next optimizer step, or to right after number ``last_batch_iteration``."""
+        self._steps = self._steps + 1 if last_batch_iteration is None else last_batch_iteration + 1
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each group for the next optimizer step."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    get_last_lr = get_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps taken, as DeepSpeed's schedulers store it."""
+        return {"last_batch_iteration": self._steps - 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved position."""
+        self.step(int(state["last_batch_iteration"]))
+
+    def _apply(self) -> None:
+        rate = lr_at(self._choice, self._steps, self._base_lr)
+        groups = zip(self._optimizer.param_groups, self._factors, self._base_betas, strict=True)
+        for group, factor, base_betas in groups:
+            if isinstance(group["lr"], torch.Tensor):
+                # torchao compiles its update around the rate's tensor and refuses a number.
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+            if base_betas is not None:
+                group["betas"] = betas_at(self._choice, self._steps, tuple(base_betas))
+
+
+def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
+    """What DeepSpeed calls with its optimizer, for a schedule that is not its own."""
+    choice, optimizer = plan.scheduler, plan.optimizer
+    if choice is None or optimizer is None or choice.source == "deepspeed":
+        return None
+    return partial(_curve, choice, optimizer.lr)
+
+
+def _curve(
+    choice: SchedulerChoice, base_lr: float, optimizer: torch.optim.Optimizer
+) -> CurveScheduler:
+    return CurveScheduler(optimizer=optimizer, choice=choice, base_lr=base_lr)
+
+
+def scheduler_class(plan: ResolvedPlan) -> str | None:
+    """Name of the class that steps the schedule under DeepSpeed."""
+    if plan.scheduler is None:
+        return None
+    own = plan.scheduler.source != "deepspeed"
+    return CurveScheduler.__name__ if own else plan.scheduler.name

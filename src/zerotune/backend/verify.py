@@ -1,0 +1,227 @@
+"""Parameter groups before and after an engine has taken them over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from zerotune.errors import VerificationError
+from zerotune.plan.model import OptimizerChoice, SchedulerChoice
+from zerotune.plan.schedules import betas_at, lr_at
+
+_COMPARED = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon")
+
+
+@attrs.frozen(kw_only=True)
+class RunningGroup:
+    """One group: its own arguments and whom they concern."""
+
+    params: Mapping[str, Any]
+    """Arguments by name."""
+    members: frozenset[str]
+    """Dotted names of the parameters."""
+
+
+def expected_groups(
+    choice: OptimizerChoice,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    client: torch.optim.Optimizer | None,
+) -> tuple[RunningGroup, ...]:
+    """What every group should be once the engine runs.
+
+    Args:
+        choice: The plan's optimizer.
+        named: Names and parameters of all that is trained.
+        client: The optimizer as it is handed over. mup divides groups by width when it is built,
+            so there its groups are what must survive; elsewhere the plan's are.
+    """
+    if choice.package == "mup" and client is not None:
+        names = {id(parameter): name for name, parameter in named}
+        return tuple(
+            _read(group, group["params"], names) for group in client.param_groups if group["params"]
+        )
+    if choice.groups:
+        return tuple(
+            RunningGroup(params=group.params, members=frozenset(group.parameters))
+            for group in choice.groups
+        )
+    return (RunningGroup(params={}, members=frozenset(name for name, _ in named)),)
+
+
+def running_groups(engine: Any, module: torch.nn.Module) -> tuple[RunningGroup, ...]:
+    """The groups inside a ``deepspeed.DeepSpeedEngine``, whatever its stage made of them."""
+    wrapper = engine.optimizer
+    inner = getattr(wrapper, "optimizer", wrapper)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    members: list[list[torch.Tensor]] = [[] for _ in inner.param_groups]
+    if hasattr(wrapper, "sub_group_to_group_id"):
+        for sub_group, parameters in enumerate(wrapper.fp16_groups):
+            members[wrapper.sub_group_to_group_id[sub_group]].extend(parameters)
+    else:
+        held = getattr(wrapper, "bit16_groups", None) or getattr(wrapper, "fp16_groups", None)
+        members = held or [group["params"] for group in inner.param_groups]
+    return tuple(
+        _read(group, parameters, names)
+        for group, parameters in zip(inner.param_groups, members, strict=True)
+    )
+
+
+def _read(
+    group: Mapping[str, Any], parameters: Sequence[torch.Tensor], names: Mapping[int, str]
+) -> RunningGroup:
+    return RunningGroup(
+        params={key: group[key] for key in _COMPARED if key in group},
+        members=frozenset(names[id(parameter)] for parameter in parameters),
+    )
+
+
+# -- After initialization: is what runs what was asked for?
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """One comparison of the plan with the running engine."""
+
+    key: str
+    expected: Any
+    actual: Any
+
+    @property
+    def passed(self) -> bool:
+        """Equal; floats to the last few bits, since they pass through C++ and JSON."""
+        return _equal(self.expected, self.actual)
+
+
+class Checks:
+    """Collects comparisons, so that one error can name every difference."""
+
+    def __init__(self) -> None:
+        self._checks: list[Check] = []
+
+    def equal(self, key: str, expected: Any, actual: Any) -> None:
+        """Add a comparison."""
+        self._checks.append(Check(key=key, expected=expected, actual=actual))
+
+    def optimizer_arguments(
+        self,
+        choice: OptimizerChoice,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: SchedulerChoice | None,
+        steps_taken: int = 0,
+        groups: Sequence[RunningGroup] = (),
+    ) -> None:
+        """Compare lr, betas, eps, weight decay and the decay mode of every group.
+
+        Args:
+            choice: The optimizer the plan names.
+            optimizer: The one that runs.
+            scheduler: The schedule the plan names.
+            steps_taken: Optimizer steps so far.
+            groups: What each group should have; all of them ``choice.params`` when not given.
+        """
+        running = optimizer.param_groups
+        if groups:
+            self.equal("optimizer.param_groups", len(groups), len(running))
+        for index, group in enumerate(running):
+            prefix = "optimizer" if len(running) == 1 else f"optimizer.param_groups[{index}]"
+            own = groups[index].params if index < len(groups) else {}
+            expected = {**choice.params, **own}
+            if scheduler is not None:
+                base = float(expected["lr"])
+                # DeepSpeed's schedules know one rate; zerotune's keep each group's multiple.
+                factor = base / choice.lr if scheduler.source == "zerotune" else 1.0
+                expected["lr"] = lr_at(scheduler, steps_taken, choice.lr) * factor
+                if expected.get("betas") is not None:
+                    expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
+            for name in ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon"):
+                if name in expected and name in group:
+                    found = _running(expected[name], group[name])
+                    self.equal(f"{prefix}.{name}", expected[name], found)
+        if choice.weight_decay_mode is not None:
+            self.equal(
+                "optimizer.weight_decay_mode",
+                choice.weight_decay_mode,
+                weight_decay_mode(optimizer) or "unknown",
+            )
+
+    def group_members(
+        self, expected: Sequence[RunningGroup], running: Sequence[RunningGroup]
+    ) -> None:
+        """Compare which parameters each group holds."""
+        for index, (wanted, found) in enumerate(zip(expected, running, strict=False)):
+            lost = sorted(wanted.members ^ found.members)
+            self.equal(
+                f"optimizer.param_groups[{index}].parameters",
+                len(wanted.members),
+                f"{len(found.members)}, differing in {lost[0]}" if lost else len(found.members),
+            )
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The comparisons that did not hold."""
+        return tuple(check for check in self._checks if not check.passed)
+
+    def render(self) -> str:
+        """One line per comparison."""
+        lines = ["Verified after initialization:" if not self.failed else "Verification FAILED:"]
+        for check in self._checks:
+            mark = "ok" if check.passed else f"NOT {check.expected!r}"
+            lines.append(f"  {check.key} = {check.actual!r} [{mark}]")
+        return "\n".join(lines)
+
+    def raise_if_failed(self, *, engine: str) -> None:
+        """Refuse to train when anything differs.
+
+        Raises:
+            VerificationError: Names every key with what was asked and what runs.
+        """
+        if not self.failed:
+            return
+        first = self.failed[0]
+        differences = "; ".join(
+            f"{check.key} should be {check.expected!r} but {check.actual!r} runs"
+            for check in self.failed
+        )
+        raise VerificationError(
+            f"what {engine} built is not what the plan says ({differences})",
+            key=first.key,
+            value=first.actual,
+            fix="ask for what this engine builds, or report it: training was not started",
+        )
+
+
+def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:
+    """``"decoupled"``, ``"l2"``, or ``None`` when the optimizer does not tell."""
+    for attribute in ("adam_w_mode", "adamw_mode"):
+        if hasattr(optimizer, attribute):
+            return "decoupled" if getattr(optimizer, attribute) else "l2"
+    known = {"AdamW": "decoupled"} | dict.fromkeys(
+        ("Adam", "NAdam", "RAdam", "Adamax", "SGD", "Adagrad"), "l2"
+    )
+    if type(optimizer).__module__.startswith("torch.optim"):
+        group: Mapping[str, Any] = optimizer.param_groups[0] if optimizer.param_groups else {}
+        if group.get("decoupled_weight_decay") is True:
+            return "decoupled"
+        return known.get(type(optimizer).__name__)
+    return None
+
+
+def _running(expected: Any, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    number = float(value)
+    # Optimizers that compile their update keep the rate in an fp32 tensor, where 0.1 is not 0.1.
+    return expected if math.isclose(number, expected, rel_tol=1e-6) else number
+
+
+def _equal(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        return len(expected) == len(actual) and all(map(_equal, expected, actual))
+    if isinstance(expected, float) or isinstance(actual, float):
+        return math.isclose(float(expected), float(actual), rel_tol=1e-9, abs_tol=0.0)
+    return bool(expected == actual)

@@ -1,0 +1,351 @@
+"""The user's own templates: one plain JSON file each, in the user's configuration directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import unicodedata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from zerotune.builder import forms as wire
+from zerotune.builder.forms import FormState
+from zerotune.builder.session import default_plan
+from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.write import write_whole
+
+FORMAT: Final = 1
+_NAME: Final = re.compile(r"\w(?:[\w ,.()+-]{0,58}[\w)+])?")
+_LONGEST_BYTES: Final = 200
+_RESERVED: Final = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
+_MOST: Final = 500
+
+
+@attrs.frozen(kw_only=True)
+class Template:
+    """A form under a name."""
+
+    name: str
+    state: FormState
+    description: str = ""
+    version: str = ""
+    """Changes with the content; a page gives it back to show what it has seen."""
+
+    def data(self) -> dict[str, Any]:
+        """As it is sent, stored and exported."""
+        return {
+            "zerotune_template": FORMAT,
+            "name": self.name,
+            "description": self.description,
+            "state": self.state.data(),
+        }
+
+
+def user_folder() -> Path:
+    """Where templates are kept: below ``XDG_CONFIG_HOME``, else ``~/.config``."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    home = Path(base) if base and Path(base).is_absolute() else Path.home() / ".config"
+    return home / "zerotune" / "templates"
+
+
+def checked_name(name: Any) -> str:
+    """A name that is a file name everywhere, in one spelling.
+
+    Raises:
+        InvalidValueError: It is not.
+    """
+    plain = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else ""
+    good = _NAME.fullmatch(plain) and not _RESERVED.fullmatch(plain)
+    if not good or len(plain.encode("utf-8", "replace")) > _LONGEST_BYTES:
+        raise InvalidValueError(
+            "is no name for a template",
+            key="name",
+            value=name,
+            fix="write letters, digits, blanks and , . ( ) + - _, beginning with a letter or digit",
+        )
+    return plain
+
+
+class TemplateStore:
+    """A folder of templates that several tabs and several builders may use at once."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = user_folder() if folder is None else folder
+        self._lock = threading.Lock()
+
+    def all(self) -> list[Template]:
+        """Every template that can be read, by name."""
+        found = []
+        for path in self._files():
+            try:
+                found.append(_read(path))
+            except (InvalidValueError, PlanFileError):
+                continue  # Somebody else's file; naming it would not help the page.
+        return sorted(found, key=lambda template: template.name.casefold())
+
+    def get(self, name: Any) -> Template:
+        """One template.
+
+        Raises:
+            PlanFileError: There is none of this name.
+            InvalidValueError: The name or the file is not right.
+        """
+        path = self._find(checked_name(name))
+        if path is None:
+            raise PlanFileError(
+                "there is no template of this name", key="name", value=name, fix="reload the list"
+            )
+        return _read(path)
+
+    def put(self, template: Template, *, version: str | None) -> Template:
+        """Store a template; ``version`` is the one it replaces, ``None`` for a new one.
+
+        Raises:
+            PlanConflictError: It exists, or it is not the version the page has seen.
+            PlanFileError: It cannot be written.
+        """
+        name = checked_name(template.name)
+        with self._writing():
+            path = self._find(name)
+            self._refuse_changed(path, version, name)
+            if path is None and len(self._files()) >= _MOST:
+                raise PlanConflictError("are too many", key="templates", fix="delete some")
+            return self._write(attrs.evolve(template, name=name), path)
+
+    def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
+        """Give a template another name.
+
+        Raises:
+            PlanConflictError: The new name is taken, or the template was changed.
+            PlanFileError: There is no such template.
+        """
+        old, new = checked_name(name), checked_name(to)
+        with self._writing():
+            path = self._find(old)
+            template = self.get(old)
+            self._refuse_changed(path, version, old)
+            taken = self._find(new)
+            if taken is not None and taken != path:
+                raise _taken(new)
+            renamed = self._write(attrs.evolve(template, name=new), None)
+            if path is not None and path != self._path(new):
+                path.unlink(missing_ok=True)
+            return renamed
+
+    def delete(self, name: Any, *, version: str | None) -> None:
+        """Delete a template.
+
+        Raises:
+            PlanConflictError: It was changed since the page saw it.
+            PlanFileError: There is none.
+        """
+        plain = checked_name(name)
+        with self._writing():
+            self.get(plain)
+            path = self._find(plain)
+            self._refuse_changed(path, version, plain)
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def _refuse_changed(self, path: Path | None, version: str | None, name: str) -> None:
+        if path is None:
+            if version:
+                raise PlanConflictError(
+                    "was deleted or renamed in another tab",
+                    key="name",
+                    value=name,
+                    fix="save it as a new template",
+                )
+            return
+        if version is None:
+            raise _taken(name)
+        if _version(path.read_bytes()) != version:
+            raise PlanConflictError(
+                "was changed in another tab",
+                key="name",
+                value=name,
+                fix="load it again, or save under another name",
+            )
+
+    def _files(self) -> list[Path]:
+        try:
+            return [path for path in self.folder.glob("*.json") if path.is_file()]
+        except OSError:
+            return []
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _find(self, name: str) -> Path | None:
+        # Names that differ in case only are one file on some systems, so they are one here.
+        wanted = name.casefold()
+        return next((path for path in self._files() if path.stem.casefold() == wanted), None)
+
+    def _write(self, template: Template, path: Path | None) -> Template:
+        content = (json.dumps(template.data(), indent=2, allow_nan=False) + "\n").encode()
+        write_whole(path or self._path(template.name), content)
+        return attrs.evolve(template, version=_version(content))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Alone among the threads of this process and, where the system can, among processes."""
+        with self._lock:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise PlanFileError(
+                    f"cannot be made ({error.strerror})",
+                    key=str(self.folder),
+                    fix="set XDG_CONFIG_HOME to a folder you may write to",
+                ) from error
+            with _alone_in(self.folder):
+                yield
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def read_template(text: str, *, name: str) -> Template:
+    """A template from its text.
+
+    Raises:
+        InvalidValueError: It is none.
+    """
+    data = wire.parse(text)
+    if not isinstance(data, dict) or data.get("zerotune_template") != FORMAT:
+        raise InvalidValueError(
+            "is no template of this builder", key=name, fix="export one, or open it as a plan"
+        )
+    description = data.get("description", "")
+    return Template(
+        name=checked_name(data.get("name")),
+        description=description if isinstance(description, str) else "",
+        state=FormState.of_request(data.get("state")),
+    )
+
+
+def _read(path: Path) -> Template:
+    try:
+        content = path.read_bytes()
+        text = content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"cannot be read ({error})", key=str(path), fix="remove it") from None
+    template = read_template(text, name=path.name)
+    # The file's name counts: that is what is listed, renamed and deleted.
+    return attrs.evolve(template, name=path.stem, version=_version(content))
+
+
+def _version(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _taken(name: str) -> PlanConflictError:
+    return PlanConflictError(
+        "there is already a template of this name",
+        key="name",
+        value=name,
+        fix="choose another name, or load it and save it again",
+    )
+
+
+# -- The templates that come with the builder; each is made by ``advise`` when it is used.
+
+
+@attrs.frozen(kw_only=True)
+class BuiltinTemplate:
+    """A machine and a model, for which the simplest plan that fits is looked up."""
+
+    id: str
+    name: str
+    description: str
+    setup: Mapping[str, Any]
+    """What it sets of the setup; empty: the page's own."""
+
+
+_SDXL: Final = {"family": "sdxl", "this_machine": False, "world_size": 1, "nvme": "0"}
+
+BUILTIN: Final = (
+    BuiltinTemplate(
+        id="lowest",
+        name="The lowest stage that works",
+        description="For the model and machine chosen here: least offload, lowest stage.",
+        setup={},
+    ),
+    BuiltinTemplate(
+        id="sdxl-24",
+        name="SDXL on 24 GB",
+        description="One 24 GB card and 64 GB of RAM.",
+        setup={**_SDXL, "vram": "24 GiB", "ram": "64 GiB"},
+    ),
+    BuiltinTemplate(
+        id="sdxl-12",
+        name="SDXL on 12 GB",
+        description="One 12 GB card and 64 GB of RAM.",
+        setup={**_SDXL, "vram": "12 GiB", "ram": "64 GiB"},
+    ),
+    BuiltinTemplate(
+        id="sdxl-8",
+        name="SDXL on 8 GB",
+        description="One 8 GB card and 64 GB of RAM.",
+        setup={**_SDXL, "vram": "8 GiB", "ram": "64 GiB"},
+    ),
+    BuiltinTemplate(
+        id="nvme",
+        name="SDXL from an NVMe drive",
+        description="8 GB card, 32 GB of RAM, 200 GB of NVMe for swap files.",
+        setup={**_SDXL, "vram": "8 GiB", "ram": "32 GiB", "nvme": "200 GB"},
+    ),
+    BuiltinTemplate(
+        id="two-gpus",
+        name="SDXL on two GPUs",
+        description="Two 24 GB cards and 128 GB of RAM.",
+        setup={**_SDXL, "vram": "24 GiB", "ram": "128 GiB", "world_size": 2},
+    ),
+)
+
+
+def builtin_template(template_id: str) -> BuiltinTemplate:
+    """A built-in template by id.
+
+    Raises:
+        InvalidValueError: There is none.
+    """
+    for template in BUILTIN:
+        if template.id == template_id:
+            return template
+    raise InvalidValueError(
+        "there is no such template",
+        key="template",
+        value=template_id,
+        fix=f"use one of {', '.join(template.id for template in BUILTIN)}",
+    )
+
+
+def starting_plan() -> DeepSpeedPlan:
+    """What a built-in template fills with what it was advised."""
+    return default_plan()
+
+
+def starting_state(template: BuiltinTemplate, setup: Mapping[str, Any]) -> FormState:
+    """The form a template starts from, before anything is advised."""
+    return FormState.of_plan(starting_plan(), setup={**setup, **template.setup})

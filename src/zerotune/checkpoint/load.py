@@ -1,0 +1,743 @@
+"""Tensors out of a checkpoint: any part of a parameter, and one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import numpy as np
+import torch
+
+from zerotune.checkpoint import randomness
+from zerotune.checkpoint import tensors as tensorfile
+from zerotune.checkpoint.collective import together
+from zerotune.checkpoint.contents import BUFFER, ShadowLike, persistent_buffers, shadow_key
+from zerotune.checkpoint.folders import check_files, find_checkpoint
+from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
+from zerotune.checkpoint.randomness import PREFIX
+from zerotune.checkpoint.records import buffer_records, plan_record
+from zerotune.checkpoint.tensors import WEIGHTS, StoredTensor, Subject, read_header
+from zerotune.checkpoint.verify import check_hashes
+from zerotune.decisions import Decision, announce
+from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from zerotune.backend.engine import Engine, EngineState
+    from zerotune.backend.master_weights import EditableFragment, FragmentAddress
+
+
+_PIECE = 2**22
+"""Elements brought to another device at a time."""
+
+
+class CheckpointReader:
+    """Reads exactly the bytes that are asked for, from the files of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+
+    Raises:
+        CheckpointCorruptError: A tensor is missing or a file is not in safetensors format.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._places: dict[Subject, dict[str, tuple[str, StoredTensor]]] = {}
+        self._texts: dict[str, dict[str, str]] = {}
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def names(self, subject: Subject) -> tuple[str, ...]:
+        """Names of the tensors of a subject."""
+        return tuple(self._tensors(subject))
+
+    def stored(self, subject: Subject, name: str) -> StoredTensor:
+        """Dtype and full shape of a tensor."""
+        return self._place(subject, name)[1]
+
+    def fill(self, into: torch.Tensor, subject: Subject, name: str, start: int = 0) -> None:
+        """Copy a part of a tensor.
+
+        Args:
+            into: 1-D, on any device, of the dtype that was saved.
+            subject: What the tensor is.
+            name: Its name.
+            start: First element in the flattened tensor.
+        """
+        file, stored = self._place(subject, name)
+        if start + into.numel() > math.prod(stored.shape):
+            raise CheckpointCorruptError(
+                f"has {math.prod(stored.shape)} elements and {start} to {start + into.numel()} "
+                "are wanted",
+                key=f"{file}: {name}",
+                fix="use another checkpoint",
+            )
+        offset = stored.offset + start * stored.dtype.itemsize
+        if into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype:
+            self._read(file, into, offset)
+            return
+        for piece in torch.split(into, _PIECE):
+            buffer = torch.empty(piece.numel(), dtype=stored.dtype)
+            self._read(file, buffer, offset)
+            piece.copy_(buffer)
+            offset += buffer.nbytes
+
+    def tensor(self, subject: Subject, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU."""
+        stored = self.stored(subject, name)
+        flat = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
+        self.fill(flat, subject, name)
+        return flat.view(stored.shape)
+
+    def buffers(self, rank: int) -> dict[str, torch.Tensor]:
+        """A rank's buffers, by dotted name."""
+        subject = _rank(rank)
+        named = [name for name in self.names(subject) if name.startswith(BUFFER)]
+        return {name.removeprefix(BUFFER): self.tensor(subject, name) for name in named}
+
+    def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
+        """A rank's generator states, under the names they were saved by, and metadata."""
+        subject = _rank(rank)
+        named = [name for name in self.names(subject) if name.startswith(PREFIX)]
+        (file,) = self._manifest.files_of(subject.kind, subject.of)
+        return {name: self.tensor(subject, name) for name in named}, self._texts[file.name]
+
+    def shadow(
+        self, name: str, addresses: Sequence[FragmentAddress], *, rank: int
+    ) -> Mapping[str, torch.Tensor]:
+        """The tensors of a shadow for these fragments, read when they are looked up.
+
+        Args:
+            name: The shadow.
+            addresses: The fragments this rank owns now.
+            rank: Whose file tells what belongs to no fragment.
+        """
+        return ShadowTensors(self, name, addresses, rank=rank)
+
+    def _tensors(self, subject: Subject) -> dict[str, tuple[str, StoredTensor]]:
+        if subject not in self._places:
+            places = {}
+            for file in self._manifest.files_of(subject.kind, subject.of):
+                tensors, self._texts[file.name] = read_header(self._folder / file.name)
+                places.update({name: (file.name, stored) for name, stored in tensors.items()})
+            self._places[subject] = places
+        return self._places[subject]
+
+    def _place(self, subject: Subject, name: str) -> tuple[str, StoredTensor]:
+        found = self._tensors(subject).get(name)
+        if found is None:
+            raise CheckpointCorruptError(
+                "is in no file", key=f"{subject.prefix}/{name}", fix="use another checkpoint"
+            )
+        return found
+
+    def _read(self, file: str, into: torch.Tensor, offset: int) -> None:
+        path = self._folder / file
+        if not into.numel():
+            return
+        try:
+            if file not in self._open:
+                self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            view = memoryview(into.detach().view(torch.uint8).numpy().data)
+            done = tensorfile.read_at(self._open[file], view, offset)
+        except OSError as error:
+            raise _unreadable(path, str(error)) from error
+        if done != into.nbytes:
+            raise _unreadable(path, f"it ends {into.nbytes - done} bytes too early")
+
+
+class ShadowTensors(Mapping[str, torch.Tensor]):
+    """A shadow's tensors for the fragments of this rank, read one by one."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        shadow: str,
+        addresses: Sequence[FragmentAddress],
+        *,
+        rank: int,
+    ) -> None:
+        self._reader = reader
+        self._subject = Subject(kind="shadow", of=shadow)
+        self._rank = _rank(rank)
+        prefix = shadow_key(shadow, "")
+        others = [name for name in reader.names(self._rank) if name.startswith(prefix)]
+        self._others = {name.removeprefix(prefix): name for name in others}
+        saved = set(reader.names(self._subject))
+        self._addresses = {a.key: a for a in addresses if a.name in saved}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self._others:
+            return self._reader.tensor(self._rank, self._others[key])
+        address = self._addresses[key]
+        dtype = self._reader.stored(self._subject, address.name).dtype
+        into = torch.empty(address.numel, dtype=dtype)
+        self._reader.fill(into, self._subject, address.name, address.start)
+        return into
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._addresses
+        yield from self._others
+
+    def __len__(self) -> int:
+        return len(self._addresses) + len(self._others)
+
+
+def _rank(rank: int) -> Subject:
+    return Subject(kind="rank", of=str(rank))
+
+
+def _unreadable(path: Path, reason: str) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        f"cannot be read ({reason})", key=str(path), fix="use another checkpoint"
+    )
+
+
+# -- Weights and optimizer states from a checkpoint into the fragments of an engine.
+
+
+class Filler:
+    """Fills fragments one by one, whatever parts of which parameters they are.
+
+    Args:
+        reader: The checkpoint.
+        records: Its parameters.
+        states: Whether the optimizer's states carry over; if not they begin anew.
+    """
+
+    def __init__(
+        self, reader: CheckpointReader, records: Iterable[ParameterRecord], *, states: bool
+    ) -> None:
+        self._reader = reader
+        self._records = {record.name: record for record in records}
+        self._states = states
+        self._steps: dict[int, int] = {}
+
+    def fill(self, fragment: EditableFragment) -> None:
+        """Overwrite a fragment's weights and states."""
+        address = fragment.address
+        record = self._records[address.name]
+        self._reader.fill(fragment.value, WEIGHTS, address.name, address.start)
+        saved = record.states if self._states else ()
+        states = fragment.ensure_states(saved) if saved else fragment.states
+        for name, state in states.items():
+            if name in saved:
+                subject = Subject(kind="optimizer", of=name)
+                self._reader.fill(state, subject, address.name, address.start)
+            else:
+                state.zero_()
+        if saved and record.scalars:
+            fragment.set_scalars(record.scalars)
+        if states:
+            # A counter without states would look to the optimizer like states it has made.
+            fragment.set_step(self._step(address.slab, record.step if saved else 0))
+
+    def _step(self, slab: int, step: int | None) -> int:
+        """The step of a slab so far: its parameters share one counter, the largest is its own."""
+        self._steps[slab] = max(self._steps.get(slab, 0), step or 0)
+        return self._steps[slab]
+
+
+# -- Does a checkpoint belong to this engine? Every difference, before anything is loaded.
+
+
+_MOST_NAMES = 10
+
+
+def check_model(manifest: Manifest, engine: Engine) -> None:
+    """Check that the trainable parameters and the buffers are those that were saved.
+
+    Raises:
+        CheckpointMismatchError: Lists what is missing, unexpected or of another shape, by name.
+    """
+    running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
+    saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine))
+    saved_buffers = _shapes(manifest.buffers)
+    if manifest.plan is None:
+        # A model folder does not tell what of it is trained; the engine does.
+        saved_buffers = {name: shape for name, shape in saved.items() if name in buffers}
+        known = set(engine.module.state_dict(keep_vars=True)) - set(running)
+        saved = {name: shape for name, shape in saved.items() if name not in known}
+    differences = [
+        *_differences("parameter", saved, running),
+        *_differences("buffer", saved_buffers, buffers),
+    ]
+    if differences:
+        raise CheckpointMismatchError(
+            f"the checkpoint belongs to another model: {'; '.join(differences)}",
+            key="model",
+            value=type(engine.module).__name__,
+            fix="build the model it was saved from, with the same parameters trainable",
+        )
+
+
+def check_accumulation(engine: Engine) -> None:
+    """Refuse an engine in the midst of a group of micro batches: their gradients would stay.
+
+    Raises:
+        CheckpointError: Micro batches are accumulated.
+    """
+    steps = engine.plan.gradient_accumulation_steps
+    if left := engine.state.micro_step % steps:
+        raise CheckpointError(
+            f"{left} of {steps} micro batches are accumulated, and their gradients would be "
+            "added to the loaded weights",
+            key="gradient_accumulation_steps",
+            value=steps,
+            fix="load before training, or when engine.step() returned boundary=True",
+        )
+
+
+def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
+    """What differs but does not stand in the way: the running plan's values are used."""
+    saved, running = manifest.plan, plan_record(engine)
+    if saved is None:
+        return ()
+    return (*_sharding(manifest, engine), *_values(saved, running))
+
+
+def _sharding(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
+    """Differences that decide which rank holds which part, in which form."""
+    if manifest.plan is None:
+        return ()
+    saved = {**manifest.plan.sharding, "world_size": manifest.world_size}
+    running = {**plan_record(engine).sharding, "world_size": engine.group.world_size}
+    return tuple(
+        Decision(
+            key=key,
+            before=value,
+            after=running[key],
+            reason="the checkpoint was saved under another plan and is divided anew",
+        )
+        for key, value in saved.items()
+        if running[key] != value
+    )
+
+
+def _values(saved: PlanRecord, running: PlanRecord) -> tuple[Decision, ...]:
+    pairs = _pairs("scheduler", _flat(saved.scheduler), _flat(running.scheduler))
+    if saved.optimizer["name"] == running.optimizer["name"]:
+        pairs += _pairs("optimizer.params", saved.optimizer["params"], running.optimizer["params"])
+    batches = (saved.config.get("train_batch_size"), running.config.get("train_batch_size"))
+    if batches[0] != batches[1]:
+        pairs.append(("train_batch_size", *batches))
+    return tuple(
+        Decision(
+            key=key,
+            before=before,
+            after=after,
+            reason="the checkpoint was saved with another value; the running plan's is used",
+            severity="warning",
+        )
+        for key, before, after in pairs
+    )
+
+
+def _shapes(records: Iterable[ParameterRecord | TensorRecord]) -> dict[str, tuple[int, ...]]:
+    return {record.name: tuple(record.shape) for record in records}
+
+
+def _differences(
+    what: str, saved: Mapping[str, tuple[int, ...]], running: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    missing = [name for name in running if name not in saved]
+    unexpected = [name for name in saved if name not in running]
+    reshaped = [
+        f"{name} {saved[name]} instead of {running[name]}"
+        for name in saved
+        if name in running and saved[name] != running[name]
+    ]
+    groups = (
+        (f"{what}s missing from it", missing),
+        (f"{what}s only in it", unexpected),
+        (f"{what}s of another shape", reshaped),
+    )
+    return [f"{title}: {_listed(names)}" for title, names in groups if names]
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _flat(scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
+    if scheduler is None:
+        return {"type": None}
+    params = {f"params.{key}": value for key, value in scheduler["params"].items()}
+    return {"type": scheduler["name"], **params}
+
+
+def _pairs(
+    prefix: str, saved: Mapping[str, Any], running: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    return [
+        (f"{prefix}.{key}", saved.get(key), running.get(key))
+        for key in {**saved, **running}
+        if saved.get(key) != running.get(key)
+    ]
+
+
+# -- What a checkpoint's counters and generators become under another plan, and why.
+
+
+_ALIKE: Final = (frozenset({"Adam", "AdamW", "AdamWBF16States"}),)
+"""Optimizers that keep the same states with the same meaning."""
+_POSITION: Final = "last_batch_iteration"
+
+Adapted = tuple["EngineState", tuple[Decision, ...]]
+
+
+def keeps_states(manifest: Manifest, engine: Engine) -> bool:
+    """Whether the optimizer that runs can go on with the states that were saved."""
+    saved, running = _optimizer(manifest.plan), _optimizer(plan_record(engine))
+    return saved == running or any({saved, running} <= alike for alike in _ALIKE)
+
+
+def optimizer_decisions(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
+    """What becomes of the optimizer's states."""
+    saved, running = _optimizer(manifest.plan), _optimizer(plan_record(engine))
+    if saved == running:
+        return _uneven_steps(manifest, engine)
+    if keeps_states(manifest, engine):
+        reason = "both keep the same states, which carry over"
+        return (_decision("optimizer.type", saved, running, reason),)
+    reason = (
+        "the states of one mean nothing to the other: weights and shadows carry over, the "
+        "optimizer starts with fresh states"
+    )
+    return (_decision("optimizer.states", saved, running, reason, warning=True),)
+
+
+def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
+    """Counters, schedule and loss scale for the engine that runs.
+
+    Steps taken carry over; micro batches are counted anew when the accumulation differs.
+    """
+    state = manifest.state
+    accumulation = engine.plan.gradient_accumulation_steps
+    if manifest.plan is None or manifest.plan.gradient_accumulation_steps != accumulation:
+        state = attrs.evolve(state, micro_step=state.global_step * accumulation)
+    state, schedule = _schedule(state, engine)
+    state, scale = carried_loss_scale(
+        state,
+        saved=manifest.plan,
+        running=plan_record(engine),
+        fresh=engine.state.loss_scaler,
+    )
+    return state, (*schedule, *scale)
+
+
+def restart_generators(tensors: Mapping[str, torch.Tensor], *, rank: int) -> None:
+    """Seed the global generators of a rank that the saved run did not have.
+
+    Args:
+        tensors: The generator states of a rank of the saved run.
+        rank: This process; each gets numbers of its own, the same in every resumption.
+    """
+    digest = hashlib.sha256(f"rank {rank}".encode())
+    for name in sorted(tensors):
+        digest.update(tensors[name].numpy().tobytes())
+    seed = int.from_bytes(digest.digest()[:7], "little")
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def world_decisions(manifest: Manifest, engine: Engine, *, rng: bool) -> tuple[Decision, ...]:
+    """What another number of processes means for what each of them has for itself."""
+    saved, running = manifest.world_size, engine.group.world_size
+    if saved == running:
+        return ()
+    found = []
+    if rng and manifest.rng:
+        reason = (
+            "the first processes go on with their random numbers, further ones are seeded from "
+            "those of rank 0: the run cannot be that of the other number of processes"
+        )
+        found.append(_decision("rng", saved, running, reason, warning=True))
+    if manifest.buffers:
+        reason = "each process has buffers of its own; further ones begin with those of rank 0"
+        found.append(_decision("buffers", saved, running, reason))
+    return tuple(found)
+
+
+def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
+    steps = {record.step for record in manifest.parameters if record.step is not None}
+    slabs = [address.slab for address in engine.master_weights.addresses]
+    if len(steps) < 2 or len(set(slabs)) == len(slabs):
+        return ()
+    reason = (
+        "some parameters got no gradient in some steps and were counted on their own; this engine "
+        "counts them together, with the largest"
+    )
+    return (_decision("optimizer.step", sorted(steps), max(steps), reason),)
+
+
+def _schedule(state: EngineState, engine: Engine) -> Adapted:
+    if engine.plan.scheduler is None or _POSITION in state.scheduler:
+        return state, ()
+    position = state.global_step - state.skipped_steps - 1
+    reason = "the checkpoint has no schedule; it goes on where the steps taken would have led it"
+    decision = _decision("scheduler.position", None, position + 1, reason, warning=True)
+    return attrs.evolve(state, scheduler={_POSITION: position}), (decision,)
+
+
+def carried_loss_scale(
+    state: EngineState,
+    *,
+    saved: PlanRecord | None,
+    running: PlanRecord,
+    fresh: Mapping[str, Any],
+) -> Adapted:
+    """The loss scale for the engine that runs.
+
+    Args:
+        state: What was saved.
+        saved: The plan it was saved under.
+        running: The plan that runs.
+        fresh: The loss scaler of the engine that runs, as it is now.
+    """
+    if saved is not None and (saved.precision, saved.engine) == (running.precision, running.engine):
+        return state, ()
+    before = _scale(state.loss_scaler) if saved and saved.precision == "fp16" else None
+    scaler: dict[str, Any] = {}
+    after: float | None = None
+    if running.precision != "fp16":
+        reason = f"{running.precision} needs no loss scale"
+    elif before is None:
+        after = _scale(fresh)
+        reason = "the checkpoint has no loss scale; it starts as the plan says"
+    else:
+        key = "cur_scale" if "cur_scale" in fresh else "scale"
+        after, scaler = before, {**fresh, key: before}
+        reason = "the scale carries over; the steps since its last change are counted anew"
+    state = attrs.evolve(state, loss_scaler=scaler)
+    if before is None and after is None:
+        return state, ()
+    return state, (_decision("fp16.loss_scale", before, after, reason),)
+
+
+def _scale(scaler: Mapping[str, Any]) -> float | None:
+    value = scaler.get("cur_scale", scaler.get("scale"))
+    return None if value is None else float(value)
+
+
+def _optimizer(plan: PlanRecord | None) -> str | None:
+    return None if plan is None else str(plan.optimizer["name"])
+
+
+def _decision(key: str, before: Any, after: Any, reason: str, *, warning: bool = False) -> Decision:
+    return Decision(
+        key=key,
+        before=before,
+        after=after,
+        reason=reason,
+        severity="warning" if warning else "note",
+    )
+
+
+# -- ``load_checkpoint``: everything is checked before anything is changed.
+
+
+@attrs.frozen(kw_only=True)
+class CheckpointContents:
+    """What a loaded checkpoint held."""
+
+    extra: Mapping[str, Any]
+    """What the caller gave to ``save_checkpoint``."""
+    manifest: Manifest
+    decisions: tuple[Decision, ...]
+    """What was left out, or is used with another value than was saved."""
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    engine: Engine,
+    shadows: Mapping[str, ShadowLike] | None = None,
+    rng: bool = True,
+    timeout_s: float | None = None,
+) -> CheckpointContents:
+    """Continue where ``save_checkpoint`` stopped, under the same plan or any other.
+
+    Collective: every rank must call it, with the same arguments. Files and model are checked first;
+    a checkpoint that does not fit leaves the engine as it was. Every rank then reads only the parts
+    it owns: any stage, offload, precision and number of processes, DeepSpeed or not. Where the
+    plan differs, what that changes is a recorded decision.
+
+    Args:
+        directory: A folder written by ``save_checkpoint`` or ``convert``.
+        engine: An engine of the same model.
+        shadows: EMA shadows, attached to the engine, by the names they were saved under.
+        rng: Also restore the random number generators.
+        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+
+    Returns:
+        What the caller had saved beside the engine.
+
+    Raises:
+        CheckpointError: There is no checkpoint here, or the engine has accumulated micro batches.
+        CheckpointCorruptError: A file is missing, truncated or altered; the message names it.
+        CheckpointMismatchError: It belongs to another model; the message names every missing,
+            unexpected or differently shaped tensor.
+        CollectiveError: A rank did not come, or the arguments differ.
+    """
+    group, shadows = engine.group, dict(shadows or {})
+    group.barrier(f"loading checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
+    load = _Load(engine=engine, shadows=shadows)
+    found = together(group, "find the checkpoint", lambda: load.find(directory))
+    if any(arguments != found[0] for arguments in found):
+        group.agree(found[group.rank], "arguments of load_checkpoint")
+    decisions = together(group, "compare the checkpoint", lambda: load.compare(rng=rng))[0]
+    together(group, "verify the checkpoint", load.verify)
+    together(group, "compare the shadows", load.compare_shadows)
+    load.restore()
+    together(group, "restore the rest", lambda: load.restore_rest(rng=rng))
+    announce(decisions, rank=group.rank)
+    manifest = load.manifest
+    return CheckpointContents(extra=manifest.extra, manifest=manifest, decisions=decisions)
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    *,
+    into: Engine,
+    shadows: Mapping[str, ShadowLike] | None = None,
+) -> CheckpointContents:
+    """``load_checkpoint`` by the name it has in a loop of one's own. Collective."""
+    return load_checkpoint(directory, engine=into, shadows=shadows)
+
+
+class _Load:
+    """The stages of one load, as one rank goes through them."""
+
+    manifest: Manifest
+
+    def __init__(self, *, engine: Engine, shadows: Mapping[str, ShadowLike]) -> None:
+        self._engine = engine
+        self._shadows = shadows
+        self._folder = Path()
+
+    def find(self, directory: str | os.PathLike[str]) -> tuple[Any, ...]:
+        """Read the manifest; returns what all ranks must agree on."""
+        self._folder, self.manifest = find_checkpoint(directory)
+        return str(self._folder), self.manifest.created, sorted(self._shadows)
+
+    def compare(self, *, rng: bool) -> tuple[Decision, ...]:
+        """Refuse what does not fit; what will be otherwise than it was saved."""
+        check_accumulation(self._engine)
+        check_model(self.manifest, self._engine)
+        absent = [name for name in self._shadows if name not in self.manifest.shadows]
+        if absent:
+            raise CheckpointMismatchError(
+                f"the checkpoint has no such shadow; it has {list(self.manifest.shadows)}",
+                key="shadows",
+                value=absent,
+                fix="leave it out: it then starts from the loaded weights",
+            )
+        return (
+            *changes(self.manifest, self._engine),
+            *optimizer_decisions(self.manifest, self._engine),
+            *adapted_state(self.manifest, self._engine)[1],
+            *world_decisions(self.manifest, self._engine, rng=rng),
+            *self._left_out(),
+        )
+
+    def verify(self) -> None:
+        """Check that all files are there, and the hash of this rank's share of them."""
+        check_files(self._folder, self.manifest)
+        group = self._engine.group
+        check_hashes(self._folder, self.manifest.files[group.rank :: group.world_size])
+
+    def compare_shadows(self) -> None:
+        """Refuse a shadow of other parameters."""
+        with self._reader() as reader:
+            for name, shadow in self._shadows.items():
+                saved = set(self._shadow(reader, name))
+                missing = [key for key in shadow.state_dict() if key not in saved]
+                if missing:
+                    raise CheckpointMismatchError(
+                        f"the saved shadow {name!r} does not have all of it",
+                        key=f"shadows.{name}",
+                        value=missing[:3],
+                        fix="leave it out: it then starts from the loaded weights",
+                    )
+
+    def restore(self) -> None:
+        """Copy weights and optimizer states into the engine. Collective."""
+        with self._reader() as reader, self._engine.master_weights.editing() as fragments:
+            filler = Filler(
+                reader,
+                self.manifest.parameters,
+                states=keeps_states(self.manifest, self._engine),
+            )
+            for fragment in fragments:
+                filler.fill(fragment)
+
+    def restore_rest(self, *, rng: bool) -> None:
+        """Counters, buffers, shadows and, last, the generators."""
+        self._engine.load_state(adapted_state(self.manifest, self._engine)[0])
+        rank = self._engine.group.rank
+        with self._reader() as reader:
+            saved = reader.buffers(self._like)
+            with torch.no_grad():
+                for name, buffer in persistent_buffers(self._engine.module).items():
+                    # In a checkpoint made of a model folder they lie among the weights.
+                    given = saved[name] if name in saved else reader.tensor(WEIGHTS, name)
+                    buffer.copy_(given)
+            for name, shadow in self._shadows.items():
+                shadow.load_state_dict(self._shadow(reader, name))
+            if rng and self.manifest.rng:
+                tensors, metadata = reader.generators(self._like)
+                randomness.restore(tensors, metadata.get(randomness.TEXT, ""))
+                if rank != self._like:
+                    restart_generators(tensors, rank=rank)
+
+    @property
+    def _like(self) -> int:
+        """The rank of the saved run that this one goes on as."""
+        rank = self._engine.group.rank
+        return rank if rank < self.manifest.world_size else 0
+
+    def _reader(self) -> CheckpointReader:
+        return CheckpointReader(self._folder, self.manifest)
+
+    def _shadow(self, reader: CheckpointReader, name: str) -> Mapping[str, torch.Tensor]:
+        addresses = self._engine.master_weights.addresses
+        return reader.shadow(name, addresses, rank=self._like)
+
+    def _left_out(self) -> tuple[Decision, ...]:
+        return tuple(
+            Decision(
+                key=f"shadows.{name}",
+                before="saved",
+                after=None,
+                reason="the checkpoint holds this shadow and load_checkpoint was not given one",
+                severity="warning",
+            )
+            for name in self.manifest.shadows
+            if name not in self._shadows
+        )

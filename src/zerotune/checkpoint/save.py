@@ -1,0 +1,551 @@
+"""From what every rank has to the files of a checkpoint, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.checkpoint.collective import together
+from zerotune.checkpoint.contents import (
+    Counters,
+    Part,
+    Piece,
+    RankContents,
+    RankShare,
+    ShadowLike,
+    plain_data,
+)
+from zerotune.checkpoint.folders import Staging, check_space, checked_path
+from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest, ParameterRecord
+from zerotune.checkpoint.records import draft
+from zerotune.checkpoint.tensors import (
+    WEIGHTS,
+    SharedFile,
+    SharedFileWriter,
+    Subject,
+    TensorFileWriter,
+    TensorSpec,
+    Written,
+    confirm,
+    file_size,
+    lay_out,
+)
+from zerotune.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from zerotune.backend.distributed import ProcessGroup
+    from zerotune.backend.engine import Engine
+    from zerotune.checkpoint.contents import ShadowLike
+
+
+SHARD_SIZE: Final = 4 * 2**30
+"""Most bytes of a shared file; ranks check different files at the same time."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Filing:
+    """The shared files of a checkpoint, and what goes into them."""
+
+    files: tuple[SharedFile, ...]
+    parameters: tuple[ParameterRecord, ...]
+    nbytes: int
+    """Of all files of the checkpoint but the manifest."""
+
+    @classmethod
+    def of(
+        cls, shares: Sequence[RankShare], shapes: Shapes, *, shard_size: int = SHARD_SIZE
+    ) -> Filing:
+        """Lay out what the ranks have between them.
+
+        Args:
+            shares: Of each rank.
+            shapes: Full shape of every trained parameter, in the order they are written.
+            shard_size: Most bytes of a file.
+
+        Raises:
+            CheckpointError: An element is held by no rank, or by two.
+        """
+        parts = _merged(shares)
+        parts.setdefault(WEIGHTS, {})
+        files: list[SharedFile] = []
+        for subject, named in parts.items():
+            wanted = shapes if subject == WEIGHTS else [name for name in shapes if name in named]
+            specs = [
+                TensorSpec(key=name, dtype=torch.float32, shape=shapes[name]) for name in wanted
+            ]
+            for spec in specs:
+                _check_covered(subject, spec, named.get(spec.key, []))
+            files += lay_out(subject, specs, most=shard_size)
+        return cls(
+            files=tuple(files),
+            parameters=_records(shapes, parts, shares),
+            nbytes=sum(file.nbytes for file in files) + sum(share.rank_file for share in shares),
+        )
+
+
+def _merged(shares: Iterable[RankShare]) -> dict[Subject, dict[str, list[Part]]]:
+    merged: dict[Subject, dict[str, list[Part]]] = {}
+    for share in shares:
+        for subject, parts in share.parts.items():
+            for part in parts:
+                merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
+    return dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
+
+
+def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> None:
+    position = 0
+    for part in sorted(parts, key=lambda part: (part.start, part.numel)):
+        if part.start != position:
+            break
+        position += part.numel
+    if position != math.prod(spec.shape) or sum(part.numel for part in parts) != position:
+        raise CheckpointError(
+            f"the ranks do not hold each of its {math.prod(spec.shape)} elements once",
+            key=f"{subject.prefix}/{spec.key}",
+            fix="report this with the model's class and the plan",
+        )
+
+
+def _records(
+    shapes: Shapes,
+    parts: Mapping[Subject, Mapping[str, list[Part]]],
+    shares: Sequence[RankShare],
+) -> tuple[ParameterRecord, ...]:
+    nothing = Counters(step=None, scalars={})
+    counters = {name: count for share in reversed(shares) for name, count in share.counters.items()}
+    states = {subject.of: set(named) for subject, named in parts.items() if _is_state(subject)}
+    return tuple(
+        ParameterRecord(
+            name=name,
+            shape=shape,
+            step=counters.get(name, nothing).step,
+            states=[state for state, named in states.items() if name in named],
+            scalars=dict(counters.get(name, nothing).scalars),
+        )
+        for name, shape in shapes.items()
+    )
+
+
+def _is_state(subject: Subject) -> bool:
+    return subject.kind == "optimizer"
+
+
+# -- From what the ranks have settled on to a checkpoint on the disk, read back before it counts.
+
+
+_READERS: Final = 2
+"""Files that a rank hashes at once: one thread hashes slower than a fast disk writes."""
+
+
+class Writing:
+    """One checkpoint being written, as one rank goes through it.
+
+    Args:
+        group: The processes, over whose control channel they keep together.
+        final: The checkpoint's folder.
+        draft: Its manifest without files.
+        filing: Its files, laid out.
+        contents: What this rank has for its own file.
+        pieces: Gives what this rank has for the shared files.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup,
+        final: Path,
+        draft: Manifest,
+        filing: Filing,
+        contents: RankContents,
+        pieces: Callable[[], Iterator[Piece]],
+    ) -> None:
+        self._group, self._final = group, final
+        self._draft, self._filing = draft, filing
+        self._contents, self._pieces = contents, pieces
+        self._staging: Staging | None = None
+        self._folder = Path()
+        self._writer: SharedFileWriter | None = None
+
+    def run(self) -> Path:
+        """Write, read back and publish. Collective over the group's control channel.
+
+        Returns:
+            The checkpoint.
+        """
+        group = self._group
+        try:
+            self._folder = together(group, "make the folder", self._stage)[0]
+            written = together(group, "write the weights", self._write)
+            parts = [part for _, each in written for part in each]
+            confirmed = together(group, "read back what was written", lambda: self._confirm(parts))
+            files = [file for files in confirmed for file in files]
+            records = [*files, *(record for record, _ in written)]
+            together(group, "finish the checkpoint", lambda: self._publish(records))
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+        return self._final
+
+    def _stage(self) -> Path:
+        """Make the temporary folder and the shared files in it, on rank 0."""
+        if not self._group.is_main:
+            return Path()
+        self._staging = Staging(self._final)
+        check_space(self._staging.path, self._filing.nbytes)
+        for file in self._filing.files:
+            file.create(self._staging.path)
+        return self._staging.path
+
+    def _write(self) -> tuple[FileRecord, tuple[Written, ...]]:
+        """Write this rank's parts, and its own file."""
+        if not self._folder.is_dir():
+            raise CheckpointError(
+                "rank 0 made this folder and this rank does not see it",
+                key=str(self._folder),
+                fix="save to a file system that all machines share",
+            )
+        self._writer = writer = SharedFileWriter(self._folder, self._filing.files)
+        for piece in self._pieces():
+            writer.write(piece.subject, piece.part.name, piece.part.start, piece.tensor)
+        if self._group.world_size > 1:
+            # Another machine may see it only once it is on the disk.
+            writer.sync()
+        return self._write_own(), writer.written
+
+    def _write_own(self) -> FileRecord:
+        contents, rank = self._contents, self._group.rank
+        name = f"rank-{rank:05d}-of-{self._group.world_size:05d}.safetensors"
+        path = self._folder / name
+        with TensorFileWriter(path, specs=contents.specs, metadata=contents.metadata) as writer:
+            for key, tensor in contents.others.items():
+                writer.append(key, tensor)
+            nbytes, sha256 = writer.finish()
+        return FileRecord(name=name, kind="rank", of=str(rank), nbytes=nbytes, sha256=sha256)
+
+    def _confirm(self, parts: Iterable[Written]) -> list[FileRecord]:
+        """Read this rank's share of the shared files back while its own come to the disk."""
+        parts = list(parts)
+        mine = self._filing.files[self._group.rank :: self._group.world_size]
+        with ThreadPoolExecutor(1 + _READERS) as pool:
+            syncing = None if self._writer is None else pool.submit(self._writer.sync)
+            records = list(pool.map(lambda file: confirm(self._folder, file, parts), mine))
+            if syncing is not None:
+                syncing.result()
+        return records
+
+    def _publish(self, records: Iterable[FileRecord]) -> None:
+        """Write the manifest and give the folder its name, on rank 0."""
+        if self._staging is None:
+            return
+        files = sorted(records, key=lambda record: record.name)
+        path = self._staging.path / MANIFEST
+        with path.open("x", encoding="utf-8") as file:
+            file.write(attrs.evolve(self._draft, files=files).to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        self._staging.publish()
+
+    def _abandon(self) -> None:
+        """Remove what was written, on rank 0."""
+        if self._staging is not None:
+            self._staging.abandon()
+
+
+# -- ``save_checkpoint``: all ranks together, in bounded memory, whole or not at all.
+
+
+_FILE_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    *,
+    engine: Engine,
+    extra: Mapping[str, Any] | None = None,
+    shadows: Mapping[str, ShadowLike] | None = None,
+    rng: bool = True,
+    timeout_s: float | None = None,
+) -> Path:
+    """Write everything that training needs to go on, under this plan or any other.
+
+    Collective: every rank must call it, with the same arguments. Weights, each optimizer state and
+    each shadow become plain safetensors files keyed by parameter name, in full shape; every rank
+    writes its parts at their place, so nothing is gathered. The folder appears under its name
+    only when everything in it was read back and found as it was meant; a former checkpoint of that
+    name stays until then. Beyond the engine's own memory it needs that of one fragment.
+
+    Args:
+        directory: The checkpoint's folder, on a file system all ranks share.
+        engine: What to save: master weights, optimizer states, counters, buffers. Frozen
+            parameters are not saved.
+        extra: What the caller wants back on loading, as JSON-able data: the position in the
+            data, for example.
+        shadows: EMA shadows by name.
+        rng: Also save the random number generators of every rank.
+        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+
+    Returns:
+        The folder's absolute path.
+
+    Raises:
+        CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-able, the disk is
+            too small, or the folder exists and is no checkpoint.
+        CheckpointCorruptError: The disk does not hold what was written; the message names the file.
+        CollectiveError: A rank did not come, or the arguments differ.
+    """
+    group = engine.group
+    group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
+    save = Save(engine=engine, group=group)
+    save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
+    return save.writing().run()
+
+
+class Save:
+    """One save, as one rank goes through it.
+
+    Args:
+        engine: What is saved.
+        group: The processes.
+    """
+
+    def __init__(self, *, engine: Engine, group: ProcessGroup) -> None:
+        self._engine = engine
+        self._group = group
+        self._final = Path()
+        self._contents: RankContents
+        self._draft: Manifest
+        self._filing: Filing
+
+    def prepare(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None,
+        shadows: Mapping[str, ShadowLike] | None,
+        rng: bool,
+    ) -> None:
+        """Agree on what is saved and where. Collective; reads no weights."""
+        group, shadows = self._group, dict(shadows or {})
+
+        def check() -> tuple[Any, ...]:
+            self._check(directory, shadows)
+            plain = plain_data(extra or {}, "extra")
+            self._draft = draft(self._engine, shadows=shadows, rng=rng, extra=plain)
+            step = self._draft.state.global_step
+            return str(self._final), step, sorted(shadows), rng, plain
+
+        agreed = together(group, "check the arguments", check)
+        if any(arguments != agreed[0] for arguments in agreed):
+            group.agree(agreed[group.rank], "arguments of save_checkpoint")
+        self._file(together(group, "look at the weights", lambda: self._inspect(shadows, rng)))
+
+    def copy(self) -> None:
+        """Copy everything into host memory, so that training may go on meanwhile."""
+        self._contents = self._contents.copied(self._engine)
+
+    def writing(self, *, group: ProcessGroup | None = None) -> Writing:
+        """What writes it.
+
+        Args:
+            group: Other processes' control channel than that of ``prepare``.
+        """
+        return Writing(
+            group=group or self._group,
+            final=self._final,
+            draft=self._draft,
+            filing=self._filing,
+            contents=self._contents,
+            pieces=lambda: self._contents.read(self._engine),
+        )
+
+    def _check(self, directory: str | os.PathLike[str], shadows: Mapping[str, Any]) -> None:
+        steps = self._engine.plan.gradient_accumulation_steps
+        if self._engine.state.micro_step % steps:
+            raise CheckpointError(
+                f"{self._engine.state.micro_step % steps} of {steps} micro batches are "
+                "accumulated, and their gradients would be lost",
+                key="gradient_accumulation_steps",
+                value=steps,
+                fix="save when engine.step() returned boundary=True",
+            )
+        for name in shadows:
+            if not _FILE_NAME.fullmatch(name):
+                raise CheckpointError(
+                    "files are called after it: letters, digits, '.', '-' and '_' only",
+                    key="shadows",
+                    value=name,
+                )
+        self._final = checked_path(directory)
+
+    def _inspect(self, shadows: Mapping[str, ShadowLike], rng: bool) -> RankShare:
+        self._contents = contents = RankContents.of(self._engine, shadows=shadows, rng=rng)
+        return RankShare(
+            parts=contents.parts,
+            counters=contents.counters,
+            rank_file=file_size(contents.specs, contents.metadata),
+        )
+
+    def _file(self, shares: Sequence[RankShare]) -> None:
+        # Every rank comes to the same layout, or to the same error.
+        self._filing = Filing.of(shares, self._engine.master_weights.parameters)
+        self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
+
+
+# -- Checkpoints written while training goes on.
+
+
+class PendingCheckpoint:
+    """A checkpoint that is being written."""
+
+    def __init__(self, writing: Writing) -> None:
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._writing: Writing | None = writing
+        # Not a daemon: an interpreter that exits waits for the checkpoint.
+        self._thread = threading.Thread(target=self._run, name="zerotune-checkpoint")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is finished, or has failed."""
+        return not self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed; ``wait`` tells why."""
+        return self._error is not None
+
+    def wait(self, *, timeout_s: float | None = None) -> Path:
+        """Wait until it is written, read back and published.
+
+        Args:
+            timeout_s: Seconds to wait at most; without it, as long as it takes.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: It was not finished in time, or has failed.
+            ZeroTuneError: What has failed, here or on another rank.
+        """
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self._path is None:
+            raise CheckpointError(f"is still being written after {timeout_s:g} s", key="wait()")
+        return self._path
+
+    def _run(self) -> None:
+        try:
+            if self._writing is not None:
+                self._path = self._writing.run()
+        except BaseException as error:  # noqa: BLE001 - raised by wait(), in the caller's thread
+            self._error = error
+        finally:
+            # The copies of weights and states are as large as what was copied.
+            self._writing = None
+
+
+class BackgroundSaver:
+    """Saves checkpoints in a thread of each rank.
+
+    Weights, states and shadows of this rank are first copied into host memory, which takes as
+    much again as they do (16 bytes per fp32 weight with Adam and an EMA); then training goes on::
+
+        with BackgroundSaver(engine=engine) as saver:
+            ...
+            saver.save("checkpoints/step-00001000", shadows={"ema": ema})
+            ...
+
+    One checkpoint is written at a time: a second ``save`` waits for the first, and raises what went
+    wrong with it; leaving the block does the same.
+
+    Args:
+        engine: What is saved.
+        timeout_s: Seconds the threads of different ranks wait for each other.
+    """
+
+    def __init__(self, *, engine: Engine, timeout_s: float = 600.0) -> None:
+        self._engine = engine
+        # A control channel of its own: training's must not meet the thread's.
+        self._group = (
+            ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
+            if engine.group.world_size > 1
+            else ProcessGroup.alone()
+        )
+        self._pending: PendingCheckpoint | None = None
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        shadows: Mapping[str, ShadowLike] | None = None,
+        rng: bool = True,
+        timeout_s: float | None = None,
+    ) -> PendingCheckpoint:
+        """Copy everything and begin to write. Collective; arguments as in ``save_checkpoint``.
+
+        Returns:
+            What is being written.
+
+        Raises:
+            ZeroTuneError: As ``save_checkpoint``, for what is known before writing begins; or what
+                became of the checkpoint before.
+        """
+        self.wait()
+        group = self._engine.group
+        group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
+        save = Save(engine=self._engine, group=group)
+        save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
+        save.copy()
+        self._pending = PendingCheckpoint(save.writing(group=self._group))
+        return self._pending
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, if any.
+
+        Raises:
+            ZeroTuneError: What has failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def close(self) -> None:
+        """Wait, and give the control channel back. May be repeated."""
+        try:
+            self.wait()
+        finally:
+            self._group.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

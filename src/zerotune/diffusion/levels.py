@@ -1,0 +1,241 @@
+"""Noise levels: diffusers' own tables, the part of them that is trained, and their shift."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Final, Protocol, runtime_checkable
+
+import attrs
+import torch
+
+from zerotune.decisions import Decision, announce
+from zerotune.errors import InvalidValueError
+
+
+def own_copy(scheduler: Any) -> Any:
+    """A scheduler of the same settings whose tables nobody else changes.
+
+    Sampling calls ``set_timesteps``, which overwrites the tables that training reads.
+    """
+    options = {}
+    if hasattr(scheduler, "set_shift"):
+        # set_shift changes neither the configuration nor the tables of training.
+        options["shift"] = scheduler.shift
+    return type(scheduler).from_config(scheduler.config, **options)
+
+
+def adding_scheduler(scheduler: Any) -> Any:
+    """What adds noise in training for a scheduler of denoising diffusion.
+
+    Euler, DPM-Solver and their like count noise in another way and know no velocity: DDPM of the
+    same configuration stands in, as in diffusers' own training scripts.
+
+    Raises:
+        InvalidValueError: It is no scheduler of denoising diffusion.
+    """
+    from diffusers import DDPMScheduler
+
+    if not hasattr(scheduler, "alphas_cumprod"):
+        raise InvalidValueError(
+            "denoising needs a scheduler with alphas_cumprod",
+            key="scheduler",
+            value=type(scheduler).__name__,
+            fix="use DDPMScheduler, or FlowMatchingObjective for flow matching",
+        )
+    if hasattr(scheduler, "get_velocity") and not hasattr(scheduler, "sigmas"):
+        return scheduler
+    return DDPMScheduler.from_config(scheduler.config)
+
+
+def stand_in_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
+    """What ``adding_scheduler`` chose, where it chose."""
+    if adding is scheduler:
+        return ()
+    return (
+        Decision(
+            key="objective.scheduler",
+            before=type(scheduler).__name__,
+            after=type(adding).__name__,
+            reason="the former only samples; the latter adds the noise of the same schedule",
+        ),
+    )
+
+
+def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -> None:
+    """Refuse a range of noise levels that is none."""
+    low, high = value
+    if not 0.0 <= low < high <= 1.0:
+        raise InvalidValueError(
+            "is no part of the schedule, from little noise to much",
+            key=attribute.name,
+            value=value,
+            fix="write (0.0, 1.0) for all of it, (0.0, 0.2) for the last fifth of sampling",
+        )
+
+
+def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
+    """First and last-but-one-past time step of a share of ``steps``.
+
+    Raises:
+        InvalidValueError: No step lies in it.
+    """
+    low, high = round(share[0] * steps), round(share[1] * steps)
+    if low == high:
+        raise _empty(share)
+    return low, high
+
+
+@runtime_checkable
+class Shift(Protocol):
+    """How far noise levels are moved for samples of one shape."""
+
+    def mu(self, shape: tuple[int, ...], config: Any) -> float:
+        """What a diffusers pipeline passes to its scheduler's ``set_timesteps(mu=...)``.
+
+        Args:
+            shape: Of the clean samples, (b, c, h, w).
+            config: The scheduler's.
+        """
+        ...
+
+
+def _check_patch(_instance: object, attribute: Any, value: int) -> None:
+    if value < 1:
+        raise InvalidValueError(
+            "is no size of a patch", key=attribute.name, value=value, fix="write 2, as SD3 and Flux"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class ResolutionShift:
+    """The shift of the SD3 and Flux pipelines: linear in the number of image tokens.
+
+    Source: ``calculate_shift`` of diffusers' ``pipelines/flux/pipeline_flux.py``. It is written
+    out here because importing it loads the pipeline and transformers.
+    """
+
+    patch_size: int = attrs.field(default=2, validator=_check_patch)
+    """Side of a token in latent pixels: the transformer's ``patch_size``, or 2 where the pipeline
+    packs latents, as Flux does."""
+
+    def mu(self, shape: tuple[int, ...], config: Any) -> float:
+        """The logarithm of the shift, for all tokens of one sample."""
+        height, width = shape[-2] // self.patch_size, shape[-1] // self.patch_size
+        tokens = math.prod(shape[2:-2]) * height * width
+        base, most = config["base_image_seq_len"], config["max_image_seq_len"]
+        slope = (config["max_shift"] - config["base_shift"]) / (most - base)
+        return float(tokens * slope + (config["base_shift"] - slope * base))
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class NoiseLevels:
+    """Sigmas and the time steps a model is told, from much noise to little."""
+
+    sigmas: torch.Tensor
+    """(n,), fp32, falling."""
+    timesteps: torch.Tensor
+    """(n,), fp32, as the scheduler counts them."""
+
+    def __len__(self) -> int:
+        return len(self.sigmas)
+
+    def part(self, share: tuple[float, float]) -> NoiseLevels:
+        """The levels above the first and up to the second bound.
+
+        Raises:
+            InvalidValueError: There are none.
+        """
+        if share == (0.0, 1.0):
+            return self
+        within = (self.sigmas > share[0]) & (self.sigmas <= share[1])
+        if not bool(within.any()):
+            raise _empty(share)
+        return NoiseLevels(sigmas=self.sigmas[within], timesteps=self.timesteps[within])
+
+
+def noise_levels(scheduler: Any, shape: tuple[int, ...], shift: Shift | None) -> NoiseLevels:
+    """All noise levels of a flow-matching scheduler for samples of one shape.
+
+    Args:
+        scheduler: Untouched since it was made: its tables are those of training.
+        shape: Of the clean samples.
+        shift: For schedulers with ``use_dynamic_shifting``; the tables as they are without it.
+    """
+    # Shifting rounds the highest one to a little more than 1 for some values of the shift.
+    sigmas = scheduler.sigmas.float().clamp(max=1.0)
+    if shift is None:
+        return NoiseLevels(sigmas=sigmas, timesteps=scheduler.timesteps)
+    sigmas = scheduler.time_shift(shift.mu(shape, scheduler.config), 1.0, sigmas)
+    return NoiseLevels(
+        sigmas=sigmas, timesteps=sigmas * float(scheduler.config.num_train_timesteps)
+    )
+
+
+def at_quantile(quantile: float, count: int) -> int:
+    """Number of the entry of ``count`` that lies at a quantile."""
+    return min(int(quantile * count), count - 1)
+
+
+def _empty(share: tuple[float, float]) -> InvalidValueError:
+    return InvalidValueError(
+        "no noise level of the schedule lies in it",
+        key="timestep_range",
+        value=share,
+        fix="make the range wider",
+    )
+
+
+# -- The scheduler images are drawn with, which must suit what the model has learned.
+
+
+_FROM_TRAINING: Final = (
+    "prediction_type",
+    "rescale_betas_zero_snr",
+    "shift",
+    "use_dynamic_shifting",
+)
+
+
+def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
+    """A copy of a scheduler, changed to what a model trained with another one predicts.
+
+    A model trained down to pure noise is also drawn from it: time steps end at the last one
+    (``timestep_spacing="trailing"``), and a scheduler that knows no such schedule is replaced by
+    DDIM's, with a decision announced.
+
+    Args:
+        scheduler: A diffusers scheduler; not changed.
+        trained_with: The objective's scheduler.
+
+    Source: Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed", 3.3.
+    """
+    changed = {} if trained_with is None else trained_with.config
+    kept = {name: changed[name] for name in _FROM_TRAINING if name in changed}
+    kind = type(scheduler)
+    if kept.get("rescale_betas_zero_snr"):
+        kept["timestep_spacing"] = "trailing"
+        if "rescale_betas_zero_snr" not in inspect.signature(kind.__init__).parameters:
+            kind = _replaced(kind)
+            kept["clip_sample"] = False  # DDIM's default is for pixels; these are latents.
+    # As keywords: diffusers drops settings that the configuration holds as defaults.
+    return kind.from_config(scheduler.config, **kept)
+
+
+def _replaced(kind: type[Any]) -> type[Any]:
+    from diffusers import DDIMScheduler
+
+    announce(
+        (
+            Decision(
+                key="sampling.scheduler",
+                before=kind.__name__,
+                after=DDIMScheduler.__name__,
+                reason="the model was trained with rescale_betas_zero_snr, which the pipeline's "
+                "own scheduler does not know",
+                severity="warning",
+            ),
+        )
+    )
+    chosen: type[Any] = DDIMScheduler
+    return chosen

@@ -1,0 +1,542 @@
+"""The settings of ``accelerate config``, from whatever file holds them, read as a plan.
+
+What each key does is what ``accelerate launch`` and ``DeepSpeedPlugin`` of accelerate 1.15 do
+with it (``utils/launch.py``, ``utils/dataclasses.py``), except where they lose what was written:
+that is kept, and said.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, PlanSyntaxError
+from zerotune.plan import model as known_keys
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import AUTO, LaunchSection, modelled, unknown_key
+from zerotune.plan.read import (
+    fill_from_launch,
+    plan_from_mapping,
+    read_launch,
+    read_named,
+    read_text,
+    tolerated,
+)
+
+BLOCK = "deepspeed_config"
+FILE = "deepspeed_config_file"
+DEFAULT_STAGE = 2
+"""The stage ``DeepSpeedPlugin`` takes when nothing is written."""
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+DEEPSPEED_IN_BLOCK = frozenset({"gradient_accumulation_steps", "gradient_clipping"})
+ZERO_IN_BLOCK = frozenset(
+    {
+        "zero_stage",
+        "offload_optimizer_device",
+        "offload_optimizer_nvme_path",
+        "offload_param_device",
+        "offload_param_nvme_path",
+        "zero3_save_16bit_model",
+    }
+)
+LAUNCH_IN_BLOCK = known_keys.ACCELERATE_BLOCK - DEEPSPEED_IN_BLOCK - ZERO_IN_BLOCK
+"""Keys of the block that never reach DeepSpeed."""
+TOP_LEVEL = frozenset(
+    {
+        "distributed_type",
+        "mixed_precision",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        *(known_keys.LAUNCH - known_keys.ACCELERATE_BLOCK),
+    }
+)
+"""Keys accelerate accepts beside the block."""
+
+
+def is_accelerate(content: Mapping[Any, Any]) -> bool:
+    """Whether an object with a ``deepspeed_config`` is accelerate's and not a trainer's."""
+    return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
+
+
+def plan_from_settings(
+    content: Mapping[Any, Any], *, source: str, folder: Path | None
+) -> DeepSpeedPlan:
+    """Read the settings of ``accelerate config``.
+
+    Args:
+        content: The settings.
+        source: Name used in messages.
+        folder: Where a relative ``deepspeed_config_file`` is looked up first.
+
+    Raises:
+        PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
+    """
+    block = content.get(BLOCK)
+    if not isinstance(block, Mapping):
+        raise InvalidValueError(
+            f"{source} has no DeepSpeed settings",
+            key=BLOCK,
+            value=block,
+            fix=f"add a {BLOCK} block with a zero_stage, or choose DeepSpeed in"
+            " `accelerate config`",
+        )
+    around = {key: value for key, value in content.items() if key != BLOCK}
+    decisions: list[Decision] = []
+    launched, config, config_source, inside = _split(block, folder, decisions)
+    _check_known(around, decisions)
+    _use_deepspeed(around, decisions)
+    if _names_file(block):
+        _precision_beside_file(around, decisions)
+    launch = read_launch({**around, **launched}, decisions)
+    plan = plan_from_mapping(config, source=config_source or source, folder=inside or folder)
+    plan = attrs.evolve(plan, decisions=(*decisions, *plan.decisions))
+    return fill_from_launch(plan, launch)
+
+
+def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict[str, Any]:
+    """``zero_optimization`` as accelerate's own keys say it."""
+    zero: dict[str, Any] = {"stage": block.get("zero_stage")}
+    if zero["stage"] is None:
+        zero["stage"] = DEFAULT_STAGE
+        decisions.append(
+            Decision(
+                key="zero_optimization.stage",
+                before=None,
+                after=DEFAULT_STAGE,
+                reason="accelerate's default where no zero_stage is written",
+            )
+        )
+    for part in ("optimizer", "param"):
+        section = {
+            name: block[f"offload_{part}_{name}"]
+            for name in ("device", "nvme_path")
+            if f"offload_{part}_{name}" in block
+        }
+        if section:
+            zero[f"offload_{part}"] = section
+    if block.get("zero3_save_16bit_model") is not None:
+        zero[GATHER] = block["zero3_save_16bit_model"]
+    return zero
+
+
+def _split(
+    block: Mapping[Any, Any], folder: Path | None, decisions: list[Decision]
+) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
+    """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
+    launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
+    config = {key: block[key] for key in block if key in DEEPSPEED_IN_BLOCK}
+    inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
+    source, inside = None, None
+    if _names_file(block):
+        _refuse_beside_file(block)
+        config, source, inside = read_config_file(block[FILE], folder, f"{BLOCK}.{FILE}", decisions)
+        if inside is None:  # the settings themselves, which are no name of a file
+            del launched[FILE]
+    else:
+        launched.pop(FILE, None)
+        if ZERO_IN_BLOCK & block.keys() or "zero_optimization" not in inline:
+            config["zero_optimization"] = zero_from_block(block, decisions)
+        _lost_by_accelerate(block, decisions)
+    if inline:
+        config = _with_inline(config, inline, decisions)
+    return launched, config, source, inside
+
+
+def _names_file(block: Mapping[Any, Any]) -> bool:
+    return block.get(FILE) not in (None, "none", "")
+
+
+def _refuse_beside_file(block: Mapping[Any, Any]) -> None:
+    beside = sorted(key for key in block if key in ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK)
+    if beside:
+        raise PlanConflictError(
+            f"accelerate refuses other settings beside the file: {', '.join(beside)}",
+            key=f"{BLOCK}.{FILE}",
+            value=block[FILE],
+            fix="write them in the file, and remove them here",
+        )
+
+
+def read_config_file(
+    written: Any, folder: Path | None, key: str, decisions: list[Decision]
+) -> tuple[dict[str, Any], str, Path | None]:
+    """What a ``deepspeed_config_file`` holds, its name, and its folder when it is a file."""
+    if not isinstance(written, str):
+        raise InvalidValueError("must be a path", key=key, value=written, fix="write a path")
+    named = read_named(written, folder, key=key)
+    decisions.extend(tolerated(named.sentences, named.source))
+    if not isinstance(named.value, Mapping):
+        raise InvalidValueError(
+            "must name a file with a DeepSpeed configuration",
+            key=key,
+            value=written,
+            fix="write an object in that file",
+        )
+    return dict(named.value), named.source, named.folder
+
+
+def _with_inline(
+    config: dict[str, Any], inline: dict[str, Any], decisions: list[Decision]
+) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in inline.items():
+        if not isinstance(key, str):
+            raise InvalidValueError(
+                "has a key that is not text", key=BLOCK, value=key, fix="write it in quotes"
+            )
+        if key not in _plan_keys():
+            raise unknown_key(
+                key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | _plan_keys()
+            )
+        if key in merged and merged[key] != value:
+            raise PlanConflictError(
+                "is written both in accelerate's form and in DeepSpeed's own",
+                key=f"{BLOCK}.{key}",
+                value=value,
+                fix="keep one of the two forms",
+            )
+        merged[key] = value
+    decisions.append(
+        Decision(
+            key=BLOCK,
+            before=f"DeepSpeed's own keys {', '.join(inline)}",
+            after="kept",
+            reason="accelerate would discard them in silence",
+            severity="warning",
+        )
+    )
+    return merged
+
+
+def _lost_by_accelerate(block: Mapping[Any, Any], decisions: list[Decision]) -> None:
+    for part in ("optimizer", "param"):
+        name = f"offload_{part}_nvme_path"
+        if isinstance(block.get(name), str) and block[name].strip().lower() not in ("", "none"):
+            decisions.append(
+                Decision(
+                    key=f"zero_optimization.offload_{part}.nvme_path",
+                    before=block[name],
+                    after=block[name],
+                    reason="`accelerate launch` does not pass this path on and would swap into a"
+                    ' folder called "none"; zerotune keeps it',
+                )
+            )
+    clipping = block.get("gradient_clipping")
+    if isinstance(clipping, int | float) and clipping == 0:
+        decisions.append(
+            Decision(
+                key="gradient_clipping",
+                before=clipping,
+                after=0,
+                reason="accelerate takes 0 for not written, and DeepSpeed then clips at its own"
+                " default; zerotune does not clip",
+                severity="warning",
+            )
+        )
+
+
+def _use_deepspeed(around: dict[Any, Any], decisions: list[Decision]) -> None:
+    written = around.get("distributed_type")
+    if isinstance(written, str) and written.upper() == "DEEPSPEED":
+        return
+    around["distributed_type"] = "DEEPSPEED"
+    reason = (
+        "accelerate refuses a file without it"
+        if written is None
+        else f"accelerate would not look at {BLOCK} at all"
+    )
+    decisions.append(
+        Decision(
+            key="launch.distributed_type",
+            before=written,
+            after="DEEPSPEED",
+            reason=f"{reason}; there is a {BLOCK}, so it is read",
+            severity="warning",
+        )
+    )
+
+
+def _precision_beside_file(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
+    written = around.get("mixed_precision")
+    if written is not None:
+        decisions.append(
+            Decision(
+                key="launch.mixed_precision",
+                before=written,
+                after="kept",
+                reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
+                ' too; zerotune fills "auto" from it',
+                severity="warning",
+            )
+        )
+
+
+def _check_known(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
+    known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
+    for key, value in around.items():
+        name = key if isinstance(key, str) else repr(key)
+        if name not in known and name not in LaunchSection.aliases:
+            raise unknown_key(name, value, name, known)
+        if name not in TOP_LEVEL:
+            decisions.append(
+                Decision(
+                    key=f"launch.{name}",
+                    before=value,
+                    after="kept",
+                    reason=f"accelerate refuses this key outside of {BLOCK}",
+                    severity="warning",
+                )
+            )
+
+
+def _plan_keys() -> frozenset[str]:
+    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
+
+
+# -- The YAML of ``accelerate config``, read as a plan.
+
+
+def plan_from_yaml(path: str | os.PathLike[str]) -> DeepSpeedPlan:
+    """Read an accelerate YAML; see ``DeepSpeedPlan.from_yaml``."""
+    file = Path(path)
+    content = parse_yaml(read_text(file), source=str(file))
+    if not isinstance(content, Mapping):
+        raise InvalidValueError(
+            f"{file} must hold the settings of `accelerate config`",
+            value=content,
+            fix="make one with `accelerate config`",
+        )
+    return plan_from_settings(content, source=str(file), folder=file.parent)
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence.
+
+    Raises:
+        PlanSyntaxError: Not YAML.
+    """
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise PlanSyntaxError(
+            f"is not YAML: {error.problem or error.context}",
+            source=source,
+            line=mark.line + 1 if mark else 1,
+            column=mark.column + 1 if mark else 1,
+            fix="check indentation, colons and quotes at this place",
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise PlanSyntaxError(
+            f"is not YAML: {error}", source=source, line=1, column=1, fix="save it as plain YAML"
+        ) from None
+    _refuse_duplicates(node, source)
+    return content
+
+
+def _refuse_duplicates(root: Any, source: str) -> None:
+    pending, visited = [root], set()
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in visited or isinstance(node.value, str):
+            continue
+        visited.add(id(node))
+        if node.id == "sequence":
+            pending.extend(node.value)
+            continue
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = key.value if isinstance(key.value, str) else ""
+            if name and name in seen:
+                raise PlanSyntaxError(
+                    f"has the key {name!r} twice in one block",
+                    source=source,
+                    line=key.start_mark.line + 1,
+                    column=key.start_mark.column + 1,
+                    fix="keep one of the two",
+                )
+            seen.add(name)
+            pending.extend((key, value))
+
+
+# -- The environment that ``accelerate launch`` leaves to a script, read as a plan.
+#
+# The variables are those of ``prepare_deepspeed_cmd_env`` in ``accelerate/utils/launch.py`` 1.15,
+# and what they do is what ``DeepSpeedPlugin.__post_init__`` does with them. accelerate itself is
+# not needed.
+
+
+_USE: Final = "ACCELERATE_USE_DEEPSPEED"
+_FILE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_FIELDS: Final = "ACCELERATE_CONFIG_DS_FIELDS"
+_PRECISION: Final = "ACCELERATE_MIXED_PRECISION"
+_SOURCE: Final = "the environment of accelerate"
+
+_BLOCK_VARIABLES: Final = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": "offload_optimizer_nvme_path",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "offload_param_nvme_path",
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "zero3_save_16bit_model",
+}
+"""Variable to the key of accelerate's block that it carries."""
+_LAUNCH_VARIABLES: Final = {
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "zero3_init_flag",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_moe_layer_cls_names",
+}
+_PLACES: Final = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": ("zero_optimization", GATHER),
+}
+"""Key of the block to its place in DeepSpeed's configuration."""
+
+
+def plan_from_environment(environ: Mapping[str, str] | None = None) -> DeepSpeedPlan:
+    """Read the variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
+    environ = os.environ if environ is None else environ
+    if str(environ.get(_USE, "false")).strip().lower() != "true":
+        raise InvalidValueError(
+            "the environment does not ask for DeepSpeed",
+            key=_USE,
+            value=environ.get(_USE, UNSET),
+            fix="start the script with `accelerate launch --use_deepspeed`, or read a file",
+        )
+    block = _present(environ, _BLOCK_VARIABLES)
+    launched = _present(environ, _LAUNCH_VARIABLES)
+    written = environ.get(_FILE, "none")
+    if written.strip().lower() in ("", "none"):
+        return _from_block(block, launched, environ)
+    return _from_file(written, block, launched, environ)
+
+
+def _present(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    return {key: environ[name] for name, key in variables.items() if name in environ}
+
+
+def _from_block(
+    block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str]
+) -> DeepSpeedPlan:
+    settings: dict[str, Any] = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {**block, **launched},
+    }
+    if _PRECISION in environ:
+        settings["mixed_precision"] = environ[_PRECISION]
+    plan = plan_from_settings(settings, source=_SOURCE, folder=None)
+    kept = [d for d in plan.decisions if "does not pass this path on" not in d.reason]
+    return attrs.evolve(plan, decisions=(*kept, *_missing_folders(plan)), source=_SOURCE)
+
+
+def _missing_folders(plan: DeepSpeedPlan) -> list[Decision]:
+    zero = plan.zero_optimization
+    sections = {
+        "optimizer": zero.offload_optimizer if zero else None,
+        "param": zero.offload_param if zero else None,
+    }
+    return [
+        Decision(
+            key=f"zero_optimization.offload_{part}.nvme_path",
+            before=None,
+            after=None,
+            reason="`accelerate launch` does not pass the YAML's path on, and accelerate would"
+            ' swap into a folder called "none"; give the path to zerotune, or it leases a folder',
+            severity="warning",
+        )
+        for part, section in sections.items()
+        if section is not None and section.device == "nvme" and section.nvme_path is None
+    ]
+
+
+def _from_file(
+    written: str, block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str]
+) -> DeepSpeedPlan:
+    _refuse_fields_beside_file(environ, written)
+    decisions: list[Decision] = []
+    config, source, folder = read_config_file(written, None, _FILE, decisions)
+    config = _filled(config, block, decisions)
+    around: dict[str, Any] = dict(launched)
+    precision = environ.get(_PRECISION)
+    if precision is not None and not _is_default_precision(precision, config):
+        around["mixed_precision"] = precision
+    launch = read_launch(around, decisions)
+    plan = plan_from_mapping(config, source=source, folder=folder)
+    plan = attrs.evolve(plan, decisions=(*decisions, *plan.decisions, *_missing_folders(plan)))
+    return fill_from_launch(plan, launch)
+
+
+def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None:
+    fields = {name.strip() for name in environ.get(_FIELDS, "").split(",")}
+    beside = sorted(fields & (ZERO_IN_BLOCK | DEEPSPEED_IN_BLOCK | {"mixed_precision"}))
+    if beside:
+        raise PlanConflictError(
+            "accelerate refuses other settings of its own YAML beside the file:"
+            f" {', '.join(beside)}",
+            key=_FILE,
+            value=written,
+            fix="write them in the file, and remove them from the YAML",
+        )
+
+
+def _filled(
+    config: dict[str, Any], block: dict[str, str], decisions: list[Decision]
+) -> dict[str, Any]:
+    """Fill what the file leaves ``"auto"``; the file's own words stand, as in accelerate."""
+    config = copy.deepcopy(config)
+    for key, value in block.items():
+        node: Any = config
+        *parents, last = _PLACES[key]
+        for parent in parents:
+            node = node.get(parent) if isinstance(node, dict) else None
+        before = node.get(last) if isinstance(node, dict) else None
+        if isinstance(node, dict) and before == AUTO:
+            node[last] = value
+        path = ".".join(_PLACES[key])
+        if before == AUTO:
+            reason, severity = "the command line of `accelerate launch` says so", "note"
+        else:
+            reason = "accelerate takes this from the file alone and ignores its own command line"
+            severity = "warning"
+        if before == AUTO or str(before).lower() != value:
+            decisions.append(
+                Decision(
+                    key=path,
+                    before=AUTO if before == AUTO else value,
+                    after=value if before == AUTO else before,
+                    reason=reason,
+                    severity="note" if severity == "note" else "warning",
+                )
+            )
+    return config
+
+
+def _is_default_precision(precision: str, config: Mapping[str, Any]) -> bool:
+    """Whether "no" is only what accelerate sets when nobody asked, and the file has its own say."""
+    if precision.strip().lower() not in ("", "no"):
+        return False
+    sections = [config.get(name) for name in ("bf16", "bfloat16", "fp16")]
+    return not any(
+        section == AUTO or (isinstance(section, Mapping) and section.get("enabled") == AUTO)
+        for section in sections
+    )

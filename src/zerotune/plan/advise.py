@@ -1,0 +1,441 @@
+"""What advice consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from zerotune._util.sizes import format_size, parse_size
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, NothingFitsError
+from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.families import as_facts, model_family
+from zerotune.plan.memory.estimate import count, estimate_resolved, sides
+from zerotune.plan.memory.model import PLACES, EMAPlace, MemoryEstimate, Phase, Place, Workload
+from zerotune.plan.model import ModelFacts, is_number
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+    from zerotune.platform import Platform
+
+
+@attrs.frozen(kw_only=True)
+class Budget:
+    """What there is, in bytes."""
+
+    device: int
+    """Of each device."""
+    host: int
+    """RAM of one machine, for all its ranks."""
+    nvme: int = 0
+    """Disk space for swap files of one machine, for all its ranks; 0: none."""
+    reserve: float = 0.05
+    """Share of device and host memory that is kept free, for fragmentation and others."""
+
+    def usable(self, place: Place) -> int:
+        """Bytes a plan may need at most."""
+        if place == "nvme":
+            return self.nvme
+        return int((self.device if place == "device" else self.host) * (1 - self.reserve))
+
+
+@attrs.frozen(kw_only=True)
+class Candidate:
+    """One plan that was considered."""
+
+    title: str
+    """``"ZeRO-2, optimizer in host memory"``."""
+    plan: DeepSpeedPlan
+    estimate: MemoryEstimate
+    gradient_checkpointing: bool
+    fits: bool
+    shortfalls: Mapping[Place, int]
+    """Bytes over the budget, of the machine for host and NVMe; empty when it fits."""
+    reason: str
+    """Why it was chosen, comes later, or was rejected."""
+    activation_offload: bool = False
+    """Whether the inputs of recomputed blocks wait in host memory (``ActivationOffload``)."""
+
+
+@attrs.frozen(kw_only=True)
+class Advice:
+    """The lowest stage and least offload that fits. Made by ``DeepSpeedPlan.advise``."""
+
+    budget: Budget
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    """Everything considered, in order of preference."""
+
+    @property
+    def plan(self) -> DeepSpeedPlan:
+        """The advised plan."""
+        return self.chosen.plan
+
+    @property
+    def estimate(self) -> MemoryEstimate:
+        """What the advised plan needs."""
+        return self.chosen.estimate
+
+    @property
+    def resolved(self) -> ResolvedPlan:
+        """The advised plan, resolved for the machine that was described."""
+        return self.chosen.estimate.resolved
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether blocks are to be recomputed in the backward pass."""
+        return self.chosen.gradient_checkpointing
+
+    @property
+    def activation_offload(self) -> bool:
+        """Whether the inputs of recomputed blocks are to wait in host memory."""
+        return self.chosen.activation_offload
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What the advice says beside the plan itself."""
+        reason = f"{self.chosen.title}: {self.chosen.reason}"
+        return (
+            Decision(
+                key="gradient checkpointing",
+                before=None,
+                after=self.gradient_checkpointing,
+                reason=reason,
+            ),
+            Decision(
+                key="activation offload", before=None, after=self.activation_offload, reason=reason
+            ),
+        )
+
+    @property
+    def runners_up(self) -> tuple[Candidate, ...]:
+        """The others that fit, in order of preference."""
+        return tuple(one for one in self.candidates if one.fits and one is not self.chosen)
+
+    @property
+    def rejected(self) -> tuple[Candidate, ...]:
+        """Those that do not fit, in order of preference."""
+        return tuple(one for one in self.candidates if not one.fits)
+
+    @property
+    def headroom(self) -> dict[Place, int]:
+        """Bytes left of the budget, of each device and of the machine."""
+        needs = machine_needs(self.estimate)
+        return {
+            "device": self.budget.device - needs["device"],
+            "host": self.budget.host - needs["host"],
+            "nvme": self.budget.nvme - needs["nvme"],
+        }
+
+    def explain(self) -> str:
+        """What was chosen and why, what is left, and why the others were not."""
+        from zerotune.plan.text import explain_advice
+
+        return explain_advice(self)
+
+    def explain_markdown(self) -> str:
+        """The same as ``explain``, as Markdown."""
+        from zerotune.plan.text import markdown_advice
+
+        return markdown_advice(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data that JSON can hold; sizes in bytes."""
+        from zerotune.plan.text import advice_data
+
+        return advice_data(self)
+
+
+def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
+    """Bytes of one device, and of host RAM and NVMe for all ranks of one machine."""
+    ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
+    return {
+        "device": estimate.device,
+        "host": estimate.host * ranks,
+        "nvme": estimate.nvme * ranks,
+    }
+
+
+# -- The candidates in order of preference, and the first that fits.
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """Where everything lies."""
+
+    stage: int
+    optimizer: str = "none"
+    parameters: str = "none"
+    pinned: bool = True
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        places = {"cpu": "in host memory", "nvme": "on NVMe"}
+        words = [f"ZeRO-{self.stage}" if self.stage else "no partitioning"]
+        if self.optimizer == self.parameters != "none":
+            words.append(f"optimizer and parameters {places[self.optimizer]}")
+        else:
+            parts = {"optimizer": self.optimizer, "parameters": self.parameters}
+            words += [f"{part} {places[to]}" for part, to in parts.items() if to != "none"]
+        if not self.pinned:
+            words.append("not page-locked")
+        return ", ".join(words)
+
+
+LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
+    tuple(Layout(stage=stage) for stage in range(4)),
+    (Layout(stage=2, optimizer="cpu"), Layout(stage=3, optimizer="cpu")),
+    (
+        Layout(stage=2, optimizer="cpu", pinned=False),
+        Layout(stage=3, optimizer="cpu", pinned=False),
+    ),
+    (Layout(stage=3, optimizer="cpu", parameters="cpu"),),
+    (Layout(stage=3, optimizer="cpu", parameters="cpu", pinned=False),),
+    (Layout(stage=3, optimizer="nvme"),),
+    (Layout(stage=3, optimizer="nvme", parameters="cpu"),),
+    (Layout(stage=3, optimizer="nvme", parameters="nvme"),),
+)
+"""From least to most offload, each level in the order of stages. What leaves the device costs
+more time than what is partitioned, recomputing activations less than either."""
+
+ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
+"""Accelerators with memory of their own and streams to copy on."""
+
+_NAMES: Final[Mapping[Place, str]] = {
+    "device": "device memory",
+    "host": "host memory",
+    "nvme": "NVMe",
+}
+_MOMENTS: Final[Mapping[Phase, str]] = {
+    "initialization": "during set-up",
+    "forward and backward": "in the backward pass",
+    "optimizer step": "in the optimizer step",
+    "checkpoint": "while a checkpoint is written",
+}
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """What is to be trained, on what."""
+
+    model: ModelFacts
+    platform: Platform
+    budget: Budget
+    world_size: int
+    workload: Workload
+    options: Mapping[str, Any]
+    """Keywords of ``DeepSpeedPlan.build``."""
+
+
+def advise(
+    model: ModelFacts | str | Any,
+    *,
+    vram: int | str | None,
+    ram: int | str | None,
+    nvme: int | str,
+    batch: int,
+    resolution: int | tuple[int, int] | None,
+    world_size: int,
+    ema: EMAPlace,
+    frozen_bytes: int,
+    reserve: float,
+    platform: Platform | None,
+    options: Mapping[str, Any],
+) -> Advice:
+    """See ``DeepSpeedPlan.advise``."""
+    if resolution is None and isinstance(model, str):
+        resolution = model_family(model).resolution
+    height, width = sides(resolution)
+    device = None if vram is None else parse_size(vram, key="vram")
+    host = None if ram is None else parse_size(ram, key="ram")
+    platform = _machine(platform, device, host, world_size)
+    budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
+    return _first_that_fits(
+        Request(
+            model=as_facts(model),
+            platform=platform,
+            budget=budget,
+            world_size=world_size,
+            workload=Workload(
+                batch=count(batch, "batch"),
+                height=height,
+                width=width,
+                ema=ema,
+                frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
+            ),
+            options=options,
+        )
+    )
+
+
+def _machine(
+    platform: Platform | None, device: int | None, host: int | None, world_size: int
+) -> Platform:
+    from zerotune.platform import Platform, detect_platform
+
+    if platform is not None:
+        return platform
+    if device is not None and host is not None:
+        return Platform.synthetic("cuda", vram=device, ram=host, device_count=world_size)
+    return detect_platform(log=False)
+
+
+def _budget(
+    platform: Platform, device: int | None, host: int | None, *, nvme: int, reserve: float
+) -> Budget:
+    if not is_number(reserve) or not 0 <= reserve < 1:
+        raise InvalidValueError(
+            "is not a share of the memory", key="reserve", value=reserve, fix="write 0.05 for 5 %"
+        )
+    if device is None:
+        device = min((one.total_memory for one in platform.devices), default=0)
+    if host is None:
+        host = platform.host_memory.limit
+    return Budget(device=device, host=host, nvme=nvme, reserve=float(reserve))
+
+
+def _first_that_fits(request: Request) -> Advice:
+    candidates = list(_candidates(request))
+    fitting = [one for one in candidates if one.fits]
+    if not fitting:
+        raise _nothing_fits(request, candidates)
+    first = fitting[0]
+    chosen = attrs.evolve(first, reason="the least offload and the lowest stage that fits")
+    listed = tuple(chosen if one is first else one for one in candidates)
+    return Advice(budget=request.budget, chosen=chosen, candidates=listed)
+
+
+def _candidates(request: Request) -> Iterator[Candidate]:
+    choices = [
+        attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
+        for recomputed, away in _activations(request)
+    ]
+    for level in LEVELS:
+        plans = [_resolved(request, layout) for layout in level if _sensible(request, layout)]
+        for work in choices:
+            for layout, plan, resolved in plans:
+                yield _judged(request, layout, plan, estimate_resolved(resolved, work))
+
+
+def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
+    """Whether blocks are recomputed, and their inputs offloaded: what costs least time first."""
+    yield False, False
+    known = request.model.activations
+    if known is None or known.checkpointed is None or request.workload.height is None:
+        return
+    yield True, False
+    if known.offloaded is not None and request.platform.accelerator in ACTIVATION_OFFLOAD:
+        yield True, True
+
+
+def _sensible(request: Request, layout: Layout) -> bool:
+    # The CPU accelerator has no memory of its own to spare, and nothing to pin.
+    if request.platform.accelerator == "cpu":
+        return layout.pinned and layout.parameters != "cpu" and layout.optimizer != "cpu"
+    return True
+
+
+def _resolved(request: Request, layout: Layout) -> tuple[Layout, DeepSpeedPlan, ResolvedPlan]:
+    from zerotune.plan.api import DeepSpeedPlan
+
+    plan = DeepSpeedPlan.build(
+        stage=layout.stage,
+        offload=layout.optimizer,
+        offload_param=layout.parameters,
+        micro_batch_size=request.workload.batch,
+        **request.options,
+    )
+    if not layout.pinned:
+        plan = _unpinned(plan)
+    resolved = plan.resolve(
+        platform=request.platform, model=request.model, world_size=request.world_size
+    )
+    return layout, plan, resolved
+
+
+def _unpinned(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    zero = plan.zero_optimization
+    if zero is None:
+        return plan
+    for part in ("offload_optimizer", "offload_param"):
+        section = getattr(zero, part)
+        if section is not None:
+            zero = attrs.evolve(zero, **{part: attrs.evolve(section, pin_memory=False)})
+    return attrs.evolve(plan, zero_optimization=zero)
+
+
+def _judged(
+    request: Request,
+    layout: Layout,
+    plan: DeepSpeedPlan,
+    estimate: MemoryEstimate,
+) -> Candidate:
+    needs = machine_needs(estimate)
+    shortfalls: dict[Place, int] = {
+        place: needs[place] - request.budget.usable(place)
+        for place in PLACES
+        if needs[place] > request.budget.usable(place)
+    }
+    reason = (
+        "; ".join(_why_not(estimate, place) for place in shortfalls)
+        or "fits too, but gives up more than is needed"
+    )
+    return Candidate(
+        title=layout.title,
+        plan=plan,
+        estimate=estimate,
+        gradient_checkpointing=estimate.workload.gradient_checkpointing,
+        activation_offload=estimate.workload.activation_offload,
+        fits=not shortfalls,
+        shortfalls=shortfalls,
+        reason=reason,
+    )
+
+
+def _why_not(estimate: MemoryEstimate, place: Place) -> str:
+    peak = estimate.peak(place)
+    largest = " and ".join(
+        f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]
+    )
+    return f"{_NAMES[place]} is needed most {_MOMENTS[peak.phase]}, for {largest}"
+
+
+def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
+    def distance(one: Candidate) -> float:
+        return sum(
+            over / max(request.budget.usable(place), 2**30)
+            for place, over in one.shortfalls.items()
+        )
+
+    nearest = min(candidates, key=distance)
+    needs = machine_needs(nearest.estimate)
+    missing = ", ".join(
+        f"{format_size(over)} of {_NAMES[place]}" for place, over in nearest.shortfalls.items()
+    )
+    enough = ", ".join(
+        f"{format_size(int(needs[place] / (1 - request.budget.reserve)))} of {_NAMES[place]}"
+        for place in nearest.shortfalls
+    )
+    smaller = " a smaller batch or resolution," if request.workload.batch > 1 else ""
+    return NothingFitsError(
+        f"no plan fits; nearest is {nearest.title}, which lacks {missing}",
+        nearest=nearest,
+        key="memory",
+        value=f"{format_size(request.budget.device)} device,"
+        f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
+        fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need"
+        + _smaller_states(request, nearest),
+    )
+
+
+def _smaller_states(request: Request, nearest: Candidate) -> str:
+    resolved = nearest.estimate.resolved
+    written = resolved.plan.optimizer
+    adam = written is None or str(written.type).lower() == "adamw"
+    if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adam:
+        return ""
+    saved = format_size(4 * request.model.trainable_numel)
+    return f"; optimizer='AdamWBF16States' takes {saved} less of host memory"

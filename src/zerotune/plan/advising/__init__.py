@@ -1,1 +1,0 @@
-"""Which plan fits: candidates in order of preference, costed and compared with what there is."""

@@ -1,0 +1,211 @@
+"""What differs between two plans, as a value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+import attrs
+
+from zerotune.errors import InvalidValueError
+from zerotune.plan.model import join
+from zerotune.plan.resolve import written
+from zerotune.plan.text import Code, cell, table
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+    from zerotune.plan.model import OptimizerChoice, SchedulerChoice
+
+
+ChangeKind = Literal["added", "removed", "changed"]
+KINDS: Final[tuple[ChangeKind, ...]] = get_args(ChangeKind)
+
+_LONGEST: Final = 100
+_SIGNS: Final[Mapping[ChangeKind, str]] = {"added": "+", "removed": "-", "changed": "~"}
+
+
+@attrs.frozen(kw_only=True)
+class Change:
+    """One setting that is not the same in both plans."""
+
+    key: str
+    """Path of the setting (``"zero_optimization.stage"``)."""
+    kind: ChangeKind
+    before: Any = None
+    """The value in the first plan; ``None`` when added."""
+    after: Any = None
+    """The value in the second plan; ``None`` when removed."""
+
+    def __str__(self) -> str:
+        values = {
+            "added": _short(self.after),
+            "removed": _short(self.before),
+            "changed": f"{_short(self.before)} -> {_short(self.after)}",
+        }
+        return f"{_SIGNS[self.kind]} {self.key}: {values[self.kind]}"
+
+
+@attrs.frozen(kw_only=True)
+class PlanDifference:
+    """What changes on the way from one plan to another. Made by ``diff``; false when nothing."""
+
+    before: str
+    """Where the first plan came from."""
+    after: str
+    """Where the second plan came from."""
+    changes: tuple[Change, ...] = ()
+    """Every setting that differs, in the order of the keys."""
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def explain(self) -> str:
+        """The differences as text, one line each: ``+`` added, ``-`` removed, ``~`` changed."""
+        return "\n".join([self._title, *(f"  {change}" for change in self.changes)])
+
+    def markdown(self) -> str:
+        """The differences as a Markdown table."""
+        rows = [
+            (
+                Code(change.key),
+                change.kind,
+                Code("" if change.kind == "added" else _short(change.before)),
+                Code("" if change.kind == "removed" else _short(change.after)),
+            )
+            for change in self.changes
+        ]
+        parts = [f"# {cell(self._title)}"]
+        if rows:
+            parts.append(table(("setting", "", "before", "after"), rows))
+        return "\n\n".join(parts) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences as plain data that JSON can hold."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "changes": [_change_data(change) for change in self.changes],
+        }
+
+    @property
+    def _title(self) -> str:
+        count = len(self.changes)
+        counted = {0: "no difference", 1: "1 difference"}.get(count, f"{count} differences")
+        return f"{self.before} -> {self.after}: {counted}"
+
+
+def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
+    """What the second plan says otherwise; equal plans have no difference.
+
+    Raises:
+        InvalidValueError: ``after`` is not a ``DeepSpeedPlan``.
+    """
+    _check_kind(before, after)
+    return PlanDifference(
+        before=before.source,
+        after=after.source,
+        changes=_compare_all(_plan_settings(before), _plan_settings(after)),
+    )
+
+
+def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
+    """What will run otherwise: the rendered configuration, the engine, optimizer and schedule.
+
+    Reasons are not compared. Neither plan need be complete.
+
+    Raises:
+        InvalidValueError: ``after`` is not a ``ResolvedPlan``.
+    """
+    _check_kind(before, after)
+    return PlanDifference(
+        before=before.requested.source,
+        after=after.requested.source,
+        changes=_compare_all(_resolved_settings(before), _resolved_settings(after)),
+    )
+
+
+def _check_kind(before: object, after: object) -> None:
+    if type(before) is not type(after):
+        name = type(before).__name__
+        raise InvalidValueError(
+            f"can only be compared with a {name}",
+            key="other",
+            value=type(after).__name__,
+            fix=f"pass a {name}: plans become resolved plans by resolve()",
+        )
+
+
+def _plan_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
+    settings = plan.to_dict()
+    if plan.launch is not None:
+        settings["launch"] = plan.launch.to_dict()
+    return settings
+
+
+def _resolved_settings(resolved: ResolvedPlan) -> dict[str, Any]:
+    settings = written(resolved)
+    settings["world_size"] = resolved.world_size
+    settings["uses_deepspeed"] = resolved.uses_deepspeed
+    settings["precision"] = resolved.precision
+    # The rendered configuration lacks what the engine builds itself.
+    for name, choice in (("optimizer", resolved.optimizer), ("scheduler", resolved.scheduler)):
+        if choice is not None:
+            settings[name] = {**settings.get(name, {}), **_choice_settings(choice)}
+    return settings
+
+
+def _choice_settings(choice: OptimizerChoice | SchedulerChoice) -> dict[str, Any]:
+    data = attrs.asdict(choice, filter=lambda _, value: value is not None)
+    groups = {group.pop("name"): group for group in data.pop("groups", ())}
+    return {"type": data.pop("name"), **data, **({"groups": groups} if groups else {})}
+
+
+def _compare_all(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[Change, ...]:
+    return tuple(_compare(before, after, ""))
+
+
+def _compare(before: Mapping[str, Any], after: Mapping[str, Any], path: str) -> Iterator[Change]:
+    for name in [*before, *(key for key in after if key not in before)]:
+        key = join(path, str(name))
+        if name not in after:
+            yield from _leaves(before[name], key, "removed")
+        elif name not in before:
+            yield from _leaves(after[name], key, "added")
+        elif isinstance(before[name], Mapping) and isinstance(after[name], Mapping):
+            yield from _compare(before[name], after[name], key)
+        elif before[name] != after[name]:
+            yield Change(key=key, kind="changed", before=before[name], after=after[name])
+
+
+def _leaves(value: Any, key: str, kind: ChangeKind) -> Iterator[Change]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(item, join(key, str(name)), kind)
+    elif kind == "added":
+        yield Change(key=key, kind=kind, after=value)
+    else:
+        yield Change(key=key, kind=kind, before=value)
+
+
+def _change_data(change: Change) -> dict[str, Any]:
+    data: dict[str, Any] = {"key": change.key, "kind": change.kind}
+    # Without the side that is not there: null is a value in a configuration.
+    if change.kind != "added":
+        data["before"] = _plain(change.before)
+    if change.kind != "removed":
+        data["after"] = _plain(change.after)
+    return data
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(_text(value))
+
+
+def _short(value: Any) -> str:
+    text = _text(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=repr)

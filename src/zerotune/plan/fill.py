@@ -1,0 +1,859 @@
+"""The batch triple: train batch = micro batch x accumulation x world size."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import attrs
+
+from zerotune.decisions import Decision, Severity
+from zerotune.errors import InvalidValueError, PlanConflictError
+from zerotune.plan import sizing
+from zerotune.plan.model import (
+    AUTO,
+    PRECISION_SYNONYMS,
+    PRECISIONS,
+    AioSection,
+    Bf16Section,
+    Choice,
+    Fp16Section,
+    ModelFacts,
+    OffloadSection,
+    ParameterFacts,
+    RunFacts,
+    Section,
+    ZeroSection,
+    evolved,
+    join,
+)
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.platform import Platform
+
+
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
+
+_MOST_LISTED = 8
+_MOST_RANKS = 1024
+
+
+@attrs.frozen(kw_only=True)
+class Batch:
+    """A solved triple, in samples per optimizer step, samples per pass and rank, and passes."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+class _Partial(NamedTuple):
+    train: int | None
+    micro: int | None
+    accumulation: int | None
+
+
+def solve_batch(
+    plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
+) -> tuple[Batch, list[Decision]]:
+    """Solve the batch triple of ``plan`` at ``world_size``.
+
+    Written numbers always stand. Missing ones come from the others, then from ``run``, then
+    from the launcher's file; with nothing at all the micro batch is 1.
+
+    Raises:
+        PlanConflictError: The written numbers contradict each other at this world size.
+    """
+    decisions: list[Decision] = []
+    known = _Partial(
+        _number(plan.train_batch_size),
+        _number(plan.train_micro_batch_size_per_gpu),
+        _number(plan.gradient_accumulation_steps),
+    )
+    if known.train is None:
+        batch = _solve_without_train(plan, run, world_size, known, decisions)
+    elif known.micro is not None and known.accumulation is not None:
+        batch = Batch(train=known.train, micro=known.micro, accumulation=known.accumulation)
+        if batch.train != batch.micro * batch.accumulation * world_size:
+            raise contradiction(batch.train, batch.micro, batch.accumulation, world_size)
+    else:
+        batch = _solve_from_train(plan, run, world_size, known, decisions)
+    decisions.extend(_overruled(batch, run))
+    return batch, decisions
+
+
+def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
+    """The error for three written numbers that do not fit one world size."""
+    valid, rest = divmod(train, micro * accumulation)
+    holds = (
+        f"these three numbers hold at world size {valid}"
+        if rest == 0 and valid > 0
+        else "these three numbers hold at no world size"
+    )
+    changes = [f"{TRAIN} = {micro * accumulation * world_size}"]
+    if train % (micro * world_size) == 0:
+        changes.append(f"{ACCUMULATION} = {train // (micro * world_size)}")
+    if train % (accumulation * world_size) == 0:
+        changes.append(f"{MICRO} = {train // (accumulation * world_size)}")
+    return PlanConflictError(
+        f"{train} != {micro} ({MICRO}) x {accumulation} ({ACCUMULATION}) x {world_size}"
+        f" (world size); {holds}",
+        key=TRAIN,
+        value=train,
+        fix=f"at world size {world_size} write {' or '.join(changes)},"
+        f' or leave one of the three out or "{AUTO}"',
+    )
+
+
+def _solve_without_train(
+    plan: DeepSpeedPlan,
+    run: RunFacts,
+    world_size: int,
+    known: _Partial,
+    decisions: list[Decision],
+) -> Batch:
+    _, micro, accumulation = known
+    if micro is None:
+        micro, reason = _first((run.micro_batch_size, "the run says so"), default=1)
+        decisions.append(_filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason))
+    if accumulation is None:
+        accumulation = _fill_accumulation(plan, run, decisions)
+    train = micro * accumulation * world_size
+    reason = f"micro batch {micro} x accumulation {accumulation} x world size {world_size}"
+    decisions.append(_filled(TRAIN, plan.train_batch_size, train, reason))
+    return Batch(train=train, micro=micro, accumulation=accumulation)
+
+
+def _solve_from_train(
+    plan: DeepSpeedPlan,
+    run: RunFacts,
+    world_size: int,
+    known: _Partial,
+    decisions: list[Decision],
+) -> Batch:
+    train, micro, accumulation = known.train or 0, known.micro, known.accumulation
+    if micro is None and accumulation is None:
+        micro = run.micro_batch_size
+        if micro is None:
+            accumulation = _fill_accumulation(plan, run, decisions)
+        else:
+            written = plan.train_micro_batch_size_per_gpu
+            decisions.append(_filled(MICRO, written, micro, "the run says so"))
+    if micro is not None:
+        accumulation = _divide(train, micro, MICRO, ACCUMULATION, world_size)
+        key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
+        by = f"micro batch {micro}"
+    else:
+        accumulation = accumulation or 1
+        micro = _divide(train, accumulation, ACCUMULATION, MICRO, world_size)
+        key, written, solved = MICRO, plan.train_micro_batch_size_per_gpu, micro
+        by = f"accumulation {accumulation}"
+    reason = f"train batch {train} / ({by} x world size {world_size})"
+    decisions.append(_filled(key, written, solved, reason))
+    return Batch(train=train, micro=micro, accumulation=accumulation)
+
+
+def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int) -> int:
+    quotient, rest = divmod(train, known * world_size)
+    if rest == 0 and quotient > 0:
+        return quotient
+    per_rank, uneven = divmod(train, known)
+    valid = (
+        [] if uneven else [n for n in range(1, min(per_rank, _MOST_RANKS) + 1) if per_rank % n == 0]
+    )
+    listed = ", ".join(str(n) for n in valid[:_MOST_LISTED])
+    holds = f"it can at world size {listed}" if valid else "it can at no world size"
+    below = max(1, train // (known * world_size)) * known * world_size
+    raise PlanConflictError(
+        f"{train} cannot be shared evenly by {known} ({known_key}) x {world_size} (world size);"
+        f" {holds}",
+        key=TRAIN,
+        value=train,
+        fix=f"at world size {world_size} write a multiple of {known * world_size}, such as"
+        f" {below}, or change {known_key} or {wanted}",
+    )
+
+
+def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, decisions: list[Decision]) -> int:
+    launched = plan.launch.gradient_accumulation_steps if plan.launch else None
+    value, reason = _first(
+        (run.gradient_accumulation_steps, "the run says so"),
+        (_number(launched), "the launcher's file says so"),
+        default=1,
+    )
+    decisions.append(_filled(ACCUMULATION, plan.gradient_accumulation_steps, value, reason))
+    return value
+
+
+def _first(*sources: tuple[int | None, str], default: int) -> tuple[int, str]:
+    for value, reason in sources:
+        if value is not None:
+            return value, reason
+    return default, "nothing says otherwise"
+
+
+def _overruled(batch: Batch, run: RunFacts) -> list[Decision]:
+    pairs = (
+        (MICRO, run.micro_batch_size, batch.micro),
+        (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
+    )
+    return [
+        Decision(
+            key=key,
+            before=asked,
+            after=used,
+            reason="the configuration's own numbers stand before those of the run",
+            severity="warning",
+        )
+        for key, asked, used in pairs
+        if asked is not None and asked != used
+    ]
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None or value == AUTO else int(value)
+
+
+def _filled(key: str, before: Any, after: int, reason: str) -> Decision:
+    return Decision(key=key, before=before, after=after, reason=reason)
+
+
+# -- Which precision trains: what was asked, and what the platform can do.
+
+
+_RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
+
+
+def decide_precision(
+    plan: DeepSpeedPlan, *, run: RunFacts, platform: Platform
+) -> tuple[str, list[Decision]]:
+    """The precision that trains: ``"bf16"``, ``"fp16"`` or ``"fp32"``, and why.
+
+    What the configuration enables stands. ``"auto"`` is filled from the run, then from the
+    launcher's file, then from the platform: bf16 where the hardware computes in it, else fp32;
+    fp16 only when asked, because it needs loss scaling.
+
+    Raises:
+        InvalidValueError: ``run.mixed_precision`` is not a precision.
+        PlanConflictError: The platform cannot compute in the precision asked for.
+    """
+    written = _written(plan)
+    launched = plan.launch.mixed_precision if plan.launch else None
+    decisions: list[Decision] = []
+    enabled = next((name for name, state in written.items() if state is True), None)
+    for asked, who in ((_asked_by_run(run), "run"), (launched, "launcher's file")):
+        if asked in (None, AUTO) or asked == enabled:
+            continue
+        if enabled is not None or written.get(asked) is False:
+            decisions.append(_precision_overruled(asked, enabled or "fp32", who))
+            continue
+        decisions.append(_chosen(asked, f"the {who} asks for it"))
+        return _adapt(asked, who, platform, decisions), decisions
+    if enabled is not None:
+        return _adapt(enabled, "configuration", platform, decisions), decisions
+    if AUTO not in (*written.values(), launched, run.mixed_precision):
+        decisions.append(_chosen("fp32", "no precision is on, which DeepSpeed reads as fp32"))
+        return "fp32", decisions
+    allowed = written["bf16"] is not False
+    best = "bf16" if allowed and platform.bf16 and platform.native_bf16 else "fp32"
+    reason = _what_it_computes(platform) if allowed else "the configuration switches bf16 off"
+    decisions.append(_chosen(best, reason))
+    return best, decisions
+
+
+def _what_it_computes(platform: Platform) -> str:
+    who = f"this platform ({platform.accelerator})"
+    if platform.bf16 and not platform.native_bf16:
+        # Forward and backward of one layer on an AVX2 core: linear 9.5, convolution 45 times.
+        return (
+            f"{who} has no bf16 arithmetic (AVX512_BF16, AMX) and would emulate it, many times"
+            " slower than fp32; write bf16.enabled = true to rehearse bf16"
+        )
+    return f"{who} {'can' if platform.bf16 else 'cannot'} compute in bf16"
+
+
+def fill_precision(
+    plan: DeepSpeedPlan, precision: str, filler: Filler
+) -> tuple[Bf16Section, Fp16Section]:
+    """The ``bf16`` and ``fp16`` sections, every key explicit."""
+    bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
+    fp16 = attrs.evolve(plan.fp16 or Fp16Section(), enabled=precision == "fp16")
+    for name in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        bf16 = _quiet_fill(bf16, "bf16", name, False, filler)
+    bf16 = _quiet_fill(bf16, "bf16", "check_grad_overflow", True, filler)
+    for name, value in _FP16_DEFAULTS.items():
+        fp16 = _quiet_fill(fp16, "fp16", name, value, filler)
+    return bf16, fp16
+
+
+_FP16_DEFAULTS: dict[str, Any] = {
+    "auto_cast": False,
+    "loss_scale": 0.0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+    "fp16_master_weights_and_grads": False,
+}
+
+
+def _quiet_fill(section: Any, path: str, name: str, value: Any, filler: Filler) -> Any:
+    # The keys of a precision that is off are written too, but nobody needs to read why.
+    if section.enabled:
+        return filler.fill(section, path, name, value)
+    if getattr(section, name) in (None, AUTO):
+        return attrs.evolve(section, **{name: value})
+    return section
+
+
+def _asked_by_run(run: RunFacts) -> str | None:
+    if run.mixed_precision is None:
+        return None
+    return str(_RUN_KIND.read(run.mixed_precision, "run.mixed_precision")[0])
+
+
+def _written(plan: DeepSpeedPlan) -> dict[str, Any]:
+    return {
+        "bf16": plan.bf16.enabled if plan.bf16 else None,
+        "fp16": plan.fp16.enabled if plan.fp16 else None,
+    }
+
+
+def _precision_overruled(asked: str, used: str, who: str) -> Decision:
+    return Decision(
+        key="precision",
+        before=asked,
+        after=used,
+        reason=f"the configuration's own precision stands before that of the {who}",
+        severity="warning",
+    )
+
+
+def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decision]) -> str:
+    works = {"bf16": platform.bf16, "fp16": platform.fp16, "fp32": True}
+    if works[precision]:
+        return precision
+    if precision == "fp16" and platform.accelerator == "cpu" and platform.bf16:
+        # A CPU run is a rehearsal of a GPU configuration: bf16 takes the same memory, and
+        # DeepSpeed's CPU accelerator refuses fp16 outright.
+        decisions.append(
+            Decision(
+                key="fp16.enabled",
+                before=True,
+                after=False,
+                reason="DeepSpeed's CPU accelerator has no fp16 on this machine; bf16 is used,"
+                " which takes the same memory and needs no loss scaling",
+                severity="warning",
+            )
+        )
+        return "bf16"
+    possible = [name for name, can in works.items() if can]
+    raise PlanConflictError(
+        f"the {who} asks for it, but this platform ({platform.accelerator}) cannot compute in it",
+        key=f"{precision}.enabled",
+        value=True,
+        fix=f'use {" or ".join(possible)}, or write "{AUTO}"',
+    )
+
+
+def _chosen(precision: str, reason: str) -> Decision:
+    return Decision(key="precision", before=None, after=precision, reason=reason)
+
+
+# -- Swap pools for NVMe offload, sized from what they have to hold.
+
+
+OPTIMIZER_BUFFERS = 4
+"""Master weight, gradient and Adam's two moments are resident together."""
+_AIO_BLOCK = 1_048_576
+
+
+def swaps_parameters(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> bool:
+    """Whether any parameter really leaves host memory."""
+    section = zero.offload_param
+    if section is None or section.device != "nvme":
+        return False
+    stay = _swapping_number(section.max_in_cpu)
+    swapping = _swapping(filler, aio)
+    return stay == 0 if swapping is None else swapping.happens(stay)
+
+
+def without_lossy_swapping(
+    zero: ZeroSection, filler: Filler, aio: AioSection | None
+) -> ZeroSection:
+    """``zero`` with fp32 parameters kept off NVMe where DeepSpeed would round them to bf16.
+
+    Read and measured in DeepSpeed 0.19.8: on an accelerator without fp16 ``zero.Init`` swaps
+    through bf16 buffers whatever the model's type is (``_set_dtype`` lacks parentheses). The
+    forward pass then fails, or, with ``max_in_cpu``, trains on rounded weights in silence.
+    """
+    section = zero.offload_param
+    if section is None or section.device != "nvme":
+        return zero
+    swapping = _swapping(filler, aio)
+    if filler.precision != "fp32" or filler.platform.fp16:
+        return zero
+    if swapping is not None and swapping.largest is None:
+        return zero
+    kept = filler.force(
+        section,
+        "zero_optimization.offload_param",
+        "device",
+        "cpu",
+        "DeepSpeed 0.19.8 swaps fp32 parameters to NVMe as bf16 on an accelerator without fp16,"
+        " which would lose precision; they wait in host memory instead",
+        severity="warning",
+    )
+    return attrs.evolve(zero, offload_param=kept)
+
+
+def without_prefetch(zero: ZeroSection, filler: Filler) -> ZeroSection:
+    """``zero`` with nothing fetched ahead.
+
+    Measured with DeepSpeed 0.19.8 (``__prefetch_nvme_param_partitions``): where the forward
+    pass turns into the backward pass the last layer is queued twice, and the second step fails
+    with "already assigned swap buffer", or the pool runs out ("Not enough buffers").
+    """
+    return filler.force(
+        zero,
+        "zero_optimization",
+        "stage3_prefetch_bucket_size",
+        0,
+        "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe (a layer is queued"
+        " twice at the turn to the backward pass)",
+        severity="note" if zero.stage3_prefetch_bucket_size in (None, AUTO) else "warning",
+    )
+
+
+def fill_nvme_param(
+    section: OffloadSection,
+    path: str,
+    filler: Filler,
+    zero: ZeroSection,
+    aio: AioSection | None,
+) -> OffloadSection:
+    """Every key of ``offload_param`` on NVMe.
+
+    Raises:
+        InvalidValueError: The written ``buffer_size`` cannot hold what DeepSpeed puts there.
+    """
+    swapping = _swapping(filler, aio)
+    need, what = _buffer_need(swapping, zero)
+    written = section.buffer_size
+    if isinstance(written, int) and written < need:
+        raise InvalidValueError(
+            f"counts elements and must hold {what} = {need} elements",
+            key=f"{path}.buffer_size",
+            value=written,
+            fix=f'write at least {need}, or "{AUTO}"',
+        )
+    size, why = (need, f"elements of {what}") if need else _default_size(swapping)
+    section = filler.fill(section, path, "buffer_size", size, why)
+    section = filler.fill(
+        section,
+        path,
+        "buffer_count",
+        swapping.buffers if swapping else sizing.PARAM_BUFFERS,
+        "one for each parameter resident at once, and two to spare",
+    )
+    section = filler.fill(
+        section,
+        path,
+        "max_in_cpu",
+        0,
+        "NVMe was asked for; with DeepSpeed's 1e9 a smaller model never leaves host memory",
+    )
+    return _without_auto_path(section, path, filler)
+
+
+def fill_nvme_optimizer(
+    section: OffloadSection,
+    path: str,
+    filler: Filler,
+    _zero: ZeroSection,
+    _aio: AioSection | None,
+) -> OffloadSection:
+    """Every key of ``offload_optimizer`` on NVMe."""
+    for name in ("pipeline_read", "pipeline_write", "fast_init"):
+        section = filler.fill(section, path, name, False)
+    why = "weight, gradient and two moments of each sub-group that is resident at once"
+    section = filler.fill(section, path, "buffer_count", optimizer_buffers(section), why)
+    return _without_auto_path(section, path, filler)
+
+
+def optimizer_buffers(section: OffloadSection) -> int:
+    """Buffers an Adam optimizer needs with several sub-groups.
+
+    Measured with DeepSpeed 0.19.8: 8 are enough for reading ahead, and fail with writing back
+    as well, where 12 are enough.
+    """
+    overlapped = (section.pipeline_read is True) + (section.pipeline_write is True)
+    return OPTIMIZER_BUFFERS * (1 + overlapped)
+
+
+def _swapping(filler: Filler, aio: AioSection | None) -> sizing.Swapping | None:
+    if filler.model is None:
+        return None
+    written = aio.block_size if aio else None
+    return sizing.Swapping(
+        model=filler.model,
+        world_size=filler.world_size,
+        element_bytes=filler.element_bytes,
+        block_bytes=_swapping_number(written) or _AIO_BLOCK,
+    )
+
+
+def _buffer_need(swapping: sizing.Swapping | None, zero: ZeroSection) -> tuple[int, str]:
+    """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
+    largest = swapping.largest if swapping else None
+    if swapping is None or largest is None:
+        return 0, ""
+    part = sizing.partition(largest, swapping.world_size)
+    what = f"the largest partition, {_describe(largest, swapping.world_size)}"
+    optimizer = zero.offload_optimizer
+    if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
+        return part, what
+    group = sizing.largest_sub_group(
+        swapping.model, swapping.world_size, _swapping_number(zero.sub_group_size)
+    )
+    return max(part, group), (
+        "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
+        f" (sub_group_size {zero.sub_group_size}) through these buffers"
+    )
+
+
+def _default_size(swapping: sizing.Swapping | None) -> tuple[int, str]:
+    if swapping is None:
+        return sizing.PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
+    parts = (sizing.partition(p, swapping.world_size) for p in swapping.model.parameters)
+    why = "elements; no parameter of this model is large enough to leave host memory"
+    return max(1, *parts, 1), why
+
+
+def _describe(parameter: ParameterFacts, world_size: int) -> str:
+    shape = " x ".join(str(size) for size in parameter.shape) or "a scalar"
+    shared = f" shared by {world_size} ranks" if world_size > 1 else ""
+    return f"{parameter.name} ({shape}){shared}"
+
+
+def _without_auto_path(section: OffloadSection, path: str, filler: Filler) -> OffloadSection:
+    if section.nvme_path == AUTO:
+        return filler.drop(section, path, "nvme_path", "a leased folder will be used")
+    return section
+
+
+def _swapping_number(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+# -- Every behaviour key of ``zero_optimization`` and ``aio``, written explicitly.
+#
+# DeepSpeed's defaults move between releases, so what is left out here would depend on the
+# version installed. A value the user wrote always stands, unless the platform cannot take it.
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+DEEPSPEED_DEFAULT = "the default of DeepSpeed 0.19.8, written because defaults move"
+
+_ALL = (1, 2, 3)
+_LOW = (1, 2)
+_HIGH = (3,)
+
+
+@attrs.define(kw_only=True)
+class Filler:
+    """What filling needs to know, and the decisions it makes."""
+
+    stage: int
+    platform: Platform
+    model: ModelFacts | None
+    world_size: int
+    precision: str
+    decisions: list[Decision] = attrs.field(factory=list)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of the model's own precision."""
+        return 4 if self.precision == "fp32" else 2
+
+    def fill(
+        self,
+        section: SectionT,
+        path: str,
+        name: str,
+        chosen: Any,
+        reason: str = DEEPSPEED_DEFAULT,
+    ) -> SectionT:
+        """Set ``name`` unless the user did; record it."""
+        written = getattr(section, name)
+        if written is not None and written != AUTO:
+            return section
+        self.note(join(path, name), written, chosen, reason)
+        return evolved(section, **{name: chosen})
+
+    def force(
+        self,
+        section: SectionT,
+        path: str,
+        name: str,
+        value: Any,
+        reason: str,
+        *,
+        severity: Severity = "note",
+    ) -> SectionT:
+        """Set ``name`` whatever the user wrote, because it cannot run otherwise; record it."""
+        written = getattr(section, name)
+        if written == value:
+            return section
+        self.note(join(path, name), written, value, reason, severity=severity)
+        return evolved(section, **{name: value})
+
+    def drop(
+        self, section: SectionT, path: str, name: str, reason: str, *, severity: Severity = "note"
+    ) -> SectionT:
+        """Leave out a key that has no effect; record it."""
+        written = getattr(section, name)
+        if written is None:
+            return section
+        before = written.to_dict() if isinstance(written, Section) else written
+        self.note(join(path, name), before, None, reason, severity=severity)
+        return evolved(section, **{name: None})
+
+    def note(
+        self, key: str, before: Any, after: Any, reason: str, *, severity: Severity = "note"
+    ) -> None:
+        """Record one decision."""
+        self.decisions.append(
+            Decision(key=key, before=before, after=after, reason=reason, severity=severity)
+        )
+
+
+_Choose = Callable[[Filler, ZeroSection], tuple[Any, str]]
+
+
+def _constant(value: Any) -> _Choose:
+    return lambda _filler, _zero: (value, DEEPSPEED_DEFAULT)
+
+
+def _sized(what: Callable[[ModelFacts | None], int], why: str) -> _Choose:
+    def choose(filler: Filler, _zero: ZeroSection) -> tuple[int, str]:
+        known = "" if filler.model else "; no model was given, so a general size"
+        return what(filler.model), why + known
+
+    return choose
+
+
+def _overlap(filler: Filler, zero: ZeroSection) -> tuple[bool, str]:
+    if filler.platform.accelerator == "cpu":
+        return False, "the CPU accelerator has no streams to overlap"
+    offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+    if filler.stage == 3 or offloads:
+        return True, "without it gradients leave the device on the stream that computes"
+    return False, "doubles the bucket, and gains only where gradients travel"
+
+
+def _persistence(filler: Filler, _zero: ZeroSection) -> tuple[int, str]:
+    threshold, persistent = sizing.persistence_threshold(filler.model)
+    model = filler.model
+    if model is None:
+        return threshold, "no model was given; leaves biases and norms unpartitioned"
+    share = persistent / model.numel if model.numel else 0.0
+    return threshold, (
+        f"leaves {persistent:,} of {model.numel:,} elements ({share:.2%}) unpartitioned,"
+        f" at most {sizing.PERSISTENT_SHARE:.0%}"
+    )
+
+
+def _sub_group(_filler: Filler, zero: ZeroSection) -> tuple[int, str]:
+    if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme":
+        return sizing.SUB_GROUP_NVME, "the swap pool pins several buffers of the largest sub-group"
+    return sizing.SUB_GROUP, "bounds the temporaries of the optimizer step"
+
+
+def _gather(_filler: Filler, _zero: ZeroSection) -> tuple[bool, str]:
+    return False, "zerotune exports without gathering; " + DEEPSPEED_DEFAULT
+
+
+_BUCKET_WHY = "holds the largest tensor, and no more than the trainable model needs"
+
+_CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
+    "overlap_comm": (_ALL, _overlap),
+    "contiguous_gradients": (_ALL, _constant(True)),
+    "reduce_scatter": (_ALL, _constant(True)),
+    "reduce_bucket_size": (_ALL, _sized(sizing.reduce_bucket, _BUCKET_WHY)),
+    "allgather_partitions": (_LOW, _constant(True)),
+    "allgather_bucket_size": (_LOW, _sized(sizing.allgather_bucket, _BUCKET_WHY)),
+    "use_multi_rank_bucket_allreduce": (_LOW, _constant(True)),
+    "round_robin_gradients": (_LOW, _constant(False)),
+    "ignore_unused_parameters": (_LOW, _constant(True)),
+    "load_from_fp32_weights": (_ALL, _constant(True)),
+    "elastic_checkpoint": (_ALL, _constant(False)),
+    "sub_group_size": (_HIGH, _sub_group),
+    "stage3_prefetch_bucket_size": (
+        _HIGH,
+        _sized(sizing.prefetch_bucket, "a block ahead; at least the largest tensor"),
+    ),
+    "stage3_param_persistence_threshold": (_HIGH, _persistence),
+    "stage3_model_persistence_threshold": (_HIGH, _constant(sys.maxsize)),
+    "stage3_max_live_parameters": (
+        _HIGH,
+        _sized(sizing.max_live, "twice what is fetched ahead; two bytes of device memory each"),
+    ),
+    "stage3_max_reuse_distance": (
+        _HIGH,
+        lambda _filler, _zero: (0, "a parameter kept for reuse costs device memory"),
+    ),
+    "stage3_gather_16bit_weights_on_model_save": (_HIGH, _gather),
+    "stage3_module_granularity_threshold": (_HIGH, _constant(0)),
+    "memory_efficient_linear": (_HIGH, _constant(True)),
+    "zero_hpz_partition_size": (_HIGH, _constant(1)),
+    "zero_quantized_weights": (_HIGH, _constant(False)),
+    "zero_quantized_nontrainable_weights": (_HIGH, _constant(False)),
+    "zero_quantized_gradients": (_HIGH, _constant(False)),
+}
+"""Key to the stages where it has an effect, and how its value is chosen."""
+
+
+def stages_of(name: str) -> tuple[int, ...]:
+    """ZeRO stages where a key of ``zero_optimization`` has an effect; empty when not known."""
+    return _CHOICES[name][0] if name in _CHOICES else _SECTIONS.get(name, ())
+
+
+_SECTIONS = {"offload_optimizer": _ALL, "offload_param": _HIGH}
+
+
+def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
+    """``zero`` with every key that has an effect at this stage written, and no other.
+
+    Offload sections without effect must have been removed before.
+
+    Raises:
+        InvalidValueError: A swap buffer the user sized does not hold the largest partition.
+    """
+    path = "zero_optimization"
+    zero = attrs.evolve(zero, stage=filler.stage)
+    if filler.stage == 3:
+        zero = without_lossy_swapping(zero, filler, aio)
+        if swaps_parameters(zero, filler, aio):
+            zero = without_prefetch(zero, filler)
+    for name, (stages, choose) in _CHOICES.items():
+        if filler.stage not in stages:
+            zero = filler.drop(zero, path, name, f"has no effect at stage {filler.stage}")
+        else:
+            zero = filler.fill(zero, path, name, *choose(filler, zero))
+    zero = _with_leaf_modules(zero, filler, aio)
+    for name in ("offload_optimizer", "offload_param"):
+        section: OffloadSection | None = getattr(zero, name)
+        if section is not None:
+            filled = _fill_offload(section, f"{path}.{name}", filler, zero, aio)
+            zero = evolved(zero, **{name: filled})
+    return zero
+
+
+LEAF_MODULE: Final = "leaf_module"
+"""Key of ``zero_optimization``: ``{"classes": […]}``; an empty list switches it off."""
+
+
+def _with_leaf_modules(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
+    key = f"zero_optimization.{LEAF_MODULE}"
+    written = zero.extra.get(LEAF_MODULE)
+    model = filler.model
+    if written is not None or filler.stage != 3 or model is None:
+        return zero
+    blocks = sizing.leaf_blocks(model)
+    if not blocks or swaps_parameters(zero, filler, aio):
+        return zero
+    value = {"classes": [block.class_name for block in blocks]}
+    count = sum(block.count for block in blocks)
+    filler.note(key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer")
+    return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
+
+
+def _fill_offload(
+    section: OffloadSection,
+    path: str,
+    filler: Filler,
+    zero: ZeroSection,
+    aio: AioSection | None,
+) -> OffloadSection:
+    parameters = path.endswith("offload_param")
+    if filler.platform.accelerator == "cpu":
+        section = filler.force(
+            section, path, "pin_memory", False, "the CPU accelerator has nothing to pin memory for"
+        )
+    else:
+        section = filler.fill(section, path, "pin_memory", True)
+    if not parameters:
+        section = filler.fill(section, path, "ratio", 1.0)
+    if section.device == "nvme":
+        fill = fill_nvme_param if parameters else fill_nvme_optimizer
+        return fill(section, path, filler, zero, aio)
+    for name in (
+        "nvme_path",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "fast_init",
+        "pipeline_read",
+        "pipeline_write",
+    ):
+        section = filler.drop(section, path, name, "has an effect only with device nvme")
+    return section
+
+
+def fill_aio(aio: AioSection | None, filler: Filler) -> AioSection:
+    """Every key of ``aio``, explicit."""
+    path = "aio"
+    aio = aio or AioSection()
+    if filler.platform.accelerator != "cuda":
+        aio = filler.force(aio, path, "use_gds", False, "GPUDirect storage needs CUDA")
+    defaults = {
+        "block_size": 1_048_576,
+        "queue_depth": 8,
+        "intra_op_parallelism": 1,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": False,
+    }
+    for name, value in defaults.items():
+        aio = filler.fill(aio, path, name, value)
+    return aio
+
+
+# -- Whether page-locked host memory keeps its size.
+#
+# torch rounds each page-locked block up to a power of two, so that 9.6 GiB take 16. Newer releases
+# take a size from which on they do not (``pinned_max_round_threshold_mb``), and the backend sets it
+# before an engine starts.
+
+
+SETTING: Final = "pinned_max_round_threshold_mb"
+"""Key of ``PYTORCH_ALLOC_CONF``; MiB from which on a block keeps its size."""
+THRESHOLD: Final = 1
+"""Smaller blocks are still rounded, which lets torch use them again."""
+OLDEST_TORCH: Final = (2, 13)
+"""First release that was read and has the setting; the backend tries it with older ones too."""
+ROUNDING: Final = frozenset({"cuda", "rocm"})
+"""Accelerators on which torch page-locks memory through this allocator."""
+
+
+def pins_exactly(platform: Platform) -> bool:
+    """Whether blocks keep their size there, as far as can be said from here.
+
+    Args:
+        platform: Its version of torch decides; a machine that does not say is taken for current.
+    """
+    if platform.accelerator not in ROUNDING:
+        return True
+    version = platform.versions.get("torch")
+    if version is None:
+        return True
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= OLDEST_TORCH

@@ -1,0 +1,734 @@
+"""What the arithmetic of every engine has in common: counts, places and roundings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from zerotune.errors import InvalidValueError, UnresolvedPlanError
+from zerotune.plan import sizing
+from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.families import as_facts, model_family
+from zerotune.plan.fill import pins_exactly
+from zerotune.plan.memory.model import (
+    ALWAYS,
+    EMAPlace,
+    MemoryEstimate,
+    MemoryItem,
+    Phase,
+    Place,
+    Workload,
+)
+from zerotune.plan.memory.states import states_per_element
+from zerotune.plan.model import AioSection, ModelFacts, OffloadSection, ZeroSection, is_integer
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+    from zerotune.plan.model import RunFacts
+    from zerotune.platform import Platform
+
+
+MIB: Final = 1024**2
+GIB: Final = 1024**3
+
+INITIALIZATION: Final[frozenset[Phase]] = frozenset({"initialization"})
+BACKWARD: Final[frozenset[Phase]] = frozenset({"forward and backward"})
+STEP: Final[frozenset[Phase]] = frozenset({"optimizer step"})
+CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
+TRAINING: Final = BACKWARD | STEP | CHECKPOINT
+
+_ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@attrs.frozen(kw_only=True)
+class Costing:
+    """One plan, model and workload, and the quantities every formula is written in."""
+
+    resolved: ResolvedPlan
+    model: ModelFacts
+    workload: Workload
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the accelerator is the CPU, so that the device's memory is the host's."""
+        return self.resolved.platform.accelerator == "cpu"
+
+    @property
+    def device(self) -> Place:
+        """Where the accelerator's memory counts."""
+        return "host" if self.on_cpu else "device"
+
+    @property
+    def element(self) -> int:
+        """Bytes of a weight of the forward pass under DeepSpeed."""
+        return _ELEMENT[self.resolved.precision]
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return self.resolved.world_size
+
+    @property
+    def trained(self) -> int:
+        """Trainable elements, N."""
+        return self.model.trainable_numel
+
+    @property
+    def all_elements(self) -> int:
+        """Elements of all parameters."""
+        return self.model.numel
+
+    @property
+    def flat_part(self) -> int:
+        """Elements of this rank's part of the flattened trainable parameters, stages 1 and 2."""
+        return math.ceil(self.trained / self.ranks)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest trainable parameter, P."""
+        return max((parameter.numel for parameter in self.model.trainable), default=0)
+
+    @property
+    def states(self) -> float:
+        """fp32 numbers per element that the optimizer keeps."""
+        choice = self.resolved.optimizer
+        if choice is not None:
+            return states_per_element(choice.name, choice.params)
+        written = self.resolved.plan.optimizer
+        if written is None:
+            return states_per_element(None)
+        return states_per_element(written.type, written.params)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a master weight and of its gradient beside an offloaded optimizer."""
+        return 2 if self._low_precision("master_weights_and_grads") else 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one number of the optimizer's states."""
+        bf16 = self.resolved.plan.bf16
+        return 2 if bf16 is not None and bf16.bf16_optimizer_states is True else 4
+
+    def _low_precision(self, what: str) -> bool:
+        bf16, fp16 = self.resolved.plan.bf16, self.resolved.plan.fp16
+        return (
+            bf16 is not None and bf16.enabled is True and getattr(bf16, f"bf16_{what}") is True
+        ) or (fp16 is not None and fp16.enabled is True and getattr(fp16, f"fp16_{what}") is True)
+
+    @property
+    def pins_exactly(self) -> bool:
+        """Whether page-locked blocks keep their size."""
+        stated = self.workload.exact_pinning
+        return pins_exactly(self.resolved.platform) if stated is None else stated
+
+    def place(self, offload: str) -> Place:
+        """Where something offloaded to ``"none"``, ``"cpu"`` or ``"nvme"`` lies."""
+        places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
+        return places[offload]
+
+    def item(
+        self,
+        component: str,
+        place: Place,
+        nbytes: float,
+        phases: frozenset[Phase] = ALWAYS,
+        note: str = "",
+    ) -> MemoryItem:
+        """One component."""
+        return MemoryItem(
+            component=component, place=place, nbytes=math.ceil(nbytes), phases=phases, note=note
+        )
+
+    def locked(self, component: str, nbytes: float, note: str = "") -> MemoryItem:
+        """Host memory that asynchronous I/O page-locks itself, to the byte."""
+        return MemoryItem(
+            component=component, place="host", nbytes=math.ceil(nbytes), pinned=True, note=note
+        )
+
+    def pinned(
+        self,
+        component: str,
+        blocks: Iterable[float],
+        phases: frozenset[Phase] = ALWAYS,
+        note: str = "",
+    ) -> MemoryItem:
+        """Page-locked host memory, block by block, rounded as torch's allocator does."""
+        sizes = [math.ceil(block) for block in blocks if block > 0]
+        if self.pins_exactly:
+            total = sum(sizes)
+        else:
+            total = sum(power_of_two(size) for size in sizes)
+            if total > sum(sizes):
+                note = f"{note}, " if note else ""
+                note += f"{sum(sizes) / GIB:.2f} GiB rounded up to powers of two"
+        return MemoryItem(
+            component=component,
+            place="host",
+            nbytes=total,
+            phases=phases,
+            pinned=not self.on_cpu,
+            note=note,
+        )
+
+    def host(
+        self,
+        component: str,
+        blocks: Iterable[float],
+        pin: bool,
+        phases: frozenset[Phase] = ALWAYS,
+        note: str = "",
+    ) -> MemoryItem:
+        """Host memory that is page-locked where the plan says so."""
+        if pin:
+            return self.pinned(component, blocks, phases, note)
+        return self.item(component, "host", sum(blocks), phases, note)
+
+    @property
+    def sub_groups(self) -> tuple[int, ...]:
+        """Elements of this rank's part of each of stage 3's sub-groups."""
+        zero = self.resolved.plan.zero_optimization
+        size = int(zero.sub_group_size or 0) if zero is not None else 0
+        return sizing.sub_groups(self.model, self.ranks, size or self.trained)
+
+
+def power_of_two(nbytes: int) -> int:
+    """The smallest power of two that is not smaller; 0 for nothing."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
+# -- Memory of engines that keep every weight on every rank: plain and ZeRO stages 0 to 2.
+#
+# Read in DeepSpeed 0.19.8 (``runtime/engine.py``, ``runtime/fp16/fused_optimizer.py``,
+# ``runtime/zero/stage_1_and_2.py``) and measured on the CPU accelerator; N elements, P of the
+# largest parameter, B of a bucket, D of this rank's part, e bytes each.
+
+
+_STAGE_0_BUCKET: Final = 500_000_000
+"""``MEMORY_OPT_ALLREDUCE_SIZE``: elements of gradients flattened at a time at stage 0."""
+_DDP_BUCKETS: Final = 4
+"""torch's DistributedDataParallel copies every gradient into its buckets, in fp32."""
+
+
+def plain(case: Costing) -> Iterator[MemoryItem]:
+    """The plain engine: fp32 weights, autocast in the forward pass."""
+    count = case.trained
+    yield case.item("weights", case.device, 4 * case.all_elements, note="fp32")
+    yield case.item("gradients", case.device, 4 * count, BACKWARD | STEP, "fp32")
+    yield case.item("optimizer states", case.device, 4 * case.states * count, TRAINING, "fp32")
+    if case.resolved.precision != "fp32":
+        yield case.item(
+            "weights", case.device, 2 * case.all_elements, BACKWARD, "copies that autocast keeps"
+        )
+    if case.ranks > 1:
+        yield case.item("buckets", case.device, _DDP_BUCKETS * count, note="one copy of gradients")
+    if case.on_cpu:
+        yield case.item("temporaries", case.device, 12 * case.largest, STEP, "of the update")
+    else:
+        yield case.item(
+            "temporaries", case.device, 4 * count, STEP, "torch updates all tensors at once"
+        )
+
+
+def stage_0(case: Costing) -> Iterator[MemoryItem]:
+    """DeepSpeed without ZeRO: fp32 as it is, or master weights beside low-precision ones."""
+    count, element = case.trained, case.element
+    low = element == 2
+    yield case.item("weights", case.device, element * case.all_elements, note=_precision(case))
+    yield case.item("gradients", case.device, element * count, BACKWARD | STEP, _precision(case))
+    yield case.item(
+        "buckets",
+        case.device,
+        element * min(count, _STAGE_0_BUCKET),
+        BACKWARD,
+        "gradients flattened to be reduced",
+    )
+    states = 4 * case.states * count
+    if not low:
+        yield case.item("optimizer states", case.device, states, TRAINING, "fp32")
+        return
+    yield case.item("master weights", case.device, 4 * count, note="fp32")
+    # The half-precision wrapper takes a step with zero gradients when it is made.
+    yield case.item("optimizer states", case.device, states, note="fp32")
+    yield case.item("temporaries", case.device, 4 * count, INITIALIZATION, "zero gradients, fp32")
+    yield case.item(
+        "temporaries", case.device, 8 * count, STEP, "gradients cast to fp32 and flattened"
+    )
+
+
+def stages_1_and_2(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
+    """ZeRO with whole weights: partitioned optimizer, and gradients at stage 2."""
+    yield case.item("weights", case.device, case.element * case.all_elements, note=_precision(case))
+    yield from _buckets(case, zero)
+    offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
+    if offloads:
+        pin = zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory is True
+        yield from _offloaded(case, zero, pin)
+    else:
+        yield from _on_device(case, zero)
+
+
+def _buckets(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
+    bucket = int(zero.reduce_bucket_size or 0)
+    copies = 1 + (zero.overlap_comm is True)
+    note = "doubled by overlap_comm" if zero.overlap_comm is True else ""
+    if case.ranks > 1:
+        # What spans two ranks' parts is flattened once more; with one rank it is one slice.
+        copies += 1
+    yield case.item("buckets", case.device, case.element * bucket * copies, BACKWARD, note)
+
+
+def _on_device(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
+    count, part, element = case.trained, case.flat_part, case.element
+    yield case.item("master weights", case.device, 4 * part, note=_split(case, "fp32"))
+    yield case.item(
+        "optimizer states",
+        case.device,
+        4 * case.states * part,
+        TRAINING,
+        _split(case, "fp32"),
+    )
+    kept = count if zero.stage == 1 else part
+    yield case.item("gradients", case.device, element * kept, BACKWARD | STEP, _precision(case))
+    yield case.item(
+        "temporaries", case.device, element * case.largest, BACKWARD, "the largest gradient"
+    )
+    cast = 0 if element == 4 else 4 * part
+    yield case.item(
+        "temporaries", case.device, element * part + cast, STEP, "gradients flattened, in fp32"
+    )
+    if _is_foreach(case):
+        yield case.item("temporaries", case.device, 4 * part, STEP, "of the torch optimizer")
+    # The weights are flattened into a copy; later a zero gradient lies beside the master weights.
+    flattening = element * count - 4 * part
+    yield case.item(
+        "temporaries",
+        case.device,
+        max(flattening, element * part, 4 * part),
+        INITIALIZATION,
+        "flat copy of the weights, then zero gradients",
+    )
+
+
+def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryItem]:
+    count, part, element, largest = case.trained, case.flat_part, case.element, case.largest
+    master = case.master_bytes
+    note = _split(case, "fp32" if master == 4 else "bf16")
+    yield case.host("master weights", [master * part], pin, note=note)
+    yield case.host("gradients", [master * part], pin, note=note)
+    yield case.host("staging", [element * part], pin, note="weights on their way to the device")
+    yield case.host("staging", [element * largest], pin, note="one gradient")
+    yield case.item(
+        "optimizer states",
+        "host",
+        case.state_bytes * case.states * part,
+        TRAINING,
+        _split(case, "fp32" if case.state_bytes == 4 else "bf16"),
+    )
+    if (case.resolved.gradient_accumulation_steps or 1) > 1 and master == 4:
+        yield case.host(
+            "accumulated gradients",
+            [element * parameter.numel / case.ranks for parameter in case.model.trainable],
+            pin,
+            TRAINING,
+            "one block per parameter",
+        )
+    if zero.stage == 1:
+        yield case.item("gradients", case.device, element * count, BACKWARD, _precision(case))
+    yield case.item("temporaries", case.device, element * largest, note="one gradient")
+    cast = 0 if element == 4 or case.on_cpu else 4
+    yield case.item(
+        "temporaries",
+        case.device,
+        (element + cast + 8) * largest,
+        BACKWARD,
+        "largest gradient, in fp32 for the host and in fp64 for the norm",
+    )
+    # The backend flattens them on the host, and the model as loaded is more than that.
+    moving = element * largest if not case.on_cpu else element * part
+    yield case.item(
+        "temporaries", case.device, moving, INITIALIZATION, "weights on their way to one block"
+    )
+
+
+def _is_foreach(case: Costing) -> bool:
+    choice = case.resolved.optimizer
+    return choice is not None and choice.source == "torch" and not case.on_cpu
+
+
+def _precision(case: Costing) -> str:
+    return case.resolved.precision
+
+
+def _split(case: Costing, precision: str) -> str:
+    return precision if case.ranks == 1 else f"{precision}, 1/{case.ranks} of it"
+
+
+# -- Memory of ZeRO stage 3, where parameters are partitioned too.
+#
+# Read in DeepSpeed 0.19.8 (``runtime/zero/stage3.py``, ``partition_parameters.py``,
+# ``parameter_offload.py``, ``runtime/swap_tensor``) and measured on the CPU accelerator.
+
+
+_AIO_BLOCK = 1024**2
+
+
+def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
+    """Everything is partitioned; parameters and optimizer may lie in host memory or in files."""
+    yield from _weights(case, zero, aio)
+    yield from _gathered(case, zero)
+    yield from _reduction(case, zero)
+    section = zero.offload_optimizer
+    device = (section.device if section else None) or "none"
+    pin = section is not None and section.pin_memory is True
+    gradients = case.element * _part(case)
+    note = f"{case.resolved.precision}, the partition's"
+    if device == "none":
+        yield case.item("gradients", case.device, gradients, note=note)
+        yield from _optimizer_on_device(case)
+    else:
+        yield case.host("gradients", [gradients], pin, note=note)
+        if device == "cpu":
+            yield from _optimizer_on_host(case, pin)
+        else:
+            yield from _optimizer_in_files(case, section)
+    # A zero gradient of the largest sub-group, freed before the partition's gradients are made.
+    freed = case.master_bytes * _largest_group(case) - gradients
+    place = case.device if device == "none" else "host"
+    yield case.item("temporaries", place, max(0.0, freed), INITIALIZATION, "zero gradients")
+
+
+def _part(case: Costing) -> int:
+    return sum(sizing.partition(parameter, case.ranks) for parameter in case.model.trainable)
+
+
+def _largest_group(case: Costing) -> int:
+    return max(case.sub_groups, default=0)
+
+
+def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
+    section = zero.offload_param
+    device = (section.device if section else None) or "none"
+    note = case.resolved.precision + (f", 1/{case.ranks} of it" if case.ranks > 1 else "")
+    parts = [sizing.partition(parameter, case.ranks) for parameter in case.model.parameters]
+    total = case.element * sum(parts)
+    if device == "none" or section is None:
+        yield case.item("weights", case.device, total, note=note)
+        # Partitions are made one by one and then moved into one flat buffer.
+        yield case.item(
+            "temporaries", case.device, total, INITIALIZATION, "partitions before they are joined"
+        )
+        return
+    pin = section.pin_memory is True
+    if device == "cpu":
+        trained = case.element * _part(case)
+        yield case.pinned("weights", [trained], note=note)
+        yield case.item("weights", "host", total - trained, note="frozen")
+        if pin and not case.on_cpu:
+            yield case.pinned(
+                "pinned cache",
+                [case.element * part for part in parts],
+                note="first copies of the partitions, which torch's allocator keeps",
+            )
+        return
+    yield from _weights_in_files(case, section, aio)
+
+
+def _weights_in_files(
+    case: Costing, section: OffloadSection, aio: AioSection | None
+) -> Iterator[MemoryItem]:
+    block = aio.block_size if aio is not None and isinstance(aio.block_size, int) else _AIO_BLOCK
+    swapping = sizing.Swapping(
+        model=case.model, world_size=case.ranks, element_bytes=case.element, block_bytes=block
+    )
+    swapped = stays = 0
+    for parameter in case.model.parameters:
+        part = sizing.partition(parameter, case.ranks)
+        if swapping.swappable(parameter):
+            swapped += part
+        else:
+            stays += part
+    yield case.item("weights", "nvme", case.element * swapped, note=case.resolved.precision)
+    yield case.item("weights", "host", case.element * stays, note="too small to swap")
+    size, count = int(section.buffer_size or 0), int(section.buffer_count or 0)
+    yield case.locked("swap buffers", case.element * size * count, f"{count} of {size:,} elements")
+    yield case.locked(
+        "swap buffers", case.element * _largest_group(case), "the largest sub-group's weights"
+    )
+
+
+def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
+    threshold = int(zero.stage3_param_persistence_threshold or 0)
+    sizes = [parameter.numel for parameter in case.model.parameters]
+    whole = sum(size for size in sizes if size <= threshold)
+    device = (zero.offload_param.device if zero.offload_param is not None else None) or "none"
+    if case.ranks == 1 and (device == "none" or (device == "cpu" and case.on_cpu)):
+        return  # what is gathered is the partition itself
+    yield case.item(
+        "gathered weights", case.device, case.element * whole, note="small ones, never partitioned"
+    )
+    live = int(zero.stage3_max_live_parameters or 0) + int(zero.stage3_prefetch_bucket_size or 0)
+    yield case.item(
+        "gathered weights",
+        case.device,
+        case.element * min(max(live, max(sizes, default=0)), sum(sizes) - whole),
+        BACKWARD,
+        "stage3_max_live_parameters and what is fetched ahead",
+    )
+
+
+def _reduction(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
+    bucket = case.element * int(zero.reduce_bucket_size or 0)
+    yield case.item("buckets", case.device, bucket, note="allocated once")
+    yield case.item(
+        "buckets",
+        case.device,
+        bucket * (1 + 1 / case.ranks),
+        BACKWARD,
+        "a bucket flattened, and this rank's part of the sum",
+    )
+    yield case.item(
+        "temporaries", case.device, case.element * case.largest, BACKWARD, "the largest gradient"
+    )
+
+
+def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
+    part = _part(case)
+    yield case.item("master weights", case.device, 4 * part, note="fp32")
+    yield case.item("optimizer states", case.device, 4 * case.states * part, TRAINING, "fp32")
+    group = _largest_group(case)
+    cast = 0 if case.element == 4 else 4 * group
+    yield case.item(
+        "temporaries",
+        case.device,
+        case.element * group + cast,
+        STEP,
+        "gradients of the largest sub-group, in fp32",
+    )
+
+
+def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
+    part, master = _part(case), case.master_bytes
+    note = "fp32" if master == 4 else "bf16"
+    yield case.item("master weights", "host", master * part, note=note)
+    yield case.host(
+        "gradients", [master * group for group in case.sub_groups], pin, note=f"{note}, master's"
+    )
+    yield case.item(
+        "optimizer states",
+        "host",
+        case.state_bytes * case.states * part,
+        TRAINING,
+        "fp32" if case.state_bytes == 4 else "bf16",
+    )
+
+
+def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterator[MemoryItem]:
+    part = _part(case)
+    yield case.item("master weights", "nvme", 4 * part, note="fp32")
+    yield case.item("optimizer states", "nvme", 4 * case.states * part, note="fp32")
+    yield case.item("gradients", "nvme", 4 * part, note="fp32")
+    count = int(section.buffer_count or 0) if section is not None else 0
+    group = _largest_group(case)
+    yield case.locked(
+        "swap buffers",
+        4 * group * count,
+        f"{count} of {group:,} elements, the largest sub-group",
+    )
+
+
+# -- From a resolved plan and a workload to what it needs.
+
+
+CONTEXT: Final = GIB // 2
+"""Bytes of device memory that a CUDA context, cuBLAS and cuDNN take."""
+RUNTIME: Final = GIB
+"""Bytes of host RAM that Python, torch and DeepSpeed take; measured on the CPU."""
+_HAS_CONTEXT: Final = frozenset({"cuda", "rocm", "xpu"})
+
+
+def estimate_plan(
+    plan: DeepSpeedPlan,
+    model: ModelFacts | str | Any,
+    *,
+    platform: Platform | None,
+    world_size: int,
+    run: RunFacts | None,
+    batch: int | None,
+    resolution: int | tuple[int, int] | None,
+    ema: EMAPlace,
+    gradient_checkpointing: bool,
+    activation_offload: bool,
+    frozen_bytes: int,
+) -> MemoryEstimate:
+    """See ``DeepSpeedPlan.estimate``."""
+    facts = as_facts(model)
+    if batch is not None:
+        micro = count(batch, "batch")
+        plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
+    resolved = plan.resolve(platform=platform, model=facts, world_size=world_size, run=run)
+    if resolution is None and isinstance(model, str):
+        resolution = model_family(model).resolution
+    height, width = sides(resolution)
+    return estimate_resolved(
+        resolved,
+        Workload(
+            batch=resolved.micro_batch_size,
+            height=height,
+            width=width,
+            gradient_checkpointing=gradient_checkpointing,
+            activation_offload=activation_offload,
+            ema=ema,
+            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
+        ),
+    )
+
+
+def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstimate:
+    """What a resolved plan needs, by component.
+
+    Args:
+        resolved: A plan that was resolved with its model.
+        workload: Batch, resolution and what runs beside the optimizer.
+
+    Raises:
+        UnresolvedPlanError: The plan was resolved without a model.
+    """
+    model = resolved.model
+    if model is None:
+        raise UnresolvedPlanError(
+            "memory is counted from the shapes of the parameters",
+            key="model",
+            fix="resolve the plan with model=ModelFacts.from_module(model)",
+        )
+    case = Costing(resolved=resolved, model=model, workload=workload)
+    items = [item for item in _items(case) if item.nbytes > 0]
+    items.extend(item for item in _loading(case, items) if item.nbytes > 0)
+    return MemoryEstimate(
+        resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case))
+    )
+
+
+def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """Height and width in pixels of a resolution as people write it.
+
+    Raises:
+        InvalidValueError: Neither a side nor a pair of sides of at least 8 pixels.
+    """
+    if resolution is None:
+        return None, None
+    pair: Any = (resolution, resolution) if isinstance(resolution, int) else resolution
+    shaped = isinstance(pair, tuple | list) and len(pair) == 2
+    if not shaped or not all(is_integer(side) and side >= 8 for side in pair):
+        raise InvalidValueError(
+            "is not a size of images",
+            key="resolution",
+            value=resolution,
+            fix="write the side in pixels, such as 1024, or (height, width)",
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def count(value: Any, key: str, *, least: int = 1) -> int:
+    """A whole number of at least ``least``, or an ``InvalidValueError`` that names ``key``."""
+    if not is_integer(value) or value < least:
+        raise InvalidValueError(
+            "must be a whole number", key=key, value=value, fix=f"write at least {least}"
+        )
+    return int(value)
+
+
+def _items(case: Costing) -> Iterator[MemoryItem]:
+    yield from _engine(case)
+    yield from _activations(case)
+    yield from _beside(case)
+    yield case.item("runtime", "host", RUNTIME, note="Python, torch and DeepSpeed")
+    if case.resolved.platform.accelerator in _HAS_CONTEXT:
+        yield case.item("context", "device", CONTEXT, note="driver and libraries")
+
+
+def _engine(case: Costing) -> Iterator[MemoryItem]:
+    plan = case.resolved.plan
+    zero = plan.zero_optimization
+    if not case.resolved.uses_deepspeed or zero is None:
+        yield from plain(case)
+    elif zero.stage == 0:
+        yield from stage_0(case)
+    elif zero.stage == 3:
+        yield from stage_3(case, zero, plan.aio)
+    else:
+        yield from stages_1_and_2(case, zero)
+
+
+def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]:
+    # The model arrives in fp32 and has left for the device, or for files, before the optimizer is
+    # made; so it only counts as far as it is more than what is held then.
+    later = sum(
+        item.nbytes
+        for item in items
+        if item.place == "host" and "initialization" in item.phases and item.component != "runtime"
+    )
+    excess = 4 * case.all_elements - later
+    yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, "fp32")
+
+
+def _activations(case: Costing) -> Iterator[MemoryItem]:
+    work, known = case.workload, case.model.activations
+    if known is None or work.height is None or work.width is None:
+        return
+    size = {
+        "batch": work.batch, "pixels": work.height * work.width, "element_bytes": case.element,
+    }  # fmt: skip
+    if offloads_activations(case) and known.offloaded is not None:
+        note = "blocks recomputed, their inputs on the host"
+        yield case.item("activations", case.device, known.offloaded.nbytes(**size), BACKWARD, note)
+        if known.offloaded_host is not None:
+            waiting = known.offloaded_host.nbytes(**size)
+            # Blocks are used again, so that they stay from the first step on.
+            yield case.pinned("activations", [waiting], TRAINING, "inputs of recomputed blocks")
+        return
+    checkpoints = work.gradient_checkpointing and known.checkpointed is not None
+    cost = known.checkpointed if checkpoints else known.full
+    if cost is not None:
+        note = "blocks recomputed" if checkpoints else "all kept"
+        yield case.item("activations", case.device, cost.nbytes(**size), BACKWARD, note)
+
+
+def offloads_activations(case: Costing) -> bool:
+    """Whether the inputs of recomputed blocks leave the device."""
+    work, known = case.workload, case.model.activations
+    asked = work.activation_offload and work.gradient_checkpointing and not case.on_cpu
+    return asked and known is not None and known.offloaded is not None
+
+
+def _beside(case: Costing) -> Iterator[MemoryItem]:
+    work = case.workload
+    yield case.item("frozen parts", case.device, work.frozen_bytes, note="VAE, text encoders")
+    if work.ema != "none":
+        place = case.device if work.ema == "device" else work.ema
+        yield case.item("EMA", place, 4 * _owned(case), TRAINING, "fp32, this rank's part")
+    yield case.item(
+        "checkpoint", "host", 4 * case.largest, CHECKPOINT, "the largest fragment on its way"
+    )
+
+
+def _owned(case: Costing) -> int:
+    """Elements whose master weights are this rank's."""
+    if case.resolved.stage == 3:
+        return sum(sizing.partition(parameter, case.ranks) for parameter in case.model.trainable)
+    return case.trained if case.resolved.stage == 0 else case.flat_part
+
+
+def _notes(case: Costing) -> Iterator[str]:
+    work = case.workload
+    if work.height is None:
+        yield "activations are left out: no resolution was given"
+    elif case.model.activations is None:
+        yield "activations are left out: they are not known for this model; use model_facts()"
+    elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
+        yield "this model has no gradient checkpointing, so all activations are kept"
+    elif work.activation_offload and not offloads_activations(case):
+        yield "activations are not offloaded: this model or this device cannot, or keeps all"

@@ -1,0 +1,1411 @@
+# ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
+"""What a setting may hold: strict checks for values, lenient reading for files.
+
+Every modelled setting has a *kind*. ``check`` is what an attrs validator runs: it accepts only
+the canonical form. ``read`` accepts what people write (``2e8`` for an integer, ``"CPU"`` for a
+device) and returns the canonical form with the reason of the change.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
+
+import attrs
+
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, PlanConflictError, UnknownKeyError, ZeroTuneError
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import DeepSpeedPlan
+
+
+Auto = Literal["auto"]
+AUTO: Final[Auto] = "auto"
+
+_LARGEST_INTEGER = 2**63 - 1
+_LARGEST_NUMBER = 10**308
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+
+Reading = tuple[Any, "str | None"]
+"""The canonical value, and why it differs from what was written (``None``: it does not)."""
+
+
+class Kind(Protocol):
+    """What a setting may hold."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Raise ``InvalidValueError`` unless ``value`` is in canonical form."""
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Bring what was written into canonical form."""
+
+
+def is_integer(value: object) -> bool:
+    """Whether ``value`` is an ``int`` and not a ``bool``."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite ``int`` or ``float`` and not a ``bool``."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= _LARGEST_NUMBER if isinstance(value, int) else math.isfinite(value)
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() == AUTO
+
+
+def _number_from_text(text: str) -> float | int | None:
+    stripped = text.strip().replace("_", "")
+    try:
+        return int(stripped)
+    except ValueError:
+        pass
+    try:
+        number = float(stripped)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+@attrs.frozen(kw_only=True)
+class Integer:
+    """A whole number, or ``"auto"``."""
+
+    minimum: int = 0
+    maximum: int = _LARGEST_INTEGER
+    auto: bool = True
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept an ``int`` in range, or ``"auto"`` where allowed."""
+        if self.auto and value == AUTO:
+            return
+        if not is_integer(value):
+            raise InvalidValueError("must be a whole number", key=key, value=value, fix=self._fix())
+        if not self.minimum <= value <= self.maximum:
+            raise InvalidValueError("is out of range", key=key, value=value, fix=self._fix())
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept integral floats and numbers in strings; refuse fractions."""
+        if self.auto and _is_auto(value):
+            return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
+        number = _number_from_text(value) if isinstance(value, str) else value
+        if is_integer(number):
+            reason = None if is_integer(value) else "a number written as text"
+        elif isinstance(number, float) and number.is_integer():
+            number = int(number)
+            reason = "DeepSpeed wants a whole number here"
+        else:
+            raise InvalidValueError("must be a whole number", key=key, value=value, fix=self._fix())
+        self.check(number, key)
+        return number, reason
+
+    def _fix(self) -> str:
+        upper = "" if self.maximum == _LARGEST_INTEGER else f" and at most {self.maximum}"
+        return f"write an integer of at least {self.minimum}{upper}" + _or_auto(self.auto)
+
+
+@attrs.frozen(kw_only=True)
+class Number:
+    """A finite real number, or ``"auto"``."""
+
+    minimum: float = 0.0
+    maximum: float = math.inf
+    auto: bool = True
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a finite number in range, or ``"auto"`` where allowed."""
+        if self.auto and value == AUTO:
+            return
+        if not is_number(value):
+            raise InvalidValueError(
+                "must be a finite number", key=key, value=value, fix=self._fix()
+            )
+        if not self.minimum <= value <= self.maximum:
+            raise InvalidValueError("is out of range", key=key, value=value, fix=self._fix())
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept numbers in strings."""
+        if self.auto and _is_auto(value):
+            return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
+        number = _number_from_text(value) if isinstance(value, str) else value
+        self.check(value if number is None else number, key)
+        return number, "a number written as text" if isinstance(value, str) else None
+
+    def _fix(self) -> str:
+        upper = "" if self.maximum == math.inf else f" and at most {self.maximum:g}"
+        return f"write a number of at least {self.minimum:g}{upper}" + _or_auto(self.auto)
+
+
+@attrs.frozen(kw_only=True)
+class Boolean:
+    """``true`` or ``false``, or ``"auto"``."""
+
+    auto: bool = True
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a ``bool``, or ``"auto"`` where allowed."""
+        if isinstance(value, bool) or (self.auto and value == AUTO):
+            return
+        raise InvalidValueError(
+            "must be true or false",
+            key=key,
+            value=value,
+            fix="write true or false without quotes" + _or_auto(self.auto),
+        )
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept ``0``, ``1`` and the usual words."""
+        if isinstance(value, bool):
+            return value, None
+        if self.auto and _is_auto(value):
+            return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
+        word = str(value).strip().lower() if isinstance(value, int | str) else ""
+        if word in _TRUE | _FALSE:
+            return word in _TRUE, "true or false written in another way"
+        self.check(value, key)
+        return value, None
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """One of a few words."""
+
+    choices: tuple[str, ...]
+    synonyms: Mapping[str, str] = attrs.field(factory=dict)
+    """Lower-case word to the choice it means."""
+    null: str | None = None
+    """What a written ``null`` means; ``None``: not written."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept exactly one of the choices."""
+        if not isinstance(value, str) or value not in self.choices:
+            raise InvalidValueError(
+                "is not one of the possible values", key=key, value=value, fix=self._fix()
+            )
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept any case and the synonyms."""
+        if value is None and self.null is not None:
+            return self.null, f"null means {self.null!r} here"
+        word = value.strip().lower() if isinstance(value, str) else value
+        if isinstance(value, bool):  # YAML reads the word `no` as false
+            word = "yes" if value else "no"
+        if isinstance(word, str):
+            word = self.synonyms.get(word, word)
+        self.check(word, key)
+        return word, None if word == value else "written as DeepSpeed spells it"
+
+    def _fix(self) -> str:
+        return "write one of " + ", ".join(repr(choice) for choice in self.choices)
+
+
+@attrs.frozen(kw_only=True)
+class Text:
+    """A word or a name."""
+
+    empty: bool = False
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a string; an empty one only where allowed."""
+        if not isinstance(value, str):
+            raise InvalidValueError("must be text", key=key, value=value, fix="write a string")
+        if not self.empty and not value.strip():
+            raise InvalidValueError("is empty", key=key, value=value, fix="write a name")
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Strip surrounding blanks."""
+        self.check(value, key)
+        text = value.strip()
+        return text, None if text == value else "surrounding blanks removed"
+
+
+@attrs.frozen(kw_only=True)
+class Folder:
+    """A path on this machine; ``"auto"`` leaves it to ``zerotune.offload``."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a non-empty string."""
+        if not isinstance(value, str) or not value.strip():
+            raise InvalidValueError(
+                "must be the path of a folder",
+                key=key,
+                value=value,
+                fix="write a path, or leave the key out to let zerotune choose the folder",
+            )
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept path objects; an empty path or ``"none"`` means not given."""
+        if isinstance(value, os.PathLike):
+            return str(os.fspath(value)), None
+        if isinstance(value, str) and value.strip().lower() in {"", "none", "null"}:
+            return None, "no folder given; zerotune will choose one"
+        self.check(value, key)
+        return value, None
+
+
+@attrs.frozen(kw_only=True)
+class Free:
+    """A JSON object that zerotune does not look into."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a mapping that JSON can hold."""
+        if not isinstance(value, Mapping):
+            raise InvalidValueError(
+                "must be an object", key=key, value=value, fix='write {"name": value, …}'
+            )
+        check_json(value, key)
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Same as ``check``."""
+        self.check(value, key)
+        return dict(value), None
+
+
+def check_json(value: Any, key: str, *, depth: int = 0) -> None:
+    """Raise ``InvalidValueError`` unless JSON can hold ``value`` and give it back."""
+    if depth > _DEEPEST:
+        raise InvalidValueError(
+            "is nested too deeply", key=key, fix=f"nest at most {_DEEPEST} levels"
+        )
+    if value is None or isinstance(value, str | bool | int) or is_number(value):
+        return
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise InvalidValueError(
+                    "has a key that is not text", key=key, value=name, fix="write it in quotes"
+                )
+            check_json(item, f"{key}.{name}", depth=depth + 1)
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_json(item, f"{key}[{index}]", depth=depth + 1)
+        return
+    raise InvalidValueError(
+        "cannot be written as JSON",
+        key=key,
+        value=value,
+        fix="use only objects, lists, text, finite numbers, true, false and null",
+    )
+
+
+_DEEPEST = 50
+
+
+def _or_auto(allowed: bool) -> str:
+    return f', or "{AUTO}"' if allowed else ""
+
+
+# -- How sections are declared, read and written: one mechanism for all of them.
+
+
+SectionT = TypeVar("SectionT", bound="Section")
+
+
+class Section:
+    """Base of the frozen sections of a plan.
+
+    Attribute names are DeepSpeed's own key names; ``None`` means "not written".
+    """
+
+    __slots__ = ()
+
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other spellings of modelled keys."""
+    passed_through: ClassVar[frozenset[str]] = frozenset()
+    """Keys that DeepSpeed knows and zerotune keeps in ``extra`` without looking at them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is written, as DeepSpeed's JSON spells it; a fresh, deep copy."""
+        written: dict[str, Any] = {}
+        for attribute in modelled(type(self)):
+            value = getattr(self, attribute.name)
+            if value is None:
+                continue
+            written[attribute.name] = (
+                value.to_dict() if isinstance(value, Section) else copy.deepcopy(value)
+            )
+        written.update(copy.deepcopy(dict(getattr(self, "extra", {}))))
+        return written
+
+
+def setting(kind: Kind) -> Any:
+    """Declare a modelled key of a section; unset by default."""
+    eq = said if isinstance(kind, Nested) else True
+    return attrs.field(default=None, validator=_check, eq=eq, metadata={"kind": kind})
+
+
+def said(section: Section | None) -> Section | None:
+    """A section as comparisons see it: an empty one says as little as none at all."""
+    return None if section is None or section == type(section)() else section
+
+
+def extra_keys() -> Any:
+    """Declare the field that keeps the keys zerotune does not model."""
+    return attrs.field(factory=dict, converter=_own_copy, validator=_check_extra)
+
+
+def modelled(cls: type[Section]) -> list[attrs.Attribute[Any]]:
+    """The modelled keys of a section class, in writing order."""
+    fields: tuple[attrs.Attribute[Any], ...] = attrs.fields(cls)  # type: ignore[arg-type]
+    return [attribute for attribute in fields if "kind" in attribute.metadata]
+
+
+def evolved(section: SectionT, **changes: Any) -> SectionT:
+    """``attrs.evolve`` for any section class; every check runs again."""
+    return attrs.evolve(section, **changes)  # type: ignore[misc]
+
+
+def as_tuple(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
+    """Converter of the fields that hold decisions."""
+    return tuple(decisions)
+
+
+def _own_copy(value: Any) -> Any:
+    return copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
+
+
+def _check(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None:
+        attribute.metadata["kind"].check(value, attribute.name)
+
+
+def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidValueError("must be a mapping", key=attribute.name, value=value)
+    for key in value:
+        if key in {field.name for field in modelled(type(instance))}:
+            raise InvalidValueError(
+                "is a modelled key", key=str(key), fix=f"pass it as {key}=… instead of in extra"
+            )
+    check_json(value, attribute.name)
+
+
+@attrs.frozen
+class Nested:
+    """A kind whose values are sections of ``cls``."""
+
+    cls: type[Section]
+    before: Callable[[dict[str, Any], str, list[Decision]], dict[str, Any]] | None = None
+    """Rewrites the raw section before it is read."""
+    without: Mapping[str, str] = attrs.field(factory=dict)
+    """Keys of the section class that do not exist at this place, and where they do."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept an instance of the section class."""
+        if not isinstance(value, self.cls):
+            raise InvalidValueError(
+                f"must be a {self.cls.__name__}",
+                key=key,
+                value=value,
+                fix=f"pass {self.cls.__name__}(…), or read the plan with DeepSpeedPlan.from_dict",
+            )
+        for name, place in self.without.items():
+            if getattr(value, name) is not None:
+                raise misplaced_key(f"{key}.{name}", getattr(value, name), place)
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Read a section without recording decisions."""
+        return read_section(self.cls, value, key=key, decisions=[]), None
+
+
+def read_section(
+    cls: type[SectionT],
+    raw: Any,
+    *,
+    key: str,
+    decisions: list[Decision],
+    also_known: Collection[str] = (),
+) -> SectionT:
+    """Build a section from what was written, recording every change to it.
+
+    Args:
+        cls: The section class.
+        raw: What was written; must be a mapping.
+        key: Path of the section (``"zero_optimization"``); ``""`` for the whole plan.
+        decisions: Receives one decision per normalised value.
+        also_known: Full paths of further keys to pass through.
+
+    Raises:
+        InvalidValueError: A value of the wrong type or out of range.
+        UnknownKeyError: A key that nobody knows.
+        PlanConflictError: A key written twice, once under an alias.
+    """
+    _require_object(raw, key)
+    kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
+    values: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for written, value in raw.items():
+        name = _canonical_key(cls, written, raw, key, decisions)
+        path = join(key, name)
+        if name in kinds:
+            result = _read_value(kinds[name], value, path, decisions, also_known)
+            if result is not None:
+                values[name] = result
+        elif _passes(cls, name, path, also_known):
+            check_json(value, path)
+            extra[name] = value
+        else:
+            raise unknown_key(name, value, path, {*kinds, *cls.passed_through, *cls.aliases})
+    with located(key):
+        return cls(**values, **({"extra": extra} if extra else {}))
+
+
+def _require_object(raw: Any, key: str) -> None:
+    if not isinstance(raw, Mapping):
+        raise InvalidValueError(
+            "must be an object", key=key or None, value=raw, fix='write {"name": value, …}'
+        )
+
+
+def join(prefix: str, name: str) -> str:
+    """The path of ``name`` inside ``prefix``."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+@contextmanager
+def located(prefix: str) -> Iterator[None]:
+    """Put ``prefix`` before the key of any zerotune error raised inside."""
+    try:
+        yield
+    except ZeroTuneError as error:
+        if prefix and error.key is not None:
+            error.key = join(prefix, error.key)
+            error.args = (error._message(),)
+        raise
+
+
+def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
+    """The error for a key nobody knows, with the nearest known ones."""
+    import difflib
+
+    guesses = difflib.get_close_matches(name.lower(), sorted(known), n=2, cutoff=0.6)
+    meant = _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
+    fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
+    return UnknownKeyError(
+        "neither DeepSpeed nor zerotune knows this key", key=path, value=value, fix=fix
+    )
+
+
+def misplaced_key(path: str, value: Any, place: str) -> UnknownKeyError:
+    """The error for a key that belongs to another section."""
+    return UnknownKeyError(
+        "DeepSpeed refuses this key here", key=path, value=value, fix=f"it belongs to {place}"
+    )
+
+
+_COMMON_MISTAKES = {
+    "max_grad_norm": "'gradient_clipping'",
+    "train_batch": "'train_batch_size'",
+    "monitor_config": "'tensorboard', 'wandb' or 'csv_monitor' at the top level",
+    "sequence_parallel": "'sequence_parallel_size'",
+    "learning_rate": "'optimizer.params.lr'",
+    "lr": "'optimizer.params.lr'",
+}
+
+
+def _canonical_key(
+    cls: type[Section],
+    written: Any,
+    raw: Mapping[Any, Any],
+    key: str,
+    decisions: list[Decision],
+) -> str:
+    if not isinstance(written, str):
+        raise InvalidValueError(
+            "has a key that is not text", key=key or None, value=written, fix="write it in quotes"
+        )
+    name = cls.aliases.get(written, written)
+    if name == written:
+        return written
+    if name in raw:
+        raise PlanConflictError(
+            f"is written twice, as {written!r} and as {name!r}",
+            key=join(key, name),
+            value=raw[written],
+            fix=f"keep only {name!r}",
+        )
+    decisions.append(
+        Decision(
+            key=join(key, written),
+            before=written,
+            after=name,
+            reason=f"DeepSpeed's documented spelling of this key is {name!r}",
+        )
+    )
+    return name
+
+
+def _read_value(
+    kind: Any, value: Any, path: str, decisions: list[Decision], also_known: Collection[str]
+) -> Any:
+    if value is None and getattr(kind, "null", None) is None:
+        decisions.append(
+            Decision(key=path, before="null", after=None, reason="null means not written")
+        )
+        return None
+    if isinstance(kind, Nested):
+        if isinstance(value, Mapping) and kind.before is not None:
+            value = kind.before(dict(value), path, decisions)
+        for name, place in kind.without.items():
+            if isinstance(value, Mapping) and value.get(name) is not None:
+                raise misplaced_key(join(path, name), value[name], place)
+        return read_section(kind.cls, value, key=path, decisions=decisions, also_known=also_known)
+    result, reason = kind.read(value, path)
+    if reason is not None:
+        decisions.append(Decision(key=path, before=value, after=result, reason=reason))
+    return result
+
+
+def _passes(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
+    private = name.startswith("_") and path == name
+    return private or name in cls.passed_through or path in also_known
+
+
+# -- Keys DeepSpeed 0.18.9 to 0.19.8 and accelerate 1.15 know beyond those zerotune models.
+#
+# The plan layer cannot import either, so the lists are written down here; a test compares them
+# with the installed DeepSpeed's own models.
+
+
+TOP_LEVEL: Final = frozenset(
+    {
+        "activation_checkpointing",
+        "allgather_size",
+        "autotuning",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "communication_data_type",
+        "compile",
+        "csv_monitor",
+        "data_efficiency",
+        "data_parallel_size",
+        "data_types",
+        "dataloader_drop_last",
+        "datastates_ckpt",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "expert_parallel",
+        "flops_profiler",
+        "gradient_allreduce_op",
+        "gradient_predivide_factor",
+        "hybrid_engine",
+        "log_level",
+        "managed_gradient_accumulation",
+        "memory_breakdown",
+        "pipeline",
+        "prescale_gradients",
+        "seq_parallel_communication_data_type",
+        "sequence_parallel_size",
+        "tensor_parallel",
+        "tensorboard",
+        "timers",
+        "torch_autocast",
+        "use_data_before_expert_parallelism",
+        "vocabulary_size",
+        "wandb",
+        "weight_quantization",
+    }
+)
+
+REMOVED: Final = {
+    "nebula": "Nebula checkpointing",
+    "compression_training": "the compression library",
+    "amp": "NVIDIA Apex AMP; use bf16 or fp16",
+    "quantize_training": "mixture of quantization",
+    "sparse_gradients": "sparse embedding gradients",
+    "eigenvalue": "eigenvalue-based quantization",
+    "sparse_attention": "sparse attention",
+    "elasticity": "elastic training; set the batch keys directly",
+    "graph_harvesting": "graph harvesting",
+    "curriculum_learning": (
+        "the top-level curriculum; use data_efficiency.data_sampling.curriculum_learning"
+    ),
+    "progressive_layer_drop": "progressive layer dropping",
+}
+"""Top-level key to what DeepSpeed 0.19 removed (``_REMOVED_TOP_LEVEL_CONFIG_KEYS``)."""
+
+REMOVED_ZERO: Final = {
+    "mics_shard_size": "MiCS sharding",
+    "mics_hierarchical_params_gather": "MiCS sharding",
+    "zeropp_loco_param": "LoCo-ZeRO++",
+}
+"""Key of ``zero_optimization`` to what DeepSpeed 0.19 removed."""
+
+ZERO: Final = frozenset(
+    {
+        "compute_grad_norm",
+        "enable_sanity_checks",
+        "leaf_module",
+        "legacy_stage1",
+        "log_trace_cache_warnings",
+        "override_module_apply",
+        "parameter_alignment",
+        "pipeline_loading_checkpoint",
+        "save_muon_momentum_buffer_in_memory",
+        "stage3_allgather_sequential",
+        "stage3_use_all_reduce_for_fetch_params",
+        "zenflow",
+        *REMOVED_ZERO,
+    }
+)
+
+ZERO_ALIASES: Final = {
+    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+    "param_persistence_threshold": "stage3_param_persistence_threshold",
+    "model_persistence_threshold": "stage3_model_persistence_threshold",
+    "max_live_parameters": "stage3_max_live_parameters",
+    "max_reuse_distance": "stage3_max_reuse_distance",
+    "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "module_granularity_threshold": "stage3_module_granularity_threshold",
+    "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+    "allgather_sequential": "stage3_allgather_sequential",
+    "stage3_param_persitance_threshold": "stage3_param_persistence_threshold",
+    "stage3_param_persistance_threshold": "stage3_param_persistence_threshold",
+    "stage3_param_persitence_threshold": "stage3_param_persistence_threshold",
+}
+"""Names DeepSpeed accepts for the same setting, and misspellings found in public files."""
+
+OFFLOAD: Final = frozenset({"super_offload", "cpuadam_cores_perc"})
+BF16: Final[frozenset[str]] = frozenset()
+FP16: Final[frozenset[str]] = frozenset()
+OPTIMIZER: Final = frozenset({"legacy_fusion"})
+AIO: Final[frozenset[str]] = frozenset()
+
+ACCELERATE_BLOCK: Final = frozenset(
+    {
+        "deepspeed_config_file",
+        "deepspeed_exclusion_filter",
+        "deepspeed_hostfile",
+        "deepspeed_inclusion_filter",
+        "deepspeed_moe_layer_cls_names",
+        "deepspeed_multinode_launcher",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "offload_optimizer_device",
+        "offload_optimizer_nvme_path",
+        "offload_param_device",
+        "offload_param_nvme_path",
+        "zero3_init_flag",
+        "zero3_save_16bit_model",
+        "zero_stage",
+    }
+)
+"""Keys accelerate reads inside ``deepspeed_config``."""
+
+LAUNCH: Final = frozenset(
+    {
+        "command_file",
+        "commands",
+        "compute_environment",
+        "debug",
+        "deepspeed_exclusion_filter",
+        "deepspeed_hostfile",
+        "deepspeed_inclusion_filter",
+        "deepspeed_multinode_launcher",
+        "downcast_bf16",
+        "dynamo_backend",
+        "dynamo_config",
+        "enable_cpu_affinity",
+        "fp16",
+        "fp8_config",
+        "fsdp_config",
+        "gpu_ids",
+        "main_training_function",
+        "megatron_lm_config",
+        "mpirun_config",
+        "parallelism_config",
+        "rdzv_backend",
+        "same_network",
+        "tpu_env",
+        "tpu_name",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "tpu_vm",
+        "tpu_zone",
+        "use_cpu",
+    }
+)
+"""Further keys of an accelerate YAML, kept in ``LaunchSection.extra``."""
+
+
+# -- Old and short spellings of a configuration, translated before it is read.
+
+
+_SHORTHANDS = {
+    "bf16": "enabled",
+    "bfloat16": "enabled",
+    "fp16": "enabled",
+    "optimizer": "type",
+    "scheduler": "type",
+}
+
+_LEGACY_OFFLOAD = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+
+
+def normalise_top_level(raw: Mapping[str, Any], decisions: list[Decision]) -> dict[str, Any]:
+    """Translate what can only be seen from the top level; the rest is in ``legacy_zero``."""
+    config = dict(raw)
+    _boolean_zero(config, decisions)
+    for key, member in _SHORTHANDS.items():
+        value = config.get(key)
+        if isinstance(value, bool | str):
+            config[key] = {member: value}
+            decisions.append(
+                Decision(
+                    key=key,
+                    before=value,
+                    after={member: value},
+                    reason="DeepSpeed wants an object here",
+                )
+            )
+    for key, what in REMOVED.items():
+        if key in config and _is_disabled(config[key]):
+            decisions.append(_dropped(key, config.pop(key), f"DeepSpeed 0.19 removed {what}"))
+    return config
+
+
+def legacy_zero(section: dict[str, Any], path: str, decisions: list[Decision]) -> dict[str, Any]:
+    """Translate deprecated keys and short forms inside ``zero_optimization``."""
+    for key in ("offload_param", "offload_optimizer"):
+        _offload_shorthand(section, key, path, decisions)
+    for key, modern in _LEGACY_OFFLOAD.items():
+        if key in section:
+            _legacy_offload(section, key, modern, path, decisions)
+    _legacy_pinning(section, path, decisions)
+    for key, what in REMOVED_ZERO.items():
+        if key in section and (_is_disabled(section[key]) or section[key] == -1):
+            decisions.append(
+                _dropped(f"{path}.{key}", section.pop(key), f"DeepSpeed 0.19 removed {what}")
+            )
+    return section
+
+
+def _boolean_zero(config: dict[str, Any], decisions: list[Decision]) -> None:
+    value = config.get("zero_optimization")
+    if not isinstance(value, bool):
+        return
+    section: dict[str, Any] = {"stage": int(value)}
+    if "allgather_size" in config and value:
+        section["allgather_bucket_size"] = config.pop("allgather_size")
+    config["zero_optimization"] = section
+    decisions.append(
+        Decision(
+            key="zero_optimization",
+            before=value,
+            after=section,
+            reason="the old boolean form; DeepSpeed reads true as stage 1",
+            severity="warning",
+        )
+    )
+
+
+def _offload_shorthand(
+    section: dict[str, Any], key: str, path: str, decisions: list[Decision]
+) -> None:
+    value = section.get(key)
+    if not isinstance(value, bool | str):
+        return
+    device = value if isinstance(value, str) else ("cpu" if value else "none")
+    section[key] = {"device": device}
+    decisions.append(
+        Decision(
+            key=f"{path}.{key}",
+            before=value,
+            after={"device": device},
+            reason="DeepSpeed wants an object with a device here",
+        )
+    )
+
+
+def _legacy_offload(
+    section: dict[str, Any], key: str, modern: str, path: str, decisions: list[Decision]
+) -> None:
+    value = section.pop(key)
+    enabled = value is not None and Boolean(auto=False).read(value, f"{path}.{key}")[0]
+    current = section.get(modern)
+    device = current.get("device") if isinstance(current, Mapping) else None
+    if enabled and current is not None and device != "cpu":
+        raise PlanConflictError(
+            f"asks for CPU offload, but {modern} is written too and says {device!r}",
+            key=f"{path}.{key}",
+            value=value,
+            fix=f"remove {key}; DeepSpeed reads {modern}",
+        )
+    if enabled and current is None:
+        section[modern] = {"device": "cpu"}
+    decisions.append(
+        Decision(
+            key=f"{path}.{key}",
+            before=value,
+            after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
+            reason=f"deprecated; DeepSpeed replaced it by {modern}",
+            severity="warning",
+        )
+    )
+
+
+def _legacy_pinning(section: dict[str, Any], path: str, decisions: list[Decision]) -> None:
+    key = "cpu_offload_use_pin_memory"
+    if key not in section:
+        return
+    value = section.pop(key)
+    for modern in ("offload_param", "offload_optimizer"):
+        if isinstance(section.get(modern), Mapping) and value is not None:
+            section[modern] = {"pin_memory": value, **section[modern]}
+    decisions.append(
+        Decision(
+            key=f"{path}.{key}",
+            before=value,
+            after="pin_memory of the offload sections",
+            reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
+            severity="warning",
+        )
+    )
+
+
+def _is_disabled(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("enabled", bool(value)) is False
+    return value is None or value is False
+
+
+def _dropped(key: str, value: Any, why: str) -> Decision:
+    return Decision(
+        key=key, before=value, after=None, reason=f"{why}; it was switched off, so it is left out"
+    )
+
+
+def normalised_plan(plan: DeepSpeedPlan) -> DeepSpeedPlan:
+    """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
+    from zerotune.plan.read import fill_from_launch, plan_from_mapping, read_launch
+
+    decisions: list[Decision] = []
+    known = passed_paths(plan)
+    launch = read_launch(plan.launch.to_dict() if plan.launch else {}, decisions, known)
+    again = plan_from_mapping(plan.to_deepspeed(), source=plan.source, also_known=known)
+    found = (*plan.decisions, *decisions, *again.decisions)
+    return fill_from_launch(attrs.evolve(again, decisions=found), launch)
+
+
+def passed_paths(plan: DeepSpeedPlan) -> frozenset[str]:
+    """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
+    launched = _passed(plan.launch, "launch") if plan.launch else ()
+    return frozenset({*_passed(plan, ""), *launched})
+
+
+def _passed(section: Section, prefix: str) -> Iterator[str]:
+    for name in getattr(section, "extra", {}):
+        yield join(prefix, name)
+    for attribute in modelled(type(section)):
+        value = getattr(section, attribute.name)
+        if isinstance(value, Section):
+            yield from _passed(value, join(prefix, attribute.name))
+
+
+# -- The sections of a DeepSpeed configuration as frozen values.
+#
+# Attribute names are DeepSpeed's own key names; ``None`` means "not written"; ``extra`` keeps the
+# keys that DeepSpeed knows and zerotune does not model. The settings and their ranges are those
+# of ``deepspeed/runtime/{config,zero/config,zero/offload_config,precision_config}.py`` 0.19.8.
+
+
+OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+PRECISIONS = ("bf16", "fp16", "fp32")
+
+_PARAM_ONLY = ("buffer_size", "max_in_cpu")
+_OPTIMIZER_ONLY = ("ratio", "fast_init", "pipeline_read", "pipeline_write")
+
+_DEVICE_SYNONYMS = {
+    "no": "none",
+    "off": "none",
+    "false": "none",
+    "gpu": "none",
+    "cuda": "none",
+    "disk": "nvme",
+    "ssd": "nvme",
+}
+PRECISION_SYNONYMS = {
+    "no": "fp32",
+    "none": "fp32",
+    "float32": "fp32",
+    "full": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
+
+
+@attrs.frozen(kw_only=True)
+class OffloadSection(Section):
+    """``offload_param`` or ``offload_optimizer``: where a partition waits while not in use."""
+
+    passed_through: ClassVar[frozenset[str]] = OFFLOAD
+
+    device: str | None = setting(
+        Choice(choices=(*OFFLOAD_DEVICES, "auto"), synonyms=_DEVICE_SYNONYMS, null="none")
+    )
+    """``"none"``, ``"cpu"`` (host memory) or ``"nvme"`` (files; stage 3 only)."""
+    nvme_path: str | None = setting(Folder())
+    """Folder for the swap files; left out or ``"auto"``: a leased folder."""
+    buffer_count: int | Auto | None = setting(Integer(minimum=1))
+    """Buffers of the swap pool."""
+    buffer_size: int | Auto | None = setting(Integer(minimum=1))
+    """Elements, not bytes, of one buffer of the parameter swap pool."""
+    pin_memory: bool | Auto | None = setting(Boolean())
+    """Page-lock the host buffers, which an asynchronous copy to a GPU needs."""
+    ratio: float | Auto | None = setting(Number(maximum=1.0))
+    """Share of the optimizer that is offloaded, stage 3 only."""
+    fast_init: bool | Auto | None = setting(Boolean())
+    """Create the optimizer's NVMe files from the parameters' files."""
+    pipeline_read: bool | Auto | None = setting(Boolean())
+    """Read the next sub-group from NVMe while this one is computed."""
+    pipeline_write: bool | Auto | None = setting(Boolean())
+    """Write the previous sub-group to NVMe while this one is computed."""
+    max_in_cpu: int | Auto | None = setting(Integer())
+    """Parameter elements that stay in host memory although NVMe offload is on."""
+    extra: Mapping[str, Any] = extra_keys()
+
+
+@attrs.frozen(kw_only=True)
+class ZeroSection(Section):
+    """``zero_optimization``: what is partitioned over the ranks, and how it travels."""
+
+    passed_through: ClassVar[frozenset[str]] = ZERO
+    aliases: ClassVar[Mapping[str, str]] = ZERO_ALIASES
+
+    stage: int | Auto | None = setting(Integer(maximum=3))
+    """0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters are partitioned."""
+    offload_param: OffloadSection | None = setting(
+        Nested(OffloadSection, without=dict.fromkeys(_OPTIMIZER_ONLY, "offload_optimizer"))
+    )
+    """Where parameters wait; stage 3 only."""
+    offload_optimizer: OffloadSection | None = setting(
+        Nested(OffloadSection, without=dict.fromkeys(_PARAM_ONLY, "offload_param"))
+    )
+    """Where optimizer states and master weights live, and the CPU that updates them."""
+    overlap_comm: bool | Auto | None = setting(Boolean())
+    """Reduce gradients on a second stream during the backward pass; doubles the bucket."""
+    contiguous_gradients: bool | Auto | None = setting(Boolean())
+    """Copy gradients into one buffer as they appear."""
+    reduce_scatter: bool | Auto | None = setting(Boolean())
+    """Reduce each gradient to its owner only."""
+    reduce_bucket_size: int | Auto | None = setting(Integer(minimum=1))
+    """Elements reduced at a time."""
+    allgather_partitions: bool | Auto | None = setting(Boolean())
+    """Collect updated parameters by all-gather and not by broadcasts."""
+    allgather_bucket_size: int | Auto | None = setting(Integer())
+    """Elements gathered at a time, stages 1 and 2."""
+    use_multi_rank_bucket_allreduce: bool | Auto | None = setting(Boolean())
+    """Combine the buckets of several owners in one reduction, stages 1 and 2."""
+    round_robin_gradients: bool | Auto | None = setting(Boolean())
+    """Spread the copies of gradients to host memory over the ranks, stages 1 and 2."""
+    ignore_unused_parameters: bool | Auto | None = setting(Boolean())
+    """Accept parameters that get no gradient, stage 2."""
+    load_from_fp32_weights: bool | Auto | None = setting(Boolean())
+    """Start the master weights from a checkpoint's fp32 copy."""
+    elastic_checkpoint: bool | Auto | None = setting(Boolean())
+    """Legacy format of DeepSpeed's own checkpoints."""
+    sub_group_size: int | Auto | None = setting(Integer(minimum=1))
+    """Elements the optimizer updates at a time, stage 3."""
+    stage3_prefetch_bucket_size: int | Auto | None = setting(Integer())
+    """Elements fetched ahead of their use."""
+    stage3_param_persistence_threshold: int | Auto | None = setting(Integer())
+    """Parameters of at most this many elements are never partitioned."""
+    stage3_model_persistence_threshold: int | Auto | None = setting(Integer())
+    """Most elements of all unpartitioned parameters together."""
+    stage3_max_live_parameters: int | Auto | None = setting(Integer())
+    """Most elements resident in full at a time."""
+    stage3_max_reuse_distance: int | Auto | None = setting(Integer())
+    """Keep a parameter that is used again within this many elements."""
+    stage3_gather_16bit_weights_on_model_save: bool | Auto | None = setting(Boolean())
+    """Gather the weights in DeepSpeed's ``save_16bit_model``."""
+    stage3_module_granularity_threshold: int | Auto | None = setting(Integer())
+    """Fetch modules with less parameters per submodule than this as a whole; 0: never."""
+    memory_efficient_linear: bool | Auto | None = setting(Boolean())
+    """Replace ``torch.nn.functional.linear`` while parameters are partitioned."""
+    zero_hpz_partition_size: int | Auto | None = setting(Integer())
+    """Ranks of ZeRO++'s secondary partition; 1: off."""
+    zero_quantized_weights: bool | Auto | None = setting(Boolean())
+    """ZeRO++: gather quantized weights."""
+    zero_quantized_nontrainable_weights: bool | Auto | None = setting(Boolean())
+    """ZeRO++: store frozen weights quantized."""
+    zero_quantized_gradients: bool | Auto | None = setting(Boolean())
+    """ZeRO++: reduce quantized gradients."""
+    extra: Mapping[str, Any] = extra_keys()
+
+
+@attrs.frozen(kw_only=True)
+class Bf16Section(Section):
+    """``bf16``: bfloat16 weights with fp32 master weights."""
+
+    passed_through: ClassVar[frozenset[str]] = BF16
+
+    enabled: bool | Auto | None = setting(Boolean())
+    immediate_grad_update: bool | Auto | None = setting(Boolean())
+    """Add gradients to the master gradients as they appear."""
+    check_grad_overflow: bool | Auto | None = setting(Boolean())
+    """Skip a step whose gradients are not finite."""
+    bf16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
+    """Keep master weights and gradients in bf16 too."""
+    bf16_optimizer_states: bool | Auto | None = setting(Boolean())
+    """Keep optimizer states in bf16 too."""
+    extra: Mapping[str, Any] = extra_keys()
+
+
+@attrs.frozen(kw_only=True)
+class Fp16Section(Section):
+    """``fp16``: float16 weights with fp32 master weights and loss scaling."""
+
+    passed_through: ClassVar[frozenset[str]] = FP16
+
+    enabled: bool | Auto | None = setting(Boolean())
+    auto_cast: bool | Auto | None = setting(Boolean())
+    """Cast the inputs of the model."""
+    loss_scale: float | Auto | None = setting(Number())
+    """Fixed scale of the loss; 0: dynamic."""
+    initial_scale_power: int | Auto | None = setting(Integer())
+    """The dynamic scale starts at two to this power."""
+    loss_scale_window: int | Auto | None = setting(Integer(minimum=1))
+    """Steps without overflow after which the dynamic scale doubles."""
+    hysteresis: int | Auto | None = setting(Integer())
+    """Overflows tolerated before the scale is halved."""
+    consecutive_hysteresis: bool | Auto | None = setting(Boolean())
+    """Refill the hysteresis after a step without overflow."""
+    min_loss_scale: int | Auto | None = setting(Integer())
+    """Floor of the dynamic scale."""
+    fp16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
+    """Keep master weights and gradients in fp16 too."""
+    extra: Mapping[str, Any] = extra_keys()
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerSection(Section):
+    """``optimizer`` as written; ``zerotune.optim`` decides what it becomes."""
+
+    passed_through: ClassVar[frozenset[str]] = OPTIMIZER
+    aliases: ClassVar[Mapping[str, str]] = {"name": "type", "parameters": "params"}
+
+    type: str | None = setting(Text())
+    params: Mapping[str, Any] | None = setting(Free())
+    """Arguments by name; values may be ``"auto"``."""
+    extra: Mapping[str, Any] = extra_keys()
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerSection(Section):
+    """``scheduler`` as written; ``zerotune.optim`` decides what it becomes."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"name": "type", "parameters": "params"}
+
+    type: str | None = setting(Text())
+    params: Mapping[str, Any] | None = setting(Free())
+    """Arguments by name; values may be ``"auto"``."""
+    extra: Mapping[str, Any] = extra_keys()
+
+
+@attrs.frozen(kw_only=True)
+class AioSection(Section):
+    """``aio``: how swap files are read and written."""
+
+    passed_through: ClassVar[frozenset[str]] = AIO
+    aliases: ClassVar[Mapping[str, str]] = {"thread_count": "intra_op_parallelism"}
+
+    block_size: int | Auto | None = setting(Integer(minimum=1))
+    """Bytes of one request."""
+    queue_depth: int | Auto | None = setting(Integer(minimum=1))
+    """Requests in flight per thread."""
+    intra_op_parallelism: int | Auto | None = setting(Integer(minimum=1))
+    """Threads that share one tensor."""
+    single_submit: bool | Auto | None = setting(Boolean())
+    """Submit requests one by one."""
+    overlap_events: bool | Auto | None = setting(Boolean())
+    """Submit the next requests while others complete."""
+    use_gds: bool | Auto | None = setting(Boolean())
+    """GPUDirect storage; CUDA only."""
+    extra: Mapping[str, Any] = extra_keys()
+
+
+@attrs.frozen(kw_only=True)
+class LaunchSection(Section):
+    """What an accelerate YAML or a trainer's configuration adds; never sent to DeepSpeed."""
+
+    passed_through: ClassVar[frozenset[str]] = LAUNCH
+    aliases: ClassVar[Mapping[str, str]] = {"max_grad_norm": "gradient_clipping"}
+
+    distributed_type: str | None = setting(Text())
+    mixed_precision: str | None = setting(
+        Choice(choices=(*PRECISIONS, "fp8", "auto"), synonyms=PRECISION_SYNONYMS)
+    )
+    """Precision asked from the launcher; fills ``"auto"``."""
+    num_processes: int | None = setting(Integer(minimum=-1, auto=False))
+    """World size asked from the launcher."""
+    num_machines: int | None = setting(Integer(minimum=1, auto=False))
+    machine_rank: int | None = setting(Integer(auto=False))
+    main_process_ip: str | None = setting(Text(empty=True))
+    main_process_port: int | None = setting(Integer(auto=False))
+    gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
+    """Micro batches per step, given outside the DeepSpeed block."""
+    gradient_clipping: float | Auto | None = setting(Number())
+    """Largest gradient norm, given outside the DeepSpeed block."""
+    zero3_init_flag: bool | None = setting(Boolean(auto=False))
+    """Build the model inside ``deepspeed.zero.Init``; stage 3 only."""
+    deepspeed_config_file: str | None = setting(Text())
+    """The file the plan was really read from."""
+    offload_param_path: str | None = setting(Folder())
+    """Swap root for parameters, before DeepSpeed's own ``nvme_path``."""
+    offload_optimizer_path: str | None = setting(Folder())
+    """Swap root for optimizer states, where they go elsewhere."""
+    deepspeed_moe_layer_cls_names: str | None = setting(Text(empty=True))
+    extra: Mapping[str, Any] = extra_keys()
+
+
+# -- What a plan needs to know of the model and of the run, without loading either.
+
+
+@attrs.frozen(kw_only=True)
+class ParameterFacts:
+    """One parameter of a model."""
+
+    name: str
+    """Dotted name as ``named_parameters()`` gives it."""
+    shape: tuple[int, ...]
+    """Full, unpartitioned shape."""
+    trainable: bool = True
+    """Whether it requires a gradient."""
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-d parameter."""
+        return math.prod(self.shape)
+
+
+@attrs.frozen(kw_only=True)
+class ActivationCost:
+    """Peak bytes of activations and temporaries of one forward and backward pass.
+
+    Linear in the batch and in its pixels, which holds for convolutions and for attention that
+    never stores its matrix (``scaled_dot_product_attention``).
+    """
+
+    base: float
+    """Bytes whatever the batch: gradients on their way out of the backward pass."""
+    per_sample: float
+    """Bytes per sample whatever its size: text tokens and embeddings."""
+    per_pixel: float
+    """Bytes per pixel of the image, not of the latent."""
+
+    def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
+        """Bytes for ``batch`` samples of ``pixels`` pixels each, in elements of that size."""
+        in_half = self.base + batch * (self.per_sample + self.per_pixel * pixels)
+        return math.ceil(in_half * element_bytes / 2)
+
+
+@attrs.frozen(kw_only=True)
+class ActivationFacts:
+    """What a forward and backward pass of a model keeps, in bytes of 2-byte elements."""
+
+    full: ActivationCost
+    """Everything the backward pass needs is kept."""
+    checkpointed: ActivationCost | None = None
+    """Blocks are recomputed; ``None``: the model cannot do that."""
+    offloaded: ActivationCost | None = None
+    """Blocks are recomputed and their inputs wait in host memory, as ``ActivationOffload`` does
+    it: what is left on the device; ``None``: not known."""
+    offloaded_host: ActivationCost | None = None
+    """What it takes of host memory."""
+
+
+@attrs.frozen(kw_only=True)
+class BlockFacts:
+    """A kind of module that a model is built of, many times."""
+
+    class_name: str
+    """``"BasicTransformerBlock"``."""
+    count: int
+    """How many there are."""
+    numel: int
+    """Elements of the largest of them."""
+
+
+def _as_tuple(parameters: Iterable[ParameterFacts]) -> tuple[ParameterFacts, ...]:
+    return tuple(parameters)
+
+
+@attrs.frozen(kw_only=True)
+class ModelFacts:
+    """Names and shapes of a model's parameters, enough to size every buffer."""
+
+    parameters: tuple[ParameterFacts, ...] = attrs.field(converter=_as_tuple)
+    name: str = "model"
+    activations: ActivationFacts | None = None
+    """What a training step keeps beside the weights; ``None``: not known."""
+    blocks: tuple[BlockFacts, ...] = ()
+    """Its innermost repeated modules, as far as they are known."""
+
+    @classmethod
+    def from_module(cls, module: Any) -> ModelFacts:
+        """Read the facts off a ``torch.nn.Module`` (on any device, ``meta`` included).
+
+        Parameters sharded by ``deepspeed.zero.Init`` report their full shape.
+        """
+        return cls(
+            name=type(module).__name__,
+            parameters=[
+                ParameterFacts(
+                    name=name,
+                    shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
+                    trainable=bool(parameter.requires_grad),
+                )
+                for name, parameter in module.named_parameters()
+            ],
+            blocks=_blocks(module),
+        )
+
+    @classmethod
+    def from_shapes(
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], *, name: str = "model"
+    ) -> ModelFacts:
+        """Build the facts from ``(name, shape)`` pairs, all trainable."""
+        return cls(
+            name=name,
+            parameters=[ParameterFacts(name=key, shape=tuple(shape)) for key, shape in shapes],
+        )
+
+    @cached_property
+    def trainable(self) -> tuple[ParameterFacts, ...]:
+        """The parameters the optimizer sees."""
+        return tuple(parameter for parameter in self.parameters if parameter.trainable)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    @cached_property
+    def trainable_numel(self) -> int:
+        """Elements of the trainable parameters."""
+        return sum(parameter.numel for parameter in self.trainable)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest parameter; 0 for a model without parameters."""
+        return max((parameter.numel for parameter in self.parameters), default=0)
+
+
+def _blocks(module: Any) -> tuple[BlockFacts, ...]:
+    """What diffusers says may not be split, or repeats, without what only holds such blocks."""
+    names = {"ResnetBlock2D"}
+    for attribute in ("_no_split_modules", "_repeated_blocks"):
+        names.update(getattr(module, attribute, None) or ())
+    found: dict[str, list[int]] = {}
+    for part in module.modules():
+        inner = (type(child).__name__ in names for child in part.modules() if child is not part)
+        if type(part).__name__ in names and not any(inner):
+            sizes = (math.prod(getattr(p, "ds_shape", p.shape)) for p in part.parameters())
+            found.setdefault(type(part).__name__, []).append(sum(sizes))
+    return tuple(
+        BlockFacts(class_name=name, count=len(sizes), numel=max(sizes))
+        for name, sizes in sorted(found.items())
+    )
+
+
+@attrs.frozen(kw_only=True)
+class RunFacts:
+    """What the training script knows and a configuration may leave ``"auto"``."""
+
+    lr: float | None = None
+    """Peak learning rate, dimensionless."""
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    micro_batch_size: int | None = None
+    """Samples per forward pass and rank."""
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    """Largest global L2 norm of the gradient; 0 switches clipping off."""
+    mixed_precision: str | None = None
+    """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    total_steps: int | None = None
+    """Optimizer steps of the whole run."""
+    warmup_steps: int | None = None
+    """Optimizer steps of warm-up."""
+
+
+# -- The optimizer and scheduler a resolved plan will really use.
+
+
+OptimizerSource = Literal["deepspeed", "torch", "zerotune", "package"]
+SchedulerSource = Literal["deepspeed", "zerotune"]
+WeightDecay = Literal["decoupled", "l2"]
+
+
+@attrs.frozen(kw_only=True)
+class GroupChoice:
+    """Parameters that share arguments of their own."""
+
+    name: str
+    """What the group is called (``"no_decay"``)."""
+    params: Mapping[str, Any]
+    """The group's own values, explicit; arguments not named here are the optimizer's."""
+    parameters: tuple[str, ...]
+    """Dotted names of the model's parameters in it, in the model's order."""
+    numel: int
+    """Elements of these parameters."""
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerChoice:
+    """What ``OptimizerResolver`` settled on; the engine verifies itself against it."""
+
+    name: str
+    """Canonical name (``"AdamW"``)."""
+    params: Mapping[str, Any]
+    """Every argument, explicit, nothing ``"auto"``: at least ``lr``."""
+    implementation: str
+    """Class that will do the update: ``"FusedAdam"``, ``"DeepSpeedCPUAdam"``, ``"AdamW"`` …
+    (``type(optimizer).__name__``)."""
+    source: OptimizerSource = "deepspeed"
+    """``"deepspeed"``: built by DeepSpeed from the rendered configuration. The others are built
+    by the engine and handed over: a class of ``torch.optim``, one of zerotune's own, or one of an
+    optional package."""
+    weight_decay_mode: WeightDecay | None = None
+    """Decay mode of Adam-like optimizers, ``None`` for others."""
+    package: str | None = None
+    """Module that has the class, when ``source`` is ``"package"`` (``"prodigyopt"``)."""
+    groups: tuple[GroupChoice, ...] = ()
+    """Parameter groups, in order, together all trainable parameters; empty: one group."""
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate."""
+        return float(self.params["lr"])
+
+
+@attrs.frozen(kw_only=True)
+class SchedulerChoice:
+    """The learning-rate schedule, counted in optimizer steps."""
+
+    name: str
+    """Canonical name, of DeepSpeed (``"WarmupLR"``) or diffusers (``"cosine"``)."""
+    params: Mapping[str, Any]
+    """Every argument, explicit, nothing ``"auto"``."""
+    source: SchedulerSource = "deepspeed"
+    """Who steps it: DeepSpeed's own class, or zerotune's curve, which follows the same formula
+    and scales it for each parameter group."""

@@ -1,0 +1,562 @@
+"""Writers: a plan as text of one of the formats that plans are read from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from zerotune._util.files import sync_folder, write_atomically
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
+from zerotune.plan.accelerate import FILE, GATHER, LAUNCH_IN_BLOCK, TOP_LEVEL
+from zerotune.plan.json_text import parse_json
+from zerotune.plan.model import (
+    AUTO,
+    Bf16Section,
+    Fp16Section,
+    Section,
+    as_tuple,
+    evolved,
+    is_integer,
+    is_number,
+    modelled,
+)
+from zerotune.plan.read import TRAINER_KEYS, read_named, read_text, undashed, wrapper_of
+
+if TYPE_CHECKING:
+    from zerotune.plan.api import DeepSpeedPlan
+
+
+# -- Files that are whole or not there.
+
+
+def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
+    """Write a file so that nobody ever sees a part of it; an existing file is replaced.
+
+    Args:
+        path: The file; its folder is made. A symbolic link is followed.
+        content: All of it.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        PlanFileError: The system does not let us.
+    """
+    final = Path(path).resolve()
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(final, content)
+        sync_folder(final.parent)
+    except OSError as error:
+        raise PlanFileError(
+            f"cannot be written ({error.strerror or error})",
+            key=os.fspath(path),
+            fix="name a file in a folder that you may write to",
+        ) from error
+    return Path(path)
+
+
+FORMATS: Final = ("deepspeed", "accelerate", "trainer", "python")
+_YAML_SUFFIXES: Final = (".yaml", ".yml")
+
+
+@attrs.frozen(kw_only=True)
+class PlanDocument:
+    """A plan as text, and what the format made of it."""
+
+    format: str
+    """``"deepspeed"``, ``"accelerate"``, ``"trainer"`` or ``"python"``."""
+    text: str
+    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
+    """What had to be said in another way, and what the format has no place for."""
+    beside: Mapping[Path, str] = attrs.field(factory=dict)
+    """Further files that the text refers to, with what belongs in them."""
+
+
+@attrs.frozen(kw_only=True)
+class SavedPlan:
+    """What saving a plan did."""
+
+    format: str
+    paths: tuple[Path, ...]
+    """The files that now hold the plan."""
+    backups: tuple[Path, ...]
+    """Copies of what was replaced; none where nothing changed."""
+    decisions: tuple[Decision, ...]
+    """As in ``PlanDocument``."""
+
+
+def plan_document(
+    plan: DeepSpeedPlan,
+    format: str = "deepspeed",  # noqa: A002
+    *,
+    existing: Path | None = None,
+) -> PlanDocument:
+    """A plan as text of one format.
+
+    Args:
+        plan: The plan.
+        format: ``"deepspeed"`` (its JSON), ``"accelerate"`` (YAML), ``"trainer"`` (a
+            ``config.json`` that holds ``deepspeed_config``) or ``"python"`` (a script).
+        existing: A trainer's file to keep everything else of.
+
+    Raises:
+        InvalidValueError: There is no such format.
+        PlanError: ``existing`` cannot be read, or holds no object.
+    """
+    if format == "deepspeed":
+        return _deepspeed(plan)
+    if format == "accelerate":
+        return accelerate_document(plan)
+    if format == "trainer":
+        return trainer_document(plan, existing=existing)
+    if format == "python":
+        return PlanDocument(format=format, text=python_script(plan))
+    raise InvalidValueError(
+        "is no format a plan can be written in",
+        key="format",
+        value=format,
+        fix="write one of " + ", ".join(repr(name) for name in FORMATS),
+    )
+
+
+def save_plan(
+    plan: DeepSpeedPlan,
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,  # noqa: A002
+) -> SavedPlan:
+    """Write a plan to a file; see ``DeepSpeedPlan.save``."""
+    target = Path(path)
+    format = format or format_of(target)  # noqa: A001
+    existing = target if format == "trainer" and target.exists() else None
+    document = plan_document(plan, format, existing=existing)
+    files = {**document.beside, target: document.text}
+    backups = [_replace(each, text) for each, text in files.items()]
+    return SavedPlan(
+        format=format,
+        paths=tuple(files),
+        backups=tuple(backup for backup in backups if backup is not None),
+        decisions=document.decisions,
+    )
+
+
+def format_of(path: Path) -> str:
+    """The format a file of this name should have, by its suffix and by what is there already."""
+    suffix = path.suffix.lower()
+    if suffix in _YAML_SUFFIXES:
+        return "accelerate"
+    if suffix == ".py":
+        return "python"
+    if not path.exists():
+        return "deepspeed"
+    from zerotune.plan.accelerate import is_accelerate
+    from zerotune.plan.json_text import parse_json
+    from zerotune.plan.read import read_text, wrapper_of
+
+    try:
+        content, _ = parse_json(read_text(path), source=str(path))
+    except PlanSyntaxError:
+        return "deepspeed"
+    if not isinstance(content, Mapping) or wrapper_of(content) is None:
+        return "deepspeed"
+    if is_accelerate(content):
+        raise PlanFileError(
+            "holds the settings of accelerate as JSON, which zerotune reads but does not write",
+            key=str(path),
+            fix="save to a .yaml, or name a format",
+        )
+    return "trainer"
+
+
+def lost(plan: DeepSpeedPlan, keys: Mapping[str, Any], where: str) -> list[Decision]:
+    """One decision for each launch setting that a format has no place for."""
+    return [
+        Decision(
+            key=f"launch.{key}",
+            before=value,
+            after=None,
+            reason=f"{where} has no place for it",
+            severity="warning",
+        )
+        for key, value in keys.items()
+        if plan.launch is not None
+    ]
+
+
+def _deepspeed(plan: DeepSpeedPlan) -> PlanDocument:
+    launched = plan.launch.to_dict() if plan.launch else {}
+    for where_read in ("distributed_type", "deepspeed_config_file"):
+        launched.pop(where_read, None)
+    text = json.dumps(plan.to_deepspeed(), indent=2, allow_nan=False) + "\n"
+    decisions = lost(plan, launched, "DeepSpeed's own configuration")
+    return PlanDocument(format="deepspeed", text=text, decisions=decisions)
+
+
+def _replace(path: Path, text: str) -> Path | None:
+    """Write ``text`` and keep a copy of what was there, unless it is the same."""
+    content = text.encode()
+    try:
+        before = path.read_bytes() if path.exists() else None
+    except OSError as error:
+        raise PlanFileError(
+            f"cannot be read ({error.strerror or error})",
+            key=str(path),
+            fix="name a file that you may read and write",
+        ) from error
+    if before == content:
+        return None
+    backup = None
+    if before is not None:
+        backup = write_whole(path.with_name(f"{path.name}.bak"), before)
+    write_whole(path, content)
+    return backup
+
+
+# -- A plan as the YAML of ``accelerate config``.
+#
+# accelerate's own keys say a plan only when it is small; a larger one is written as JSON under
+# ``deepspeed_config_file``, which accelerate takes in place of a path. One file then says it all,
+# from whatever folder it is launched.
+
+
+_WRITTEN_AFRESH: Final = ("distributed_type", FILE)
+_UNSAFE: Final = " ;<>"
+"""What may not be in a variable that accelerate passes to other machines
+(``convert_dict_to_env_variables``); it drops the variable otherwise."""
+
+
+def accelerate_document(plan: DeepSpeedPlan) -> PlanDocument:
+    """The YAML that ``accelerate launch --config_file`` takes.
+
+    accelerate's own keys are used where they can say the whole plan: a stage, offload to the
+    CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
+    not among them, because ``accelerate launch`` loses those.
+    """
+    decisions: list[Decision] = []
+    plan = _batch_settings_inside(plan, decisions)
+    plan = _automatic_precision_inside(plan, decisions)
+    block = _as_block(plan)
+    if block is None:
+        plan = _precision_inside(plan, decisions)
+        block = {FILE: _config_text(plan)}
+    launched = plan.launch.to_dict() if plan.launch else {}
+    content: dict[str, Any] = {"distributed_type": "DEEPSPEED"}
+    for key, value in launched.items():
+        if key in _WRITTEN_AFRESH:
+            continue
+        if key in LAUNCH_IN_BLOCK:
+            block[key] = value
+        elif key in TOP_LEVEL:
+            content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
+        else:
+            reason = "accelerate refuses settings it does not know"
+            decisions.append(_moved(key, value, None, reason, "warning"))
+    content["deepspeed_config"] = block
+    return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
+
+
+def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
+    """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
+    config = plan.to_deepspeed()
+    zero = config.pop("zero_optimization", {})
+    accumulation = config.pop("gradient_accumulation_steps", None)
+    clipping = config.pop("gradient_clipping", None)
+    stage, gather = zero.pop("stage", None), zero.pop(GATHER, None)
+    devices = {part: zero.pop(f"offload_{part}", None) for part in ("optimizer", "param")}
+    # Clipping of 0 would be lost: accelerate drops it, and DeepSpeed clips by default.
+    sayable = (
+        not config
+        and not zero
+        and is_integer(stage)
+        and (accumulation is None or is_integer(accumulation))
+        and (clipping is None or (is_number(clipping) and clipping > 0))
+        and isinstance(gather, bool | None)
+        and all(
+            section in (None, {"device": "none"}, {"device": "cpu"}) for section in devices.values()
+        )
+    )
+    if not sayable:
+        return None
+    block = {
+        "zero_stage": stage,
+        **{
+            f"offload_{part}_device": section["device"]
+            for part, section in devices.items()
+            if section is not None
+        },
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clipping,
+        "zero3_save_16bit_model": gather,
+    }
+    return {key: value for key, value in block.items() if value is not None}
+
+
+def _config_text(plan: DeepSpeedPlan) -> str:
+    # Without this section accelerate raises; an empty one means the same to DeepSpeed as none.
+    config = {"zero_optimization": {}, **plan.to_deepspeed()}
+    machines = plan.launch.num_machines if plan.launch else None
+    if machines is None or machines == 1:
+        return _Readable(json.dumps(config, indent=2, allow_nan=False) + "\n")
+    text = json.dumps(config, separators=(",", ":"), allow_nan=False)
+    for char in _UNSAFE:
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def _batch_settings_inside(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+    """Move what a trainer's file says beside its configuration into the configuration."""
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        launched = getattr(plan.launch, key) if plan.launch else None
+        if plan.launch is None or launched is None:
+            continue
+        written = getattr(plan, key)
+        plan = evolved(plan, launch=evolved(plan.launch, **{key: None}))
+        if written in (None, AUTO):
+            plan = evolved(plan, **{key: launched})
+            reason = f"accelerate has one place for it; written as {key}"
+            decisions.append(_moved(key, launched, launched, reason))
+        else:
+            reason = f"accelerate has one place for it, and {key} = {written} stands before it"
+            decisions.append(_moved(key, launched, None, reason))
+    return plan
+
+
+def _automatic_precision_inside(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+    launch = plan.launch
+    if launch is None or launch.mixed_precision != AUTO:
+        return plan
+    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
+    reason = "accelerate does not know it"
+    if plan.bf16 is None and plan.fp16 is None:
+        plan = evolved(plan, bf16=Bf16Section(enabled=AUTO))
+        reason += '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
+    decisions.append(_moved("mixed_precision", AUTO, None, reason, "warning"))
+    return plan
+
+
+def _precision_inside(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+    """Settle the precision in the configuration, beside which accelerate refuses it."""
+    launch = plan.launch
+    asked = launch.mixed_precision if launch else None
+    if launch is None or asked is None:
+        return plan
+    written = {
+        "bf16": plan.bf16.enabled if plan.bf16 else None,
+        "fp16": plan.fp16.enabled if plan.fp16 else None,
+    }
+    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
+    refused = f"accelerate refuses it beside a {FILE}"
+    stands = True in written.values() or written.get(asked) is False or asked == "fp8"
+    if stands:
+        reason = f"{refused}, and the configuration's own precision stands before it"
+        decisions.append(_moved("mixed_precision", asked, None, reason, "warning"))
+        return plan
+    for name, cls in (("bf16", Bf16Section), ("fp16", Fp16Section)):
+        if name == asked or written[name] == AUTO:
+            section = getattr(plan, name) or cls()
+            plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
+    reason = f"{refused}; the configuration's own bf16 and fp16 say the same"
+    decisions.append(_moved("mixed_precision", asked, None, reason))
+    return plan
+
+
+def _moved(key: str, before: Any, after: Any, reason: str, severity: str = "note") -> Decision:
+    return Decision(
+        key=f"launch.{key}",
+        before=before,
+        after=after,
+        reason=reason,
+        severity="warning" if severity == "warning" else "note",
+    )
+
+
+class _Readable(str):
+    """Text of several lines, written as it is."""
+
+    __slots__ = ()
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, _data: Any) -> bool:
+            return True
+
+    Dumper.add_representer(
+        _Readable,
+        lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|"),
+    )
+    return str(yaml.dump(content, Dumper=Dumper, sort_keys=False, width=100))
+
+
+# -- A plan as Python source.
+
+
+_WIDTH: Final = 88
+_STEP: Final = "    "
+
+
+def python_expression(plan: DeepSpeedPlan) -> str:
+    """An expression that is equal to ``plan`` where the names of ``zerotune.plan`` are known."""
+    return _call(plan, "")
+
+
+def python_script(plan: DeepSpeedPlan) -> str:
+    """A script that builds ``plan`` under the name ``plan``."""
+    names = ", ".join(sorted(_names(plan)))
+    single = f"from zerotune.plan import {names}"
+    if len(single) > _WIDTH:
+        listed = "".join(f"{_STEP}{name},\n" for name in sorted(_names(plan)))
+        single = f"from zerotune.plan import (\n{listed})"
+    return f"{single}\n\nplan = {python_expression(plan)}\n"
+
+
+def _names(section: Section) -> set[str]:
+    found = {type(section).__name__}
+    for _, value in _arguments(section):
+        if isinstance(value, Section):
+            found |= _names(value)
+    return found
+
+
+def _arguments(section: Section) -> list[tuple[str, Any]]:
+    names = [attribute.name for attribute in modelled(type(section))]
+    pairs = [(name, getattr(section, name, None)) for name in (*names, "launch")]
+    written = [(name, value) for name, value in pairs if value is not None]
+    extra = getattr(section, "extra", None)
+    return [*written, ("extra", dict(extra))] if extra else written
+
+
+def _call(section: Section, indent: str) -> str:
+    name = type(section).__name__
+    inner = indent + _STEP
+    arguments = [f"{key}={_value(value, inner)}" for key, value in _arguments(section)]
+    single = f"{name}({', '.join(arguments)})"
+    if len(single) <= _WIDTH - len(indent) and "\n" not in single:
+        return single
+    return f"{name}(\n" + "".join(f"{inner}{each},\n" for each in arguments) + f"{indent})"
+
+
+def _value(value: Any, indent: str) -> str:
+    if isinstance(value, Section):
+        return _call(value, indent)
+    single = repr(value)
+    if len(single) <= _WIDTH - len(indent) or not isinstance(value, dict | list) or not value:
+        return single
+    inner = indent + _STEP
+    if isinstance(value, dict):
+        lines = [f"{key!r}: {_value(item, inner)}" for key, item in value.items()]
+        return "{\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "}"
+    lines = [_value(item, inner) for item in value]
+    return "[\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "]"
+
+
+# -- A plan inside a trainer's ``config.json``.
+
+
+_WRAPPER: Final = "deepspeed_config"
+_NEW_KEYS: Final = {
+    **{setting: setting for setting in TRAINER_KEYS.values()},
+    "gradient_clipping": "max_grad_norm",
+}
+"""Launch setting to the key written when the file has none yet."""
+
+
+def trainer_document(plan: DeepSpeedPlan, *, existing: Path | None = None) -> PlanDocument:
+    """A trainer's file that holds the plan.
+
+    Everything else of ``existing`` is kept, and so is the form in which it holds its
+    configuration: an object, JSON text, or the path of a file; its key with dashes or without.
+    The settings beside it that a plan knows (precision, accumulation, clipping) are changed only
+    where the plan says something else.
+
+    Raises:
+        PlanError: ``existing`` cannot be read, or holds no object.
+    """
+    decisions: list[Decision] = []
+    text = None if existing is None else read_text(existing)
+    before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
+    if not isinstance(before, Mapping):
+        raise InvalidValueError(
+            f"{existing} must hold an object",
+            value=before,
+            fix="name a trainer's config.json, or a new file",
+        )
+    content = dict(before)
+    wrapper = wrapper_of(content) or _WRAPPER
+    beside = _put_config(plan, content, wrapper, existing)
+    dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
+    _put_launch(plan, content, dashes, decisions)
+    if text is None or content != before:
+        text = _json(content, indent=2)
+        decisions += _lost_comments(sentences, existing)
+    return PlanDocument(format="trainer", text=text, decisions=decisions, beside=beside)
+
+
+def _lost_comments(sentences: list[str], existing: Path | None) -> list[Decision]:
+    if not sentences:
+        return []
+    return [
+        Decision(
+            key=str(existing),
+            before="; ".join(sentences),
+            after=None,
+            reason="JSON cannot hold it, so it is only in the .bak",
+            severity="warning",
+        )
+    ]
+
+
+def _put_config(
+    plan: DeepSpeedPlan, content: dict[str, Any], wrapper: str, existing: Path | None
+) -> dict[Path, str]:
+    """Put the configuration where ``content`` has it; return the files it lies in."""
+    config = plan.to_deepspeed()
+    written = content.get(wrapper)
+    if not isinstance(written, str):
+        content[wrapper] = config
+        return {}
+    if written.lstrip().startswith("{"):
+        content[wrapper] = _json(config, indent=None).rstrip()
+        return {}
+    folder = existing.parent if existing is not None else None
+    named = read_named(written, folder, key=wrapper)
+    if named.folder is None:  # base64 of JSON, which JSON text says more plainly
+        content[wrapper] = _json(config, indent=None).rstrip()
+        return {}
+    return {Path(named.source): _json(config, indent=2)}
+
+
+def _put_launch(
+    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, decisions: list[Decision]
+) -> None:
+    launched = plan.launch.to_dict() if plan.launch else {}
+    for where_read in ("distributed_type", "deepspeed_config_file"):
+        launched.pop(where_read, None)
+    for setting, new_key in _NEW_KEYS.items():
+        if setting not in launched:
+            continue
+        value = launched.pop(setting)
+        value = "no" if value == "fp32" else value
+        present = [key for key in content if TRAINER_KEYS.get(undashed(key)) == setting]
+        for key in present or [f"{dashes}{new_key}"]:
+            if content.get(key) == value and type(content.get(key)) is type(value):
+                continue
+            if key in content:
+                decisions.append(
+                    Decision(key=key, before=content[key], after=value, reason="the plan says so")
+                )
+            content[key] = value
+    decisions.extend(lost(plan, launched, "a trainer's file"))
+
+
+def _json(value: Any, *, indent: int | None) -> str:
+    return json.dumps(value, indent=indent, allow_nan=False) + "\n"

@@ -1,0 +1,181 @@
+"""What a trainer tells whoever wants to know."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import attrs
+
+from zerotune.errors import DataError, InvalidValueError
+
+if TYPE_CHECKING:
+    import torch
+
+    from zerotune.training.trainer import Trainer
+
+
+class Callback:
+    """Base class whose methods do nothing; override those of interest.
+
+    Every rank calls every callback, so collective work (``trainer.save``, ``trainer.sample``) is
+    safe in them, and output belongs on rank 0: ``if trainer.is_main``.
+    """
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:
+        """``fit`` begins; it goes on until optimizer step ``steps``, or ``None``: until stopped."""
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """One optimizer step is done, EMA included."""
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
+        """``fit`` ends early: a signal, the time limit, or ``trainer.request_stop``."""
+
+    def on_finish(self, trainer: Trainer) -> None:
+        """``fit`` has reached its goal."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """``fit`` ends, also when it raises."""
+
+    def on_close(self, trainer: Trainer) -> None:
+        """The trainer is closed."""
+
+    def on_save(self, trainer: Trainer, path: Path) -> None:
+        """A checkpoint has been written to ``path``."""
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:
+        """The checkpoint at ``path`` has been loaded; also when a bad step made ``fit`` go back."""
+
+    def on_values(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Somebody measured something at this step, such as a validation loss."""
+
+    def on_images(self, trainer: Trainer, name: str, images: torch.Tensor) -> None:
+        """Somebody drew images (n, c, h, w) in [-1, 1] at this step, such as for validation."""
+
+
+# -- One line of JSON per optimizer step.
+
+
+@attrs.frozen(kw_only=True)
+class StepMetrics:
+    """What one optimizer step did. Times and memory are this rank's, all else is everyone's."""
+
+    step: int
+    """Optimizer steps taken, this one included."""
+    loss: float
+    """Mean over the ranks and over the accumulation window."""
+    lr: float
+    """Learning rate of the first group during this step."""
+    grad_norm: float | None
+    """Global L2 norm of the unclipped gradient; ``None`` where the engine does not compute it."""
+    applied: bool
+    """Whether the weights changed: ``False`` when the fp16 loss scale overflowed."""
+    samples: int
+    """Samples all ranks have seen since the run began."""
+    seconds: float
+    """Wall-clock time of the step."""
+    phases: Mapping[str, float]
+    """Seconds spent on ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
+    host_peak: int
+    """Most RAM this process has ever held, bytes."""
+    device_peak: int | None
+    """Most GPU memory torch has allocated, bytes; ``None`` without a GPU."""
+
+
+class MetricsFile(Callback):
+    """Appends every step's metrics to a JSON-lines file, on rank 0.
+
+    After a resume the lines of steps that will be taken again are removed, so that the file
+    holds each step once.
+
+    Args:
+        path: The file; its folder is made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._file: IO[str] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+        """Open the file."""
+        if trainer.is_main:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._open(trainer.step)
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
+        """Write one line."""
+        if self._file is not None:
+            self._file.write(json.dumps(attrs.asdict(metrics)) + "\n")
+
+    def on_resume(self, trainer: Trainer, path: Path) -> None:  # noqa: ARG002
+        """Remove the steps that a run which went back will take again."""
+        if self._file is not None:
+            self._file.close()
+            self._open(trainer.step)
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, step: int) -> None:
+        _keep_until(self._path, step)
+        # Line buffered: a killed run keeps its metrics.
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
+    """Read what ``MetricsFile`` wrote.
+
+    Raises:
+        DataError: A line is not what ``MetricsFile`` writes; the message names it.
+        OSError: The file cannot be read.
+    """
+    return [metrics for _, metrics in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            yield line, StepMetrics(**fields)
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"is not a line of metrics ({error})",
+                key=f"{path}:{number}",
+                value=line,
+                fix="remove the line, or write to another file",
+            ) from error
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drop lines of later steps, and one that a killed run left half written."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    kept = [line for line in whole.splitlines() if _step_of(line, path) <= step]
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    draft.replace(path)
+
+
+def _step_of(line: str, path: Path) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidValueError(
+            "holds something else than metrics, so it is not written to",
+            key="MetricsFile.path",
+            value=str(path),
+            fix="name another file",
+        ) from error

@@ -1,0 +1,241 @@
+"""Every random number of a run is fixed by one seed."""
+
+from __future__ import annotations
+
+import base64
+import os
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from zerotune.checkpoint import BackgroundSaver, PendingCheckpoint, prune, step_folder
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data import derive_seed
+from zerotune.errors import CheckpointMismatchError, InvalidValueError
+from zerotune.training.events import Callback
+
+if TYPE_CHECKING:
+    from zerotune.backend.distributed import ProcessGroup
+    from zerotune.diffusion.data import BatchStream
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.trainer import Trainer
+
+
+def seed_everything(seed: int, *, rank: int) -> torch.Generator:
+    """Seed python, numpy and torch, and give this rank's generator for the objective.
+
+    Ranks get different numbers, so that noise and dropout differ between them.
+
+    Args:
+        seed: The run's seed.
+        rank: This process.
+
+    Returns:
+        A CPU generator.
+    """
+    random.seed(derive_seed(seed, "python", rank))
+    np.random.seed(derive_seed(seed, "numpy", rank) % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch", rank))
+    return torch.Generator().manual_seed(derive_seed(seed, "objective", rank))
+
+
+def generator_to_text(generator: torch.Generator) -> str:
+    """A generator's state as text, for JSON."""
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
+
+
+def generator_from_text(generator: torch.Generator, text: str) -> None:
+    """Restore what ``generator_to_text`` gave."""
+    generator.set_state(torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8))
+
+
+# -- Checkpoints of a trainer: what it adds to the engine's own, and when they are written.
+
+
+_KEY = "trainer"
+
+
+class SaveEvery(Callback):
+    """Saves ``root/step-…`` every few steps or minutes, and when a run is stopped early.
+
+    Args:
+        steps: Optimizer steps between two checkpoints.
+        minutes: Minutes between two checkpoints, by the clock of rank 0. With both, whatever
+            comes first.
+        root: Folder of the checkpoints.
+        keep: How many stay; ``None`` keeps all.
+
+    Raises:
+        InvalidValueError: Neither is given, or one is not above 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int | None = None,
+        minutes: float | None = None,
+        root: str | os.PathLike[str],
+        keep: int | None = None,
+    ) -> None:
+        if (steps is None and minutes is None) or any(
+            n is not None and n <= 0 for n in (steps, minutes)
+        ):
+            raise InvalidValueError(
+                "needs a number of steps or minutes above 0",
+                key="SaveEvery",
+                value={"steps": steps, "minutes": minutes},
+                fix="SaveEvery(steps=500, root=...) or SaveEvery(minutes=30, root=...)",
+            )
+        self._steps, self._minutes = steps, minutes
+        self._root, self._keep = Path(root), keep
+        self._since = time.monotonic()
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+        """Start the clock."""
+        self._since = time.monotonic()
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """Save when it is time."""
+        if self._due(trainer, metrics.step):
+            self._save(trainer)
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:  # noqa: ARG002
+        """Save what was reached since the latest checkpoint."""
+        path = absolute(step_folder(self._root, trainer.step))
+        if trainer.last_saved != (trainer.step, path):
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save(step_folder(self._root, trainer.step))
+        self._prune(trainer)
+        self._since = time.monotonic()
+
+    def _prune(self, trainer: Trainer) -> None:
+        if self._keep is not None and trainer.is_main:
+            prune(self._root, keep=self._keep)
+
+    def _due(self, trainer: Trainer, step: int) -> bool:
+        if self._steps is not None and step % self._steps == 0:
+            return True
+        if self._minutes is None:
+            return False
+        # Clocks differ, and a checkpoint needs all ranks at the same step.
+        passed = time.monotonic() - self._since >= 60 * self._minutes
+        return trainer.engine.group.any(passed and trainer.is_main)
+
+
+class SaveEveryInBackground(SaveEvery):
+    """``SaveEvery`` whose checkpoints are written while training goes on.
+
+    Weights, states and shadows are copied into host memory first (16 bytes per fp32 weight with
+    Adam and an EMA). A checkpoint counts as saved, callbacks are told and older ones pruned, when
+    the next is due or ``fit`` ends: then all ranks know that it is whole.
+    """
+
+    _saver: BackgroundSaver | None = None
+    _pending: tuple[int, PendingCheckpoint] | None = None
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:
+        """Save what was reached, and wait: nothing is left to overlap with."""
+        self._settle(trainer)
+        super().on_stop(trainer, reason)
+        self._settle(trainer)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Wait for the checkpoint under way."""
+        try:
+            self._settle(trainer)
+        finally:
+            saver, self._saver = self._saver, None
+            if saver is not None:
+                saver.close()
+
+    def _save(self, trainer: Trainer) -> None:
+        self._settle(trainer)
+        if self._saver is None:
+            self._saver = BackgroundSaver(engine=trainer.engine)
+        pending = self._saver.save(
+            step_folder(self._root, trainer.step),
+            extra=trainer.extra_state(),
+            shadows=trainer.averages.shadows,
+        )
+        self._pending = trainer.step, pending
+        self._since = time.monotonic()
+
+    def _settle(self, trainer: Trainer) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            step, checkpoint = pending
+            trainer.note_saved(checkpoint.wait(), step=step)
+            self._prune(trainer)
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """As checkpoints are called once they are written."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute keeps "..".
+
+
+def trainer_state(
+    *, stream: BatchStream | None, generator: torch.Generator, seed: int, group: ProcessGroup
+) -> dict[str, Any]:
+    """What a trainer adds to a checkpoint: JSON types, the same on every rank. Collective."""
+    return {
+        _KEY: {
+            "seed": seed,
+            "data": None if stream is None else stream.state_dict(),
+            "generators": group.gather(generator_to_text(generator)),
+        }
+    }
+
+
+def restore_trainer_state(
+    extra: Mapping[str, Any],
+    *,
+    stream: BatchStream | None,
+    generator: torch.Generator,
+    step: int,
+    group: ProcessGroup,
+) -> tuple[Decision, ...]:
+    """Restore what ``trainer_state`` gave.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint was not written by a trainer.
+        DataError: The data are not those of the checkpoint.
+    """
+    if _KEY not in extra:
+        raise CheckpointMismatchError(
+            "has no trainer's state: it was written by save_checkpoint itself",
+            key=f"extra.{_KEY}",
+            fix="load it with load_checkpoint into trainer.engine",
+        )
+    state = extra[_KEY]
+    if stream is not None and state["data"] is not None:
+        stream.load_state_dict(state["data"])
+    texts = state["generators"]
+    if len(texts) == group.world_size:
+        generator_from_text(generator, texts[group.rank])
+        return ()
+    # Noise of other ranks cannot be handed out again; the order of the data goes on exactly.
+    generator.manual_seed(derive_seed(state["seed"], "objective", group.rank, "from", step))
+    decision = Decision(
+        key="generators",
+        before=len(texts),
+        after=group.world_size,
+        reason="the number of processes changed, so noise and time steps are drawn anew from "
+        "the seed and the step",
+        severity="warning",
+    )
+    announce((decision,), rank=group.rank)
+    return (decision,)
+
+
+def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:
+    """That a run went back to an earlier step, announced on rank 0."""
+    decision = Decision(key="step", before=before, after=after, reason=reason, severity="warning")
+    announce((decision,), rank=rank)
+    return (decision,)

@@ -1,0 +1,271 @@
+"""SIGINT and SIGTERM end a run in good order: finish the step, save, leave ``fit``."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import attrs
+
+from zerotune.checkpoint import step_folder
+from zerotune.decisions import Decision, announce
+from zerotune.errors import DataError, InvalidValueError
+from zerotune.training.events import Callback
+from zerotune.training.save import absolute
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zerotune.backend.distributed import ProcessGroup
+    from zerotune.backend.engine import Engine
+    from zerotune.training.trainer import Trainer
+
+
+_USUAL: Final = (signal.SIGINT, signal.SIGTERM)
+_DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class StopOnSignals(Callback):
+    """Turns a signal into ``trainer.request_stop``; every trainer has one.
+
+    The step under way is finished, all ranks stop after the same one, also when only one of them
+    got the signal, whoever saves checkpoints saves one, and ``fit`` returns, with the signal in
+    ``report.stopped``. So the script goes on behind ``fit`` and ends with exit code 0. A second
+    signal raises ``KeyboardInterrupt`` at once. The handlers of before come back after ``fit``.
+
+    Outside of the main thread, where Python allows no handlers, it does nothing.
+
+    Args:
+        save_to: Saves ``save_to/step-…`` when stopped; for runs without ``SaveEvery``.
+        signals: Which; SIGINT and SIGTERM when not given, as far as the script has not set
+            handlers of its own. Empty: none.
+    """
+
+    def __init__(
+        self,
+        *,
+        save_to: str | os.PathLike[str] | None = None,
+        signals: Iterable[int] | None = None,
+    ) -> None:
+        self._save_to = None if save_to is None else Path(save_to)
+        self._signals = None if signals is None else tuple(signals)
+        self._former: dict[int, Any] = {}
+        self._received: int | None = None
+        self._trainer: Trainer | None = None
+        self._process = 0
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+        """Take over the signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._trainer, self._process, self._received = trainer, os.getpid(), None
+        for number in self._wanted():
+            self._former[number] = signal.signal(number, self._handle)
+
+    def on_stop(self, trainer: Trainer, reason: str) -> None:  # noqa: ARG002
+        """Save, unless somebody has."""
+        self._received = None
+        if self._save_to is None:
+            return
+        path = absolute(step_folder(self._save_to, trainer.step))
+        if trainer.last_saved != (trainer.step, path):
+            trainer.save(path)
+
+    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+        """Give the signals back; one that came too late for ``fit`` is sent again."""
+        while self._former:
+            signal.signal(*self._former.popitem())
+        self._trainer = None
+        late, self._received = self._received, None
+        if late is not None:
+            signal.raise_signal(late)
+
+    def _wanted(self) -> tuple[int, ...]:
+        if self._signals is not None:
+            return self._signals
+        return tuple(number for number in _USUAL if signal.getsignal(number) in _DEFAULTS)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._handle_in_child(number)
+            return
+        if self._received is not None or self._trainer is None:
+            self._received = None
+            raise KeyboardInterrupt(signal.Signals(number).name)
+        self._received = number
+        self._trainer.request_stop(f"signal {signal.Signals(number).name}")
+
+    def _handle_in_child(self, number: int) -> None:
+        # Workers that read data inherit the handler when they are forked. A terminal sends
+        # SIGINT to them too, and they must live until the step is finished; anything else must
+        # end them, as their parent expects.
+        if number == signal.SIGINT:
+            return
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+
+def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
+    """These and, unless one is among them, a ``StopOnSignals`` behind them.
+
+    Behind, so that a signal during the others' ``on_fit_end`` still waits for their work.
+    """
+    if any(isinstance(callback, StopOnSignals) for callback in callbacks):
+        return callbacks
+    return (*callbacks, StopOnSignals())
+
+
+# -- When ``fit`` ends: at a step, after epochs, at a time, or because somebody asks for it.
+
+
+@runtime_checkable
+class CountedStream(Protocol):
+    """A stream that knows its length, such as ``DataStream`` and ``BucketStream``."""
+
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed by all ranks together."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Micro batches that each rank takes in one epoch, on average."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Goal:
+    """Until when to train."""
+
+    last_step: int | None
+    """Number of the last optimizer step; ``None`` where only the time ends it."""
+    seconds: float | None
+    """Time from now on; ``None`` without a limit."""
+
+    @classmethod
+    def of(
+        cls,
+        engine: Engine,
+        stream: Any,
+        *,
+        steps: int | None,
+        epochs: float | None,
+        time_limit: float | timedelta | None,
+    ) -> Goal:
+        """What the arguments of ``fit`` ask for; the earliest of them counts.
+
+        Raises:
+            InvalidValueError: None of them is given, or one is out of range.
+            DataError: Epochs of a stream that does not know its length.
+        """
+        if steps is None and epochs is None and time_limit is None:
+            raise InvalidValueError(
+                "nothing says when to stop",
+                key="fit",
+                fix="fit(steps=1000), fit(epochs=3) or fit(time_limit=timedelta(hours=8))",
+            )
+        if isinstance(time_limit, timedelta):
+            time_limit = time_limit.total_seconds()
+        _check(steps, "steps", least=0)
+        _check(epochs, "epochs")
+        _check(time_limit, "time_limit")
+        ends = [] if steps is None else [steps]
+        if epochs is not None:
+            ends.append(_step_of_epoch(epochs, engine=engine, stream=stream))
+        return cls(last_step=min(ends, default=None), seconds=time_limit)
+
+
+class Stopping:
+    """Requests to stop early, agreed between the ranks: one of them may be the only to know.
+
+    Args:
+        group: The processes, which ask each other once before every step.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._request: str | None = None
+        self._deadline: float | None = None
+        self._limit = 0.0
+        self.reason: str | None = None
+        """Why the latest ``fit`` ended early, the same on every rank; ``None`` if it did not."""
+
+    def begin(self, goal: Goal) -> None:
+        """A ``fit`` begins: earlier requests are forgotten, the time runs."""
+        self._request = self.reason = None
+        self._limit = goal.seconds or 0.0
+        self._deadline = None if goal.seconds is None else time.monotonic() + goal.seconds
+
+    def request(self, reason: str) -> None:
+        """Ask to stop before the next step. Not collective, and safe in a signal handler."""
+        self._request = self._request or reason
+
+    def agreed(self) -> bool:
+        """Whether some rank wants to stop; then ``reason`` says why. Collective."""
+        late = self._deadline is not None and time.monotonic() >= self._deadline
+        mine = self._request or (f"time limit of {self._limit:g} s" if late else None)
+        if not self._group.any(mine is not None):
+            return False
+        each = self._group.gather(mine)
+        known = dict.fromkeys(reason for reason in each if reason is not None)
+        self.reason = "; ".join(
+            f"{reason}{_where(each, reason, self._group.world_size)}" for reason in known
+        )
+        return True
+
+    def decisions(
+        self, step: int, last_saved: tuple[int, Path] | None, goal: Goal
+    ) -> tuple[Decision, ...]:
+        """The early end, announced on rank 0."""
+        saved = last_saved is not None and last_saved[0] == step
+        what = (
+            "a checkpoint was saved"
+            if saved
+            else ("nothing was saved; SaveEvery or StopOnSignals(save_to=...) would")
+        )
+        decision = Decision(
+            key="fit.last_step",
+            before=goal.last_step,
+            after=step,
+            reason=f"stopped early: {self.reason}; {what}",
+            severity="note" if saved else "warning",
+        )
+        announce((decision,), rank=self._group.rank)
+        return (decision,)
+
+
+def _where(each: list[str | None], reason: str, world_size: int) -> str:
+    ranks = [str(rank) for rank, given in enumerate(each) if given == reason]
+    return "" if len(ranks) == world_size else f" on rank {', '.join(ranks)}"
+
+
+def _check(value: Any, key: str, *, least: float | None = None) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = number and (value > 0 if least is None else value >= least and value == int(value))
+    if not fits or not math.isfinite(value):
+        what = "a number above 0" if least is None else f"a whole number, {least:g} or more"
+        raise InvalidValueError(f"must be {what}", key=f"fit({key})", value=value)
+
+
+def _step_of_epoch(epochs: float, *, engine: Engine, stream: Any) -> int:
+    if not isinstance(stream, CountedStream):
+        raise DataError(
+            f"{type(stream).__name__} does not know how long an epoch is",
+            key="fit(epochs)",
+            value=epochs,
+            fix="give a dataset with __len__ and __getitem__ as data, or count in steps",
+        )
+    windows = (epochs - stream.epoch) * stream.steps_per_epoch
+    # An epoch that is whole must not take one step more because 0.1 + 0.2 is not 0.3.
+    left = math.ceil(round(windows / engine.plan.gradient_accumulation_steps, 9))
+    return engine.state.global_step + max(0, left)

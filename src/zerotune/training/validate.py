@@ -1,0 +1,266 @@
+"""What ``trainer.sample`` may be asked for."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from typing_extensions import TypedDict, Unpack
+
+from zerotune._util.files import write_atomically
+from zerotune.checkpoint import randomness
+from zerotune.checkpoint.collective import together
+from zerotune.diffusion.grid import images_to_grid
+from zerotune.diffusion.sampling import sample
+from zerotune.diffusion.validation_loss import validation_loss
+from zerotune.errors import InvalidValueError
+from zerotune.training.events import Callback
+
+if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
+    from zerotune.diffusion.data import Batch
+    from zerotune.training.averages import Averages
+    from zerotune.training.events import StepMetrics
+    from zerotune.training.trainer import Trainer
+
+
+class SampleOptions(TypedDict, total=False):
+    """What to draw, and how."""
+
+    prompts: Sequence[str]
+    """Texts, for a text-to-image family."""
+    negative_prompt: str
+    """What guidance leads away from; with prompts."""
+    labels: torch.Tensor
+    """Classes (n,), for a family of labels."""
+    count: int
+    """How many, without prompts and labels."""
+    scheduler: Any
+    """A diffusers scheduler; the objective's, or with prompts the pipeline's, when not given."""
+    steps: int
+    """Denoising steps; 50 when not given."""
+    guidance_scale: float
+    """Classifier-free guidance; 1, which is none, when not given."""
+    seed: int
+    """Fixes the images; 0 when not given."""
+    ema: bool | str
+    """``False`` draws with the trained weights, a name with one of several EMAs, ``True`` (when
+    not given) with the first there is."""
+    shape: tuple[int, int, int]
+    """(c, h, w), without prompts; read from the model's configuration when not given."""
+    size: tuple[int, int]
+    """Height and width in pixels, with prompts."""
+    batch_size: int
+    """Images per forward pass and rank; all at once when not given."""
+
+
+def draw(
+    engine: Engine, *, objective: Any, averages: Averages, wanted: SampleOptions
+) -> torch.Tensor:
+    """What ``trainer.sample`` does."""
+    options: dict[str, Any] = dict(wanted)
+    seed, ema = options.pop("seed", 0), options.pop("ema", True)
+    if options.get("prompts") is not None:
+        options["trained_with"] = getattr(objective, "scheduler", None)
+    elif options.get("scheduler") is None:
+        options["scheduler"] = _scheduler_of(objective)
+    with averages.swapped_in(ema):
+        return sample(
+            engine,
+            family=getattr(objective, "family", None),
+            generator=torch.Generator().manual_seed(seed),
+            **options,
+        )
+
+
+def _scheduler_of(objective: Any) -> Any:
+    scheduler = getattr(objective, "scheduler", None)
+    if scheduler is None:
+        raise InvalidValueError(
+            f"{type(objective).__name__} has no scheduler to sample with",
+            key="scheduler",
+            value=None,
+            fix="pass a diffusers scheduler",
+        )
+    return scheduler
+
+
+# -- Looking at a run while it trains: images, and the loss on held-out data.
+
+
+class Validation(Callback):
+    """Does something before the first step, every few steps, and after the last.
+
+    Training goes on as if it had not: the random numbers are what they were. Override
+    ``measure``, which every rank calls.
+
+    Args:
+        every: Optimizer steps between two times.
+
+    Raises:
+        InvalidValueError: ``every`` is below 1.
+    """
+
+    def __init__(self, *, every: int) -> None:
+        if every < 1:
+            raise InvalidValueError("must be at least 1", key="every", value=every, fix="write 1")
+        self._every = every
+        self._latest: int | None = None
+
+    def measure(self, trainer: Trainer) -> None:
+        """What to do; collective work is safe."""
+        raise NotImplementedError
+
+    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+        """The first time."""
+        self._latest = None
+        self._once(trainer)
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        """When it is time."""
+        if metrics.step % self._every == 0:
+            self._once(trainer)
+
+    def on_finish(self, trainer: Trainer) -> None:
+        """The last time; not after an early stop, where there may be no time for it."""
+        self._once(trainer)
+
+    def _once(self, trainer: Trainer) -> None:
+        if self._latest != trainer.step:
+            self._latest = trainer.step
+            with untouched_randomness():
+                self.measure(trainer)
+
+
+class ValidationImages(Validation):
+    """Draws the same images every few steps, at every ZeRO stage, with EMA or trained weights.
+
+    Each time a grid is written to ``folder/step-….png`` and the images go to the trackers::
+
+        ValidationImages(every=500, prompts=["a red cube"], steps=30, folder="samples")
+
+    Args:
+        every: Optimizer steps between two grids.
+        folder: Where the grids go.
+        columns: Images per row; about a square when not given.
+        name: What trackers call the images.
+        wanted: What to draw and how, as ``trainer.sample`` takes it: ``prompts``, ``labels`` or
+            ``count``, ``seed``, ``steps``, ``guidance_scale``, ``ema``, …
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int,
+        folder: str | os.PathLike[str],
+        columns: int | None = None,
+        name: str = "validation/images",
+        **wanted: Unpack[SampleOptions],
+    ) -> None:
+        super().__init__(every=every)
+        self._folder, self._columns, self._name = Path(folder), columns, name
+        self._wanted = wanted
+
+    def measure(self, trainer: Trainer) -> None:
+        """Draw, write and show. Collective."""
+        images = trainer.sample(**self._wanted)
+        path = self._folder / f"step-{trainer.step:08d}.png"
+        together(
+            trainer.engine.group,
+            f"writing {path}",
+            lambda: self._write(path, images) if trainer.is_main else None,
+        )
+        trainer.show(self._name, images)
+
+    def _write(self, path: Path, images: torch.Tensor) -> None:
+        columns = self._columns or math.ceil(math.sqrt(len(images)))
+        content = io.BytesIO()
+        images_to_grid(images, columns=columns).save(content, format="PNG")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content.getvalue())
+
+
+class ValidationLoss(Validation):
+    """Measures the loss on held-out data with noise that never changes, so that figures compare.
+
+    Logged as ``validation/loss``, and by noise level as ``validation/loss/0.1`` and so on.
+
+    Args:
+        every: Optimizer steps between two times.
+        data: Held-out data, the same on every rank: a list of batches, or a dataset with
+            ``__len__`` and ``__getitem__``, whose first samples are taken in order.
+        batches: How many batches; of a list all when not given, else 8.
+        batch_size: Samples per batch of a dataset; the plan's micro batch when not given.
+        seed: Fixes the noise.
+        ema: ``True`` measures the EMA weights, a name one of several.
+
+    Attributes:
+        history: Step and mean loss of each time.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int,
+        data: Any,
+        batches: int | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        ema: bool | str = False,
+    ) -> None:
+        super().__init__(every=every)
+        self._data, self._count, self._batch_size = data, batches, batch_size
+        self._seed, self._ema = seed, ema
+        self.history: list[tuple[int, float]] = []
+
+    def measure(self, trainer: Trainer) -> None:
+        """Measure and log. Collective."""
+        size = self._batch_size or trainer.engine.plan.micro_batch_size
+        with trainer.averages.swapped_in(self._ema):
+            loss = validation_loss(
+                trainer.objective,
+                trainer.engine,
+                _held_out(self._data, count=self._count, size=size),
+                seed=self._seed,
+            )
+        self.history.append((trainer.step, loss.mean))
+        levels = {f"validation/loss/{level:g}": mean for level, mean in loss.by_quantile.items()}
+        trainer.log({"validation/loss": loss.mean, **levels})
+
+
+class _DatasetBatches(Sequence["Batch"]):
+    """The first batches of a dataset, read when they are asked for."""
+
+    def __init__(self, dataset: Any, *, count: int, size: int) -> None:
+        self._dataset, self._size = dataset, size
+        self._count = min(count, math.ceil(len(dataset) / size))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        stop = min((index + 1) * self._size, len(self._dataset))
+        samples = [self._dataset[place] for place in range(index * self._size, stop)]
+        return torch.utils.data.default_collate(samples)
+
+
+def _held_out(data: Any, *, count: int | None, size: int) -> Sequence[Batch]:
+    if isinstance(data, list | tuple):
+        return cast("Sequence[Batch]", data[:count])
+    return _DatasetBatches(data, count=8 if count is None else count, size=size)
+
+
+@contextmanager
+def untouched_randomness() -> Iterator[None]:
+    """Put the global generators of Python, numpy and torch back after the block."""
+    tensors, text = randomness.capture()
+    try:
+        yield
+    finally:
+        randomness.restore(tensors, text)
