@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import UNSET, OptimizerError, UnknownKeyError
-from zerotune.optim.naming import did_you_mean
 from zerotune.optim.parameters import AUTO, Parameter, is_auto
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import attrs
 
+from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.catalogue import (
     DEEPSPEED_PREFIXES,
@@ -35,18 +34,6 @@ class OptimizerName:
     """The prefix it carried: none, ``torch.optim.``, ``deepspeed.`` or a package's."""
     implementation: bool = False
     """Whether a class was named (``FusedAdam``) instead of an optimizer."""
-
-
-def squash(name: str) -> str:
-    """Letters and digits of ``name`` in lower case: ``"0/1-Adam"`` becomes ``"01adam"``."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def did_you_mean(word: str, candidates: Iterable[str], *, count: int = 3) -> list[str]:
-    """The candidates that look most like ``word``, best first."""
-    by_key = {squash(candidate): candidate for candidate in candidates}
-    close = difflib.get_close_matches(squash(word), list(by_key), n=count, cutoff=0.6)
-    return [by_key[key] for key in close]
 
 
 def normalise_optimizer_name(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.text import did_you_mean, squash
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.arguments import (
@@ -19,7 +20,6 @@ from zerotune.optim.arguments import (
     reject_unknown,
 )
 from zerotune.optim.entries import flag, number
-from zerotune.optim.naming import did_you_mean, squash
 from zerotune.optim.parameters import Parameter, is_auto
 from zerotune.plan.model import OptimizerChoice, RunFacts, SchedulerChoice, SchedulerSource
 from zerotune.plan.schedules import ONE_CYCLE_BETA2
