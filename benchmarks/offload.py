@@ -82,7 +82,7 @@ class Swapper:
         from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
 
         from zerotune.backend.ops.aio import AioMeter
-        from zerotune.offload.benchmark import TUNED, benchmark
+        from zerotune.offload.disk import TUNED, benchmark
         from zerotune.platform import detect_platform
 
         platform = detect_platform(log=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -116,3 +118,17 @@ def test_the_version_is_the_one_of_the_build_metadata():
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     (written,) = re.findall(r'^version = "(.+)"$', text, re.MULTILINE)
     assert zerotune.__version__ == written
+
+
+PACKAGES = sorted(
+    ".".join(("zerotune", *file.parent.relative_to(zerotune.__path__[0]).parts))
+    for file in Path(zerotune.__path__[0]).rglob("__init__.py")
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_exported_name_is_also_a_module_s(package):
+    """Whichever was loaded last would hide the other."""
+    module = importlib.import_module(package)
+    inside = {found.name for found in pkgutil.iter_modules(module.__path__)}
+    assert not inside & set(getattr(module, "__all__", ()))

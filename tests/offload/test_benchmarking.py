@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 from zerotune.backend.ops.aio import AioSample, AioSettings
 from zerotune.errors import OffloadError
 from zerotune.offload import MeasuredDisk, OffloadManager, benchmark
-from zerotune.offload.benchmark import MEASURED_FILE, QUEUE_DEPTHS, _sample
+from zerotune.offload.disk import MEASURED_FILE, QUEUE_DEPTHS, _sample
 from zerotune.plan.model import AioSection
 from zerotune.platform import Platform
 
@@ -166,7 +166,7 @@ class TestRefused:
             benchmark(tmp_path, size=2**60, platform=Platform.synthetic("cpu"))
 
     def test_more_than_may_be_locked(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("zerotune.offload.benchmark.lockable_memory", lambda _: MIB)
+        monkeypatch.setattr("zerotune.offload.disk.lockable_memory", lambda _: MIB)
         with pytest.raises(OffloadError, match=r"may lock 1\.0 MiB"):
             benchmark(tmp_path, size=2 * MIB, platform=Platform.synthetic("cpu"))
         assert list(tmp_path.iterdir()) == []
@@ -199,7 +199,7 @@ def test_a_real_disk_is_measured_and_remembered(tmp_path):
 
 def fill_while_measuring(root: str) -> str:
     """The space is taken by somebody else after it was checked."""
-    from zerotune.offload import benchmark as benchmarking
+    from zerotune.offload import disk as benchmarking
 
     benchmarking._check_room = lambda *_: None
     try:

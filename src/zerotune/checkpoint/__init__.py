@@ -9,7 +9,7 @@ from zerotune._util.lazy import lazy_attribute
 if TYPE_CHECKING:
     from zerotune.checkpoint.adapters import ExportedAdapters, export_adapters
     from zerotune.checkpoint.contents import ShadowLike
-    from zerotune.checkpoint.convert import convert
+    from zerotune.checkpoint.conversion import convert
     from zerotune.checkpoint.export import export_checkpoint, export_model
     from zerotune.checkpoint.folders import latest_checkpoint, prune, step_folder
     from zerotune.checkpoint.load import CheckpointContents, load_checkpoint, restore
@@ -26,7 +26,7 @@ _HOMES: Final = {
     "Manifest": "manifest",
     "PendingCheckpoint": "save",
     "ShadowLike": "contents",
-    "convert": "convert",
+    "convert": "conversion",
     "export_adapters": "adapters",
     "export_checkpoint": "export",
     "export_merged": "merge",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from zerotune.offload import CleanupReport, FoundLease
-    from zerotune.offload.benchmark import Benchmark
+    from zerotune.offload.disk import Benchmark
 
 NAME: Final = "offload"
 SUMMARY: Final = "Show, clean up or measure a swap root."
@@ -130,7 +130,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         family(arguments.family)  # before a minute of measuring
     # DeepSpeed and its compiler print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):
-        from zerotune.offload.benchmark import benchmark
+        from zerotune.offload.disk import benchmark
 
         found = benchmark(arguments.root, size=size, sweep=arguments.sweep)
         saved = found.best.save(found.root) if arguments.save else None

@@ -32,6 +32,7 @@ from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.grid import images_to_grid
+from zerotune.diffusion.held_out import HeldOutLoss, validation_loss
 from zerotune.diffusion.levels import ResolutionShift, Shift
 from zerotune.diffusion.lora import LoRA, add_lora, load_adapters
 from zerotune.diffusion.noise import (
@@ -50,7 +51,6 @@ from zerotune.diffusion.objective import (
 from zerotune.diffusion.parts import FrozenParts
 from zerotune.diffusion.pretrained import FAMILIES, Pretrained, load_pretrained
 from zerotune.diffusion.sampling import sample
-from zerotune.diffusion.validation_loss import HeldOutLoss, validation_loss
 
 __all__ = [
     "Objective",

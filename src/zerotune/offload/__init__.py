@@ -6,8 +6,8 @@ loads them, for the very op that DeepSpeed swaps with.
 
 from __future__ import annotations
 
-from zerotune.offload.benchmark import Benchmark, MeasuredDisk, benchmark
 from zerotune.offload.cleaning import CleanupReport, Leftover, cleanup_stale_swap
+from zerotune.offload.disk import Benchmark, MeasuredDisk, benchmark
 from zerotune.offload.lease import FoundLease, LeaseRecord, find_leases
 from zerotune.offload.manager import Lease, OffloadManager
 from zerotune.offload.root import SwapRoot

@@ -13,10 +13,10 @@ import attrs
 
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
-from zerotune.offload.benchmark import usable_settings, with_settings
 from zerotune.offload.budget import fit_host_memory
 from zerotune.offload.choosing import RootChoice, Roots, Target, choose_root
 from zerotune.offload.cleaning import Cleaner, cleanup_stale_swap
+from zerotune.offload.disk import usable_settings, with_settings
 from zerotune.offload.lease import (
     Barrier,
     Invitation,

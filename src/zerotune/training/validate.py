@@ -17,8 +17,8 @@ from zerotune._util.files import write_atomically
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
 from zerotune.diffusion.grid import images_to_grid
+from zerotune.diffusion.held_out import validation_loss
 from zerotune.diffusion.sampling import sample
-from zerotune.diffusion.validation_loss import validation_loss
 from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
 
