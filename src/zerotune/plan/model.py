@@ -1,9 +1,10 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
 """What a setting may hold: strict checks for values, lenient reading for files.
 
-Every modelled setting has a *kind*. ``check`` is what an attrs validator runs: it accepts only
-the canonical form. ``read`` accepts what people write (``2e8`` for an integer, ``"CPU"`` for a
-device) and returns the canonical form with the reason of the change.
+Every modelled setting has a *kind*, and so has every argument of an optimizer or a schedule
+(``zerotune.optim``). ``check`` is what an attrs validator runs: it accepts only the canonical
+form. ``read`` accepts what people write (``2e8`` for an integer, ``"CPU"`` for a device) and
+returns the canonical form with the reason of the change.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 import attrs
 
@@ -30,19 +32,21 @@ AUTO: Final[Auto] = "auto"
 
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 10**308
-_TRUE = frozenset({"true", "yes", "on", "1"})
-_FALSE = frozenset({"false", "no", "off", "0"})
 
 Reading = tuple[Any, "str | None"]
 """The canonical value, and why it differs from what was written (``None``: it does not)."""
 
 
-class Kind(Protocol):
+class Kind(ABC):
     """What a setting may hold."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def check(self, value: Any, key: str) -> None:
         """Raise ``InvalidValueError`` unless ``value`` is in canonical form."""
 
+    @abstractmethod
     def read(self, value: Any, key: str) -> Reading:
         """Bring what was written into canonical form."""
 
@@ -59,7 +63,14 @@ def is_number(value: object) -> bool:
     return abs(value) <= _LARGEST_NUMBER if isinstance(value, int) else math.isfinite(value)
 
 
-def _is_auto(value: object) -> bool:
+def as_number(value: Any) -> float | int | None:
+    """``value``, a number or the text of one, as a finite number; ``None`` when it is none."""
+    number = _number_from_text(value) if isinstance(value, str) else value
+    return number if is_number(number) else None
+
+
+def is_auto(value: object) -> bool:
+    """Whether ``value`` asks for an automatic choice."""
     return isinstance(value, str) and value.strip().lower() == AUTO
 
 
@@ -70,113 +81,188 @@ def _number_from_text(text: str) -> float | int | None:
     except ValueError:
         pass
     try:
-        number = float(stripped)
+        return float(stripped)
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
 
 
 @attrs.frozen(kw_only=True)
-class Integer:
-    """A whole number, or ``"auto"``."""
+class _OrAuto(Kind):
+    """A kind whose settings may be left to zerotune."""
 
-    minimum: int = 0
-    maximum: int = _LARGEST_INTEGER
     auto: bool = True
+    """Whether ``"auto"`` is a value."""
 
-    def check(self, value: Any, key: str) -> None:
-        """Accept an ``int`` in range, or ``"auto"`` where allowed."""
-        if self.auto and value == AUTO:
-            return
-        if not is_integer(value):
-            raise InvalidValueError("must be a whole number", key=key, value=value, fix=self._fix())
-        if not self.minimum <= value <= self.maximum:
-            raise InvalidValueError("is out of range", key=key, value=value, fix=self._fix())
+    def _read_auto(self, value: Any) -> Reading | None:
+        if not self.auto or not is_auto(value):
+            return None
+        return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
 
-    def read(self, value: Any, key: str) -> Reading:
-        """Accept integral floats and numbers in strings; refuse fractions."""
-        if self.auto and _is_auto(value):
-            return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
-        number = _number_from_text(value) if isinstance(value, str) else value
-        if is_integer(number):
-            reason = None if is_integer(value) else "a number written as text"
-        elif isinstance(number, float) and number.is_integer():
-            number = int(number)
-            reason = "DeepSpeed wants a whole number here"
-        else:
-            raise InvalidValueError("must be a whole number", key=key, value=value, fix=self._fix())
-        self.check(number, key)
-        return number, reason
-
-    def _fix(self) -> str:
-        upper = "" if self.maximum == _LARGEST_INTEGER else f" and at most {self.maximum}"
-        return f"write an integer of at least {self.minimum}{upper}" + _or_auto(self.auto)
+    def _refused(self, why: str, key: str, value: Any, words: str) -> InvalidValueError:
+        fix = f'write {words}, or "{AUTO}"' if self.auto else f"write {words}"
+        return InvalidValueError(why, key=key, value=value, fix=fix)
 
 
 @attrs.frozen(kw_only=True)
-class Number:
+class Number(_OrAuto):
     """A finite real number, or ``"auto"``."""
 
     minimum: float = 0.0
     maximum: float = math.inf
-    auto: bool = True
+    above: float | None = None
+    """A lower bound that is refused itself."""
+    below: float | None = None
+    """An upper bound that is refused itself."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept a finite number in range, or ``"auto"`` where allowed."""
         if self.auto and value == AUTO:
             return
         if not is_number(value):
-            raise InvalidValueError(
-                "must be a finite number", key=key, value=value, fix=self._fix()
-            )
-        if not self.minimum <= value <= self.maximum:
-            raise InvalidValueError("is out of range", key=key, value=value, fix=self._fix())
+            raise self._refused("must be a finite number", key, value, self.words)
+        self._check_range(value, key)
 
     def read(self, value: Any, key: str) -> Reading:
         """Accept numbers in strings."""
-        if self.auto and _is_auto(value):
-            return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
-        number = _number_from_text(value) if isinstance(value, str) else value
+        automatic = self._read_auto(value)
+        if automatic is not None:
+            return automatic
+        number = as_number(value)
         self.check(value if number is None else number, key)
         return number, "a number written as text" if isinstance(value, str) else None
 
-    def _fix(self) -> str:
-        upper = "" if self.maximum == math.inf else f" and at most {self.maximum:g}"
-        return f"write a number of at least {self.minimum:g}{upper}" + _or_auto(self.auto)
+    @property
+    def words(self) -> str:
+        """What it may be, as in "a number of at least 0 and less than 1"."""
+        return f"a number{self._bounds()}"
+
+    def _check_range(self, value: float, key: str) -> None:
+        if (
+            not self.minimum <= value <= self.maximum
+            or (self.above is not None and value <= self.above)
+            or (self.below is not None and value >= self.below)
+        ):
+            raise self._refused("is out of range", key, value, self.words)
+
+    def _bounds(self) -> str:
+        low = _bound("more than", self.above) or _bound("at least", self.minimum)
+        high = _bound("less than", self.below) or _bound("at most", self.maximum)
+        text = " and ".join(bound for bound in (low, high) if bound)
+        return f" of {text}" if text else ""
+
+
+def _bound(words: str, bound: float | None) -> str:
+    if bound is None or abs(bound) >= _LARGEST_INTEGER:
+        return ""
+    return f"{words} {bound:.15g}"
 
 
 @attrs.frozen(kw_only=True)
-class Boolean:
+class Real(Number):
+    """A number that always comes out as a ``float``."""
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept whole numbers and numbers in strings."""
+        number, reason = Number.read(self, value, key)
+        return number if number == AUTO else float(number), reason
+
+
+@attrs.frozen(kw_only=True)
+class Integer(Number):
+    """A whole number in a range, or ``"auto"``."""
+
+    minimum: int = 0
+    maximum: int = _LARGEST_INTEGER
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept an ``int`` in range, or ``"auto"`` where allowed."""
+        if self.auto and value == AUTO:
+            return
+        if not is_integer(value):
+            raise self._refused("must be a whole number", key, value, self.words)
+        self._check_range(value, key)
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept integral floats and numbers in strings; refuse fractions."""
+        automatic = self._read_auto(value)
+        if automatic is not None:
+            return automatic
+        number = as_number(value)
+        reason = "a number written as text" if isinstance(value, str) else None
+        if isinstance(number, float) and number.is_integer():
+            number, reason = int(number), "DeepSpeed wants a whole number here"
+        self.check(number if is_integer(number) else value, key)
+        return number, reason
+
+    @property
+    def words(self) -> str:
+        """What it may be, as in "an integer of at least 1"."""
+        return f"an integer{self._bounds()}"
+
+
+@attrs.frozen(kw_only=True)
+class Numbers(Kind):
+    """A fixed number of numbers."""
+
+    each: Number
+    length: int
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept a tuple whose elements ``each`` accepts."""
+        if not isinstance(value, tuple) or self._elements(value, key) != value:
+            raise self._refused(value, key)
+
+    def read(self, value: Any, key: str) -> Reading:
+        """Accept any sequence of what ``each`` reads."""
+        return self._elements(value, key), None
+
+    def _elements(self, value: Any, key: str) -> tuple[Any, ...]:
+        if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != self.length:
+            raise self._refused(value, key)
+        try:
+            return tuple(self.each.read(item, key)[0] for item in value)
+        except InvalidValueError as error:
+            raise self._refused(value, key) from error
+
+    def _refused(self, value: Any, key: str) -> InvalidValueError:
+        words = f"{self.length} numbers{self.each._bounds()}"
+        return InvalidValueError(f"must be {words}", key=key, value=value, fix=f"write {words}")
+
+
+_WORDS: Final[Mapping[str, bool]] = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+
+@attrs.frozen(kw_only=True)
+class Boolean(_OrAuto):
     """``true`` or ``false``, or ``"auto"``."""
 
-    auto: bool = True
+    words: Mapping[str, bool] = _WORDS
+    """What else may stand for the two."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept a ``bool``, or ``"auto"`` where allowed."""
         if isinstance(value, bool) or (self.auto and value == AUTO):
             return
-        raise InvalidValueError(
-            "must be true or false",
-            key=key,
-            value=value,
-            fix="write true or false without quotes" + _or_auto(self.auto),
-        )
+        raise self._refused("must be true or false", key, value, "true or false without quotes")
 
     def read(self, value: Any, key: str) -> Reading:
-        """Accept ``0``, ``1`` and the usual words."""
+        """Accept the words, and ``0`` and ``1`` where they are among them."""
         if isinstance(value, bool):
             return value, None
-        if self.auto and _is_auto(value):
-            return AUTO, None if value == AUTO else "written as DeepSpeed spells it"
+        automatic = self._read_auto(value)
+        if automatic is not None:
+            return automatic
         word = str(value).strip().lower() if isinstance(value, int | str) else ""
-        if word in _TRUE | _FALSE:
-            return word in _TRUE, "true or false written in another way"
-        self.check(value, key)
-        return value, None
+        if word in self.words:
+            return self.words[word], "true or false written in another way"
+        raise self._refused("must be true or false", key, value, "true or false without quotes")
 
 
 @attrs.frozen(kw_only=True)
-class Choice:
+class Choice(Kind):
     """One of a few words."""
 
     choices: tuple[str, ...]
@@ -209,7 +295,7 @@ class Choice:
 
 
 @attrs.frozen(kw_only=True)
-class Text:
+class Text(Kind):
     """A word or a name."""
 
     empty: bool = False
@@ -229,7 +315,7 @@ class Text:
 
 
 @attrs.frozen(kw_only=True)
-class Folder:
+class Folder(Kind):
     """A path on this machine; ``"auto"`` leaves it to ``zerotune.offload``."""
 
     def check(self, value: Any, key: str) -> None:
@@ -253,7 +339,7 @@ class Folder:
 
 
 @attrs.frozen(kw_only=True)
-class Free:
+class Free(Kind):
     """A JSON object that zerotune does not look into."""
 
     def check(self, value: Any, key: str) -> None:
@@ -268,6 +354,18 @@ class Free:
         """Same as ``check``."""
         self.check(value, key)
         return dict(value), None
+
+
+@attrs.frozen
+class Anything(Kind):
+    """Whatever is written, passed on as it is."""
+
+    def check(self, value: Any, key: str) -> None:
+        """Accept everything."""
+
+    def read(self, value: Any, key: str) -> Reading:  # noqa: ARG002
+        """Change nothing."""
+        return value, None
 
 
 def check_json(value: Any, key: str, *, depth: int = 0) -> None:
@@ -299,10 +397,6 @@ def check_json(value: Any, key: str, *, depth: int = 0) -> None:
 
 
 _DEEPEST = 50
-
-
-def _or_auto(allowed: bool) -> str:
-    return f', or "{AUTO}"' if allowed else ""
 
 
 # -- How sections are declared, read and written: one mechanism for all of them.
@@ -391,7 +485,7 @@ def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> 
 
 
 @attrs.frozen
-class Nested:
+class Nested(Kind):
     """A kind whose values are sections of ``cls``."""
 
     cls: type[Section]
