@@ -11,7 +11,8 @@ from zerotune.errors import UnresolvedPlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
 from zerotune.platform import Platform
 from zerotune.training import expected_memory
-from zerotune.training.memory import device_peak, host_now, host_peak, known_activations
+from zerotune.training.activations import known_activations
+from zerotune.training.memory import device_peak, host_now, host_peak
 
 MODEL = ModelFacts.from_shapes([("a", (2, 5)), ("b", (5,))])
 

@@ -16,9 +16,8 @@ from zerotune import ImageTensors
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
-from zerotune.training import Profile
-from zerotune.training import memory as checkpointing
-from zerotune.training.memory import set_checkpointing
+from zerotune.training import Profile, activations
+from zerotune.training.activations import set_recomputing
 from zerotune.training.options import Running
 
 
@@ -105,14 +104,14 @@ def data():
 
 def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
     plenty = Engine(vram=2**36)
-    (decision,) = set_checkpointing(plenty, data, "auto")
+    (decision,) = set_recomputing(plenty, data, "auto")
     assert decision.after is False
     assert "more than any model keeps for 256 positions" in decision.reason
     needed = 291_216
     for room, wanted in ((needed, False), (needed - 1, True)):
-        monkeypatch.setattr(checkpointing, "_room", lambda _engine, room=room: room)
+        monkeypatch.setattr(activations, "_room", lambda _engine, room=room: room)
         engine = Engine(vram=2**36)
-        (decision,) = set_checkpointing(engine, data, "auto")
+        (decision,) = set_recomputing(engine, data, "auto")
         assert (decision.before, decision.after) == (False, wanted)
         assert "64 x 64 pixels (the data's 'images') keeps" in decision.reason
         assert engine.module.is_gradient_checkpointing is wanted
@@ -122,20 +121,20 @@ def test_blocks_are_recomputed_where_the_memory_demands_it(data, monkeypatch):
 def test_room_is_what_the_plan_leaves():
     engine = Engine(vram=2**33)
     estimate = engine.plan.requested.estimate(engine.plan.model, platform=engine.plan.platform)
-    assert checkpointing._room(engine) == int(0.95 * 2**33) - estimate.device
-    assert checkpointing._room(Engine(vram=2**20)) == 0
+    assert activations._room(engine) == int(0.95 * 2**33) - estimate.device
+    assert activations._room(Engine(vram=2**20)) == 0
 
 
 def test_models_that_cannot_recompute_are_left_alone_or_refused(data):
     engine = Engine(vram=2**33)
     engine.module = torch.nn.Linear(2, 2)
-    assert set_checkpointing(engine, data, "auto") == ()
+    assert set_recomputing(engine, data, "auto") == ()
     with pytest.raises(InvalidValueError, match="Linear has no gradient checkpointing"):
-        set_checkpointing(engine, data, True)
+        set_recomputing(engine, data, True)
     engine.module = tiny_unet()
     engine.module.enable_gradient_checkpointing()
-    assert set_checkpointing(engine, data, "auto") == (), "the user has switched it on"
-    (decision,) = set_checkpointing(engine, data, False)
+    assert set_recomputing(engine, data, "auto") == (), "the user has switched it on"
+    (decision,) = set_recomputing(engine, data, False)
     assert (decision.before, decision.after) == (True, False)
     assert not engine.module.is_gradient_checkpointing
 

@@ -1,4 +1,4 @@
-"""What a trainer tells whoever wants to know."""
+"""What a run tells of itself: each step's metrics, to callbacks, which see it as a ``RunView``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 
@@ -14,49 +14,17 @@ from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
-    from zerotune.training.trainer import Trainer
-
-
-class Callback:
-    """Base class whose methods do nothing; override those of interest.
-
-    Every rank calls every callback, so collective work (``trainer.save``, ``trainer.sample``) is
-    safe in them, and output belongs on rank 0: ``if trainer.is_main``.
-    """
-
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:
-        """``fit`` begins; it goes on until optimizer step ``steps``, or ``None``: until stopped."""
-
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        """One optimizer step is done, EMA included."""
-
-    def on_stop(self, trainer: Trainer, reason: str) -> None:
-        """``fit`` ends early: a signal, the time limit, or ``trainer.request_stop``."""
-
-    def on_finish(self, trainer: Trainer) -> None:
-        """``fit`` has reached its goal."""
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """``fit`` ends, also when it raises."""
-
-    def on_close(self, trainer: Trainer) -> None:
-        """The trainer is closed."""
-
-    def on_save(self, trainer: Trainer, path: Path) -> None:
-        """A checkpoint has been written to ``path``."""
-
-    def on_resume(self, trainer: Trainer, path: Path) -> None:
-        """The checkpoint at ``path`` has been loaded; also when a bad step made ``fit`` go back."""
-
-    def on_values(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Somebody measured something at this step, such as a validation loss."""
-
-    def on_images(self, trainer: Trainer, name: str, images: torch.Tensor) -> None:
-        """Somebody drew images (n, c, h, w) in [-1, 1] at this step, such as for validation."""
+    from zerotune.backend.engine import Engine
+    from zerotune.decisions import Decision
+    from zerotune.diffusion.objective import Objective
+    from zerotune.training.averages import Averages
+    from zerotune.training.sampling import SampleOptions
 
 
-# -- One line of JSON per optimizer step.
+PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
+"""What the time of a step is split into."""
 
 
 @attrs.frozen(kw_only=True)
@@ -78,11 +46,133 @@ class StepMetrics:
     seconds: float
     """Wall-clock time of the step."""
     phases: Mapping[str, float]
-    """Seconds spent on ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"ema"``."""
+    """Seconds spent on each of ``PHASES``."""
     host_peak: int
     """Most RAM this process has ever held, bytes."""
     device_peak: int | None
     """Most GPU memory torch has allocated, bytes; ``None`` without a GPU."""
+
+
+class RunView(Protocol):
+    """A run as its callbacks see it: where it is, what it is made of, what may be asked of it.
+
+    ``Trainer`` is one, and says more about each.
+    """
+
+    decisions: tuple[Decision, ...]
+    """Automatic choices since the engine was built."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    @property
+    def phase(self) -> str | None:
+        """Which of ``PHASES`` is under way; ``None``: none."""
+        ...
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        ...
+
+    @property
+    def engine(self) -> Engine:
+        """What trains."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """Gives the loss."""
+        ...
+
+    @property
+    def averages(self) -> Averages:
+        """The EMAs."""
+        ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a collective gives up."""
+        ...
+
+    @property
+    def last_saved(self) -> tuple[int, Path] | None:
+        """Step and folder of the latest checkpoint."""
+        ...
+
+    def request_stop(self, reason: str) -> None:
+        """End ``fit`` before the next step."""
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a checkpoint. Collective."""
+        ...
+
+    def extra_state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside engine and EMA. Collective."""
+        ...
+
+    def note_saved(self, path: Path, *, step: int) -> None:
+        """Tell of a checkpoint written from ``extra_state``."""
+
+    def roll_back(self, path: str | os.PathLike[str], *, reason: str) -> None:
+        """Go back to a checkpoint. Collective."""
+
+    def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
+        """Draw images. Collective."""
+        ...
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Tell of numbers measured at this step."""
+
+    def show(self, name: str, images: torch.Tensor) -> None:
+        """Tell of images drawn at this step."""
+
+    def explain(self) -> str:
+        """What runs, as text."""
+        ...
+
+
+class Callback:
+    """Base class whose methods do nothing; override those of interest.
+
+    Every rank calls every callback, so collective work (``trainer.save``, ``trainer.sample``) is
+    safe in them, and output belongs on rank 0: ``if trainer.is_main``.
+    """
+
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
+        """``fit`` begins; it goes on until optimizer step ``steps``, or ``None``: until stopped."""
+
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
+        """One optimizer step is done, EMA included."""
+
+    def on_stop(self, trainer: RunView, reason: str) -> None:
+        """``fit`` ends early: a signal, the time limit, or ``trainer.request_stop``."""
+
+    def on_finish(self, trainer: RunView) -> None:
+        """``fit`` has reached its goal."""
+
+    def on_fit_end(self, trainer: RunView) -> None:
+        """``fit`` ends, also when it raises."""
+
+    def on_close(self, trainer: RunView) -> None:
+        """The trainer is closed."""
+
+    def on_save(self, trainer: RunView, path: Path) -> None:
+        """A checkpoint has been written to ``path``."""
+
+    def on_resume(self, trainer: RunView, path: Path) -> None:
+        """The checkpoint at ``path`` has been loaded; also when a bad step made ``fit`` go back."""
+
+    def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
+        """Somebody measured something at this step, such as a validation loss."""
+
+    def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
+        """Somebody drew images (n, c, h, w) in [-1, 1] at this step, such as for validation."""
+
+
+# -- One line of JSON per optimizer step.
 
 
 class MetricsFile(Callback):
@@ -104,24 +194,24 @@ class MetricsFile(Callback):
         """The file."""
         return self._path
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Open the file."""
         if trainer.is_main:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._open(trainer.step)
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Write one line."""
         if self._file is not None:
             self._file.write(json.dumps(attrs.asdict(metrics)) + "\n")
 
-    def on_resume(self, trainer: Trainer, path: Path) -> None:  # noqa: ARG002
+    def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
         """Remove the steps that a run which went back will take again."""
         if self._file is not None:
             self._file.close()
             self._open(trainer.step)
 
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+    def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Close the file."""
         if self._file is not None:
             self._file.close()

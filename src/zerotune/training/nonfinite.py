@@ -14,8 +14,7 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError, TrainingError
 
 if TYPE_CHECKING:
-    from zerotune.training.events import StepMetrics
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView, StepMetrics
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +66,7 @@ class NonFinitePolicy(Protocol):
         """Raise, or return to have the step dropped on all ranks. No collective work."""
         ...
 
-    def settle(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
         """After every step, bad ones included. Collective work is safe here."""
         ...
 
@@ -82,7 +81,7 @@ class RaiseNonFinite:
         """Raise."""
         raise found.error()
 
-    def settle(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Nothing to do."""
 
 
@@ -112,7 +111,7 @@ class SkipNonFinite:
         self.skipped += 1
         announce((found.decision(),))
 
-    def settle(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
+    def settle(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """A good step ends the row."""
         if metrics.applied:
             self._in_a_row = 0
@@ -145,7 +144,7 @@ class RollBackNonFinite:
         self._latest = found
         announce((found.decision(),))
 
-    def settle(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def settle(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Go back when it is time."""
         found = self._latest
         if found is None or found.step != metrics.step:

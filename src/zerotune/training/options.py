@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from zerotune.backend.compilation import Compilation, compiled_for
 from zerotune.backend.cpu_threads import cpu_threads
 from zerotune.decisions import Decision, announce
-from zerotune.training.events import Callback
-from zerotune.training.memory import (
+from zerotune.training.activations import (
     Activations,
-    Situation,
-    expected_memory,
+    keep_activations,
     known_activations,
     recomputes,
-    set_checkpointing,
+    set_recomputing,
 )
+from zerotune.training.events import Callback
+from zerotune.training.memory import expected_memory
+from zerotune.training.out_of_memory import Situation
 from zerotune.training.profile import Operator, Profile, Profiler
 from zerotune.training.report import copy_rate
 from zerotune.training.step import StepClock
@@ -24,10 +25,11 @@ from zerotune.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
+    from zerotune.diffusion.activations import ActivationOffload
     from zerotune.ema import EMAShadow
+    from zerotune.plan.advise import Advice
     from zerotune.plan.memory.model import EMAPlace, MemoryEstimate
-    from zerotune.training.events import StepMetrics
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView, StepMetrics
 
 
 class RunOptions(TypedDict, total=False):
@@ -53,8 +55,12 @@ class Running:
         engine: What trains.
         data: What the trainer was given.
         timeout_s: Seconds after which a collective gives up.
-        advised: Whether somebody else has decided about activations already.
+        advice: Decides about activations, where the plan comes from it and nothing else does.
+        activations: Keeps the inputs of recomputed blocks in host memory.
         options: As ``RunOptions``; ``compile`` is the engine's.
+
+    Raises:
+        TypeError: There is no such option.
     """
 
     def __init__(
@@ -63,42 +69,41 @@ class Running:
         *,
         data: Any,
         timeout_s: float,
-        advised: bool = False,
+        advice: Advice | None = None,
+        activations: ActivationOffload | None = None,
         options: RunOptions,
     ) -> None:
+        unknown = options.keys() - RunOptions.__annotations__.keys()
+        if unknown:
+            raise TypeError(f"Trainer() got an unexpected keyword argument {min(unknown)!r}")
         self._engine, self._data = engine, data
         self.timeout_s = timeout_s
         self.clock = StepClock(engine.device)
         """Knows the phase under way."""
         self._activations: Activations | None = None
-        given: dict[str, Any] = {key: value for key, value in options.items() if key != "compile"}
-        chosen = _Chosen(**given)
-        threads = cpu_threads(
-            engine.plan,
-            engine.group,
-            wanted=chosen.threads,
-            workers=int(getattr(data, "num_workers", 0) or 0),
-        )
+        workers = int(getattr(data, "num_workers", 0) or 0)
+        wanted = options.get("threads")
+        threads = cpu_threads(engine.plan, engine.group, wanted=wanted, workers=workers)
         decisions = engine.resources.enter_context(threads)
-        if not (advised and chosen.gradient_checkpointing == "auto"):
-            decisions += set_checkpointing(engine, data, chosen.gradient_checkpointing)
+        recompute = options.get("gradient_checkpointing", "auto")
+        if recompute != "auto" or (advice is None and activations is None):
+            decisions += set_recomputing(engine, data, recompute)
         announce(decisions, rank=engine.group.rank)
         compiled = compiled_for(engine)
         self.decisions: tuple[Decision, ...] = (
             *(() if compiled is None else compiled.decisions),
             *decisions,
+            *keep_activations(engine, advice=advice, activations=activations),
         )
         """What was chosen."""
-        self._profiler = None if chosen.profile is None else Profiler(chosen.profile)
-        self.callbacks: tuple[Callback, ...] = tuple(
-            callback
-            for callback in (
-                chosen.watchdog,
-                self._profiler,
-                None if compiled is None else _CompileCheck(),
-            )
-            if callback is not None
+        profile = options.get("profile")
+        self._profiler = None if profile is None else Profiler(profile)
+        around = (
+            _watchdog(options.get("watchdog", True)),
+            self._profiler,
+            None if compiled is None else _CompileCheck(),
         )
+        self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
         """What is told of each step for all this."""
 
     @property
@@ -153,23 +158,10 @@ class Running:
         )
 
 
-class _Chosen:
-    """The options with their defaults; a name that is none of them is a ``TypeError``."""
-
-    def __init__(
-        self,
-        *,
-        gradient_checkpointing: bool | Literal["auto"] = "auto",
-        threads: int | None = None,
-        profile: Profile | None = None,
-        watchdog: Watchdog | bool = True,
-    ) -> None:
-        self.gradient_checkpointing = gradient_checkpointing
-        self.threads = threads
-        self.profile = profile
-        self.watchdog = watchdog if isinstance(watchdog, Watchdog) else None
-        if watchdog is True:
-            self.watchdog = Watchdog()
+def _watchdog(wanted: Watchdog | bool) -> Watchdog | None:
+    if isinstance(wanted, Watchdog):
+        return wanted
+    return Watchdog() if wanted else None
 
 
 class _CompileCheck(Callback):
@@ -178,7 +170,7 @@ class _CompileCheck(Callback):
     def __init__(self) -> None:
         self._done = False
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Verify after the first step."""
         compiled = compiled_for(trainer.engine)
         if not self._done and compiled is not None:

@@ -18,8 +18,7 @@ from zerotune.training.events import Callback
 from zerotune.training.progress import format_bytes
 
 if TYPE_CHECKING:
-    from zerotune.training.events import StepMetrics
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView, StepMetrics
 
 
 def _ranks(value: Iterable[int]) -> tuple[int, ...]:
@@ -95,11 +94,11 @@ class Profiler(Callback):
         self.path: Path | None = None
         """The trace, once it is written."""
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Begin, when no step is to be left out."""
         self._begin_if_due(trainer)
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Count; begin before the first step to be traced and end after the last."""
         self._seen += 1
         if self._running is None:
@@ -107,12 +106,12 @@ class Profiler(Callback):
         elif self._seen == self._wanted.warmup + self._wanted.steps:
             self._finish(trainer)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunView) -> None:
         """Write what there is, if ``fit`` ends before the trace does."""
         if self._running is not None:
             self._finish(trainer)
 
-    def _begin_if_due(self, trainer: Trainer) -> None:
+    def _begin_if_due(self, trainer: RunView) -> None:
         due = self._seen == self._wanted.warmup and self.path is None
         if not due or trainer.engine.group.rank not in self._wanted.ranks:
             return
@@ -126,7 +125,7 @@ class Profiler(Callback):
         )
         self._running.start()
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self, trainer: RunView) -> None:
         running, self._running = self._running, None
         running.stop()
         taken = self._seen - self._wanted.warmup

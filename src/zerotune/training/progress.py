@@ -13,8 +13,7 @@ from zerotune.training.events import Callback
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from zerotune.training.events import StepMetrics
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView, StepMetrics
 
 _FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta}")
 
@@ -39,7 +38,7 @@ class ProgressBar(Callback):
         self._total: int | None = None
         self._bar: Any = None
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:
         """Show the bar."""
         self._total = steps
         self._losses.clear()
@@ -54,7 +53,7 @@ class ProgressBar(Callback):
         if self._console.is_terminal:
             self._bar = _start_bar(self._console, done=trainer.step, total=steps)
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Advance."""
         if not trainer.is_main or self._console is None:
             return
@@ -74,7 +73,7 @@ class ProgressBar(Callback):
                 highlight=False,
             )
 
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+    def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Leave the bar as it stands."""
         if self._bar is not None:
             self._bar[0].stop()

@@ -16,16 +16,14 @@ from zerotune._util.files import write_atomically
 from zerotune.plan.memory.model import PHASES as MOMENTS
 from zerotune.plan.memory.model import PLACES
 from zerotune.plan.text import DURING, PLACE_NAMES
-from zerotune.training.events import Callback
+from zerotune.training.events import PHASES, Callback
 from zerotune.training.progress import format_bytes
-from zerotune.training.step import PHASES
 
 if TYPE_CHECKING:
     from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.traffic import StepTraffic
-    from zerotune.training.events import StepMetrics
+    from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator
-    from zerotune.training.trainer import Trainer
 
 
 Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
@@ -350,14 +348,14 @@ class Record(Callback):
         self._first_step = 0
         self._clear()
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:  # noqa: ARG002
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Add a step."""
         self._losses.append(metrics.loss)
         self._seconds += metrics.seconds
         for name, seconds in metrics.phases.items():
             self._phases[name] += seconds
 
-    def on_resume(self, trainer: Trainer, path: Path) -> None:  # noqa: ARG002
+    def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
         """Start again: what came before belongs to another history."""
         self._first_step = trainer.step
         self._clear()

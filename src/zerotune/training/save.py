@@ -22,8 +22,7 @@ from zerotune.training.events import Callback
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.diffusion.data import BatchStream
-    from zerotune.training.events import StepMetrics
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView, StepMetrics
 
 
 def seed_everything(seed: int, *, rank: int) -> torch.Generator:
@@ -95,31 +94,31 @@ class SaveEvery(Callback):
         self._root, self._keep = Path(root), keep
         self._since = time.monotonic()
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Start the clock."""
         self._since = time.monotonic()
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Save when it is time."""
         if self._due(trainer, metrics.step):
             self._save(trainer)
 
-    def on_stop(self, trainer: Trainer, reason: str) -> None:  # noqa: ARG002
+    def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
         """Save what was reached since the latest checkpoint."""
         path = absolute(step_folder(self._root, trainer.step))
         if trainer.last_saved != (trainer.step, path):
             self._save(trainer)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: RunView) -> None:
         trainer.save(step_folder(self._root, trainer.step))
         self._prune(trainer)
         self._since = time.monotonic()
 
-    def _prune(self, trainer: Trainer) -> None:
+    def _prune(self, trainer: RunView) -> None:
         if self._keep is not None and trainer.is_main:
             prune(self._root, keep=self._keep)
 
-    def _due(self, trainer: Trainer, step: int) -> bool:
+    def _due(self, trainer: RunView, step: int) -> bool:
         if self._steps is not None and step % self._steps == 0:
             return True
         if self._minutes is None:
@@ -140,13 +139,13 @@ class SaveEveryInBackground(SaveEvery):
     _saver: BackgroundSaver | None = None
     _pending: tuple[int, PendingCheckpoint] | None = None
 
-    def on_stop(self, trainer: Trainer, reason: str) -> None:
+    def on_stop(self, trainer: RunView, reason: str) -> None:
         """Save what was reached, and wait: nothing is left to overlap with."""
         self._settle(trainer)
         super().on_stop(trainer, reason)
         self._settle(trainer)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunView) -> None:
         """Wait for the checkpoint under way."""
         try:
             self._settle(trainer)
@@ -155,7 +154,7 @@ class SaveEveryInBackground(SaveEvery):
             if saver is not None:
                 saver.close()
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: RunView) -> None:
         self._settle(trainer)
         if self._saver is None:
             self._saver = BackgroundSaver(engine=trainer.engine)
@@ -167,7 +166,7 @@ class SaveEveryInBackground(SaveEvery):
         self._pending = trainer.step, pending
         self._since = time.monotonic()
 
-    def _settle(self, trainer: Trainer) -> None:
+    def _settle(self, trainer: RunView) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             step, checkpoint = pending

@@ -16,7 +16,7 @@ from zerotune.optim import OptimizerResolver
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.model import ModelFacts
 from zerotune.platform import detect_platform
-from zerotune.training.memory import Situation, advising
+from zerotune.training.out_of_memory import Situation, advising
 
 if TYPE_CHECKING:
     import torch

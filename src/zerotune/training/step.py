@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""One optimizer step, an accumulation window of micro batches, and where its time goes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
 from zerotune.backend.engine import StepOutcome
 from zerotune.errors import DataError, TrainingError
-from zerotune.training.events import StepMetrics
+from zerotune.training.events import PHASES, StepMetrics
 from zerotune.training.memory import device_peak, host_peak
 from zerotune.training.nonfinite import NonFinite, RaiseNonFinite, is_finite
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from zerotune.diffusion.data import Batch, BatchStream
     from zerotune.diffusion.objective import Objective
     from zerotune.training.nonfinite import NonFinitePolicy
-
-
-PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
 
 
 class StepClock:
@@ -80,9 +77,6 @@ class StepClock:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-# -- One optimizer step: an accumulation window of micro batches.
 
 
 class _Following(Protocol):

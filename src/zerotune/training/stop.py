@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView
 
 
 _USUAL: Final = (signal.SIGINT, signal.SIGTERM)
@@ -59,10 +59,10 @@ class StopOnSignals(Callback):
         self._signals = None if signals is None else tuple(signals)
         self._former: dict[int, Any] = {}
         self._received: int | None = None
-        self._trainer: Trainer | None = None
+        self._trainer: RunView | None = None
         self._process = 0
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Take over the signals."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -70,7 +70,7 @@ class StopOnSignals(Callback):
         for number in self._wanted():
             self._former[number] = signal.signal(number, self._handle)
 
-    def on_stop(self, trainer: Trainer, reason: str) -> None:  # noqa: ARG002
+    def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
         """Save, unless somebody has."""
         self._received = None
         if self._save_to is None:
@@ -79,7 +79,7 @@ class StopOnSignals(Callback):
         if trainer.last_saved != (trainer.step, path):
             trainer.save(path)
 
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+    def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Give the signals back; one that came too late for ``fit`` is sent again."""
         while self._former:
             signal.signal(*self._former.popitem())

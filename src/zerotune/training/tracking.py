@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from zerotune.training.events import StepMetrics
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView, StepMetrics
 
 
 class Trackers(Callback):
@@ -64,7 +63,7 @@ class Trackers(Callback):
         self._every, self._options = every, dict(options or {})
         self._running: tuple[Tracker, ...] | None = None
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Start the run, the first time."""
         if self._running is not None:
             return
@@ -76,53 +75,53 @@ class Trackers(Callback):
             tracker.text("run/plan", trainer.explain(), step=trainer.step)
         self._tell_decisions(trainer)
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Log the step."""
         if metrics.step % self._every == 0:
             for tracker in self._mine(trainer):
                 tracker.values(_numbers(trainer, metrics), step=metrics.step)
 
-    def on_values(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+    def on_values(self, trainer: RunView, values: Mapping[str, float]) -> None:
         """Log what somebody measured."""
         for tracker in self._mine(trainer):
             tracker.values(values, step=trainer.step)
 
-    def on_images(self, trainer: Trainer, name: str, images: torch.Tensor) -> None:
+    def on_images(self, trainer: RunView, name: str, images: torch.Tensor) -> None:
         """Log what somebody drew."""
         for tracker in self._mine(trainer):
             tracker.images(name, _pixels(images), step=trainer.step)
 
-    def on_resume(self, trainer: Trainer, path: Path) -> None:  # noqa: ARG002
+    def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
         """Log what the checkpoint changed."""
         self._tell_decisions(trainer)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, trainer: RunView) -> None:
         """Log what was decided on the way."""
         self._tell_decisions(trainer)
 
-    def on_close(self, trainer: Trainer) -> None:
+    def on_close(self, trainer: RunView) -> None:
         """End the run."""
         for tracker in self._mine(trainer):
             tracker.close()
         self._running = None
 
-    def _start(self, trainer: Trainer) -> None:
+    def _start(self, trainer: RunView) -> None:
         if trainer.is_main:
             self._running = start_trackers(
                 self._wanted, project=self._project, folder=self._folder, options=self._options
             )
 
-    def _mine(self, trainer: Trainer) -> Iterator[Tracker]:
+    def _mine(self, trainer: RunView) -> Iterator[Tracker]:
         if trainer.is_main:
             yield from self._running or ()
 
-    def _tell_decisions(self, trainer: Trainer) -> None:
+    def _tell_decisions(self, trainer: RunView) -> None:
         decisions = trainer.engine.decisions + trainer.decisions
         for tracker in self._mine(trainer):
             tracker.text("run/decisions", render_decisions(decisions), step=trainer.step)
 
 
-def _numbers(trainer: Trainer, metrics: StepMetrics) -> dict[str, float]:
+def _numbers(trainer: RunView, metrics: StepMetrics) -> dict[str, float]:
     seconds = metrics.seconds
     found: dict[str, float | None] = {
         "train/loss": metrics.loss,
@@ -142,7 +141,7 @@ def _numbers(trainer: Trainer, metrics: StepMetrics) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _settings(trainer: Trainer) -> dict[str, Scalar]:
+def _settings(trainer: RunView) -> dict[str, Scalar]:
     plan = trainer.engine.plan
     found: dict[str, Scalar | None] = {
         "model": type(trainer.engine.module).__name__,

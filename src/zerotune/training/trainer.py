@@ -14,19 +14,15 @@ from typing_extensions import Unpack
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
+from zerotune.plan.advise import Advice
 from zerotune.training.averages import EMA, Averages
-from zerotune.training.memory import (
-    advising,
-    device_peak,
-    host_now,
-    host_peak,
-    keep_activations,
-    plan_of,
-)
+from zerotune.training.memory import device_peak, host_now, host_peak
 from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite
 from zerotune.training.options import Running, RunOptions
+from zerotune.training.out_of_memory import advising
 from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report
+from zerotune.training.sampling import SampleOptions, draw
 from zerotune.training.save import (
     restore_trainer_state,
     rolled_back,
@@ -37,7 +33,6 @@ from zerotune.training.setup import prepare
 from zerotune.training.step import TrainStep
 from zerotune.training.stop import Goal, Stopping, with_signals
 from zerotune.training.streams import as_stream, needed
-from zerotune.training.validate import SampleOptions, draw
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +46,6 @@ if TYPE_CHECKING:
     from zerotune.diffusion.objective import Objective
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.advise import Advice
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
@@ -119,9 +113,10 @@ class Trainer:
         **options: Unpack[RunOptions],
     ) -> None:
         self._host_before = host_now()
+        advice = plan if isinstance(plan, Advice) else None
         self.engine: Engine = prepare(
             model=model,
-            plan=plan_of(plan),
+            plan=plan.plan if isinstance(plan, Advice) else plan,
             optimizer=optimizer,
             offload=offload,
             run=run,
@@ -136,12 +131,15 @@ class Trainer:
             self.stream = as_stream(data, engine=self.engine, seed=seed)
             self.averages = Averages(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
-            follows = activations is not None or plan_of(plan) is not plan
             self.running = Running(
-                self.engine, data=data, timeout_s=timeout_s, advised=follows, options=options
+                self.engine,
+                data=data,
+                timeout_s=timeout_s,
+                advice=advice,
+                activations=activations,
+                options=options,
             )
             """Watches and measures the run."""
-            advised = keep_activations(self.engine, plan=plan, activations=activations)
             undo.pop_all()
         self.ema = ema
         self.objective: Objective = objective or FlowMatchingObjective()
@@ -157,13 +155,23 @@ class Trainer:
             self.engine.resources.callback(callback.on_close, self)
         self.last_saved: tuple[int, Path] | None = None
         """Step and folder of the latest checkpoint this trainer wrote."""
-        self.decisions: tuple[Decision, ...] = self.running.decisions + advised
+        self.decisions: tuple[Decision, ...] = self.running.decisions
         """Automatic choices since the engine was built; the engine holds its own."""
 
     @property
     def step(self) -> int:
         """Optimizer steps taken, those before a resume included."""
         return self.engine.state.global_step
+
+    @property
+    def phase(self) -> str | None:
+        """What of a step is under way: ``"data"``, ``"forward"``, …; ``None``: nothing of it."""
+        return self.running.clock.current
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds after which a collective gives up."""
+        return self.running.timeout_s
 
     @property
     def is_main(self) -> bool:

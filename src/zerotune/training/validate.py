@@ -1,4 +1,4 @@
-"""What ``trainer.sample`` may be asked for."""
+"""Looking at a run while it trains: images, and the loss on held-out data."""
 
 from __future__ import annotations
 
@@ -11,87 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from typing_extensions import TypedDict, Unpack
+from typing_extensions import Unpack
 
 from zerotune._util.files import write_atomically
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
 from zerotune.diffusion.grid import images_to_grid
 from zerotune.diffusion.held_out import validation_loss
-from zerotune.diffusion.sampling import sample
 from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
+from zerotune.training.sampling import SampleOptions
 
 if TYPE_CHECKING:
-    from zerotune.backend.engine import Engine
     from zerotune.diffusion.data import Batch
-    from zerotune.training.averages import Averages
-    from zerotune.training.events import StepMetrics
-    from zerotune.training.trainer import Trainer
-
-
-class SampleOptions(TypedDict, total=False):
-    """What to draw, and how."""
-
-    prompts: Sequence[str]
-    """Texts, for a text-to-image family."""
-    negative_prompt: str
-    """What guidance leads away from; with prompts."""
-    labels: torch.Tensor
-    """Classes (n,), for a family of labels."""
-    count: int
-    """How many, without prompts and labels."""
-    scheduler: Any
-    """A diffusers scheduler; the objective's, or with prompts the pipeline's, when not given."""
-    steps: int
-    """Denoising steps; 50 when not given."""
-    guidance_scale: float
-    """Classifier-free guidance; 1, which is none, when not given."""
-    seed: int
-    """Fixes the images; 0 when not given."""
-    ema: bool | str
-    """``False`` draws with the trained weights, a name with one of several EMAs, ``True`` (when
-    not given) with the first there is."""
-    shape: tuple[int, int, int]
-    """(c, h, w), without prompts; read from the model's configuration when not given."""
-    size: tuple[int, int]
-    """Height and width in pixels, with prompts."""
-    batch_size: int
-    """Images per forward pass and rank; all at once when not given."""
-
-
-def draw(
-    engine: Engine, *, objective: Any, averages: Averages, wanted: SampleOptions
-) -> torch.Tensor:
-    """What ``trainer.sample`` does."""
-    options: dict[str, Any] = dict(wanted)
-    seed, ema = options.pop("seed", 0), options.pop("ema", True)
-    if options.get("prompts") is not None:
-        options["trained_with"] = getattr(objective, "scheduler", None)
-    elif options.get("scheduler") is None:
-        options["scheduler"] = _scheduler_of(objective)
-    with averages.swapped_in(ema):
-        return sample(
-            engine,
-            family=getattr(objective, "family", None),
-            generator=torch.Generator().manual_seed(seed),
-            **options,
-        )
-
-
-def _scheduler_of(objective: Any) -> Any:
-    scheduler = getattr(objective, "scheduler", None)
-    if scheduler is None:
-        raise InvalidValueError(
-            f"{type(objective).__name__} has no scheduler to sample with",
-            key="scheduler",
-            value=None,
-            fix="pass a diffusers scheduler",
-        )
-    return scheduler
-
-
-# -- Looking at a run while it trains: images, and the loss on held-out data.
+    from zerotune.training.events import RunView, StepMetrics
 
 
 class Validation(Callback):
@@ -113,25 +46,25 @@ class Validation(Callback):
         self._every = every
         self._latest: int | None = None
 
-    def measure(self, trainer: Trainer) -> None:
+    def measure(self, trainer: RunView) -> None:
         """What to do; collective work is safe."""
         raise NotImplementedError
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """The first time."""
         self._latest = None
         self._once(trainer)
 
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
         """When it is time."""
         if metrics.step % self._every == 0:
             self._once(trainer)
 
-    def on_finish(self, trainer: Trainer) -> None:
+    def on_finish(self, trainer: RunView) -> None:
         """The last time; not after an early stop, where there may be no time for it."""
         self._once(trainer)
 
-    def _once(self, trainer: Trainer) -> None:
+    def _once(self, trainer: RunView) -> None:
         if self._latest != trainer.step:
             self._latest = trainer.step
             with untouched_randomness():
@@ -167,7 +100,7 @@ class ValidationImages(Validation):
         self._folder, self._columns, self._name = Path(folder), columns, name
         self._wanted = wanted
 
-    def measure(self, trainer: Trainer) -> None:
+    def measure(self, trainer: RunView) -> None:
         """Draw, write and show. Collective."""
         images = trainer.sample(**self._wanted)
         path = self._folder / f"step-{trainer.step:08d}.png"
@@ -219,7 +152,7 @@ class ValidationLoss(Validation):
         self._seed, self._ema = seed, ema
         self.history: list[tuple[int, float]] = []
 
-    def measure(self, trainer: Trainer) -> None:
+    def measure(self, trainer: RunView) -> None:
         """Measure and log. Collective."""
         size = self._batch_size or trainer.engine.plan.micro_batch_size
         with trainer.averages.swapped_in(self._ema):

@@ -24,7 +24,7 @@ from zerotune.training.events import Callback
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zerotune.training.trainer import Trainer
+    from zerotune.training.events import RunView
 
 
 _HOLDERS: Final = ("self", "module", "sub_module", "param")
@@ -192,13 +192,13 @@ class Watchdog(Callback):
         self._end = end or end_process
         self._watch: _Watch | None = None
 
-    def on_fit_start(self, trainer: Trainer, *, steps: int | None) -> None:  # noqa: ARG002
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Watch, where there are several ranks."""
         if trainer.engine.group.world_size > 1:
-            timeout = self._timeout_s or 0.8 * trainer.running.timeout_s
+            timeout = self._timeout_s or 0.8 * trainer.timeout_s
             self._watch = _Watch(trainer, timeout_s=timeout, end=self._end)
 
-    def on_fit_end(self, trainer: Trainer) -> None:  # noqa: ARG002
+    def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Tell the others how it ended, and stop."""
         watch, self._watch = self._watch, None
         if watch is not None:
@@ -219,7 +219,7 @@ def end_process(message: str) -> None:
 class _Watch:
     """One ``fit`` under watch."""
 
-    def __init__(self, trainer: Trainer, *, timeout_s: float, end: Callable[[str], None]) -> None:
+    def __init__(self, trainer: RunView, *, timeout_s: float, end: Callable[[str], None]) -> None:
         self._trainer, self._end, self._timeout_s = trainer, end, timeout_s
         self._interval_s = min(_SLOWEST_S, timeout_s / 8)
         self._rank = trainer.engine.group.rank
@@ -299,7 +299,7 @@ class _Watch:
         position, mark = look(
             self._names,
             step=trainer.step + 1,
-            phase=trainer.running.clock.current,
+            phase=trainer.phase,
             thread=self._thread,
         )
         mark = hash((mark, position.step, position.phase))

@@ -1,0 +1,268 @@
+"""What a step keeps for its backward pass: how much, recomputed or not, on the device or not.
+
+A step's activations are measured on the ``meta`` device, in the size that is trained on. Blocks
+are recomputed as asked, as the advice says, or as the memory demands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import attrs
+import psutil
+import torch
+
+from zerotune._util.sizes import format_size
+from zerotune.decisions import Decision
+from zerotune.diffusion.activations import ActivationOffload
+from zerotune.diffusion.data import BucketedDataset
+from zerotune.diffusion.profiling import activation_peak, example_inputs
+from zerotune.errors import InvalidValueError, ZeroTuneError
+from zerotune.plan.model import ActivationCost, ActivationFacts
+from zerotune.training.memory import expected_memory, host_now
+
+if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
+    from zerotune.plan.advise import Advice
+
+_LATENT: Final = 8
+"""Pixels of the image per pixel of the latent, along each side."""
+_SAMPLES: Final = ("latents", "images", "pixel_values")
+"""Where a batch keeps what is denoised, as the families name it."""
+
+
+@attrs.frozen(kw_only=True)
+class Activations:
+    """What is known of a training step's activations."""
+
+    size: tuple[int, int] | None = None
+    """Height and width in pixels; ``None``: not known."""
+    facts: ActivationFacts | None = None
+    """Bytes; ``None``: not known."""
+    why: str = ""
+    """Why they are not known, or where the size came from."""
+
+
+def known_activations(
+    model: torch.nn.Module, data: Any, *, batch: int, checkpointed: bool = True
+) -> Activations:
+    """Measure one pass of a copy of the model without data, in the size that is trained on.
+
+    Exact for diffusers' models as they are configured; adapters added later are not in it.
+
+    Args:
+        model: A diffusers model, anywhere; not touched.
+        data: What the trainer reads; tells the size.
+        batch: Samples per pass.
+        checkpointed: Measure a pass with recomputed blocks too.
+    """
+    size, source = input_size(model, data)
+    if size is None:
+        return Activations(why=source)
+    try:
+        copy = _without_data(model)
+        arguments = example_inputs(copy)(batch, *size)
+        full = _cost(copy, arguments)
+        less = None
+        if checkpointed and hasattr(copy, "enable_gradient_checkpointing"):
+            copy.enable_gradient_checkpointing()
+            less = _cost(copy, arguments)
+    except ZeroTuneError as error:
+        return Activations(size=size, why=error.reason)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+        # A model that cannot run without data, or not in this size, is still trained.
+        return Activations(size=size, why=f"{type(error).__name__}: {error}"[:200])
+    facts = ActivationFacts(full=full, checkpointed=less)
+    return Activations(size=size, facts=facts, why=source)
+
+
+def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
+    """Height and width in pixels of what is trained on, the largest, and where that was found."""
+    config: Any = getattr(model, "config", None)
+    if isinstance(data, BucketedDataset):
+        sides = _bucket_sizes(data)
+        if sides:
+            return max(sides, key=lambda side: side[0] * side[1]), "the largest bucket"
+    sample = _sample(data)
+    for name in _SAMPLES:
+        shape: Any = getattr(sample.get(name), "shape", ())
+        if len(shape) >= 3:
+            factor = 1 if _in_pixels(model, name) else _LATENT
+            return (shape[-2] * factor, shape[-1] * factor), f"the data's {name!r}"
+    side = config.get("sample_size") if isinstance(config, Mapping) else None
+    if isinstance(side, int):
+        factor = 1 if _in_pixels(model, "images") else _LATENT
+        return (side * factor, side * factor), "the model's sample_size"
+    return None, "neither data nor model tell the size of an image"
+
+
+def input_positions(model: torch.nn.Module, size: tuple[int, int]) -> int:
+    """Pixels of the model's own input: of latents, but for unconditional models of images."""
+    factor = 1 if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images") else _LATENT
+    return max(1, size[0] * size[1] // factor**2)
+
+
+def _cost(model: Any, arguments: Mapping[str, Any]) -> ActivationCost:
+    return ActivationCost(base=activation_peak(model, arguments), per_sample=0.0, per_pixel=0.0)
+
+
+def _without_data(model: Any) -> Any:
+    with torch.device("meta"):
+        copy = type(model).from_config(model.config)
+    # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
+    torch.nn.Module.to(copy, torch.bfloat16)
+    for parameter in copy.parameters():
+        # Gradients are an item of their own in an estimate.
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    return copy
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _in_pixels(model: torch.nn.Module, name: str) -> bool:
+    """Whether a tensor of this name is counted in pixels, as ``example_inputs`` counts them."""
+    unconditional = type(model).__name__ == "UNet2DModel"
+    if not unconditional:
+        return name != "latents"
+    return getattr(model, "config", {}).get("in_channels") == 3
+
+
+def _bucket_sizes(data: BucketedDataset) -> list[tuple[int, int]]:
+    return [(bucket.height, bucket.width) for bucket in data.assignment.members]
+
+
+def _sample(data: Any) -> Mapping[str, Any]:
+    """One sample or batch, if that can be had without taking it from anybody."""
+    source = getattr(data, "dataset", data)
+    if not hasattr(source, "__getitem__") or not hasattr(source, "__len__") or not len(source):
+        return {}
+    try:
+        found = source[0]
+    except (LookupError, TypeError, ValueError, OSError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+# -- Whether blocks are recomputed in the backward pass.
+
+
+_KEY: Final = "gradient_checkpointing"
+_PER_POSITION: Final = 8 * 2**20
+"""Bytes of activations for one position of one sample that no model comes near: SDXL keeps 0.4
+MiB for each of its latent's, Flux 1.8. Where there is more room, nothing need be measured."""
+_USED: Final = 0.95
+"""Share of the memory that may be planned with."""
+
+
+def recomputes(model: torch.nn.Module) -> bool:
+    """Whether any block of a diffusers model is recomputed in the backward pass."""
+    return any(getattr(module, _KEY, False) is True for module in model.modules())
+
+
+def set_recomputing(
+    engine: Engine, data: Any, wanted: bool | Literal["auto"]
+) -> tuple[Decision, ...]:
+    """Switch recomputation on or off until the engine is closed. Collective.
+
+    diffusers recomputes without re-entering the autograd engine (``use_reentrant=False``), which
+    is what stage 3 needs; losses are the same to the bit.
+
+    Args:
+        engine: What trains.
+        data: Tells the size of a sample.
+        wanted: ``"auto"`` asks the memory estimate, and leaves models alone that cannot
+            recompute, do so already, or whose activations are not known.
+
+    Raises:
+        InvalidValueError: ``True`` for a model without gradient checkpointing.
+    """
+    model: Any = engine.module
+    able, before = hasattr(model, "enable_gradient_checkpointing"), recomputes(model)
+    if wanted is True and not able:
+        raise InvalidValueError(
+            f"{type(model).__name__} has no gradient checkpointing",
+            key=_KEY,
+            value=wanted,
+            fix='gradient_checkpointing="auto", or a diffusers model',
+        )
+    if wanted == "auto":
+        if not able or before:
+            return ()
+        # Recomputed modules gather their weights once more, so at stage 3 ranks must agree.
+        wanted, why = engine.group.broadcast(_needed(engine, data))
+    else:
+        why = "asked for"
+    if wanted != before:
+        switch, undo = "enable_gradient_checkpointing", "disable_gradient_checkpointing"
+        if before:
+            switch, undo = undo, switch
+        getattr(model, switch)()
+        engine.resources.callback(getattr(model, undo))
+    return (Decision(key=_KEY, before=before, after=wanted, reason=why),)
+
+
+def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
+    model, plan = engine.module, engine.plan
+    size, source = input_size(model, data)
+    if size is None or plan.model is None:
+        return False, f"activations are not known: {source}"
+    room = _room(engine)
+    positions = input_positions(model, size) * plan.micro_batch_size
+    if room >= positions * _PER_POSITION:
+        return False, (
+            f"the {format_size(room)} left over are more than any model keeps for "
+            f"{positions} positions of its input"
+        )
+    known = known_activations(model, data, batch=plan.micro_batch_size, checkpointed=False)
+    if known.facts is None:
+        return False, f"activations are not known: {known.why}"
+    element = 4 if plan.precision == "fp32" else 2
+    keeps = known.facts.full.nbytes(batch=1, pixels=1, element_bytes=element)
+    words = f"a pass over {size[0]} x {size[1]} pixels ({known.why}) keeps {format_size(keeps)}"
+    return keeps > room, f"{words}, and {format_size(room)} are left over"
+
+
+def _room(engine: Engine) -> int:
+    """Bytes per rank that the plan leaves to activations."""
+    plan, estimate = engine.plan, expected_memory(engine.plan)
+    vram = plan.platform.vram
+    if plan.platform.accelerator != "cpu" and vram is not None:
+        return max(0, int(_USED * vram) - estimate.device)
+    available = min(plan.platform.host_memory.limit, psutil.virtual_memory().available)
+    still = max(0, estimate.host - host_now())
+    return max(0, int(_USED * available) // plan.world_size - still)
+
+
+# -- What somebody asked for, or advice to train by.
+
+
+def keep_activations(
+    engine: Engine, *, advice: Advice | None, activations: ActivationOffload | None
+) -> tuple[Decision, ...]:
+    """Switch on what is to be recomputed and offloaded, until the engine is closed.
+
+    Args:
+        engine: What trains.
+        advice: What the plan comes from; brings its own wishes.
+        activations: What was asked for besides, and goes first.
+
+    Returns:
+        What the advice decided.
+
+    Raises:
+        InvalidValueError: The model has no gradient checkpointing.
+    """
+    model: Any = engine.module
+    if advice is not None and activations is None:
+        if advice.activation_offload:
+            activations = ActivationOffload()
+        elif advice.gradient_checkpointing:
+            model.enable_gradient_checkpointing()
+    if activations is not None:
+        if not activations.attached:
+            activations.attach(model)
+        engine.resources.callback(activations.detach)
+    return () if advice is None else advice.decisions
