@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.memory import Peak, in_use, needs_mallinfo
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case, start
 
 pytestmark = [
     pytest.mark.deepspeed,
-    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc"),
+    needs_mallinfo,
 ]
 
 LAYERS, WIDTH = 24, 1024
@@ -25,37 +23,6 @@ LAYERS, WIDTH = 24, 1024
 SLACK = 0.02
 OVER, UNDER = 0.10, 0.03
 """The estimate may be over by so much, and under by so much."""
-
-
-def anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon in /proc/self/status")
-
-
-def exact_heap() -> None:
-    # Without it glibc keeps freed blocks of up to 32 MiB, which would count as used.
-    m_mmap_threshold = -3
-    ctypes.CDLL(None).mallopt(m_mmap_threshold, 65536)
-
-
-class Peak:
-    """Most anonymous memory of this process inside a ``with`` block, in bytes."""
-
-    def __enter__(self) -> Peak:
-        self.nbytes, self._done = anonymous(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.0003):
-            self.nbytes = max(self.nbytes, anonymous())
 
 
 def train(engine: Any, width: int, steps: int) -> None:
@@ -73,12 +40,11 @@ def measure(case: Case) -> dict[str, float]:
     from zerotune.plan.memory.estimate import RUNTIME, estimate_resolved
     from zerotune.plan.memory.model import Workload
 
-    exact_heap()
     small = start(case, torch.nn.Linear(8, 8))
     train(small, 8, 1)
     small.close()
     gc.collect()
-    before = anonymous()
+    before = in_use()
     with Peak() as peak:
         layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
         engine = start(case, torch.nn.Sequential(*layers))

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
+from tests.support.memory import MIB, Peak, in_use, needs_mallinfo
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, start
 
-MIB = 2**20
 LAYERS, WIDTH = 8, 1448
 """Eight matrices of 8 MiB: 64 MiB of weights, 192 MiB with Adam's moments."""
-
-
-class Peak:
-    """Largest growth of this process's own memory inside a ``with`` block, in MiB.
-
-    Pages of mapped files do not count: the kernel drops them when it needs the room.
-    """
-
-    def __enter__(self) -> Peak:
-        self._before = anonymous()
-        self.mib, self._done = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.0005):
-            self.mib = max(self.mib, (anonymous() - self._before) / MIB)
-
-
-def anonymous() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no RssAnon in /proc/self/status")
 
 
 def measure(folder: str) -> dict[str, Any]:
@@ -56,9 +25,9 @@ def measure(folder: str) -> dict[str, Any]:
     engine.backward(engine(torch.randn(4, WIDTH)).pow(2).mean())
     engine.step()
     peaks = {}
-    before = anonymous()
+    before = in_use()
     ema = EMAShadow(decay=0.99).attach(engine)
-    peaks["attach"] = (anonymous() - before) / MIB
+    peaks["attach"] = (in_use() - before) / MIB
     shadows = {"ema": ema}
     ema.step()
     actions = {
@@ -71,7 +40,7 @@ def measure(folder: str) -> dict[str, Any]:
     for name, action in actions.items():
         with Peak() as peak:
             action()
-        peaks[name] = peak.mib
+        peaks[name] = peak.growth
     size = sum(path.stat().st_size for path in Path(folder).iterdir()) / MIB
     shadow = ema.nbytes / MIB
     engine.close()
@@ -83,7 +52,7 @@ def swap(ema: Any) -> None:
         pass
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
+@needs_mallinfo
 def test_memory_stays_within_one_fragment(tmp_path):
     (seen,) = run_ranks(measure, str(tmp_path / "step"))
     peaks = seen["peaks"]
