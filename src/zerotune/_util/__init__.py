@@ -1,1 +1,1 @@
-"""Small helpers that every layer may use; the standard library only."""
+"""Small helpers that every layer may use; above ``errors``, below everything else."""

@@ -1,10 +1,12 @@
-"""How an engine ends: once, in order, with or without a ``with`` block."""
+"""How things end: once, in order, with or without a ``with`` block."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -13,7 +15,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Closing(ABC):
+class Closable(ABC):
+    """Ends with ``close()``, or with the ``with`` block it is used in."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held. May be repeated."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Closing(Closable):
     """Makes an engine a context manager that carries what it depends on.
 
     ``resources`` holds what must outlive the engine and end with it: the process group, the
@@ -39,13 +60,12 @@ class Closing(ABC):
     def _release(self) -> None:
         """Free buffers; called once, before ``resources`` end."""
 
+    @override
     def close(self) -> None:
         """Free buffers and, if this engine started it, the process group. May be repeated."""
         self.__exit__(None, None, None)
 
-    def __enter__(self) -> Self:
-        return self
-
+    @override
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -1,11 +1,13 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and on the disk when we say so."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -14,24 +16,53 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         OSError: The system does not let us.
     """
-    # Not the process id: machines that share the disk may have the same.
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
+    with drafted(path) as draft:
+        write_synced(draft, content)
+
+
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` for a file that takes its place when the block ends well.
+
+    Whoever writes it brings it to disk (``write_synced``, ``sync_file``, ``sync``) before that.
+    When the block fails nothing is left, and ``path`` is as it was.
+
+    Raises:
+        OSError: The system does not let us.
+    """
+    draft = draft_of(path)
     try:
-        with draft.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield draft
         draft.replace(path)
     finally:
         with suppress(OSError):  # Most often it is gone, renamed.
             draft.unlink()
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk."""
-    if os.name == "nt":  # Windows cannot open folders.
+def draft_of(path: Path) -> Path:
+    """A hidden name beside ``path`` that nobody else has."""
+    # Not the process id: machines that share the disk may have the same.
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a new file and bring it to disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        sync_file(file)
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Bring what was written to an open file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Bring a file's content, or a folder's entries, to disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders.
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

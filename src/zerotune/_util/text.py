@@ -1,29 +1,149 @@
-"""Words that people type: compared without case and punctuation, and what they may have meant."""
+"""What people write and read: names, lists, amounts of memory, times."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+from zerotune.errors import InvalidValueError
+
+# -- Names.
 
 
-def squash(word: str) -> str:
-    """Letters and digits of ``word`` in lower case: ``"0/1-Adam"`` becomes ``"01adam"``."""
-    return re.sub(r"[^a-z0-9]", "", word.lower())
+def squash(name: str) -> str:
+    """Letters and digits of ``name`` in lower case: ``"0/1-Adam"`` becomes ``"01adam"``."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def did_you_mean(
-    word: str, candidates: Iterable[str], *, count: int = 3, cutoff: float = 0.6
+    word: str,
+    candidates: Iterable[str],
+    *,
+    count: int = 3,
+    cutoff: float = 0.6,
+    by: Callable[[str], str] = squash,
 ) -> list[str]:
     """The candidates that look most like ``word``, best first.
 
     Args:
-        word: As written.
-        candidates: What there is; case and punctuation are not compared.
-        count: How many at most.
+        word: What was written.
+        candidates: What could have been meant.
+        count: How many at the most.
         cutoff: Likeness from 0 to 1 that a candidate must have.
+        by: What of a name is compared; ``str.lower`` where ``_`` parts words.
     """
-    import difflib  # Only who has misspelt something waits for it.
+    import difflib  # Late: most runs never misspell anything.
 
-    by_key = {squash(candidate): candidate for candidate in candidates}
-    close = difflib.get_close_matches(squash(word), list(by_key), n=count, cutoff=cutoff)
+    by_key = {by(candidate): candidate for candidate in candidates}
+    close = difflib.get_close_matches(by(word), list(by_key), n=count, cutoff=cutoff)
     return [by_key[key] for key in close]
+
+
+def listing(names: Collection[str], *, most: int = 3) -> str:
+    """The first ``most`` names, sorted as given, and how many more: ``"a, b, c and 4 more"``."""
+    shown = ", ".join(list(names)[:most]) or "nothing"
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """``"1 key"``, ``"2 keys"``."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+# -- Amounts of memory.
+
+_PREFIXES: Final = "kmgtp"
+_UNITS: Final[dict[str, int]] = {
+    "b": 1,
+    "byte": 1,
+    "bytes": 1,
+    **{f"{prefix}b": 1000 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
+    **{f"{prefix}ib": 1024 ** (power + 1) for power, prefix in enumerate(_PREFIXES)},
+}
+_SHOWN: Final = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+_LARGEST: Final = 2**63 - 1
+_FORMS: Final = 'write a size such as "12GiB" (2^30 bytes each) or "24 GB" (10^9), or whole bytes'
+# No exponents: "1e999999999 GB" would take for ever to multiply out.
+_WRITTEN: Final = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*([a-z]*)", re.ASCII)
+
+
+def parse_size(value: int | float | str, *, key: str) -> int:
+    """Read an amount of memory.
+
+    Args:
+        value: Bytes as a whole number, or text: a number and one of ``B``, ``kB``, ``MB``,
+            ``GB``, ``TB``, ``PB`` (powers of 1000), ``KiB``, ``MiB``, ``GiB``, ``TiB``, ``PiB``
+            (powers of 1024); case and blanks do not matter.
+        key: Name of the setting, for the message.
+
+    Returns:
+        Bytes; a fraction of a byte is dropped.
+
+    Raises:
+        InvalidValueError: Anything else: no unit (a bare ``"12"`` would be 12 bytes), ``"12G"``
+            (which may mean either), a negative number, or more than 2^63 - 1 bytes.
+    """
+    nbytes = _from_text(value, key) if isinstance(value, str) else _from_number(value, key)
+    if not 0 <= nbytes <= _LARGEST:
+        raise InvalidValueError("is not an amount of memory", key=key, value=value, fix=_FORMS)
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """``nbytes`` with two decimals in the largest of KiB, MiB and GiB it fills, else in bytes."""
+    for unit, size in _SHOWN:
+        # Rounded first, so that it never reads "1024.00 MiB".
+        if round(abs(nbytes) / size, 2) >= 1:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
+    """The unit in which all of ``sizes`` can be compared: GiB, unless all of them are small.
+
+    Returns:
+        Its name, and its size in bytes.
+    """
+    largest = max(sizes, default=0)
+    fitting = (unit for unit in _SHOWN if round(largest / unit[1], 1) >= 0.1)
+    return next(fitting, _SHOWN[0] if largest == 0 else _SHOWN[-1])
+
+
+def _from_number(value: float, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidValueError("is not a size", key=key, value=value, fix=_FORMS)
+    if not math.isfinite(value) or value != int(value):
+        raise InvalidValueError("is not a whole number of bytes", key=key, value=value, fix=_FORMS)
+    return int(value)
+
+
+def _from_text(text: str, key: str) -> int:
+    match = _WRITTEN.fullmatch(text.strip().lower())
+    if match is None:
+        raise InvalidValueError("is not a size", key=key, value=text, fix=_FORMS)
+    from fractions import Fraction
+
+    number, unit = Fraction(match[1]), match[2]
+    if unit in _UNITS:
+        return int(number * _UNITS[unit])
+    if not unit and number == 0:
+        return 0
+    if not unit:
+        raise InvalidValueError("has no unit", key=key, value=text, fix=_FORMS)
+    if unit in _PREFIXES:
+        reason = f"may mean {unit.upper()}B or {unit.upper()}iB"
+        raise InvalidValueError(reason, key=key, value=text, fix=_FORMS)
+    raise InvalidValueError("has a unit nobody knows", key=key, value=text, fix=_FORMS)
+
+
+# -- Time.
+
+
+def format_seconds(seconds: float) -> str:
+    """``"1:02:03"``, or ``"2:03"`` below an hour."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

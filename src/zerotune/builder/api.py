@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from zerotune._util.sizes import format_size
+from zerotune._util.text import format_size
 from zerotune.builder import forms as wire
 from zerotune.builder.advice import advise
 from zerotune.builder.catalogue import SchemaSource, catalogue

@@ -107,7 +107,7 @@ def _facts(path: Path) -> PathFacts:
 
 
 def _sentence(facts: PathFacts) -> str:
-    from zerotune._util.sizes import format_size
+    from zerotune._util.text import format_size
 
     if facts.exists and not facts.folder:
         return "This is a file; swap files need a folder."

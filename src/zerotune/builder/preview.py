@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 import attrs
 
-from zerotune._util.sizes import parse_size
+from zerotune._util.text import parse_size
 from zerotune.builder.forms import FormState, is_written, read_plan
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, ZeroTuneError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune._util.files import sync_folder
+from zerotune._util.files import sync
 from zerotune.backend.adapters import (
     AdapterParameter,
     adapter_config,
@@ -101,7 +101,7 @@ class AdapterFileWriter:
         nbytes, sha256 = self._writer.finish()
         _check(self._draft, self._specs, self._metadata, nbytes=nbytes, sha256=sha256)
         self._draft.rename(self.path)
-        sync_folder(self.path.parent)
+        sync(self.path.parent)
         return nbytes, sha256
 
     def abandon(self) -> None:

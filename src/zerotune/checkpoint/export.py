@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from zerotune._util.files import sync_folder
+from zerotune._util.files import sync
 from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.unpartitioned import whole_parameter
@@ -121,7 +121,7 @@ class ModelFolderWriter:
             _check_shard(folder / name, specs)
         if self._single:
             (folder / self._names[0]).rename(self._final)
-            sync_folder(self._final.parent)
+            sync(self._final.parent)
             self._staging.abandon()
             return self._final
         if self._config is not None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from zerotune._util.files import sync_folder
+from zerotune._util.files import sync
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -74,12 +74,12 @@ class Staging:
 
     def publish(self) -> None:
         """Give the folder its final name; a former checkpoint goes only after that."""
-        sync_folder(self.path)
+        sync(self.path)
         former = _sibling(self._final, "old") if self._final.exists() else None
         if former is not None:
             self._final.rename(former)
         self.path.rename(self._final)
-        sync_folder(self._final.parent)
+        sync(self._final.parent)
         self._release()
         if former is not None:
             _remove(former)

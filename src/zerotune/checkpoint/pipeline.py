@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from zerotune._util.files import sync_folder
+from zerotune._util.files import sync
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.export import SHARD_SIZE, Gatherable, export_model
@@ -126,4 +126,4 @@ def _publish(is_main: bool, partial: Path, target: Path) -> None:
                 with (Path(folder) / name).open("rb") as file:
                     os.fsync(file.fileno())
         partial.rename(target)
-        sync_folder(target.parent)
+        sync(target.parent)

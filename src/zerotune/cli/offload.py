@@ -121,7 +121,7 @@ def _clean(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from zerotune._util.sizes import parse_size
+    from zerotune._util.text import parse_size
 
     size = parse_size(arguments.size, key="--size")
     if arguments.family:
@@ -237,7 +237,7 @@ def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def _size(nbytes: int) -> str:
-    from zerotune._util.sizes import format_size
+    from zerotune._util.text import format_size
 
     return format_size(nbytes)
 

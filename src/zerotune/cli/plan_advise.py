@@ -86,7 +86,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
     nvme = size_argument(arguments.nvme, "--nvme")
     if vram is not None and ram is not None:
         return {"vram": vram, "ram": ram, "nvme": nvme}
-    from zerotune._util.sizes import format_size
+    from zerotune._util.text import format_size
     from zerotune.platform import detect_platform
 
     platform = detect_platform(log=False)

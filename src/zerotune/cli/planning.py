@@ -48,7 +48,7 @@ def size_argument(text: str | None, name: str) -> int | None:
         InvalidValueError: Not a size.
     """
     # Not an argparse type: argparse would throw away the fix.
-    from zerotune._util.sizes import parse_size
+    from zerotune._util.text import parse_size
 
     return None if text is None else parse_size(text, key=name)
 

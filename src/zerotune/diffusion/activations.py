@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerotune._util.sizes import parse_size
+from zerotune._util.text import parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, TrainingError
 

@@ -13,7 +13,7 @@ from typing import Final
 
 import attrs
 
-from zerotune._util.mounts import locality_of, mount_identity
+from zerotune._util.proc import locality_of, mount_identity
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import try_lock
 from zerotune.offload.processes import users_of

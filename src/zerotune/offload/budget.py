@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.sizes import format_size
+from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
 from zerotune.plan.memory.estimate import estimate_resolved

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import attrs
 
-from zerotune._util.mounts import filesystem_kind, mount_identity
+from zerotune._util.proc import filesystem_kind, mount_identity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.bare import doubt_about, is_bare, remove_bare, survey

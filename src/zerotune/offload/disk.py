@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from zerotune._util.files import write_atomically
-from zerotune._util.mounts import mount_identity
+from zerotune._util.proc import mount_identity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.budget import lockable_memory

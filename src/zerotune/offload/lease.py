@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.mounts import LOCAL_FILESYSTEMS, filesystem_kind
+from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.processes import ProcessIdentity

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import attrs
 
-from zerotune._util.mounts import mount_identity
+from zerotune._util.proc import mount_identity
 
 
 @attrs.define(kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.mounts import filesystem_kind, is_rotational, locality_of
+from zerotune._util.proc import filesystem_kind, is_rotational, locality_of
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import OffloadError
 from zerotune.offload.choosing import FIX, PATH_VARIABLES, ROOT_VARIABLE, RootChoice

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.sizes import format_size, parse_size
+from zerotune._util.numbers import is_number
+from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.memory.estimate import count, estimate_resolved, sides
 from zerotune.plan.memory.model import PLACES, EMAPlace, MemoryEstimate, Phase, Place, Workload
-from zerotune.plan.model import ModelFacts, is_number
+from zerotune.plan.model import ModelFacts
 
 if TYPE_CHECKING:
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 import attrs
 
+from zerotune._util.numbers import as_number, is_integer, is_number
+from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlanConflictError, UnknownKeyError, ZeroTuneError
 
@@ -31,7 +33,6 @@ Auto = Literal["auto"]
 AUTO: Final[Auto] = "auto"
 
 _LARGEST_INTEGER = 2**63 - 1
-_LARGEST_NUMBER = 10**308
 
 Reading = tuple[Any, "str | None"]
 """The canonical value, and why it differs from what was written (``None``: it does not)."""
@@ -51,39 +52,9 @@ class Kind(ABC):
         """Bring what was written into canonical form."""
 
 
-def is_integer(value: object) -> bool:
-    """Whether ``value`` is an ``int`` and not a ``bool``."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: object) -> bool:
-    """Whether ``value`` is a finite ``int`` or ``float`` and not a ``bool``."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= _LARGEST_NUMBER if isinstance(value, int) else math.isfinite(value)
-
-
-def as_number(value: Any) -> float | int | None:
-    """``value``, a number or the text of one, as a finite number; ``None`` when it is none."""
-    number = _number_from_text(value) if isinstance(value, str) else value
-    return number if is_number(number) else None
-
-
 def is_auto(value: object) -> bool:
     """Whether ``value`` asks for an automatic choice."""
     return isinstance(value, str) and value.strip().lower() == AUTO
-
-
-def _number_from_text(text: str) -> float | int | None:
-    stripped = text.strip().replace("_", "")
-    try:
-        return int(stripped)
-    except ValueError:
-        pass
-    try:
-        return float(stripped)
-    except ValueError:
-        return None
 
 
 @attrs.frozen(kw_only=True)
@@ -580,9 +551,7 @@ def located(prefix: str) -> Iterator[None]:
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """The error for a key nobody knows, with the nearest known ones."""
-    import difflib
-
-    guesses = difflib.get_close_matches(name.lower(), sorted(known), n=2, cutoff=0.6)
+    guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
     meant = _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
     fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
     return UnknownKeyError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
+from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
 from zerotune.plan.api import DeepSpeedPlan
@@ -88,15 +89,13 @@ def _refuse_something_else(
     config: Mapping[Any, Any], source: str, also_known: Collection[str]
 ) -> None:
     """Refuse a file of another kind as a whole, and not by its first key."""
-    import difflib
-
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
     known = {attribute.name for attribute in modelled(DeepSpeedPlan)}
     known |= {*DeepSpeedPlan.passed_through, *DeepSpeedPlan.aliases, *also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
         return
     looked_at = names[:_ENOUGH_TO_JUDGE]
-    close = [n for n in looked_at if difflib.get_close_matches(n.lower(), known, n=1, cutoff=0.6)]
+    close = [name for name in looked_at if did_you_mean(name, known, count=1, by=str.lower)]
     if len(close) * 2 >= len(looked_at):
         return
     raise InvalidValueError(

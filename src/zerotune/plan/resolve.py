@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from zerotune._util.numbers import is_number
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, UnresolvedPlanError
 from zerotune.plan.api import ResolvedPlan
@@ -29,7 +30,6 @@ from zerotune.plan.model import (
     RunFacts,
     ZeroSection,
     evolved,
-    is_number,
 )
 from zerotune.plan.rules import RuleContext, check_plan, check_world_size
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.sizes import format_size
+from zerotune._util.numbers import is_integer, is_number
+from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, PlanError
 from zerotune.plan import model as known_keys
@@ -31,8 +32,6 @@ from zerotune.plan.model import (
     ModelFacts,
     OffloadSection,
     RunFacts,
-    is_integer,
-    is_number,
     modelled,
     unknown_key,
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.sizes import common_unit, format_size
+from zerotune._util.text import common_unit, format_size
 from zerotune.decisions import Decision, render_decisions
 from zerotune.errors import UNSET
 from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.files import sync_folder, write_atomically
+from zerotune._util.files import sync, write_atomically
+from zerotune._util.numbers import is_integer, is_number
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import FILE, GATHER, LAUNCH_IN_BLOCK, TOP_LEVEL
@@ -22,8 +23,6 @@ from zerotune.plan.model import (
     Section,
     as_tuple,
     evolved,
-    is_integer,
-    is_number,
     modelled,
 )
 from zerotune.plan.read import TRAINER_KEYS, read_named, read_text, undashed, wrapper_of
@@ -52,7 +51,7 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(final, content)
-        sync_folder(final.parent)
+        sync(final.parent)
     except OSError as error:
         raise PlanFileError(
             f"cannot be written ({error.strerror or error})",

@@ -13,7 +13,7 @@ import attrs
 import psutil
 import torch
 
-from zerotune._util.sizes import format_size
+from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset

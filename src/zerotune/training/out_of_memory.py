@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune._util.sizes import format_size
+from zerotune._util.text import format_size
 from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
 from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.memory.estimate import CONTEXT

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from zerotune._util.numbers import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan import sizing
 from zerotune.plan.api import ResolvedPlan
@@ -23,7 +24,7 @@ from zerotune.plan.memory.model import (
     Workload,
 )
 from zerotune.plan.memory.states import states_per_element
-from zerotune.plan.model import AioSection, ModelFacts, OffloadSection, ZeroSection, is_integer
+from zerotune.plan.model import AioSection, ModelFacts, OffloadSection, ZeroSection
 
 if TYPE_CHECKING:
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan

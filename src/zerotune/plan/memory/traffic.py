@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from zerotune._util.numbers import is_number
 from zerotune.errors import InvalidValueError
 from zerotune.plan import sizing
 from zerotune.plan.memory.estimate import Costing
-from zerotune.plan.model import is_number
 
 if TYPE_CHECKING:
     from zerotune.plan.memory.model import MemoryEstimate

@@ -1,4 +1,4 @@
-"""What a folder lies on, and what that means for swap files."""
+"""What Linux says of mounts, disks and this process, in ``/proc`` and ``/sys``."""
 
 from __future__ import annotations
 

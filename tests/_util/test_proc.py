@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune._util.mounts import filesystem_kind, is_rotational, locality_of, mount_of
+from zerotune._util.proc import filesystem_kind, is_rotational, locality_of, mount_of
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw

@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune._util.sizes import format_size, parse_size
+from zerotune._util.text import (
+    counted,
+    did_you_mean,
+    format_seconds,
+    format_size,
+    listing,
+    parse_size,
+)
 from zerotune.errors import InvalidValueError
 
 LARGEST = 2**63 - 1
@@ -115,3 +122,25 @@ def test_a_size_or_an_error_of_ours(written):
         return
     assert isinstance(nbytes, int)
     assert 0 <= nbytes <= LARGEST
+
+
+def test_the_closest_names_are_suggested_whatever_their_case():
+    assert did_you_mean("adam w", ["AdamW", "Lion"]) == ["AdamW"]
+    assert did_you_mean("stge", ["stage", "overlap_comm"], by=str.lower) == ["stage"]
+    assert did_you_mean("zzz", ["AdamW"]) == []
+
+
+def test_a_long_list_says_how_many_more_there_are():
+    assert listing([]) == "nothing"
+    assert listing(["a", "b", "c"]) == "a, b, c"
+    assert listing(["a", "b", "c", "d"]) == "a, b, c and 1 more"
+
+
+def test_one_key_and_two_keys():
+    assert counted(1, "key") == "1 key"
+    assert counted(2, "entry", "entries") == "2 entries"
+
+
+def test_times_as_clocks_show_them():
+    assert format_seconds(59.6) == "1:00"
+    assert format_seconds(3723) == "1:02:03"

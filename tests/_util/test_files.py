@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import pytest
+
+from zerotune._util.files import drafted, sync, write_atomically
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "file.json"
+    write_atomically(path, b"old")
+    write_atomically(path, b"new")
+    sync(tmp_path)
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_draft_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_bytes(b"old")
+    with pytest.raises(IsADirectoryError), drafted(path) as draft:
+        draft.write_bytes(tmp_path.read_bytes())
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
