@@ -13,7 +13,7 @@ from typing import Any
 
 import attrs
 
-from zerotune.diffusion.profiling import model_facts
+from zerotune.diffusion.facts import model_facts
 
 TARGET = Path("src/zerotune/plan/families")
 

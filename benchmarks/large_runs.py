@@ -296,7 +296,7 @@ def build(config: Mapping[str, Any]) -> Any:
 
 def sample_batch(settings: Mapping[str, Any], device: Any) -> dict[str, Any]:
     """Synthetic latents and conditions in bf16, and what is to be predicted."""
-    from zerotune.diffusion.profiling import example_inputs
+    from zerotune.diffusion.facts import example_inputs
 
     batch, side = settings["batch"], settings["side"]
     model = _on_meta(settings["config"])

@@ -150,7 +150,7 @@ class Run:
         import diffusers
 
         from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine
-        from zerotune.diffusion.profiling import example_inputs
+        from zerotune.diffusion.facts import example_inputs
         from zerotune.plan.model import ModelFacts
 
         settings = self._settings

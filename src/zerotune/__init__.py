@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         sample,
     )
     from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
-    from zerotune.diffusion.profiling import model_facts
+    from zerotune.diffusion.facts import model_facts
     from zerotune.ema import EMAShadow
     from zerotune.errors import ZeroTuneError
     from zerotune.offload import OffloadManager, cleanup_stale_swap
@@ -65,7 +65,7 @@ _HOMES: Final = {
     "ResolvedPlan": "plan",
     "ModelFacts": "plan",
     "RunFacts": "plan",
-    "model_facts": "diffusion.profiling",
+    "model_facts": "diffusion.facts",
     "OptimizerResolver": "optim",
     "OffloadManager": "offload",
     "cleanup_stale_swap": "offload",

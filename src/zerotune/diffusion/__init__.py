@@ -5,6 +5,9 @@ Every part works with an ``Engine`` and with a bare ``torch.nn.Module`` alike.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from zerotune._util.lazy import lazy_attribute
 from zerotune.backend.adapters import AdapterFacts
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.diffusion.activations import ActivationOffload
@@ -13,11 +16,16 @@ from zerotune.diffusion.data import (
     BatchStream,
     DataStream,
     ImageTensors,
-    PriorPreservation,
     RepeatedBatches,
 )
 from zerotune.diffusion.encoding import encode_dataset
-from zerotune.diffusion.families.base import (
+from zerotune.diffusion.families.flux import Flux
+from zerotune.diffusion.families.stable_diffusion import StableDiffusion
+from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
+from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
+from zerotune.diffusion.families.text_to_image import TextToImage
+from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
+from zerotune.diffusion.family import (
     Conditioning,
     Denoiser,
     Drawing,
@@ -25,15 +33,8 @@ from zerotune.diffusion.families.base import (
     LabelFamily,
     PromptFamily,
 )
-from zerotune.diffusion.families.flux import Flux
-from zerotune.diffusion.families.stable_diffusion import StableDiffusion
-from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
-from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
-from zerotune.diffusion.families.text_to_image import TextToImage
-from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.grid import images_to_grid
 from zerotune.diffusion.held_out import HeldOutLoss, validation_loss
-from zerotune.diffusion.levels import ResolutionShift, Shift
 from zerotune.diffusion.lora import LoRA, add_lora, load_adapters
 from zerotune.diffusion.noise import (
     DrawnNoise,
@@ -42,15 +43,19 @@ from zerotune.diffusion.noise import (
     Noise,
     OffsetNoise,
 )
+from zerotune.diffusion.noise_schedule import ResolutionShift, Shift
 from zerotune.diffusion.objective import (
     DenoisingObjective,
     FlowMatchingObjective,
     LevelObjective,
     Objective,
 )
-from zerotune.diffusion.parts import FrozenParts
+from zerotune.diffusion.pipeline import FrozenParts
 from zerotune.diffusion.pretrained import FAMILIES, Pretrained, load_pretrained
 from zerotune.diffusion.sampling import sample
+
+if TYPE_CHECKING:
+    from zerotune.diffusion.data import PriorPreservation
 
 __all__ = [
     "Objective",
@@ -99,3 +104,11 @@ __all__ = [
     "HeldOutLoss",
     "images_to_grid",
 ]
+
+_LATE = {"PriorPreservation": "data"}
+
+__getattr__ = lazy_attribute(globals(), _LATE)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

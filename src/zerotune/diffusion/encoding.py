@@ -19,7 +19,7 @@ from zerotune.diffusion.data.cache import (
 )
 
 if TYPE_CHECKING:
-    from zerotune.diffusion.data.prepared import PreparedImages
+    from zerotune.diffusion.data.preparation import PreparedImages
     from zerotune.diffusion.families.text_to_image import TextToImage
 
 

@@ -9,11 +9,12 @@ from typing import cast
 import attrs
 import torch
 
-from zerotune.diffusion.data.stream import Batch, derive_seed
-from zerotune.diffusion.families.base import Denoiser
+from zerotune.diffusion.data.order import derive_seed
+from zerotune.diffusion.data.streams import Batch
+from zerotune.diffusion.family import Denoiser
+from zerotune.diffusion.inference import Group, evaluating, shared
 from zerotune.diffusion.noise import DrawnNoise
 from zerotune.diffusion.objective import LevelObjective, Objective
-from zerotune.diffusion.sampling import Group, evaluating, shared
 from zerotune.errors import DataError, InvalidValueError
 
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -10,9 +10,10 @@ import attrs
 import torch
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.families.base import Conditioning, Denoiser, Family
 from zerotune.diffusion.families.unconditional import Unconditional
-from zerotune.diffusion.levels import (
+from zerotune.diffusion.family import Conditioning, Denoiser, Family
+from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
+from zerotune.diffusion.noise_schedule import (
     NoiseLevels,
     ResolutionShift,
     Shift,
@@ -24,7 +25,6 @@ from zerotune.diffusion.levels import (
     own_copy,
     stand_in_decision,
 )
-from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:

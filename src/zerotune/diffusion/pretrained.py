@@ -14,16 +14,15 @@ from packaging.version import Version
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.families.base import Family
 from zerotune.diffusion.families.flux import Flux
 from zerotune.diffusion.families.stable_diffusion import StableDiffusion
 from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
 from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
+from zerotune.diffusion.family import Family
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
-from zerotune.diffusion.parts import FrozenParts
-from zerotune.diffusion.stand_in import StandIn
+from zerotune.diffusion.pipeline import FrozenParts, PipelineModel
 from zerotune.errors import InvalidValueError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ def _frozen(
     except (OSError, ValueError) as error:
         raise _unreadable(folder, error) from error
     # The pipeline asks its model for sizes while it encodes texts.
-    setattr(pipeline, kind.component, StandIn(config=config))
+    setattr(pipeline, kind.component, PipelineModel(config=config))
     return FrozenParts(pipeline)
 
 

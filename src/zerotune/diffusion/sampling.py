@@ -1,17 +1,17 @@
-"""A model in evaluation mode for a while, whatever kind it is."""
+"""Drawing images from a model, on one rank or shared over all of them."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import attrs
 import torch
 
-from zerotune.diffusion.families.base import (
+from zerotune.diffusion.families.unconditional import Unconditional
+from zerotune.diffusion.family import (
     Conditioning,
     Denoiser,
     Drawing,
@@ -19,111 +19,14 @@ from zerotune.diffusion.families.base import (
     LabelFamily,
     PromptFamily,
 )
-from zerotune.diffusion.families.unconditional import Unconditional
-from zerotune.diffusion.levels import ResolutionShift
-from zerotune.errors import CollectiveError, InvalidValueError
-
-
-def evaluating(model: Any) -> AbstractContextManager[None]:
-    """No gradients and evaluation mode inside of it; what was before is back afterwards.
-
-    Args:
-        model: An ``Engine`` or a ``torch.nn.Module``.
-    """
-    if hasattr(model, "evaluating"):
-        return cast("AbstractContextManager[None]", model.evaluating())
-    return _module_evaluating(model)
-
-
-@contextmanager
-def _module_evaluating(module: torch.nn.Module) -> Iterator[None]:
-    training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(training)
-
-
-# -- Work divided over ranks, where the failure of one is an error on all of them.
-
-
-T = TypeVar("T")
-
-
-class Gathering(Protocol):
-    """The processes that share the work."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order, on every rank."""
-        ...
-
-
-class Group(Gathering, Protocol):
-    """Those of an engine, which know their places and compare what they were given."""
-
-    rank: int
-    world_size: int
-
-    def agree(self, value: Any, what: str) -> None:
-        """Check that every rank holds the same value."""
-        ...
-
-
-def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list[T]:
-    """Each rank's part of some work, in rank order, on every rank.
-
-    A rank that fails still comes to the exchange, so that the others learn of it there and do
-    not wait. Where the work is a collective itself, as a forward pass at stage 3 is, they wait in
-    it until the group's timeout.
-
-    Args:
-        group: The processes; ``None`` is this one alone.
-        purpose: What is done, for the message.
-        work: This rank's part.
-
-    Raises:
-        CollectiveError: It failed on another rank; the message names it and says why.
-        Exception: What ``work`` raised here.
-    """
-    if group is None:
-        return [work()]
-    result: T | None = None
-    failure: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - raised again below, once the others know
-        failure = error
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = group.gather((result, told))
-    if failure is not None:
-        raise failure
-    for rank, (_, why) in enumerate(outcomes):
-        if why is not None:
-            raise CollectiveError(f"rank {rank} reports {why}", key=purpose)
-    return [part for part, _ in outcomes]
-
-
-# -- Drawing images from a model, on one rank or shared over all of them.
-
+from zerotune.diffusion.inference import Group, evaluating, shared
+from zerotune.diffusion.noise_schedule import ResolutionShift
+from zerotune.errors import InvalidValueError
 
 _LARGEST_SEED = 2**63 - 1
 
 _Draw = Callable[[list[int]], torch.Tensor]
 """From indices of images to those images."""
-
-
-@attrs.frozen(kw_only=True)
-class _Loop:
-    """What one rank draws, and how."""
-
-    model: Denoiser
-    scheduler: Any
-    family: LabelFamily
-    shape: tuple[int, ...]
-    steps: int
-    guidance_scale: float
 
 
 def sample(
@@ -215,6 +118,18 @@ def sample(
             return torch.cat([draw(mine[start : start + chunk]) for start in starts])
 
     return torch.cat(shared(group, "drawing images", work))[:wanted]
+
+
+@attrs.frozen(kw_only=True)
+class _Loop:
+    """What one rank draws, and how."""
+
+    model: Denoiser
+    scheduler: Any
+    family: LabelFamily
+    shape: tuple[int, ...]
+    steps: int
+    guidance_scale: float
 
 
 def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:

@@ -223,32 +223,6 @@ def test_shards_that_cannot_be_indexed_are_named(samples, tmp_path):
         TarShards([bad])
 
 
-def test_hugging_face_datasets_give_the_stored_bytes(samples, cuttings, tmp_path, encode):
-    datasets = pytest.importorskip("datasets")
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    stored = [encode(image) for image in cuttings[:8]]
-    stored[2] = stored[2][:60]
-    stored[3] = encode(cuttings[3], "PNG", exif=exif)
-    (tmp_path / "last.png").write_bytes(stored[7])
-    rows = [{"bytes": data, "path": None} for data in stored[:7]]
-    rows.append({"bytes": None, "path": str(tmp_path / "last.png")})
-    dataset = datasets.Dataset.from_dict(
-        {"image": rows, "text": [f"cutting {n}" for n in range(8)]},
-        features=datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")}),
-    )
-    source = HuggingFaceImages(dataset)
-    assert [image.name for image in source.broken] == ["2"]
-    assert [source.item(i).caption for i in range(7)] == [
-        f"cutting {n}" for n in (0, 1, 3, 4, 5, 6, 7)
-    ]
-    assert source.item(2).size == cuttings[3].size[::-1]
-    assert np.array_equal(pixels(source.image(6)), pixels(cuttings[7]))
-    assert len(HuggingFaceImages(dataset, caption=None)) == 7
-    with pytest.raises(DataError, match=r"'words'.*image, text"):
-        HuggingFaceImages(dataset, caption="words")
-
-
 def test_missing_packages_are_named_with_the_extra(monkeypatch, tmp_path, photos):
     photos[0].resize((8, 8)).save(tmp_path / "a.png")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -257,14 +231,6 @@ def test_missing_packages_are_named_with_the_extra(monkeypatch, tmp_path, photos
     monkeypatch.setitem(sys.modules, "PIL.ImageOps", None)
     with pytest.raises(MissingDependencyError, match="pillow: "):
         ImageFolder(tmp_path)
-
-
-def test_any_dataset_of_images_is_a_source(cuttings):
-    pairs = [(image, number) for number, image in enumerate(cuttings[:6])]
-    source = DatasetImages(pairs, image=lambda s: s[0], caption=lambda s: f"class {s[1]}")
-    assert [source.item(index).caption for index in range(6)] == [f"class {n}" for n in range(6)]
-    assert np.array_equal(pixels(source.image(4)), pixels(cuttings[4]))
-    assert len({source.content(index) for index in range(6)}) == 6
 
 
 def test_sources_are_joined_and_repeated(folder, cuttings):

@@ -10,7 +10,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler
 
 from zerotune.diffusion import ClassConditional, Unconditional, load_pretrained, sample
-from zerotune.diffusion.levels import drawing_scheduler
+from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
 
 NAMES = ["sd15", "sdxl", "sd3", "flux"]

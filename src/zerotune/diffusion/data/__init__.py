@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from zerotune.diffusion.data.buckets import (
-    AspectBuckets,
-    Bucket,
-    BucketAssignment,
-    BucketedDataset,
-    BucketOrder,
-    BucketStream,
-    Captions,
-    Draw,
-    Placement,
-    stack_samples,
-)
+from typing import TYPE_CHECKING
+
+from zerotune._util.lazy import lazy_attribute
+from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, BucketAssignment, Placement
 from zerotune.diffusion.data.cache import (
     CachedImages,
     CacheSettings,
@@ -23,8 +15,7 @@ from zerotune.diffusion.data.cache import (
     hash_weights,
 )
 from zerotune.diffusion.data.folder import ImageFolder, MetadataFile, TextBeside
-from zerotune.diffusion.data.hugging_face import DatasetImages, HuggingFaceImages
-from zerotune.diffusion.data.pictures import (
+from zerotune.diffusion.data.images import (
     AlphaOnColor,
     BrokenImage,
     DropAlpha,
@@ -34,26 +25,32 @@ from zerotune.diffusion.data.pictures import (
     WholeImage,
     write_broken,
 )
-from zerotune.diffusion.data.prepared import (
+from zerotune.diffusion.data.iterable import StreamedImages
+from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, derive_seed
+from zerotune.diffusion.data.preparation import (
     Augmentation,
     CenterCrop,
     DetailCrop,
     Preparation,
     PreparedImages,
 )
-from zerotune.diffusion.data.priors import PriorPreservation
-from zerotune.diffusion.data.source import ImageItem, ImageSource, JoinedSources, RepeatedSource
-from zerotune.diffusion.data.stream import (
+from zerotune.diffusion.data.sources import ImageItem, ImageSource, JoinedSources, RepeatedSource
+from zerotune.diffusion.data.streams import (
     Batch,
     BatchStream,
+    BucketedDataset,
+    BucketStream,
+    Captions,
     DataStream,
     ImageTensors,
     RepeatedBatches,
-    SampleOrder,
-    derive_seed,
+    stack_samples,
 )
-from zerotune.diffusion.data.streamed import StreamedImages
 from zerotune.diffusion.data.tar_shards import TarShards
+
+if TYPE_CHECKING:
+    from zerotune.diffusion.data.tools.hugging_face import DatasetImages, HuggingFaceImages
+    from zerotune.diffusion.data.tools.priors import PriorPreservation
 
 __all__ = [
     # Sources
@@ -110,3 +107,15 @@ __all__ = [
     "PriorPreservation",
     "derive_seed",
 ]
+
+_TOOLS = {
+    "DatasetImages": "tools.hugging_face",
+    "HuggingFaceImages": "tools.hugging_face",
+    "PriorPreservation": "tools.priors",
+}
+
+__getattr__ = lazy_attribute(globals(), _TOOLS)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_TOOLS})

@@ -17,8 +17,9 @@ from safetensors.torch import save
 
 from zerotune._util.files import write_atomically
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import BucketAssignment, Draw
-from zerotune.diffusion.data.prepared import PreparedImages, micro_conditioning
+from zerotune.diffusion.data.buckets import BucketAssignment
+from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion.data.preparation import PreparedImages, micro_conditioning
 from zerotune.errors import DataError, InvalidValueError
 
 FORMAT: Final = "1"

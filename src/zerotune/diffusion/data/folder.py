@@ -13,14 +13,15 @@ from typing import Any, Protocol
 import attrs
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.pictures import (
+from zerotune.diffusion.data.images import (
+    SUFFIXES,
     BrokenImage,
     BrokenPolicy,
     ImageCheck,
     SkipBroken,
     WholeImage,
 )
-from zerotune.diffusion.data.source import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.diffusion.data.sources import EncodedSource, ImageItem, measure, scan_decisions
 from zerotune.errors import DataError
 
 
@@ -108,10 +109,6 @@ def _bad(source: str, number: int, reason: str) -> DataError:
 
 
 # -- A folder of images with captions beside them or in one metadata file.
-
-
-SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
-"""Files with these endings, in either case, are images."""
 
 
 class CaptionFiles(Protocol):

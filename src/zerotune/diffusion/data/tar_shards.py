@@ -11,15 +11,15 @@ from pathlib import Path, PurePosixPath
 import attrs
 
 from zerotune.decisions import announce
-from zerotune.diffusion.data.folder import SUFFIXES
-from zerotune.diffusion.data.pictures import (
+from zerotune.diffusion.data.images import (
+    SUFFIXES,
     BrokenImage,
     BrokenPolicy,
     ImageCheck,
     SkipBroken,
     WholeImage,
 )
-from zerotune.diffusion.data.source import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.diffusion.data.sources import EncodedSource, ImageItem, measure, scan_decisions
 from zerotune.errors import DataError
 
 

@@ -8,15 +8,10 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from zerotune.diffusion.families.base import (
-    Conditioning,
-    Denoiser,
-    Drawing,
-    config_of,
-    to_model,
-)
+from zerotune.diffusion.families.base import config_of, to_model
 from zerotune.diffusion.families.text_to_image import TextToImage
-from zerotune.diffusion.parts import FrozenParts
+from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
+from zerotune.diffusion.pipeline import FrozenParts
 from zerotune.errors import DataError
 
 _PATCH = 2

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import attrs
 import torch
 
-from zerotune.diffusion.families.base import Conditioning, Denoiser, prediction_of, to_model
+from zerotune.diffusion.families.base import prediction_of, to_model
 from zerotune.diffusion.families.text_to_image import TextToImage
-from zerotune.diffusion.parts import FrozenParts
+from zerotune.diffusion.family import Conditioning, Denoiser
+from zerotune.diffusion.pipeline import FrozenParts
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -10,17 +10,10 @@ import attrs
 import torch
 
 from zerotune.diffusion.data.cache import CacheSettings
-from zerotune.diffusion.families.base import (
-    Conditioning,
-    Denoiser,
-    Drawing,
-    check_probability,
-    config_of,
-    take,
-)
-from zerotune.diffusion.levels import drawing_scheduler
-from zerotune.diffusion.parts import FrozenParts
-from zerotune.diffusion.stand_in import StandIn
+from zerotune.diffusion.families.base import check_probability, config_of, take
+from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
+from zerotune.diffusion.noise_schedule import drawing_scheduler
+from zerotune.diffusion.pipeline import FrozenParts, PipelineModel
 from zerotune.errors import DataError
 
 
@@ -215,7 +208,7 @@ class TextToImage(ABC):
             **names
             | given
             | {
-                self.component: StandIn(config=config_of(model), model=model),
+                self.component: PipelineModel(config=config_of(model), model=model),
                 "scheduler": drawing_scheduler(
                     drawing.scheduler or parts.pipeline.scheduler,
                     None if drawing.scheduler else drawing.trained_with,

@@ -7,13 +7,8 @@ from collections.abc import Mapping
 import attrs
 import torch
 
-from zerotune.diffusion.families.base import (
-    Conditioning,
-    Denoiser,
-    call_diffusers_model,
-    check_probability,
-    take,
-)
+from zerotune.diffusion.families.base import call_diffusers_model, check_probability, take
+from zerotune.diffusion.family import Conditioning, Denoiser
 from zerotune.errors import InvalidValueError
 
 

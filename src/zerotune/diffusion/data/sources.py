@@ -13,7 +13,7 @@ import attrs
 
 from zerotune.decisions import Decision
 from zerotune.diffusion.data.buckets import Size
-from zerotune.diffusion.data.pictures import (
+from zerotune.diffusion.data.images import (
     BrokenImage,
     BrokenPolicy,
     ImageCheck,

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, Draw, Placement, stack_samples
-from zerotune.diffusion.data.pictures import (
+from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, Placement
+from zerotune.diffusion.data.images import (
     BrokenImage,
     BrokenPolicy,
     ImageCheck,
@@ -20,13 +20,14 @@ from zerotune.diffusion.data.pictures import (
     readable_errors,
     why,
 )
-from zerotune.diffusion.data.prepared import (
+from zerotune.diffusion.data.order import Draw
+from zerotune.diffusion.data.preparation import (
     Augmentation,
     Preparation,
     micro_conditioning,
     to_pixels,
 )
-from zerotune.diffusion.data.stream import Batch, check_share
+from zerotune.diffusion.data.streams import Batch, check_share, stack_samples
 from zerotune.errors import DataError
 
 

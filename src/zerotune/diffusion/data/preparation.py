@@ -10,10 +10,10 @@ import attrs
 import torch
 
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import AspectBuckets, BucketAssignment, Draw, Placement, Size
-from zerotune.diffusion.data.pictures import AlphaOnColor, AlphaPolicy, pillow
-from zerotune.diffusion.data.source import ImageSource
-from zerotune.diffusion.data.stream import derive_seed
+from zerotune.diffusion.data.buckets import AspectBuckets, BucketAssignment, Placement, Size
+from zerotune.diffusion.data.images import AlphaOnColor, AlphaPolicy, pillow
+from zerotune.diffusion.data.order import Draw, derive_seed
+from zerotune.diffusion.data.sources import ImageSource
 from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:

@@ -20,8 +20,10 @@ from zerotune.errors import DataError, MissingDependencyError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"))
+"""Files with these endings, in either case, are images."""
 _SWAPPED = frozenset((5, 6, 7, 8))
-_ORIENTATION = 0x0112
+_ORIENTATION = 0x0112  # EXIF's tag
 
 
 class AlphaPolicy(Protocol):

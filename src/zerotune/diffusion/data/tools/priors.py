@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from zerotune.diffusion.data.buckets import Captions
-from zerotune.diffusion.data.stream import Batch, BatchStream
+from zerotune.diffusion.data.streams import Batch, BatchStream, Captions
 from zerotune.errors import DataError, InvalidValueError
 
 _WEIGHTS = "loss_weights"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerotune.decisions import announce
-from zerotune.diffusion.data.pictures import BrokenPolicy, ImageCheck, SkipBroken, WholeImage, need
-from zerotune.diffusion.data.source import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.diffusion.data.images import BrokenPolicy, ImageCheck, SkipBroken, WholeImage, need
+from zerotune.diffusion.data.sources import EncodedSource, ImageItem, measure, scan_decisions
 from zerotune.errors import DataError
 
 if TYPE_CHECKING:

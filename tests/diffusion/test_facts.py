@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 
 from tests.support.models import tiny_unet
-from zerotune.diffusion.profiling import (
+from zerotune.diffusion.facts import (
     activation_peak,
     example_inputs,
     measure_activations,

@@ -1,0 +1,493 @@
+"""Streams: endless micro batches, one rank's share, that can be left and continued."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+import torch
+
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.buckets import BucketAssignment
+from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, derive_seed
+from zerotune.errors import DataError, InvalidValueError
+
+Batch = Mapping[str, torch.Tensor]
+"""Tensors by name, batch first: ``"images"`` (b, c, h, w), ``"labels"`` (b,), …"""
+
+
+@runtime_checkable
+class BatchStream(Protocol):
+    """Endless micro batches that can be left and continued."""
+
+    def __next__(self) -> Batch:
+        """This rank's next micro batch."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, the same on every rank; JSON types only."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved place."""
+        ...
+
+
+# -- Streams over a dataset of samples that are all of one size.
+
+
+class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A dataset that lies in memory.
+
+    Args:
+        images: (n, c, h, w) in [-1, 1].
+        labels: (n,), integers; left out of the batches when not given.
+
+    Raises:
+        DataError: Lengths differ, or there is nothing.
+    """
+
+    def __init__(self, *, images: torch.Tensor, labels: torch.Tensor | None = None) -> None:
+        if len(images) == 0 or (labels is not None and len(labels) != len(images)):
+            raise DataError(
+                "images and labels must be as many, and at least one",
+                key="labels",
+                value=None if labels is None else len(labels),
+                fix=f"{len(images)} images were given",
+            )
+        self._tensors = {"images": images} | ({} if labels is None else {"labels": labels})
+
+    def __len__(self) -> int:
+        return len(self._tensors["images"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[index] for name, tensor in self._tensors.items()}
+
+
+class DataStream:
+    """Endless micro batches of a map-style dataset, one rank's share.
+
+    The order depends on the seed only: two ranks with micro batches of 4 see together what one
+    rank with 8 sees. The place in it is one number, the samples all ranks have consumed, so a
+    run can continue with another number of ranks or another batch size.
+
+    Args:
+        dataset: Anything with ``__len__`` and ``__getitem__``, such as a
+            ``torch.utils.data.Dataset`` or a Hugging Face dataset in torch format.
+        micro_batch_size: Samples per batch and rank.
+        seed: Fixes the order.
+        rank: This process.
+        world_size: Processes that share the data.
+        shuffle: ``False``: the dataset's own order, epoch after epoch.
+        num_workers: Processes that read ahead; 0 reads in this process.
+        collate: Makes a batch of a list of samples; torch's default when not given.
+        pin_memory: Put batches in pinned memory, for faster copies to a GPU.
+
+    Raises:
+        InvalidValueError: A size or rank that cannot be.
+        DataError: The dataset is empty.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        micro_batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        check_share(micro_batch_size, rank, world_size)
+        if len(dataset) == 0:
+            raise DataError("is empty", key="dataset", value=0, fix="give at least one sample")
+        if hasattr(dataset, "assignment"):
+            # It would give samples of many sizes, each with the flip of its first epoch for ever.
+            raise DataError(
+                "its samples lie in buckets, which this stream does not know",
+                key="dataset",
+                value=type(dataset).__name__,
+                fix="give it to BucketStream",
+            )
+        self._dataset = dataset
+        self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
+        self._order = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "collate_fn": collate,
+            "pin_memory": pin_memory,
+        }
+        self._position = 0
+        self._iterator: Iterator[Any] | None = None
+
+    @property
+    def position(self) -> int:
+        """Samples consumed by all ranks together since the start of the first epoch."""
+        return self._position
+
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed; 1.5 is the middle of the second."""
+        return self._position / self._order.length
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Micro batches that each rank takes in one epoch, on average."""
+        return self._order.length / self._size / self._world_size
+
+    def __iter__(self) -> DataStream:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._open()
+        batch: Batch = next(self._iterator)
+        # Counted here and not in the sampler, which runs ahead of what was consumed.
+        self._position += self._size * self._world_size
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the order, the same on every rank."""
+        return {
+            "position": self._position,
+            "length": self._order.length,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved place, in the saved order.
+
+        Raises:
+            DataError: The dataset has another length, so the order would be another.
+        """
+        if state["length"] != self._order.length:
+            raise DataError(
+                f"the dataset had {state['length']} samples when this state was saved",
+                key="dataset",
+                value=self._order.length,
+                fix="give the same data, or start a new stream and leave its state out",
+            )
+        self._order = attrs.evolve(self._order, seed=state["seed"], shuffle=state["shuffle"])
+        self._position = int(state["position"])
+        self._iterator = None
+
+    def _open(self) -> Iterator[Any]:
+        sampler = _RankBatches(
+            self._order,
+            start=self._position,
+            size=self._size,
+            rank=self._rank,
+            world_size=self._world_size,
+        )
+        # Without a generator of its own the loader would draw its workers' seed from the global
+        # one and shift every later random number of the model.
+        generator = torch.Generator().manual_seed(
+            derive_seed(self._order.seed, "workers", self._rank, self._position)
+        )
+        return iter(
+            torch.utils.data.DataLoader(
+                self._dataset, batch_sampler=sampler, generator=generator, **self._options
+            )
+        )
+
+
+class _RankBatches(torch.utils.data.Sampler[list[int]]):
+    """One rank's part of every global micro batch, from a position on, endlessly."""
+
+    def __init__(
+        self, order: SampleOrder, *, start: int, size: int, rank: int, world_size: int
+    ) -> None:
+        self._order, self._start, self._size = order, start, size
+        self._rank, self._world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A window of whole epochs at a time, so that each permutation is drawn once.
+        length, step = self._order.length, self._size * self._world_size
+        position = self._start
+        ahead: list[int] = []
+        while True:
+            if len(ahead) < step:
+                end = position + len(ahead)
+                ahead += self._order.between(end, end + step + length - (end + step) % length)
+            mine = ahead[self._rank * self._size : (self._rank + 1) * self._size]
+            del ahead[:step]
+            position += step
+            yield mine
+
+
+# -- Streams over a dataset whose samples lie in buckets.
+
+
+class Captions(tuple[str, ...]):
+    """Captions of a batch, which "move" to a device by staying what they are."""
+
+    def to(self, *_: Any, **__: Any) -> Captions:
+        """Itself: text has no device. A loop may then move all values of a batch alike."""
+        return self
+
+
+@runtime_checkable
+class BucketedDataset(Protocol):
+    """A dataset whose samples have one of a few sizes."""
+
+    @property
+    def assignment(self) -> BucketAssignment:
+        """The bucket of each sample."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Changes when samples are added, removed, reordered or resized."""
+        ...
+
+    def __getitem__(self, draw: Draw) -> Mapping[str, Any]:
+        """Tensors and strings of one sample; of equal shape within a bucket."""
+        ...
+
+
+def stack_samples(samples: list[Mapping[str, Any]]) -> Batch:
+    """A batch of samples: tensors are stacked, strings become ``Captions``."""
+    batch: dict[str, Any] = {}
+    for name, first in samples[0].items():
+        values = [sample[name] for sample in samples]
+        batch[name] = Captions(values) if isinstance(first, str) else torch.stack(values)
+    return batch
+
+
+class BucketStream:
+    """Endless micro batches of a bucketed dataset, each of one size.
+
+    All ranks take equal steps of equal micro batches. Which micro batches there are, and in
+    which order, depends on the data, the seed and the micro batch size, not on the number of
+    ranks: rank r of w takes every w-th. A run continues exactly where it stopped with another
+    number of ranks. With another micro batch size it continues with the images not used yet,
+    in new company.
+
+    Args:
+        dataset: Such as ``PreparedImages`` or ``CachedImages``.
+        micro_batch_size: Samples per batch and rank.
+        seed: Fixes the order.
+        rank: This process.
+        world_size: Processes that share the data.
+        shuffle: ``False``: each bucket in the dataset's order, one bucket after the other.
+        num_workers: Processes that read ahead; 0 reads in this process.
+        collate: Makes a batch of a list of samples; ``stack_samples`` when not given.
+        pin_memory: Put tensors in pinned memory, for faster copies to a GPU.
+
+    Attributes:
+        decisions: What was chosen for buckets that hold less than a micro batch.
+
+    Raises:
+        InvalidValueError: A size or rank that cannot be.
+    """
+
+    def __init__(
+        self,
+        dataset: BucketedDataset,
+        *,
+        micro_batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Batch] = stack_samples,
+        pin_memory: bool = False,
+    ) -> None:
+        check_share(micro_batch_size, rank, world_size)
+        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+        self._order = BucketOrder(
+            buckets=tuple(dataset.assignment.members.values()),
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        self._options: dict[str, Any] = {
+            "num_workers": num_workers,
+            "collate_fn": collate,
+            "pin_memory": pin_memory,
+        }
+        self._position = 0
+        self._iterator: Iterator[Batch] | None = None
+        self._identity = dataset_digest(dataset)
+        self.decisions = _small_buckets(dataset.assignment, micro_batch_size)
+        announce(self.decisions, rank=rank)
+
+    @property
+    def epoch(self) -> float:
+        """Epochs consumed by all ranks together; 1.5 is the middle of the second."""
+        return sum(self._order.used(self._position)) / self._order.length
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Micro batches that each rank takes in one epoch, on average."""
+        return self._order.length / self._order.micro_batch_size / self._world_size
+
+    def __iter__(self) -> BucketStream:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._open()
+        batch = next(self._iterator)
+        # Counted here and not in the sampler, which runs ahead of what was consumed.
+        self._position += self._world_size
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the order, the same on every rank."""
+        return {
+            "position": self._position,
+            "origin": list(self._order.origin),
+            "micro_batch_size": self._order.micro_batch_size,
+            "seed": self._order.seed,
+            "shuffle": self._order.shuffle,
+            "data": self._identity,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved place, in the saved order.
+
+        Raises:
+            DataError: The images or their buckets are others, so the order would be another.
+        """
+        if state["data"] != self._identity:
+            raise DataError(
+                "the images or their buckets were others when this state was saved",
+                key="dataset",
+                value=self._identity,
+                fix="give the same data and buckets, or start a new stream and leave its state out",
+            )
+        saved = attrs.evolve(
+            self._order,
+            seed=state["seed"],
+            shuffle=state["shuffle"],
+            micro_batch_size=state["micro_batch_size"],
+            origin=tuple(state["origin"]),
+        )
+        self._position = int(state["position"])
+        size = self._order.micro_batch_size
+        if size != saved.micro_batch_size:
+            saved = attrs.evolve(saved, micro_batch_size=size, origin=saved.used(self._position))
+            self._position = 0
+        self._order, self._iterator = saved, None
+
+    def _open(self) -> Iterator[Batch]:
+        sampler = _RankDraws(
+            self._order, start=self._position, rank=self._rank, world_size=self._world_size
+        )
+        # Without a generator of its own the loader would draw its workers' seed from the global
+        # one and shift every later random number of the model.
+        generator = torch.Generator().manual_seed(
+            derive_seed(self._order.seed, "workers", self._rank, self._position)
+        )
+        dataset: Any = self._dataset
+        return iter(
+            torch.utils.data.DataLoader(
+                dataset, batch_sampler=sampler, generator=generator, **self._options
+            )
+        )
+
+
+class _RankDraws(torch.utils.data.Sampler[list[Draw]]):
+    def __init__(self, order: BucketOrder, *, start: int, rank: int, world_size: int) -> None:
+        self._order, self._start = order, start
+        self._rank, self._world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        for number, draws in enumerate(self._order.batches(self._start)):
+            if number % self._world_size == self._rank:
+                yield draws
+
+
+def dataset_digest(dataset: BucketedDataset) -> str:
+    """Identifies samples and buckets: what the order of a stream depends on."""
+    digest = hashlib.sha256(dataset.identity.encode())
+    for bucket, members in dataset.assignment.members.items():
+        digest.update(f"{bucket}:{members}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _small_buckets(assignment: BucketAssignment, size: int) -> tuple[Decision, ...]:
+    small = [f"{b} ({len(of)})" for b, of in assignment.members.items() if len(of) < size]
+    if not small:
+        return ()
+    return (
+        Decision(
+            key="buckets",
+            before=None,
+            after=size,
+            reason=f"buckets with fewer images than a micro batch give the same image several "
+            f"times in it, and then less often: {', '.join(small)}; give minimum={size} to move "
+            f"them to fuller buckets",
+            severity="warning",
+        ),
+    )
+
+
+# -- Streams over batches that somebody else makes.
+
+
+class RepeatedBatches:
+    """Endless batches of any iterable of batches: a ``DataLoader``, a list, your own class.
+
+    It is started again when it ends. To continue a run, as many batches as were consumed are
+    read and thrown away; an iterable with a random order must fix it by its own seed.
+
+    Args:
+        batches: What gives this rank's micro batches each time it is iterated.
+    """
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches = batches
+        self._count = 0
+        self._iterator: Iterator[Batch] | None = None
+
+    def __iter__(self) -> RepeatedBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator, None) if self._iterator is not None else None
+        if batch is None:
+            self._iterator = iter(self._batches)
+            batch = next(self._iterator, None)
+        if batch is None:
+            raise DataError(
+                f"gave no batch ({self._count} before)",
+                key="data",
+                value=type(self._batches).__name__,
+                fix="give something that can be iterated again and again, not a generator",
+            )
+        self._count += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many batches each rank has consumed."""
+        return {"batches": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Skip to a saved place."""
+        self._count, self._iterator = 0, None
+        while self._count < int(state["batches"]):
+            next(self)
+
+
+# -- What the streams share.
+
+
+def check_share(micro_batch_size: int, rank: int, world_size: int) -> None:
+    """Refuse a micro batch size or rank that cannot be."""
+    if micro_batch_size < 1:
+        raise InvalidValueError(
+            "must be at least 1", key="micro_batch_size", value=micro_batch_size, fix="write 1"
+        )
+    if not 0 <= rank < world_size:
+        raise InvalidValueError(
+            f"lies between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
+        )
