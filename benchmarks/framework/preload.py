@@ -8,7 +8,7 @@ import functools
 from zerotune.platform import detect_platform
 
 with contextlib.suppress(ImportError):
-    from zerotune.backend.deepspeed.start import quiet_deepspeed, require_deepspeed
+    from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 
     platform = detect_platform(log=False)
     if platform.deepspeed.available and platform.accelerator == "cpu":

@@ -9,8 +9,7 @@ import pytest
 from tests.diffusion.test_activations import flux, inputs, text_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.deepspeed.placement import LEAF_MODULES_KEY as KEY
-from zerotune.backend.deepspeed.placement import leaf_modules
+from zerotune.backend.deepspeed.leaf_modules import KEY, leaf_modules
 
 OFF = ("leaf_module", {"classes": []})
 PARTITIONED = ("stage3_param_persistence_threshold", 0)

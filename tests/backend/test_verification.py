@@ -9,7 +9,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
-from zerotune.backend.verify import Checks, weight_decay_mode
+from zerotune.backend.checks import Checks, weight_decay_mode
 from zerotune.errors import VerificationError
 from zerotune.plan.model import OptimizerChoice, SchedulerChoice
 

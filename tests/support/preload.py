@@ -11,7 +11,7 @@ from zerotune.platform import detect_platform
 platform = detect_platform()
 
 with contextlib.suppress(ImportError):
-    from zerotune.backend.deepspeed.start import quiet_deepspeed, require_deepspeed
+    from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 
     if platform.deepspeed.available and platform.accelerator == "cpu":
         # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.

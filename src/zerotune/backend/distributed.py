@@ -5,19 +5,28 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from zerotune.backend.deepspeed.fixes import forget_process_groups
 from zerotune.errors import CollectiveError, EngineError, InvalidValueError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = 600.0
+_NCCL: Final = frozenset({"cuda", "rocm"})
+_DEEPSPEED_CACHES: Final = (
+    "_WORLD_GROUP",
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "mesh_device",
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +83,15 @@ def _whole(variables: Mapping[str, str], name: str) -> int:
         raise InvalidValueError(
             "must be a whole number", key=name, value=variables[name], fix="let the launcher set it"
         ) from None
+
+
+def communication_backend(accelerator: str) -> str:
+    """What processes talk through when they train on an accelerator.
+
+    Args:
+        accelerator: Its name in a plan's platform, in DeepSpeed or in torch.
+    """
+    return "nccl" if accelerator in _NCCL else "gloo"
 
 
 class ProcessGroup:
@@ -246,8 +264,22 @@ class _Started:
     def _end(self) -> None:
         if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
-            forget_process_groups()
+            _forget_in_deepspeed()
         self._group = None
+
+
+def _forget_in_deepspeed() -> None:
+    """Make DeepSpeed forget the groups of a default process group that was just destroyed.
+
+    It keeps them in module globals (0.18.9 for ever, 0.19.8 until they are destroyed through its
+    own function), and the next engine of the process fails with "Group … is not registered".
+    """
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is None:
+        return
+    for name in _DEEPSPEED_CACHES:
+        if hasattr(groups, name):
+            setattr(groups, name, None)
 
 
 _started = _Started()

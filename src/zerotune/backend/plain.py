@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from zerotune._util.closing import Closing
 from zerotune._util.environment import environment
-from zerotune.backend.deepspeed.layouts import ParameterLayout, trainable_parameters
-from zerotune.backend.deepspeed.start import require_accelerate
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.checks import Checks, expected_groups
+from zerotune.backend.deepspeed.layouts import ParameterLayout, require_trainable
+from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers.client import CurveScheduler, build_client_optimizer
-from zerotune.backend.verify import Checks, expected_groups
-from zerotune.decisions import Decision, announce
+from zerotune.backend.optimizers.client import (
+    CurveScheduler,
+    build_client_optimizer,
+    chosen_optimizer,
+)
+from zerotune.backend.running import RunningEngine
+from zerotune.backend.upstream import require_accelerate
+from zerotune.decisions import announce
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import OptimizerChoice
 
 # `accelerate launch` passes its own configuration through these; the resolved plan has already
 # taken what it wants from it, and a second reader would decide behind its back.
@@ -36,7 +41,7 @@ _ACCELERATE_CONFIGURATION = (
 )
 
 
-class PlainEngine(Closing):
+class PlainEngine(RunningEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
     bf16 and fp16 run as autocast over fp32 weights. Several processes run as
@@ -60,57 +65,28 @@ class PlainEngine(Closing):
             self._start(model, plan, timeout_s)
 
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
-        if plan.optimizer is None:
-            raise EngineError(
-                "the plan has no optimizer choice",
-                key="plan.optimizer",
-                fix="plan = OptimizerResolver().apply(plan)",
-            )
+        choice = chosen_optimizer(plan)
         self._plan = plan
-        self._model = model
+        self._module = model
         self._accelerator = _accelerator(plan, timeout_s)
-        backend = "nccl" if self._accelerator.device.type == "cuda" else "gloo"
-        self._group = ProcessGroup(backend=backend, timeout_s=timeout_s)
+        self._group = ProcessGroup(
+            backend=communication_backend(self._accelerator.device.type), timeout_s=timeout_s
+        )
         self.resources.callback(self._group.close)
         model.to(self._accelerator.device)
-        named = trainable_parameters(model)
-        if not named:
-            raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
+        named = require_trainable(model)
         self._parameters = [parameter for _, parameter in named]
         self._wrapped = self._accelerator.prepare_model(model)
-        self._torch_optimizer = build_client_optimizer(plan.optimizer, named)
-        self._expected_groups = expected_groups(plan.optimizer, named, self._torch_optimizer)
+        self._torch_optimizer = build_client_optimizer(choice, named)
+        self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
         self._optimizer = self._accelerator.prepare_optimizer(self._torch_optimizer)
-        self._scheduler = (
-            CurveScheduler(
-                optimizer=self._torch_optimizer,
-                choice=plan.scheduler,
-                base_lr=plan.optimizer.lr,
-            )
-            if plan.scheduler
-            else None
-        )
+        self._scheduler = _schedule(plan, choice, self._torch_optimizer)
         layout = ParameterLayout(module=model, optimizer=self._torch_optimizer)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         self._global_step = self._micro_step = self._skipped_steps = 0
         self._micro_batch: AbstractContextManager[Any] | None = None
-        self._verify()
+        self._checks().raise_if_failed(engine="accelerate")
         announce(self.decisions, rank=self._group.rank)
-
-    @property
-    def plan(self) -> ResolvedPlan:
-        """The plan this engine was verified against."""
-        return self._plan
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The user's model."""
-        return self._model
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The processes that train together."""
-        return self._group
 
     @property
     def device(self) -> torch.device:
@@ -128,19 +104,9 @@ class PlainEngine(Closing):
         return DTYPES[self._plan.precision]
 
     @property
-    def master_weights(self) -> MasterWeights:
-        """The parameters themselves, with their optimizer states."""
-        return self._master_weights
-
-    @property
     def lr(self) -> float:
         """Learning rate of the first group for the next optimizer step."""
         return float(self._torch_optimizer.param_groups[0]["lr"])
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """Automatic choices of the plan."""
-        return self._plan.decisions
 
     @property
     def state(self) -> EngineState:
@@ -170,7 +136,7 @@ class PlainEngine(Closing):
             self._open_micro_batch()
             return self._wrapped(*args, **kwargs)
         with self._accelerator.autocast():
-            return self._model(*args, **kwargs)
+            return self._module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss, divided by the accumulation steps."""
@@ -204,21 +170,6 @@ class PlainEngine(Closing):
         self._micro_step = (self._micro_step // count + 1) * count
         self._global_step += 1
         self._skipped_steps += 1
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the earlier mode comes back after."""
-        training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._model.train(training)
-
-    def explain(self) -> str:
-        """What runs, with every automatic choice."""
-        return f"{self._checks().render()}\n{self._plan.explain()}"
 
     def _release(self) -> None:
         self._close_micro_batch()
@@ -276,8 +227,13 @@ class PlainEngine(Closing):
         checks.equal("world_size", self._plan.world_size, self._group.world_size)
         return checks
 
-    def _verify(self) -> None:
-        self._checks().raise_if_failed(engine="accelerate")
+
+def _schedule(
+    plan: ResolvedPlan, choice: OptimizerChoice, optimizer: torch.optim.Optimizer
+) -> CurveScheduler | None:
+    if plan.scheduler is None:
+        return None
+    return CurveScheduler(optimizer=optimizer, choice=plan.scheduler, base_lr=choice.lr)
 
 
 def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
@@ -287,8 +243,6 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     # Without this variable accelerate gives each CPU process a share of the machine's cores,
     # whatever number of threads torch was told to use and whatever cores the process may use.
     hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    from datetime import timedelta
-
     handlers = (
         [accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))]
         if launch.launched

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from zerotune.backend.deepspeed.start import require_accelerate
+from zerotune.backend.upstream import require_accelerate
 from zerotune.errors import InvalidValueError, MissingDependencyError, TrainingError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
 from zerotune.diffusion.data.cache import (
     CachedImages,
     Progress,
@@ -82,7 +82,9 @@ def _launched(resources: ExitStack) -> Ranks:
     if not dist.is_initialized() and Launch.from_environment().world_size == 1:
         return ProcessGroup.alone()
     # One that a launcher asked for lasts: the engine joins it later.
-    group = ProcessGroup(backend="nccl" if torch.cuda.is_available() else "gloo")
+    group = ProcessGroup(
+        backend=communication_backend("cuda" if torch.cuda.is_available() else "cpu")
+    )
     resources.callback(group.close)
     return group
 

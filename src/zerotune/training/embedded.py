@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zerotune._util.closing import Closing
-from zerotune._util.environment import held
 from zerotune.backend.deepspeed.external import (
     AttachedEngine,
     accelerate_optimizer,
     accelerator_arguments,
-    initialize_arguments,
 )
 from zerotune.backend.deepspeed.placement import shard_from_host
-from zerotune.backend.deepspeed.start import quiet_deepspeed, require_deepspeed
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.deepspeed.start import initialize_arguments, join
+from zerotune.backend.distributed import Launch
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.training.setup import leased, settled
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
-
-_COMMUNICATION = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class EmbeddedPlan(Closing):
@@ -87,19 +83,7 @@ class EmbeddedPlan(Closing):
         atexit.register(self._abandon)
 
     def _start(self, resolved: ResolvedPlan, offload: OffloadManager) -> None:
-        accelerator = resolved.platform.deepspeed.accelerator or resolved.platform.accelerator
-        self._deepspeed = require_deepspeed(accelerator=accelerator)
-        quiet_deepspeed()
-        launch = Launch.from_environment()
-        # Without a group DeepSpeed looks for MPI, and without LOCAL_RANK accelerate leaves
-        # DeepSpeed's communication out: a bare `python` would run neither.
-        self.resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
-        group = ProcessGroup(
-            backend=_COMMUNICATION.get(accelerator, "gloo"),
-            launch=launch,
-            timeout_s=self._timeout_s,
-        )
-        self.resources.callback(group.close)
+        self._deepspeed, _ = join(resolved, self.resources, timeout_s=self._timeout_s)
         self.plan = leased(resolved, offload, self.resources, self._timeout_s)
 
     @property

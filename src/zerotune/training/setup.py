@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from zerotune.backend.build import build_engine
 from zerotune.backend.compilation import Compilation, Compiled
-from zerotune.backend.distributed import Launch, ProcessGroup
+from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.api import ResolvedPlan
@@ -142,8 +142,9 @@ def leased(
         return resources.enter_context(offload.lease(plan)).plan
     # The ranks must share the folder's name before there is an engine; the engine joins this
     # group and leaves it open for the barrier after which the folder is removed.
-    backend = "nccl" if plan.platform.accelerator == "cuda" else "gloo"
-    group = ProcessGroup(backend=backend, timeout_s=timeout_s)
+    group = ProcessGroup(
+        backend=communication_backend(plan.platform.accelerator), timeout_s=timeout_s
+    )
     resources.callback(group.close)
     lease = offload.lease(
         plan,

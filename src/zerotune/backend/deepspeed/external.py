@@ -1,4 +1,4 @@
-"""The master weights of whatever somebody trains with."""
+"""Training that somebody else set up: its master weights, its arguments, an engine over it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from zerotune._util.closing import Closing
-from zerotune.backend.deepspeed.engine import DeepSpeedEngine
+from zerotune.backend.checks import expected_groups
+from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
 from zerotune.backend.deepspeed.layouts import (
     ParameterLayout,
     full_shape,
+    inner_optimizer,
     layout_of_deepspeed,
     trainable_parameters,
 )
-from zerotune.backend.deepspeed.start import check_plan, check_world, require_accelerate
+from zerotune.backend.deepspeed.start import check_plan, check_world
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
+    chosen_optimizer,
     own_scheduler,
     parameter_groups,
 )
-from zerotune.backend.verify import expected_groups
+from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.model import OptimizerChoice
+
+_PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+"""accelerate's names."""
 
 
 def master_weights_of(source: Any) -> MasterWeights:
@@ -118,35 +122,6 @@ def _of_module(module: torch.nn.Module) -> MasterWeights:
     )
 
 
-# -- A resolved plan in the words of the trainers that may initialize DeepSpeed with it.
-
-
-_PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-
-
-def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str, Any]:
-    """Keyword arguments of ``deepspeed.initialize``.
-
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-        model: What is trained.
-
-    Raises:
-        EngineError: The plan has no optimizer choice.
-        UnresolvedPlanError: Something in the plan is not settled.
-    """
-    choice, named = _choice(plan), trainable_parameters(model)
-    client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
-    return {
-        "model": model,
-        "model_parameters": parameter_groups(choice, named),
-        "optimizer": client,
-        "lr_scheduler": own_scheduler(plan),
-        "config": plan.to_deepspeed(),
-        "dist_init_required": False,
-    }
-
-
 def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     """Keyword arguments of ``accelerate.Accelerator``.
 
@@ -187,7 +162,7 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
     Raises:
         EngineError: The plan has no optimizer choice.
     """
-    choice, named = _choice(plan), trainable_parameters(model)
+    choice, named = chosen_optimizer(plan), trainable_parameters(model)
     if choice.source != "deepspeed":
         return build_client_optimizer(choice, named)
     accelerate = require_accelerate()
@@ -216,20 +191,7 @@ def check_accelerate(world_size: int) -> None:
         )
 
 
-def _choice(plan: ResolvedPlan) -> OptimizerChoice:
-    if plan.optimizer is None:
-        raise EngineError(
-            "the plan has no optimizer choice",
-            key="plan.optimizer",
-            fix="plan = OptimizerResolver().apply(plan)",
-        )
-    return plan.optimizer
-
-
-# -- An engine over a DeepSpeed engine that accelerate, Fabric or a loop of one's own initialized.
-
-
-class AttachedEngine(DeepSpeedEngine):
+class AttachedEngine(ZeROEngine):
     """An ``Engine`` over a ``deepspeed.DeepSpeedEngine`` that another trainer initialized.
 
     What runs is compared with the plan, as after an initialization of our own, so that an
@@ -249,7 +211,7 @@ class AttachedEngine(DeepSpeedEngine):
     """
 
     def __init__(self, *, engine: Any, plan: ResolvedPlan, timeout_s: float = 600.0) -> None:
-        Closing.__init__(self)
+        super().__init__()
         with self._starting():
             self._attach(deepspeed_engine_of(engine), plan, timeout_s)
 
@@ -267,16 +229,14 @@ class AttachedEngine(DeepSpeedEngine):
         check_world(plan, self._group)
         check_accelerate(self._group.world_size)
         named = trainable_parameters(self._module)
-        if plan.optimizer is not None:
-            self._expected_groups = expected_groups(plan.optimizer, named, None)
+        self._expected_groups = expected_groups(chosen_optimizer(plan), named, None)
         fresh = engine.global_steps == 0
         self._decisions = (
             *(undo_dummy_step(engine) if fresh else ()),
             *align_swapped_gradients(engine),
             *(_install_schedule(engine, plan) if fresh else ()),
         )
-        self._find_master_weights()
-        self._checks().raise_if_failed(engine="the trainer")
+        self._verify(builder="the trainer")
         announce(self._decisions, rank=self._group.rank)
 
     @property
@@ -318,7 +278,7 @@ def _install_schedule(engine: Any, plan: ResolvedPlan) -> tuple[Decision, ...]:
     curve = own_scheduler(plan)
     if curve is None or plan.scheduler is None or engine.lr_scheduler is not None:
         return ()
-    engine.lr_scheduler = curve(getattr(engine.optimizer, "optimizer", engine.optimizer))
+    engine.lr_scheduler = curve(inner_optimizer(engine))
     return (
         Decision(
             key="scheduler.type",

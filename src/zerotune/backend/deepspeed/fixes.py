@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 
+from zerotune.backend.deepspeed.layouts import inner_optimizer
 from zerotune.decisions import Decision
-
-_GROUP_CACHES: Final = (
-    "_WORLD_GROUP",
-    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
-    "_TENSOR_MODEL_PARALLEL_GROUP",
-    "_MODEL_PARALLEL_GROUP",
-    "_DATA_PARALLEL_GROUP",
-    "mesh_device",
-)
-
-
-def forget_process_groups() -> None:
-    """Make DeepSpeed forget the groups of a default process group that was just destroyed.
-
-    It keeps them in module globals (0.18.9 for ever, 0.19.8 until they are destroyed through its
-    own function), and the next engine of the process fails with "Group … is not registered".
-    """
-    groups = sys.modules.get("deepspeed.utils.groups")
-    if groups is None:
-        return
-    for name in _GROUP_CACHES:
-        if hasattr(groups, name):
-            setattr(groups, name, None)
 
 
 def undo_dummy_step(engine: Any) -> tuple[Decision, ...]:
@@ -126,7 +103,7 @@ def replay_adam_steps(engine: Any, steps: int) -> None:
         engine: DeepSpeed's engine, of any optimizer; only these are touched.
         steps: Optimizer steps taken before.
     """
-    adam = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    adam = inner_optimizer(engine)
     update = _cpu_adam_update(adam)
     if update is None or steps < 1:
         return

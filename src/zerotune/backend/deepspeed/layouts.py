@@ -1,6 +1,6 @@
 """Where each kind of engine keeps its master weights.
 
-This file and ``require.RELIED_ON`` are all that zerotune knows of DeepSpeed's insides.
+What is relied on is named in ``zerotune.backend.upstream.RELIED_ON`` too, and checked at start.
 """
 
 from __future__ import annotations
@@ -25,9 +25,26 @@ def trainable_parameters(module: torch.nn.Module) -> Named:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
+def require_trainable(module: torch.nn.Module) -> Named:
+    """The trainable parameters of a model that an engine takes.
+
+    Raises:
+        EngineError: There are none.
+    """
+    named = trainable_parameters(module)
+    if not named:
+        raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
+    return named
+
+
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
     """Shape before ZeRO-3 partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def inner_optimizer(engine: Any) -> Any:
+    """The optimizer that a ``deepspeed.DeepSpeedEngine`` steps, out of its ZeRO wrapper."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 class ResidentLayout(MasterLayout):

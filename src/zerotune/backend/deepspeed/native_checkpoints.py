@@ -18,8 +18,8 @@ from typing import Any, Final
 import attrs
 import torch
 
-from zerotune.backend.deepspeed.start import require_deepspeed
 from zerotune.backend.engine import EngineState
+from zerotune.backend.upstream import require_deepspeed
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 _OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

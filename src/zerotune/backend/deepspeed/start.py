@@ -1,158 +1,31 @@
-"""The door to deepspeed and accelerate: import them, or say why that cannot be."""
+"""How training under DeepSpeed starts: what must hold, who takes part, and what DeepSpeed is told.
+
+Shared by the engine that initializes DeepSpeed itself and by the plan inside another trainer.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import logging
+from contextlib import ExitStack
 from types import ModuleType
-from typing import Final
+from typing import Any
 
 import torch
-from packaging.version import Version
 
-from zerotune._util.environment import environment
-from zerotune.backend.deepspeed.layouts import full_shape
-from zerotune.backend.distributed import ProcessGroup
-from zerotune.errors import EngineError, MissingDependencyError, UnsupportedEngineError
-from zerotune.plan.api import ResolvedPlan
-
-OLDEST_DEEPSPEED: Final = "0.18.9"
-"""Oldest release the test suite passes on."""
-
-# Every attribute of DeepSpeed that zerotune relies on beyond its documented interface, named
-# once. (module, class, attribute read in the class body or its methods)
-RELIED_ON: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
-    (
-        "deepspeed.runtime.engine",
-        "DeepSpeedEngine",
-        (
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-            "zero_optimization_stage",
-            "bfloat16_enabled",
-            "fp16_enabled",
-            "is_gradient_accumulation_boundary",
-            "was_step_applied",
-            "get_global_grad_norm",
-            "train_micro_batch_size_per_gpu",
-            "train_batch_size",
-            "destroy",
-        ),
-    ),
-    (
-        "deepspeed.runtime.zero.stage_1_and_2",
-        "DeepSpeedZeroOptimizer",
-        ("update_lp_params", "_link_all_hp_params", "zero_grad", "reset_cpu_buffers"),
-    ),
-    (
-        "deepspeed.runtime.zero.stage3",
-        "DeepSpeedZeroOptimizer_Stage3",
-        (
-            "_swappable_optimizer_subgroup",
-            "_optimizer_states_and_gradient_swap_in",
-            "_optimizer_states_and_gradient_swap_out",
-            "_release_swap_buffers",
-            "_reassign_or_swap_out_partitioned_parameters",
-            "empty_partition_cache",
-            "get_param_id",
-            "set_grad_positions",
-            "_pre_step",
-            "_partition_all_parameters",
-            "_overflow_clean_up",
-        ),
-    ),
-    (
-        "deepspeed.runtime.swap_tensor.optimizer_utils",
-        "OptimizerSwapper",
-        ("_adjust_for_misaligned_lengths", "is_swappable_tensor"),
-    ),
-    ("deepspeed.runtime.fp16.fused_optimizer", "FP16_Optimizer", ("step",)),
-    ("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", ("step",)),
+from zerotune._util.environment import held
+from zerotune.backend.deepspeed.layouts import full_shape, trainable_parameters
+from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
+from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.ops.build import same_ninja
+from zerotune.backend.optimizers.client import (
+    build_client_optimizer,
+    chosen_optimizer,
+    own_scheduler,
+    parameter_groups,
 )
-
-
-def require_deepspeed(*, accelerator: str) -> ModuleType:
-    """Import DeepSpeed for an accelerator and check what zerotune relies on.
-
-    Args:
-        accelerator: DeepSpeed's name of it (``"cuda"``, ``"cpu"``, …).
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed or does not import.
-        UnsupportedEngineError: It is too old, or a new release moved something.
-    """
-    try:
-        with environment(DS_ACCELERATOR=accelerator):
-            deepspeed = importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"DeepSpeed could not be imported ({error})",
-            key="deepspeed",
-            fix="pip install deepspeed, or ask for the plain engine with deepspeed=False",
-        ) from error
-    _check_accelerator(deepspeed, accelerator)
-    _check_relied_on(deepspeed)
-    return deepspeed
-
-
-def require_accelerate() -> ModuleType:
-    """Import accelerate.
-
-    Raises:
-        MissingDependencyError: It is not installed or does not import.
-    """
-    try:
-        return importlib.import_module("accelerate")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"accelerate could not be imported ({error})",
-            key="accelerate",
-            fix="pip install accelerate",
-        ) from error
-
-
-def quiet_deepspeed() -> None:
-    """Keep DeepSpeed's own logger to warnings; zerotune reports what it decided itself."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-
-
-def _check_accelerator(deepspeed: ModuleType, accelerator: str) -> None:
-    running = deepspeed.accelerator.get_accelerator()._name
-    if running != accelerator:
-        raise UnsupportedEngineError(
-            f"DeepSpeed was already imported in this process for {running!r}",
-            key="DS_ACCELERATOR",
-            value=accelerator,
-            fix=f"set DS_ACCELERATOR={accelerator} before anything imports deepspeed",
-        )
-
-
-def _check_relied_on(deepspeed: ModuleType) -> None:
-    version = deepspeed.__version__
-    if Version(version).release < Version(OLDEST_DEEPSPEED).release:
-        raise UnsupportedEngineError(
-            f"zerotune needs DeepSpeed {OLDEST_DEEPSPEED} or newer",
-            key="deepspeed",
-            value=version,
-            fix=f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'",
-        )
-    moved = [
-        f"{module}.{name}.{attribute}"
-        for module, name, attributes in RELIED_ON
-        for attribute in attributes
-        if not hasattr(getattr(importlib.import_module(module), name, None), attribute)
-    ]
-    if moved:
-        raise UnsupportedEngineError(
-            f"DeepSpeed {version} no longer has {', '.join(moved)}",
-            key="deepspeed",
-            value=version,
-            fix="install the newest DeepSpeed that zerotune's documentation lists as tested",
-        )
-
-
-# -- What must hold of plan and model before DeepSpeed is asked.
+from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
+from zerotune.decisions import Decision
+from zerotune.errors import EngineError
+from zerotune.plan.api import ResolvedPlan
 
 
 def check_plan(plan: ResolvedPlan) -> None:
@@ -168,12 +41,7 @@ def check_plan(plan: ResolvedPlan) -> None:
             value=plan.platform.deepspeed.reason,
             fix="use PlainEngine, or build_engine, which picks the right one",
         )
-    if plan.optimizer is None:
-        raise EngineError(
-            "the plan has no optimizer choice",
-            key="plan.optimizer",
-            fix="plan = OptimizerResolver().apply(plan)",
-        )
+    chosen_optimizer(plan)
     for precision, section in (("bf16", plan.plan.bf16), ("fp16", plan.plan.fp16)):
         key = f"{precision}_master_weights_and_grads"
         if section is not None and section.enabled is True and getattr(section, key) is True:
@@ -221,3 +89,90 @@ def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
             fix=f"plan.resolve(world_size={group.world_size})",
         )
     group.agree(plan.digest(), "resolved plan")
+
+
+def join(
+    plan: ResolvedPlan, resources: ExitStack, *, timeout_s: float
+) -> tuple[ModuleType, ProcessGroup]:
+    """Import DeepSpeed for the plan's accelerator and meet the other processes.
+
+    Args:
+        plan: A plan for DeepSpeed.
+        resources: Receives what has to end with the training.
+        timeout_s: Seconds after which a collective gives up.
+
+    Returns:
+        DeepSpeed, and the processes that train together.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+        UnsupportedEngineError: It is too old, or was imported for another accelerator.
+    """
+    accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
+    deepspeed = require_deepspeed(accelerator=accelerator)
+    quiet_deepspeed()
+    launch = Launch.from_environment()
+    # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it; without it
+    # accelerate leaves DeepSpeed's communication out, and without a group DeepSpeed looks for MPI.
+    resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
+    group = ProcessGroup(
+        backend=communication_backend(accelerator), launch=launch, timeout_s=timeout_s
+    )
+    resources.callback(group.close)
+    return deepspeed, group
+
+
+def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str, Any]:
+    """Keyword arguments of ``deepspeed.initialize``.
+
+    Args:
+        plan: A resolved plan with its optimizer chosen.
+        model: What is trained.
+
+    Raises:
+        EngineError: The plan has no optimizer choice.
+        UnresolvedPlanError: Something in the plan is not settled.
+    """
+    choice, named = chosen_optimizer(plan), trainable_parameters(model)
+    client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
+    return {
+        "model": model,
+        "model_parameters": parameter_groups(choice, named),
+        "optimizer": client,
+        "lr_scheduler": own_scheduler(plan),
+        "config": plan.to_deepspeed(),
+        "dist_init_required": False,
+    }
+
+
+def initialize(
+    deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any]
+) -> tuple[Any, tuple[Decision, ...]]:
+    """Let DeepSpeed build its engine, with the weights placed where the plan has room for them.
+
+    Args:
+        deepspeed: The module.
+        plan: A resolved plan.
+        arguments: As ``initialize_arguments`` made them.
+
+    Returns:
+        DeepSpeed's engine, and what was decided on the way.
+
+    Raises:
+        EngineError: DeepSpeed refused the plan.
+    """
+    accelerator = deepspeed.accelerator.get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    try:
+        with same_ninja(), flat_through_host(deepspeed, plan, device=device) as built:
+            if plan.stage == 3:
+                shard_from_host(deepspeed, arguments["model"], plan, device=device)
+            engine, *_ = deepspeed.initialize(**arguments)
+    except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"DeepSpeed {deepspeed.__version__} refused the plan "
+            f"({type(error).__name__}: {str(error).strip() or 'no message'})",
+            key="deepspeed.initialize",
+            fix="run `zerotune doctor` when an op could not be built, else change what it names",
+        ) from error
+    return engine, tuple(built)

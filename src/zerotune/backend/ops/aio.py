@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune.backend.deepspeed.start import quiet_deepspeed, require_deepspeed
 from zerotune.backend.ops.build import build_op, same_ninja
+from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.errors import OffloadError, PlatformError
 
 if TYPE_CHECKING:

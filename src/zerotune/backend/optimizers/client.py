@@ -19,6 +19,21 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 _EXTRAS: Final = {"mup": "mup"}
 
 
+def chosen_optimizer(plan: ResolvedPlan) -> OptimizerChoice:
+    """The optimizer that a plan names.
+
+    Raises:
+        EngineError: Nobody has chosen one.
+    """
+    if plan.optimizer is None:
+        raise EngineError(
+            "the plan has no optimizer choice",
+            key="plan.optimizer",
+            fix="plan = OptimizerResolver().apply(plan)",
+        )
+    return plan.optimizer
+
+
 def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
     """What an optimizer's constructor receives: parameters, or one dict for each group.
 

@@ -1,4 +1,4 @@
-"""Parameter groups before and after an engine has taken them over."""
+"""After an engine was initialized: is what runs what the plan asked for?"""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ class RunningGroup:
     members: frozenset[str]
     """Dotted names of the parameters."""
 
+    @classmethod
+    def read(
+        cls, group: Mapping[str, Any], members: Sequence[torch.Tensor], names: Mapping[int, str]
+    ) -> RunningGroup:
+        """A group of a torch optimizer.
+
+        Args:
+            group: One of ``param_groups``.
+            members: Its parameters; under ZeRO the group itself holds flat shards.
+            names: Dotted names by the parameters' ``id``.
+        """
+        return cls(
+            params={key: group[key] for key in _COMPARED if key in group},
+            members=frozenset(names[id(parameter)] for parameter in members),
+        )
+
 
 def expected_groups(
     choice: OptimizerChoice,
@@ -42,7 +58,9 @@ def expected_groups(
     if choice.package == "mup" and client is not None:
         names = {id(parameter): name for name, parameter in named}
         return tuple(
-            _read(group, group["params"], names) for group in client.param_groups if group["params"]
+            RunningGroup.read(group, group["params"], names)
+            for group in client.param_groups
+            if group["params"]
         )
     if choice.groups:
         return tuple(
@@ -50,36 +68,6 @@ def expected_groups(
             for group in choice.groups
         )
     return (RunningGroup(params={}, members=frozenset(name for name, _ in named)),)
-
-
-def running_groups(engine: Any, module: torch.nn.Module) -> tuple[RunningGroup, ...]:
-    """The groups inside a ``deepspeed.DeepSpeedEngine``, whatever its stage made of them."""
-    wrapper = engine.optimizer
-    inner = getattr(wrapper, "optimizer", wrapper)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    members: list[list[torch.Tensor]] = [[] for _ in inner.param_groups]
-    if hasattr(wrapper, "sub_group_to_group_id"):
-        for sub_group, parameters in enumerate(wrapper.fp16_groups):
-            members[wrapper.sub_group_to_group_id[sub_group]].extend(parameters)
-    else:
-        held = getattr(wrapper, "bit16_groups", None) or getattr(wrapper, "fp16_groups", None)
-        members = held or [group["params"] for group in inner.param_groups]
-    return tuple(
-        _read(group, parameters, names)
-        for group, parameters in zip(inner.param_groups, members, strict=True)
-    )
-
-
-def _read(
-    group: Mapping[str, Any], parameters: Sequence[torch.Tensor], names: Mapping[int, str]
-) -> RunningGroup:
-    return RunningGroup(
-        params={key: group[key] for key in _COMPARED if key in group},
-        members=frozenset(names[id(parameter)] for parameter in parameters),
-    )
-
-
-# -- After initialization: is what runs what was asked for?
 
 
 @attrs.frozen(kw_only=True)
@@ -138,7 +126,7 @@ class Checks:
                 expected["lr"] = lr_at(scheduler, steps_taken, choice.lr) * factor
                 if expected.get("betas") is not None:
                     expected["betas"] = betas_at(scheduler, steps_taken, tuple(expected["betas"]))
-            for name in ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon"):
+            for name in _COMPARED:
                 if name in expected and name in group:
                     found = _running(expected[name], group[name])
                     self.equal(f"{prefix}.{name}", expected[name], found)

@@ -1,0 +1,79 @@
+"""What every engine holds and answers alike, whatever does the work behind it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zerotune._util.closing import Closing
+from zerotune.backend.checks import Checks
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.master_weights import MasterWeights
+from zerotune.decisions import Decision
+from zerotune.plan.api import ResolvedPlan
+
+
+class RunningEngine(Closing):
+    """The part of an ``Engine`` that does not depend on who steps.
+
+    Whoever inherits it sets the attributes below while it starts, and verifies what runs.
+    """
+
+    _plan: ResolvedPlan
+    _module: torch.nn.Module
+    _group: ProcessGroup
+    _master_weights: MasterWeights
+    _decisions: tuple[Decision, ...] = ()
+
+    @property
+    def plan(self) -> ResolvedPlan:
+        """The plan this engine was verified against."""
+        return self._plan
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The user's model; at stage 3 its parameters are partitioned outside a forward."""
+        return self._module
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The processes that train together."""
+        return self._group
+
+    @property
+    def master_weights(self) -> MasterWeights:
+        """The fp32 weights the optimizer updates, and its states."""
+        return self._master_weights
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Automatic choices of the plan and of this engine."""
+        return (*self._plan.decisions, *self._decisions)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the earlier mode comes back after."""
+        training = self._module.training
+        self._train(False)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._train(training)
+
+    def explain(self) -> str:
+        """What runs, verified, with every automatic choice."""
+        extra = "\n".join(f"  [{d.severity}] {d}" for d in self._decisions)
+        return "\n".join(
+            part for part in (self._checks().render(), self._plan.explain(), extra) if part
+        )
+
+    def _train(self, mode: bool) -> None:
+        self._module.train(mode)
+
+    @abstractmethod
+    def _checks(self) -> Checks:
+        """What runs now, compared with the plan."""
