@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zerotune.ema.shadow import ShadowUpdate, apply_updates
@@ -52,7 +53,7 @@ class BackgroundEMA:
         self._subject = shadow
         self._optimizer = optimizer
         self._master: MasterWeights | None = None
-        self._end: Callable[[], None] = _nothing
+        self._watching = ExitStack()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._changes = 0
@@ -84,9 +85,12 @@ class BackgroundEMA:
         if not all(shadow.attached for shadow in shadows):
             self._subject.attach(source)
         master = shadows[0].source
-        self._end = master.before_change(self._about_to_change, optimizer=self._optimizer)
+        self._watching.callback(
+            master.before_change(self._about_to_change, optimizer=self._optimizer)
+        )
         for shadow in shadows:
             shadow.settle_with(self.join)
+            self._watching.callback(shadow.settle_with, None)
         self._master = master
         return self
 
@@ -139,10 +143,7 @@ class BackgroundEMA:
         try:
             self.join()
         finally:
-            self._end()
-            self._end = _nothing
-            for shadow in self._subject.shadows:
-                shadow.settle_with(_nothing)
+            self._watching.close()
             self._master = None
 
     def __enter__(self) -> Self:
@@ -160,7 +161,3 @@ class BackgroundEMA:
             apply_updates(master, updates)
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
             self._error = error
-
-
-def _nothing() -> None:
-    return None

@@ -1,10 +1,11 @@
-"""Full tensors of a model, seen as one rank's state of a shadow."""
+"""``EMAModel``: the interface of diffusers' class of that name, on an ``EMAShadow``."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,179 +25,7 @@ from zerotune.errors import EMAError, InvalidValueError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from zerotune.backend.master_weights import FragmentAddress, MasterWeights
-
-
-class FullState(Mapping[str, torch.Tensor]):
-    """What ``EMAShadow.load_state_dict`` takes, cut out of full tensors one by one.
-
-    Args:
-        own: The shadow's own state, for what is not given.
-        addresses: This rank's fragments.
-        full: Full tensors by parameter name; ``None`` to keep the shadow's own.
-        steps: Optimizer steps seen.
-    """
-
-    def __init__(
-        self,
-        *,
-        own: Mapping[str, torch.Tensor],
-        addresses: Sequence[FragmentAddress],
-        full: Mapping[str, torch.Tensor] | None,
-        steps: int,
-    ) -> None:
-        self._own, self._full, self._steps = own, full, steps
-        self._addresses = {address.key: address for address in addresses}
-
-    @staticmethod
-    def gathered(values: Iterator[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-        """Tensors by position, from pairs in any order."""
-        return [value for _, value in sorted(values, key=lambda pair: pair[0])]
-
-    @override
-    def __getitem__(self, key: str) -> torch.Tensor:
-        if key == "steps":
-            return torch.tensor(self._steps)
-        if self._full is None:
-            return self._own[key]
-        address = self._addresses[key]
-        return self._full[address.name].detach().reshape(-1)[address.start : address.stop]
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
-
-    @override
-    def __len__(self) -> int:
-        return len(self._own)
-
-
-# -- Parameters in the order diffusers knows them by, and the names their master weights have.
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class TrackedParameters:
-    """Parameters by position, with the view of their master weights."""
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    """In the order of ``module.parameters()``."""
-    names: tuple[str, ...]
-    """What the master weights call them."""
-    master: MasterWeights
-
-    @classmethod
-    def of(cls, source: Any) -> TrackedParameters:
-        """Of an engine, of a module, or of the parameters themselves.
-
-        Raises:
-            EMAError: They are parameters of a half-precision or partitioned model: the master
-                weights are the engine's.
-            EngineError: There are no fp32 master weights.
-        """
-        source = unwrapped(source)
-        # A Sequential is iterable too, and yields modules.
-        if isinstance(source, torch.nn.Module):
-            if not is_deepspeed(source):
-                return cls._listed(tuple(source.parameters()))
-        elif isinstance(source, Iterable):
-            return cls._listed(tuple(source))
-        named = list(source.module.named_parameters())
-        return cls(
-            parameters=tuple(parameter for _, parameter in named),
-            names=tuple(name for name, _ in named),
-            master=master_weights_of(source),
-        )
-
-    @classmethod
-    def _listed(cls, parameters: tuple[torch.nn.Parameter, ...]) -> TrackedParameters:
-        holder, names = torch.nn.Module(), dict[int, str]()
-        for index, parameter in enumerate(parameters):
-            half = parameter.requires_grad and parameter.dtype != torch.float32
-            if half or full_shape(parameter) != tuple(parameter.shape):
-                raise EMAError(
-                    "are not the fp32 weights the optimizer updates",
-                    key=f"parameters[{index}]",
-                    value=(str(parameter.dtype), tuple(parameter.shape)),
-                    fix="EMAModel(engine, ...) once accelerate or DeepSpeed has made the engine",
-                )
-            if id(parameter) not in names:
-                names[id(parameter)] = str(index)
-                holder.register_parameter(str(index), parameter)
-        return cls(
-            parameters=parameters,
-            names=tuple(names[id(parameter)] for parameter in parameters),
-            master=master_weights_of(holder),
-        )
-
-    def full_shape(self, index: int) -> tuple[int, ...]:
-        """Shape of the parameter at a position, before partitioning."""
-        return full_shape(self.parameters[index])
-
-    def are(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
-        """Whether these are the same objects in the same order."""
-        return len(parameters) == len(self.parameters) and all(
-            mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
-        )
-
-    def like(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
-        """Check that others have the same number and shapes.
-
-        Raises:
-            EMAError: The first that has not, by its position.
-        """
-        if len(parameters) != len(self.parameters):
-            raise EMAError(
-                f"there are {len(parameters)} parameters instead of {len(self.parameters)}",
-                key="parameters",
-                fix="give the parameters of the same architecture",
-            )
-        for index, (mine, theirs) in enumerate(zip(self.parameters, parameters, strict=True)):
-            if full_shape(mine) != tuple(theirs.shape):
-                raise EMAError(
-                    f"has shape {tuple(theirs.shape)} instead of {full_shape(mine)}",
-                    key=f"parameters[{index}]",
-                    fix="give the parameters of the same architecture",
-                )
-
-
-# -- A folder that is complete or absent.
-
-
-def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Have ``write`` fill a temporary folder beside ``path``, then put it there.
-
-    A folder that exists already keeps its other files; each new file replaces the old one whole.
-
-    Args:
-        path: The folder to be.
-        write: Takes the temporary folder and writes files into it, no folders.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
-        draft = Path(temporary) / path.name
-        write(draft)
-        files = [file for file in draft.iterdir() if file.is_file()]
-        for file in files:
-            _sync(file)
-        if path.exists():
-            for file in files:
-                file.replace(path / file.name)
-        else:
-            draft.rename(path)
-        _sync(path)
-        _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# -- ``EMAModel``: the interface of diffusers' class of that name, on an ``EMAShadow``.
-
+    from zerotune.backend.master_weights import FragmentAddress
 
 Parameters = Iterable[torch.nn.Parameter]
 
@@ -283,7 +112,8 @@ class EMAModel:
     @property
     def shadow_params(self) -> list[torch.Tensor]:
         """Full fp32 averages on the CPU, by position: as much memory as the whole model."""
-        return [value.clone() for value in FullState.gathered(self._by_position())]
+        by_position = sorted(self._by_position(), key=itemgetter(0))
+        return [value.clone() for _, value in by_position]
 
     def get_decay(self, optimization_step: int) -> float:
         """Decay of the update after that many optimizer steps, from 1."""
@@ -417,7 +247,7 @@ class EMAModel:
         full = None if values is None else dict(zip(self._tracked.names, values, strict=True))
         own = self._shadow.state_dict()
         self._shadow.load_state_dict(
-            FullState(own=own, addresses=self._tracked.master.addresses, full=full, steps=steps)
+            _FullState(own=own, addresses=self._tracked.master.addresses, full=full, steps=steps)
         )
         if values is not None:
             self._frozen = {index: values[index].detach().clone() for index in self._frozen}
@@ -514,3 +344,169 @@ def _writes(master: MasterWeights) -> bool:
     if dist.is_available() and dist.is_initialized() and master.replicated:
         return dist.get_rank() == 0
     return master.group.rank == 0
+
+
+# -- Parameters in the order diffusers knows them by, and the names their master weights have.
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TrackedParameters:
+    """Parameters by position, with the view of their master weights."""
+
+    parameters: tuple[torch.nn.Parameter, ...]
+    """In the order of ``module.parameters()``."""
+    names: tuple[str, ...]
+    """What the master weights call them."""
+    master: MasterWeights
+
+    @classmethod
+    def of(cls, source: Any) -> TrackedParameters:
+        """Of an engine, of a module, or of the parameters themselves.
+
+        Raises:
+            EMAError: They are parameters of a half-precision or partitioned model: the master
+                weights are the engine's.
+            EngineError: There are no fp32 master weights.
+        """
+        source = unwrapped(source)
+        # A Sequential is iterable too, and yields modules.
+        if isinstance(source, torch.nn.Module):
+            if not is_deepspeed(source):
+                return cls._listed(tuple(source.parameters()))
+        elif isinstance(source, Iterable):
+            return cls._listed(tuple(source))
+        named = list(source.module.named_parameters())
+        return cls(
+            parameters=tuple(parameter for _, parameter in named),
+            names=tuple(name for name, _ in named),
+            master=master_weights_of(source),
+        )
+
+    @classmethod
+    def _listed(cls, parameters: tuple[torch.nn.Parameter, ...]) -> TrackedParameters:
+        holder, names = torch.nn.Module(), dict[int, str]()
+        for index, parameter in enumerate(parameters):
+            half = parameter.requires_grad and parameter.dtype != torch.float32
+            if half or full_shape(parameter) != tuple(parameter.shape):
+                raise EMAError(
+                    "are not the fp32 weights the optimizer updates",
+                    key=f"parameters[{index}]",
+                    value=(str(parameter.dtype), tuple(parameter.shape)),
+                    fix="EMAModel(engine, ...) once accelerate or DeepSpeed has made the engine",
+                )
+            if id(parameter) not in names:
+                names[id(parameter)] = str(index)
+                holder.register_parameter(str(index), parameter)
+        return cls(
+            parameters=parameters,
+            names=tuple(names[id(parameter)] for parameter in parameters),
+            master=master_weights_of(holder),
+        )
+
+    def full_shape(self, index: int) -> tuple[int, ...]:
+        """Shape of the parameter at a position, before partitioning."""
+        return full_shape(self.parameters[index])
+
+    def are(self, parameters: tuple[torch.nn.Parameter, ...]) -> bool:
+        """Whether these are the same objects in the same order."""
+        return len(parameters) == len(self.parameters) and all(
+            mine is theirs for mine, theirs in zip(self.parameters, parameters, strict=True)
+        )
+
+    def like(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
+        """Check that others have the same number and shapes.
+
+        Raises:
+            EMAError: The first that has not, by its position.
+        """
+        if len(parameters) != len(self.parameters):
+            raise EMAError(
+                f"there are {len(parameters)} parameters instead of {len(self.parameters)}",
+                key="parameters",
+                fix="give the parameters of the same architecture",
+            )
+        for index, (mine, theirs) in enumerate(zip(self.parameters, parameters, strict=True)):
+            if full_shape(mine) != tuple(theirs.shape):
+                raise EMAError(
+                    f"has shape {tuple(theirs.shape)} instead of {full_shape(mine)}",
+                    key=f"parameters[{index}]",
+                    fix="give the parameters of the same architecture",
+                )
+
+
+# -- Full tensors of a model, seen as one rank's state of a shadow.
+
+
+class _FullState(Mapping[str, torch.Tensor]):
+    """What ``EMAShadow.load_state_dict`` takes, cut out of full tensors one by one.
+
+    Args:
+        own: The shadow's own state, for what is not given.
+        addresses: This rank's fragments.
+        full: Full tensors by parameter name; ``None`` to keep the shadow's own.
+        steps: Optimizer steps seen.
+    """
+
+    def __init__(
+        self,
+        *,
+        own: Mapping[str, torch.Tensor],
+        addresses: Sequence[FragmentAddress],
+        full: Mapping[str, torch.Tensor] | None,
+        steps: int,
+    ) -> None:
+        self._own, self._full, self._steps = own, full, steps
+        self._addresses = {address.key: address for address in addresses}
+
+    @override
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key == "steps":
+            return torch.tensor(self._steps)
+        if self._full is None:
+            return self._own[key]
+        address = self._addresses[key]
+        return self._full[address.name].detach().reshape(-1)[address.start : address.stop]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._own)
+
+
+# -- A folder that is complete or absent.
+
+
+def write_folder(path: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write`` fill a temporary folder beside ``path``, then put it there.
+
+    A folder that exists already keeps its other files; each new file replaces the old one whole.
+
+    Args:
+        path: The folder to be.
+        write: Takes the temporary folder and writes files into it, no folders.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
+        draft = Path(temporary) / path.name
+        write(draft)
+        files = [file for file in draft.iterdir() if file.is_file()]
+        for file in files:
+            _sync(file)
+        if path.exists():
+            for file in files:
+                file.replace(path / file.name)
+        else:
+            draft.rename(path)
+        _sync(path)
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,8 @@
-"""Sums and exchanges over large flat tensors that need only a small temporary."""
+"""``EMAShadow``: an fp32 average of this rank's share of the master weights; and several of them.
+
+An update goes over the fragments once, for one shadow or for several. The first updates are
+measured: a shadow that does not come closer to the weights is found out.
+"""
 
 from __future__ import annotations
 
@@ -21,189 +25,12 @@ if TYPE_CHECKING:
     from zerotune.backend.master_weights import Fragment, MasterWeights
 
 
-_CHUNK = 2**18
-"""Elements handled at a time: 2 MiB in float64 stay in a CPU's cache, ten times faster."""
-
-
-def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    return zip(*(torch.split(tensor, _CHUNK) for tensor in tensors), strict=True)
-
-
-def squared_norm(tensor: torch.Tensor) -> float:
-    """Sum of squares of a 1-D tensor, in float64."""
-    return sum(float(part.double().square().sum()) for (part,) in _chunks(tensor))
-
-
-def squared_distance(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Squared L2 distance of two 1-D tensors of equal length, in float64."""
-    return sum(
-        float(one.double().sub_(other.double()).square_().sum())
-        for one, other in _chunks(left, right)
-    )
-
-
-def exchange(left: torch.Tensor, right: torch.Tensor) -> None:
-    """Exchange the contents of two 1-D tensors of equal length and dtype, on any devices."""
-    for one, other in _chunks(left, right):
-        kept = one.clone()
-        one.copy_(other)
-        other.copy_(kept)
-
-
-# -- Does the shadow do what it is for: is it complete, and does it follow the weights?
-
-
-_ROUNDING = 2.0**-23
-"""fp32 rounds each element of an update by at most this share of it."""
-
-
-class UpdateWatch:
-    """Measures one update of a shadow that must bring it closer to the weights.
-
-    An update of decay ``d`` leaves ``d`` times the distance, but for rounding.
-
-    Args:
-        decay: Share of the shadow the update keeps.
-    """
-
-    def __init__(self, *, decay: float) -> None:
-        self._decay = decay
-        self._before = self._after = self._norm = 0.0
-
-    def before(self, shadow: torch.Tensor, value: torch.Tensor) -> None:
-        """Measure a fragment that is about to be updated."""
-        self._before += squared_distance(shadow, value)
-        self._norm += squared_norm(value)
-
-    def after(self, shadow: torch.Tensor, value: torch.Tensor) -> None:
-        """Measure a fragment that has been updated."""
-        self._after += squared_distance(shadow, value)
-
-    def verdict(self) -> bool:
-        """Whether the update proves that the shadow follows the weights.
-
-        ``False`` when it proves nothing, because the weights have not moved enough to be seen: a
-        warm-up begins with a learning rate of zero.
-
-        Raises:
-            EMAError: The shadow did not come closer, or something is not finite.
-        """
-        before, after = math.sqrt(self._before), math.sqrt(self._after)
-        allowed = self._decay * before + _ROUNDING * math.sqrt(self._norm)
-        if not math.isfinite(after + before):
-            raise EMAError(
-                "the weights or the shadow are not finite",
-                key="ema.step()",
-                fix="clip gradients or lower the learning rate, and make the shadow anew",
-            )
-        if after > allowed:
-            raise EMAError(
-                f"an update of decay {self._decay:.6g} took the shadow from {before:.4g} to "
-                f"{after:.4g} away from the weights; {allowed:.4g} was expected",
-                key="ema.step()",
-                fix="let nothing else write to the shadow or to the weights during the update",
-            )
-        return allowed < before
-
-
-def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that the ranks hold every element of every trainable parameter between them.
-
-    Collective: every rank must call it.
-
-    Raises:
-        EMAError: There is nothing to average, or elements are missing, as at stage 3 when a
-            partitioned module is taken for a whole one.
-    """
-    parameters = master.parameters
-    if not parameters:
-        raise EMAError(
-            "there is no trainable parameter to average",
-            key="attach",
-            fix="call requires_grad_(True) on what should be trained before attaching",
-        )
-    total = sum(math.prod(shape) for shape in parameters.values())
-    owned = master.group.gather(sum(tensor.numel() for tensor in tensors.values()))
-    held = owned[master.group.rank] if master.replicated else sum(owned)
-    if held != total:
-        raise EMAError(
-            f"the ranks hold {held} of {total} elements of the trainable parameters",
-            key="attach",
-            value=owned,
-            fix="attach on every rank after the engine was built, or report this with the plan",
-        )
-
-
-# -- One update of one shadow, fragment by fragment, whoever iterates over the fragments.
-
-
-class ShadowUpdate:
-    """Takes in the fragments of one step.
-
-    Args:
-        tensors: The shadow, by the fragments' keys.
-        decay: Share of the shadow the update keeps.
-        watch: Measures whether the shadow comes closer; ``None`` to trust it.
-        done: Called at the end with whether the update proved that the shadow follows.
-    """
-
-    def __init__(
-        self,
-        *,
-        tensors: Mapping[str, torch.Tensor],
-        decay: float,
-        watch: UpdateWatch | None,
-        done: Callable[[bool], None],
-    ) -> None:
-        self._tensors, self._decay, self._watch, self._done = tensors, decay, watch, done
-
-    @torch.no_grad()
-    def take(self, fragment: Fragment) -> None:
-        """Move the fragment's part of the shadow towards the weights."""
-        shadow = self._tensors[fragment.address.key]
-        value = fragment.value.to(shadow.device)
-        if self._watch is not None:
-            self._watch.before(shadow, value)
-        shadow.lerp_(value, 1.0 - self._decay)
-        if self._watch is not None:
-            self._watch.after(shadow, value)
-
-    def finish(self) -> None:
-        """Judge the update.
-
-        Raises:
-            EMAError: The shadow is farther from the weights than it was.
-        """
-        self._done(self._watch is not None and self._watch.verdict())
-
-
-def update_together(*shadows: EMAShadow) -> None:
-    """One step of several shadows of the same weights, in one pass over the fragments.
-
-    At NVMe offload every pass brings the master weights in once.
-
-    Raises:
-        EMAError: As ``EMAShadow.step``.
-    """
-    updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
-    if updates:
-        apply_updates(shadows[0].source, updates)
-
-
-def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> None:
-    """Give every fragment to every update, and judge them."""
-    for fragment in master.read():
-        for update in updates:
-            update.take(fragment)
-    for update in updates:
-        update.finish()
-
-
-# -- ``EMAShadow``: an fp32 average of this rank's share of the master weights.
-
-
 _CHECKED_UPDATES = 3
 """Updates that moved the shadow and are checked to have moved it towards the weights."""
+_ROUNDING = 2.0**-23
+"""fp32 rounds each element of an update by at most this share of it."""
+_CHUNK = 2**18
+"""Elements handled at a time: 2 MiB in float64 stay in a CPU's cache, ten times faster."""
 
 
 class EMAShadow:
@@ -246,7 +73,7 @@ class EMAShadow:
         self._start_after = _whole(start_after, "start_after", least=0)
         self._store = as_store(store)
         self._master: MasterWeights | None = None
-        self._settle: Callable[[], None] = _nothing
+        self._settle: Callable[[], None] | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._exchanged: set[str] = set()
         self._swapped = False
@@ -464,7 +291,7 @@ class EMAShadow:
             raise _other_weights(wanted, given, key="source")
         self._master = master
 
-    def settle_with(self, settle: Callable[[], None]) -> None:
+    def settle_with(self, settle: Callable[[], None] | None) -> None:
         """Call ``settle`` before anything looks at the shadow: it ends an update under way."""
         self._settle = settle
 
@@ -510,7 +337,8 @@ class EMAShadow:
                 key="EMAShadow",
                 fix="ema = EMAShadow(decay=0.999).attach(engine)",
             )
-        self._settle()
+        if self._settle is not None:
+            self._settle()
         return self._master
 
     def _ready(self, what: str) -> MasterWeights:
@@ -535,10 +363,6 @@ class EMAShadow:
                 self._exchanged ^= {key}
 
 
-def _nothing() -> None:
-    return None
-
-
 def _other_weights(wanted: set[str], given: set[str], *, key: str) -> EMAError:
     return EMAError(
         f"belongs to other weights (missing {_few(wanted - given)}, "
@@ -557,9 +381,6 @@ def _whole(value: Any, key: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InvalidValueError(f"must be a whole number, {least} or more", key=key, value=value)
     return value
-
-
-# -- ``EMAShadows``: several shadows of one engine, updated in one pass.
 
 
 class EMAShadows(Mapping[str, "EMAShadow"]):
@@ -630,3 +451,176 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
     @override
     def __len__(self) -> int:
         return len(self._shadows)
+
+
+# -- One update, fragment by fragment, whoever iterates over the fragments.
+
+
+class ShadowUpdate:
+    """Takes in the fragments of one step.
+
+    Args:
+        tensors: The shadow, by the fragments' keys.
+        decay: Share of the shadow the update keeps.
+        watch: Measures whether the shadow comes closer; ``None`` to trust it.
+        done: Called at the end with whether the update proved that the shadow follows.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensors: Mapping[str, torch.Tensor],
+        decay: float,
+        watch: UpdateWatch | None,
+        done: Callable[[bool], None],
+    ) -> None:
+        self._tensors, self._decay, self._watch, self._done = tensors, decay, watch, done
+
+    @torch.no_grad()
+    def take(self, fragment: Fragment) -> None:
+        """Move the fragment's part of the shadow towards the weights."""
+        shadow = self._tensors[fragment.address.key]
+        value = fragment.value.to(shadow.device)
+        if self._watch is not None:
+            self._watch.before(shadow, value)
+        shadow.lerp_(value, 1.0 - self._decay)
+        if self._watch is not None:
+            self._watch.after(shadow, value)
+
+    def finish(self) -> None:
+        """Judge the update.
+
+        Raises:
+            EMAError: The shadow is farther from the weights than it was.
+        """
+        self._done(self._watch is not None and self._watch.verdict())
+
+
+def update_together(*shadows: EMAShadow) -> None:
+    """One step of several shadows of the same weights, in one pass over the fragments.
+
+    At NVMe offload every pass brings the master weights in once.
+
+    Raises:
+        EMAError: As ``EMAShadow.step``.
+    """
+    updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
+    if updates:
+        apply_updates(shadows[0].source, updates)
+
+
+def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> None:
+    """Give every fragment to every update, and judge them."""
+    for fragment in master.read():
+        for update in updates:
+            update.take(fragment)
+    for update in updates:
+        update.finish()
+
+
+# -- Is the shadow complete, and does it follow the weights?
+
+
+class UpdateWatch:
+    """Measures one update of a shadow that must bring it closer to the weights.
+
+    An update of decay ``d`` leaves ``d`` times the distance, but for rounding.
+
+    Args:
+        decay: Share of the shadow the update keeps.
+    """
+
+    def __init__(self, *, decay: float) -> None:
+        self._decay = decay
+        self._before = self._after = self._norm = 0.0
+
+    def before(self, shadow: torch.Tensor, value: torch.Tensor) -> None:
+        """Measure a fragment that is about to be updated."""
+        self._before += squared_distance(shadow, value)
+        self._norm += squared_norm(value)
+
+    def after(self, shadow: torch.Tensor, value: torch.Tensor) -> None:
+        """Measure a fragment that has been updated."""
+        self._after += squared_distance(shadow, value)
+
+    def verdict(self) -> bool:
+        """Whether the update proves that the shadow follows the weights.
+
+        ``False`` when it proves nothing, because the weights have not moved enough to be seen: a
+        warm-up begins with a learning rate of zero.
+
+        Raises:
+            EMAError: The shadow did not come closer, or something is not finite.
+        """
+        before, after = math.sqrt(self._before), math.sqrt(self._after)
+        allowed = self._decay * before + _ROUNDING * math.sqrt(self._norm)
+        if not math.isfinite(after + before):
+            raise EMAError(
+                "the weights or the shadow are not finite",
+                key="ema.step()",
+                fix="clip gradients or lower the learning rate, and make the shadow anew",
+            )
+        if after > allowed:
+            raise EMAError(
+                f"an update of decay {self._decay:.6g} took the shadow from {before:.4g} to "
+                f"{after:.4g} away from the weights; {allowed:.4g} was expected",
+                key="ema.step()",
+                fix="let nothing else write to the shadow or to the weights during the update",
+            )
+        return allowed < before
+
+
+def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that the ranks hold every element of every trainable parameter between them.
+
+    Collective: every rank must call it.
+
+    Raises:
+        EMAError: There is nothing to average, or elements are missing, as at stage 3 when a
+            partitioned module is taken for a whole one.
+    """
+    parameters = master.parameters
+    if not parameters:
+        raise EMAError(
+            "there is no trainable parameter to average",
+            key="attach",
+            fix="call requires_grad_(True) on what should be trained before attaching",
+        )
+    total = sum(math.prod(shape) for shape in parameters.values())
+    owned = master.group.gather(sum(tensor.numel() for tensor in tensors.values()))
+    held = owned[master.group.rank] if master.replicated else sum(owned)
+    if held != total:
+        raise EMAError(
+            f"the ranks hold {held} of {total} elements of the trainable parameters",
+            key="attach",
+            value=owned,
+            fix="attach on every rank after the engine was built, or report this with the plan",
+        )
+
+
+# -- Arithmetic on large flat tensors that needs only a small temporary.
+
+
+def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    return zip(*(torch.split(tensor, _CHUNK) for tensor in tensors), strict=True)
+
+
+def squared_norm(tensor: torch.Tensor) -> float:
+    """Sum of squares of a 1-D tensor, in float64."""
+    return sum(float(part.double().square().sum()) for (part,) in _chunks(tensor))
+
+
+def squared_distance(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Squared L2 distance of two 1-D tensors of equal length, in float64."""
+    return sum(
+        float(one.double().sub_(other.double()).square_().sum())
+        for one, other in _chunks(left, right)
+    )
+
+
+def exchange(left: torch.Tensor, right: torch.Tensor) -> None:
+    """Exchange the contents of two 1-D tensors of equal length and dtype, on any devices."""
+    for one, other in _chunks(left, right):
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)

@@ -25,6 +25,7 @@ from zerotune.platform import detect_platform
 from zerotune.training.memory import expected_memory, host_now, host_peak
 
 if TYPE_CHECKING:
+    from zerotune.plan.advise import Advice
     from zerotune.plan.api import ResolvedPlan
     from zerotune.plan.memory.model import MemoryEstimate, Place
 
@@ -192,59 +193,57 @@ def _advice(
             "so something outside of it took the memory: look at other processes, at the "
             "objective, at what is kept from step to step, and at the batch"
         ), None
-    # What has just failed does not fit, whatever was expected of it.
-    device = limits.device or 0
-    if counted == "device":
-        device = min(device or estimate.device, estimate.device)
-    host = limits.host if counted == "device" else min(limits.host, estimate.host * plan.world_size)
+    less = _less(limits, estimate, counted, world_size=plan.world_size)
     failure: PlanError | None = None
     for disk in (0, _free_disk()):
         try:
-            found = _ask(plan, estimate, device=device, host=host, disk=disk)
+            found = _fitting(plan, estimate, less, disk=disk)
         except PlanError as error:
             failure = error
-            continue
-        call = build_call(found.plan)
-        recompute = ", gradient_checkpointing=True" if found.gradient_checkpointing else ""
-        if found.activation_offload:
-            recompute = ", activations=ActivationOffload()"
-        needs = ", ".join(
-            f"{format_size(nbytes)} {where}"
-            for where, nbytes in (("device", found.estimate.device), ("host", found.estimate.host))
-            if nbytes
-        )
-        words = f"{found.chosen.title} needs {needs} per rank: Trainer(plan={call}{recompute})"
-        return words, found.plan
+        else:
+            return _words(found), found.plan
     fix = failure.fix if isinstance(failure, NothingFitsError) else None
     return f"no plan fits this machine: {fix or failure}; or train a smaller batch", None
 
 
-def _ask(plan: ResolvedPlan, estimate: MemoryEstimate, *, device: int, host: int, disk: int) -> Any:
+def _less(limits: Limits, estimate: MemoryEstimate, place: Place, *, world_size: int) -> Limits:
+    """Limits that what has just failed does not fit in, whatever was expected of it."""
+    if place == "device":
+        return attrs.evolve(limits, device=min(limits.device or estimate.device, estimate.device))
+    host = min(limits.host, estimate.host * world_size)
+    return attrs.evolve(limits, device=limits.device or 0, host=host)
+
+
+def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, disk: int) -> Advice:
     work = estimate.workload
-    size = None if work.height is None or work.width is None else (work.height, work.width)
     return DeepSpeedPlan.advise(
         estimate.resolved.model,
-        vram=device,
-        ram=host,
+        vram=limits.device,
+        ram=limits.host,
         nvme=disk,
         batch=plan.micro_batch_size,
-        resolution=size,
+        resolution=None if work.height is None or work.width is None else (work.height, work.width),
         world_size=plan.world_size,
         precision=plan.precision,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        optimizer=_optimizer(plan),
+        optimizer=_optimizer(plan.plan, settled=True) or "AdamW",
         ema=work.ema,
         frozen_bytes=work.frozen_bytes,
         platform=plan.platform,
     )
 
 
-def _optimizer(plan: ResolvedPlan) -> dict[str, Any]:
-    written = plan.plan.optimizer
-    if written is None or not isinstance(written.type, str):
-        return {"type": "AdamW"}
-    params = {key: value for key, value in (written.params or {}).items() if value != AUTO}
-    return {"type": written.type, "params": params}
+def _words(found: Advice) -> str:
+    more = ", gradient_checkpointing=True" if found.gradient_checkpointing else ""
+    if found.activation_offload:
+        more = ", activations=ActivationOffload()"
+    needs = ", ".join(
+        f"{format_size(nbytes)} {where}"
+        for where, nbytes in (("device", found.estimate.device), ("host", found.estimate.host))
+        if nbytes
+    )
+    call = build_call(found.plan)
+    return f"{found.chosen.title} needs {needs} per rank: Trainer(plan={call}{more})"
 
 
 def _free_disk() -> int:
@@ -262,12 +261,9 @@ def build_call(plan: DeepSpeedPlan) -> str:
         "offload_param": plan.offload_param_device,
         "micro_batch_size": plan.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
-        "precision": next(
-            (name for name in ("bf16", "fp16") if getattr(getattr(plan, name), "enabled", False)),
-            "fp32",
-        ),
+        "precision": plan.precision,
         "gradient_clipping": plan.gradient_clipping,
-        "optimizer": _written(plan),
+        "optimizer": _optimizer(plan),
     }
     given = {key: value for key, value in given.items() if value not in (None, "none")}
     try:
@@ -279,12 +275,15 @@ def build_call(plan: DeepSpeedPlan) -> str:
     return " ".join(python_expression(plan).split())
 
 
-def _written(plan: DeepSpeedPlan) -> Any:
-    optimizer = plan.optimizer
-    if optimizer is None:
+def _optimizer(plan: DeepSpeedPlan, *, settled: bool = False) -> str | dict[str, Any] | None:
+    """The optimizer as ``build`` and ``advise`` take it; ``settled``: without open arguments."""
+    written = plan.optimizer
+    if written is None or not isinstance(written.type, str):
         return None
-    params = dict(optimizer.params or {})
-    return {"type": optimizer.type, "params": params} if params else optimizer.type
+    params = {
+        key: value for key, value in (written.params or {}).items() if not settled or value != AUTO
+    }
+    return {"type": written.type, "params": params} if params else written.type
 
 
 def _quoted(value: Any) -> str:

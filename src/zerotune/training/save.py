@@ -1,4 +1,4 @@
-"""Every random number of a run is fixed by one seed."""
+"""What a trainer adds to a checkpoint, and when checkpoints are written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -24,39 +24,10 @@ if TYPE_CHECKING:
     from zerotune.diffusion.data import BatchStream
     from zerotune.training.events import RunView, StepMetrics
 
-
-def seed_everything(seed: int, *, rank: int) -> torch.Generator:
-    """Seed python, numpy and torch, and give this rank's generator for the objective.
-
-    Ranks get different numbers, so that noise and dropout differ between them.
-
-    Args:
-        seed: The run's seed.
-        rank: This process.
-
-    Returns:
-        A CPU generator.
-    """
-    random.seed(derive_seed(seed, "python", rank))
-    np.random.seed(derive_seed(seed, "numpy", rank) % 2**32)
-    torch.manual_seed(derive_seed(seed, "torch", rank))
-    return torch.Generator().manual_seed(derive_seed(seed, "objective", rank))
+_KEY: Final = "trainer"
 
 
-def generator_to_text(generator: torch.Generator) -> str:
-    """A generator's state as text, for JSON."""
-    return base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
-
-
-def generator_from_text(generator: torch.Generator, text: str) -> None:
-    """Restore what ``generator_to_text`` gave."""
-    generator.set_state(torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8))
-
-
-# -- Checkpoints of a trainer: what it adds to the engine's own, and when they are written.
-
-
-_KEY = "trainer"
+# -- When.
 
 
 class SaveEvery(Callback):
@@ -105,8 +76,7 @@ class SaveEvery(Callback):
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
         """Save what was reached since the latest checkpoint."""
-        path = absolute(step_folder(self._root, trainer.step))
-        if trainer.last_saved != (trainer.step, path):
+        if not is_saved(trainer, self._root):
             self._save(trainer)
 
     def _save(self, trainer: RunView) -> None:
@@ -174,9 +144,42 @@ class SaveEveryInBackground(SaveEvery):
             self._prune(trainer)
 
 
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """As checkpoints are called once they are written."""
-    return Path(os.path.abspath(path))  # noqa: PTH100 - Path.absolute keeps "..".
+def is_saved(trainer: RunView, root: Path) -> bool:
+    """Whether the latest checkpoint is ``root/step-…`` of the step that was reached."""
+    # As checkpoints are called once they are written; Path.absolute keeps "..".
+    path = Path(os.path.abspath(step_folder(root, trainer.step)))  # noqa: PTH100
+    return trainer.last_saved == (trainer.step, path)
+
+
+# -- What: one seed fixes every random number of a run, and a checkpoint has their state.
+
+
+def seed_everything(seed: int, *, rank: int) -> torch.Generator:
+    """Seed python, numpy and torch, and give this rank's generator for the objective.
+
+    Ranks get different numbers, so that noise and dropout differ between them.
+
+    Args:
+        seed: The run's seed.
+        rank: This process.
+
+    Returns:
+        A CPU generator.
+    """
+    random.seed(derive_seed(seed, "python", rank))
+    np.random.seed(derive_seed(seed, "numpy", rank) % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch", rank))
+    return torch.Generator().manual_seed(derive_seed(seed, "objective", rank))
+
+
+def generator_to_text(generator: torch.Generator) -> str:
+    """A generator's state as text, for JSON."""
+    return base64.b64encode(generator.get_state().numpy().tobytes()).decode("ascii")
+
+
+def generator_from_text(generator: torch.Generator, text: str) -> None:
+    """Restore what ``generator_to_text`` gave."""
+    generator.set_state(torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8))
 
 
 def trainer_state(

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run in good order: finish the step, save, leave ``fit``."""
+"""When ``fit`` ends: at its goal, or earlier because a signal or somebody asks for it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from zerotune.checkpoint import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.training.events import Callback
-from zerotune.training.save import absolute
+from zerotune.training.save import is_saved
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
     from zerotune.training.events import RunView
@@ -73,11 +71,8 @@ class StopOnSignals(Callback):
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
         """Save, unless somebody has."""
         self._received = None
-        if self._save_to is None:
-            return
-        path = absolute(step_folder(self._save_to, trainer.step))
-        if trainer.last_saved != (trainer.step, path):
-            trainer.save(path)
+        if self._save_to is not None and not is_saved(trainer, self._save_to):
+            trainer.save(step_folder(self._save_to, trainer.step))
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Give the signals back; one that came too late for ``fit`` is sent again."""
@@ -123,7 +118,7 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
     return (*callbacks, StopOnSignals())
 
 
-# -- When ``fit`` ends: at a step, after epochs, at a time, or because somebody asks for it.
+# -- Goals and requests.
 
 
 @runtime_checkable
