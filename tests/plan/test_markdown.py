@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.plan.text import Code, cell, table
+from zerotune._util.table import Code
+from zerotune._util.table import markdown_cell as cell
+from zerotune._util.table import markdown_table as table
 
 
 def test_a_table():

@@ -26,7 +26,7 @@ _COMMANDS: Final = (
 
 
 class Command(Protocol):
-    """What a module of this package offers to be a subcommand.
+    """What a module of this package, named as its subcommand, offers.
 
     Importing one must stay light: all of them are imported to print the help.
     """
@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of the process by default.
     """
-    arguments = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    arguments = _parser(given).parse_args(given)
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -64,14 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of the command that ``argv`` names, else of all of them."""
     parser = argparse.ArgumentParser(
         prog="zerotune",
         description="ZeRO-offloaded diffusion training around DeepSpeed.",
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in _COMMANDS:
+    named = [module for module in _COMMANDS if argv and module.endswith(f".{argv[0]}")]
+    for module in named or _COMMANDS:
         command = cast(Command, importlib.import_module(module))
         subparser = commands.add_parser(
             command.NAME, help=command.SUMMARY, description=command.SUMMARY

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from zerotune.cli.output import print_json, print_page
+
 if TYPE_CHECKING:
+    from zerotune._util.table import Page
     from zerotune.checkpoint.manifest import Manifest
 
 NAME: Final = "checkpoint"
@@ -66,12 +68,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
     folder, manifest = find_checkpoint(arguments.path)
     if arguments.json:
-        _print_json({"path": str(folder), "nbytes": manifest.nbytes, **_content(manifest)})
+        print_json({"path": str(folder), "nbytes": manifest.nbytes, **_content(manifest)})
         return 0
-    for title, text in _lines(manifest):
-        sys.stdout.write(f"{title:<12}{text}\n")
-    for file in manifest.files:
-        sys.stdout.write(f"  {file.name}  {_size(file.nbytes)}\n")
+    print_page(_contents_page(manifest))
     return 0
 
 
@@ -83,7 +82,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     damage = find_damage(folder, manifest)
     if arguments.json:
         files = [{"file": each.key, "reason": each.reason} for each in damage]
-        _print_json({"path": str(folder), "whole": not damage, "damage": files})
+        print_json({"path": str(folder), "whole": not damage, "damage": files})
     elif damage:
         sys.stdout.writelines(f"{each.key}: {each.reason}\n" for each in damage)
     else:
@@ -102,7 +101,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         base=arguments.base,
     )
     if arguments.json:
-        _print_json({"source": str(arguments.path), "written": str(written)})
+        print_json({"source": str(arguments.path), "written": str(written)})
     else:
         sys.stdout.write(f"written to {written}\n")
     return 0
@@ -115,6 +114,18 @@ def _content(manifest: Manifest) -> dict[str, Any]:
     # The text of a run's generators and the like is for the run, not for a reader.
     content["extra"] = sorted(manifest.extra)
     return content
+
+
+def _contents_page(manifest: Manifest) -> Page:
+    from zerotune._util.table import Column, Line, Page, Table
+
+    settings = Table(
+        columns=(Column(name="label", width=12), Column(name="value", gap=0)),
+        rows=tuple(_lines(manifest)),
+        indent=0,
+    )
+    files = (Line(f"{file.name}  {_size(file.nbytes)}", indent=2) for file in manifest.files)
+    return Page(blocks=(settings, *files))
 
 
 def _lines(manifest: Manifest) -> list[tuple[str, str]]:
@@ -149,7 +160,3 @@ def _plan(manifest: Manifest) -> str:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, indent=2) + "\n")

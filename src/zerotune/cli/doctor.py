@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Final
 
+from zerotune._util.table import Column, Line, Page, Table
+from zerotune.cli.output import print_json, print_page
 from zerotune.errors import PlatformError
 from zerotune.platform import GIB, Device, Platform, detect_platform
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from zerotune._util.table import Block
     from zerotune.backend.ops.build import OpStatus
     from zerotune.cli.checkup import Checkup
     from zerotune.platform.toolchain import Tool, Toolchain
@@ -24,13 +24,13 @@ NAME: Final = "doctor"
 SUMMARY: Final = "Show what this machine can train with, and why not where it cannot."
 
 _STYLES: Final = {
-    "installed": "green",
-    "built": "green",
-    "buildable": "cyan",
-    "stale": "yellow",
-    "locked": "red",
-    "blocked": "red",
-    "absent": "dim",
+    "installed": "good",
+    "built": "good",
+    "buildable": "pending",
+    "stale": "warning",
+    "locked": "bad",
+    "blocked": "bad",
+    "absent": "faint",
 }
 _LABEL: Final = 16
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         checkup = Checkup.of(platform)
     if arguments.json:
-        sys.stdout.write(json.dumps(checkup.to_dict(), indent=2) + "\n")
+        print_json(checkup.to_dict())
     else:
         _print(checkup)
     return 0 if checkup.healthy else 1
@@ -100,51 +100,48 @@ def _build(names: Iterable[str], platform: Platform) -> None:
 
 
 def _print(checkup: Checkup) -> None:
-    from rich.console import Console
+    platform = checkup.platform
+    decisions = [(one.severity, str(one)) for one in platform.decisions]
+    sections = {
+        "Platform": _table(_platform_rows(platform)),
+        "Memory": _table(_memory_rows(platform)),
+        "Versions": _table(_version_rows(platform)),
+        "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
+        "DeepSpeed ops": _ops_table(checkup.ops),
+        "Decisions": _table(decisions),
+    }
+    blocks: list[Block] = []
+    for title, table in sections.items():
+        if table.rows:
+            blocks += [Line(title, style="title"), table, Line("")]
+    style = "passed" if checkup.healthy else "failed"
+    blocks.append(Line(f"Verdict: {checkup.verdict}", style=style))
+    print_page(Page(blocks=tuple(blocks)))
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    _section(console, "Platform", _platform_rows(checkup.platform))
-    _section(console, "Memory", _memory_rows(checkup.platform))
-    _section(console, "Versions", _version_rows(checkup.platform))
-    _section(console, "Toolchain", _toolchain_rows(checkup.toolchain))
-    if checkup.ops:
-        _print_ops(console, checkup.ops)
-    if checkup.platform.decisions:
-        _section(
-            console,
-            "Decisions",
-            [(decision.severity, str(decision)) for decision in checkup.platform.decisions],
-        )
-    console.print()
-    console.print(
-        f"Verdict: {checkup.verdict}",
-        style="bold green" if checkup.healthy else "bold red",
-        soft_wrap=True,
+
+def _table(rows: Iterable[tuple[str, str]]) -> Table:
+    return Table(
+        columns=(Column(name="label", width=_LABEL), Column(name="value", gap=0)),
+        rows=tuple(rows),
     )
 
 
-def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    console.print(f"\n{title}" if title != "Platform" else title, style="bold")
-    for label, value in rows:
-        _line(console, label, value)
-
-
-def _line(console: Console, label: str, value: str, style: str = "") -> None:
-    from rich.text import Text
-
-    text = Text(f"  {label:<{_LABEL}}")
-    text.append(value, style=style)
-    # Lines stay whole when the output goes to a file, where they will be searched.
-    console.print(text, soft_wrap=True)
-
-
-def _print_ops(console: Console, ops: Iterable[OpStatus]) -> None:
-    console.print("\nDeepSpeed ops", style="bold")
+def _ops_table(ops: Iterable[OpStatus]) -> Table:
+    rows = []
     for op in ops:
-        _line(console, op.name, f"{op.state:<10} {op.purpose}", _STYLES[op.state])
+        rows.append((op.name, op.state, op.purpose))
         for detail in (op.cause, None if op.fix is None else f"fix: {op.fix}"):
             if detail is not None:
-                _line(console, "", f"{'':<10} {detail}")
+                rows.append(("", "", detail))
+    return Table(
+        columns=(
+            Column(name="op", width=_LABEL),
+            Column(name="state", width=10, gap=0),
+            Column(name="purpose", gap=1),
+        ),
+        rows=tuple(rows),
+        style=lambda row: _STYLES.get(row[1], ""),
+    )
 
 
 def _platform_rows(platform: Platform) -> list[tuple[str, str]]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from zerotune.cli.output import print_json, print_page, print_text
 
+if TYPE_CHECKING:
     from zerotune.offload import CleanupReport, FoundLease
     from zerotune.offload.disk import Benchmark
 
@@ -93,7 +93,7 @@ def _status(arguments: argparse.Namespace) -> int:
     leases = find_leases(arguments.root)
     strays = [one for one in (*report.removed, *report.kept) if one.kind != "lease"]
     if arguments.json:
-        _print_json(
+        print_json(
             {
                 "root": str(arguments.root),
                 "leases": [_lease_data(lease) for lease in leases],
@@ -114,7 +114,7 @@ def _clean(arguments: argparse.Namespace) -> int:
 
     report = cleanup_stale_swap(arguments.root, dry_run=arguments.dry_run, adopt=arguments.adopt)
     if arguments.json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     else:
         _print_report(report)
     return 1 if report.failures or any(one.kind == "bare" for one in report.kept) else 0
@@ -136,7 +136,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         saved = found.best.save(found.root) if arguments.save else None
     seconds = _step_seconds(found, arguments.family) if arguments.family else None
     if arguments.json:
-        _print_json({**_bench_data(found, saved), "step_seconds": seconds})
+        print_json({**_bench_data(found, saved), "step_seconds": seconds})
     else:
         _print_bench(found, saved)
         if seconds is not None:
@@ -214,33 +214,18 @@ def _print_bench(found: Benchmark, saved: Path | None) -> None:
     )
 
 
-def _print_table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, empty: str) -> None:
-    from rich.console import Console
+def _print_table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
+    from zerotune._util.table import Column, Page, Table
 
-    if not rows:
-        sys.stdout.write(f"{empty}\n" if empty else "")
-        return
-    # A pipe has no width; there, nothing is cut that a program may look for.
-    width = None if sys.stdout.isatty() else 1_000
-    Console(highlight=False, markup=False, emoji=False, width=width).print(_table(headings, rows))
-
-
-def _table(headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    columns = tuple(Column(name=head, head=head) for head in heads)
+    table = Table(columns=columns, rows=tuple(rows), indent=0)
+    if table.rows:
+        print_page(Page(blocks=(table,)))
+    elif empty:
+        print_text(empty)
 
 
 def _size(nbytes: int) -> str:
     from zerotune._util.text import format_size
 
     return format_size(nbytes)
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content, indent=2) + "\n")

@@ -1,36 +1,593 @@
-"""``zerotune plan``: what can be done with a plan without training. One module per command."""
+"""``zerotune plan``: what can be done with a plan without training."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-from typing import Final, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from zerotune.cli import Command
+from zerotune.cli.output import print_json, print_page, print_text, tell
+from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
+
+if TYPE_CHECKING:
+    from zerotune._util.table import Page
+    from zerotune.decisions import Decision
+    from zerotune.errors import NothingFitsError
+    from zerotune.plan import Advice, DeepSpeedPlan, Finding, MemoryEstimate
+    from zerotune.plan.memory.model import Place
+    from zerotune.plan.text import RankBudget
+    from zerotune.platform import Platform
 
 NAME: Final = "plan"
 SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
-_COMMANDS: Final = (
-    "zerotune.cli.plan_check",
-    "zerotune.cli.plan_convert",
-    "zerotune.cli.plan_explain",
-    "zerotune.cli.plan_advise",
-)
+_FILE: Final = "DeepSpeed JSON, a trainer's config.json, or accelerate's YAML"
+_WIDTH: Final = 100
+"""Letters of a line of an estimate or of advice that goes into a pipe."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``plan``."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in _COMMANDS:
-        command = cast(Command, importlib.import_module(module))
-        subparser = commands.add_parser(
-            command.NAME, help=command.SUMMARY, description=command.SUMMARY
-        )
-        command.configure(subparser)
-        subparser.set_defaults(run_plan=command.run)
+    for name, (summary, add_arguments, act) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        add_arguments(command)
+        command.set_defaults(run_plan=act)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command that was named."""
     return int(arguments.run_plan(arguments))
+
+
+# -- What the commands share.
+
+
+_EMA_PLACES: Final = ("none", "host", "device", "nvme")
+
+
+def _positive(text: str) -> int:
+    """A whole number of at least 1, for ``argparse``."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return number
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    """Add what a step works on."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--world-size", type=_positive, default=1, metavar="N", help="processes")
+    group.add_argument(
+        "--ema", choices=_EMA_PLACES, default="none", help="where an EMA of the weights is kept"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the forms of the report."""
+    group = parser.add_argument_group("output")
+    forms = group.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
+    forms.add_argument("--markdown", action="store_true", help="print Markdown")
+    group.add_argument("--chart", metavar="PNG", help="draw the memory per rank into this file")
+
+
+def _size_argument(text: str | None, name: str) -> int | None:
+    """Bytes of a size given as the option ``name``; ``None`` when it was not given.
+
+    Raises:
+        InvalidValueError: Not a size.
+    """
+    # Not an argparse type: argparse would throw away the fix.
+    from zerotune._util.text import parse_size
+
+    return None if text is None else parse_size(text, key=name)
+
+
+def _refuse_unused(arguments: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:
+    """Refuse options that say nothing without another one.
+
+    Raises:
+        InvalidValueError: One of ``names`` was given.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidValueError(
+                f"means nothing without {needed}", key=option, fix=f"add {needed}, or leave it out"
+            )
+
+
+def _draw(estimate: MemoryEstimate, budget: RankBudget, arguments: argparse.Namespace) -> None:
+    if arguments.chart:
+        from zerotune.plan.charts import plot_memory
+
+        plot_memory(estimate, arguments.chart, budget=budget)
+
+
+# -- check
+
+
+_ORDER: Final = ("error", "warning", "note")
+_ASSUMED_LR: Final = 1e-4
+_ASSUMED_STEPS: Final = 10_000
+
+
+class Problem(NamedTuple):
+    """One line of the report."""
+
+    severity: Literal["error", "warning", "note"]
+    rule: str
+    """Id of the rule, or ``"read"``, ``"resolve"``, ``"optimizer"``."""
+    key: str | None
+    text: str
+    """Key, value, reason and fix in one sentence or two."""
+
+
+def _configure_check(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("file", metavar="FILE", help=_FILE)
+    parser.add_argument(
+        "--world-size", type=_positive, default=1, metavar="N", help="processes that train together"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--strict", action="store_true", help="fail on warnings too")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
+    problems = sorted(
+        _problems_of(arguments.file, world_size=arguments.world_size),
+        key=lambda problem: _ORDER.index(problem.severity),
+    )
+    counts = {name: sum(p.severity == name for p in problems) for name in _ORDER}
+    if arguments.json:
+        print_json(
+            {
+                "file": arguments.file,
+                "world_size": arguments.world_size,
+                **{f"{name}s": count for name, count in counts.items()},
+                "findings": [problem._asdict() for problem in problems],
+            }
+        )
+    else:
+        summary = ", ".join(_counted(count, name) for name, count in counts.items() if count)
+        head = f"{arguments.file}: {summary or 'nothing to report'}"
+        ranks = _counted(arguments.world_size, "process", "processes")
+        print_page(_problems_page(f"{head} at {ranks}", problems))
+    failed = counts["error"] or (arguments.strict and counts["warning"])
+    return 1 if failed else 0
+
+
+def _problems_page(title: str, problems: Iterable[Problem]) -> Page:
+    from zerotune._util.table import Line, Page
+
+    return Page(
+        title=title,
+        blocks=tuple(
+            Line(f"{one.rule}: {one.text}", mark=f"[{one.severity}]", style=one.severity)
+            for one in problems
+        ),
+    )
+
+
+def _problems_of(file: str, *, world_size: int) -> list[Problem]:
+    """Everything that is wrong with the plan in ``file``.
+
+    Raises:
+        PlanFileError: The file is missing or cannot be read.
+        PlanSyntaxError: It is neither JSON nor YAML.
+    """
+    from zerotune.plan import DeepSpeedPlan
+
+    try:
+        plan = DeepSpeedPlan.load(file)
+    except (PlanFileError, PlanSyntaxError):
+        raise
+    except ZeroTuneError as error:
+        return [_from_error("read", error)]
+    found = [_from_decision("read", decision) for decision in plan.decisions]
+    findings = plan.check(world_size=world_size)
+    found += [_from_finding(finding) for finding in findings]
+    if not any(finding.severity == "error" for finding in findings):
+        told = {problem.key for problem in found}
+        found += [each for each in _found_by_resolving(plan, world_size) if each.key not in told]
+    return found
+
+
+def _found_by_resolving(plan: DeepSpeedPlan, world_size: int) -> list[Problem]:
+    """What only resolution finds, on a machine that can do everything."""
+    from zerotune.platform import Platform
+
+    machine = Platform.synthetic("cuda", device_count=world_size)
+    try:
+        resolved = plan.resolve(platform=machine, world_size=world_size, run=_open_run(plan))
+    except ZeroTuneError as error:
+        return [_from_error("resolve", error)]
+    if plan.optimizer is None and plan.scheduler is None:
+        return []
+    # A quarter of the command's time, so only where there is something to look at.
+    from zerotune.optim.resolver import OptimizerResolver
+
+    try:
+        resolution = OptimizerResolver().resolve(resolved)
+    except ZeroTuneError as error:
+        return [_from_error("optimizer", error)]
+    return [
+        _from_decision("optimizer", decision)
+        for decision in resolution.decisions
+        if decision.severity == "warning"
+    ]
+
+
+def _open_run(plan: DeepSpeedPlan) -> Any:
+    """A run that knows what the plan leaves to it, and says nothing else."""
+    from zerotune.plan import AUTO, RunFacts
+
+    optimizer = (plan.optimizer.params if plan.optimizer else None) or {}
+    scheduler = (plan.scheduler.params if plan.scheduler else None) or {}
+    automatic = AUTO in scheduler.values()
+    return RunFacts(
+        lr=_ASSUMED_LR if optimizer.get("lr", AUTO) == AUTO else None,
+        total_steps=_ASSUMED_STEPS if automatic else None,
+        warmup_steps=0 if automatic else None,
+    )
+
+
+def _from_finding(finding: Finding) -> Problem:
+    return Problem(
+        severity=finding.severity,
+        rule=finding.rule,
+        key=finding.key,
+        text=str(finding.as_error()),
+    )
+
+
+def _from_error(rule: str, error: ZeroTuneError) -> Problem:
+    return Problem(severity="error", rule=rule, key=error.key, text=str(error))
+
+
+def _from_decision(rule: str, decision: Decision) -> Problem:
+    return Problem(severity=decision.severity, rule=rule, key=decision.key, text=str(decision))
+
+
+def _counted(count: int, name: str, plural: str | None = None) -> str:
+    return f"{count} {name if count == 1 else plural or name + 's'}"
+
+
+# -- convert
+
+
+_FORMATS: Final = ("deepspeed", "accelerate", "trainer", "python")
+
+
+def _configure_convert(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("file", metavar="FILE", help=_FILE)
+    parser.add_argument("--to", choices=_FORMATS, required=True, help="format to write")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="file to write, its predecessor kept as OUT.bak; printed when left out",
+    )
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    """Convert; 0 also when the format cannot hold everything, which is said on stderr."""
+    from zerotune.plan import DeepSpeedPlan
+    from zerotune.plan.write import plan_document
+
+    plan = DeepSpeedPlan.load(arguments.file)
+    if arguments.output is None:
+        document = plan_document(plan, arguments.to)
+        _tell_decisions((*plan.decisions, *document.decisions))
+        print_text(document.text)
+        return 0
+    saved = plan.save(arguments.output, format=arguments.to)
+    _tell_decisions((*plan.decisions, *saved.decisions))
+    for path in saved.paths:
+        tell(f"wrote {path}")
+    for backup in saved.backups:
+        tell(f"kept {backup}")
+    return 0
+
+
+def _tell_decisions(decisions: Iterable[Decision]) -> None:
+    for decision in decisions:
+        tell(f"[{decision.severity}] {decision}")
+
+
+# -- explain
+
+
+_ACCELERATORS: Final = ("cuda", "rocm", "mps", "xpu", "cpu")
+_NEED_A_MODEL: Final = ("batch", "resolution", "no_gradient_checkpointing", "chart")
+
+
+def _configure_explain(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("file", metavar="FILE", help="DeepSpeed JSON, or accelerate's YAML")
+    model = parser.add_argument_group("model")
+    model.add_argument("--family", metavar="NAME", help="cost the plan for this model (sdxl)")
+    model.add_argument("--batch", type=_positive, metavar="N", help="samples per rank and pass")
+    model.add_argument("--resolution", type=_positive, metavar="N", help="pixels of a side")
+    model.add_argument(
+        "--no-gradient-checkpointing", action="store_true", help="keep every activation"
+    )
+    machine = parser.add_argument_group("machine", "this one, unless something of it is given")
+    machine.add_argument("--accelerator", choices=_ACCELERATORS, help="what it trains on")
+    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12GiB)")
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64GiB)")
+    machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files (500GB)")
+    _add_workload(parser)
+    _add_output(parser)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    """Explain; 1 when the rules find an error or memory does not suffice, else 0."""
+    from zerotune.plan import DeepSpeedPlan
+
+    plan = DeepSpeedPlan.load(arguments.file)
+    if arguments.family is None:
+        _refuse_unused(arguments, _NEED_A_MODEL, "--family NAME")
+        return _explain_plan(plan, arguments)
+    return _explain_cost(plan, arguments)
+
+
+def _explain_plan(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
+    platform = _described(arguments)
+    summary = plan.summary(world_size=arguments.world_size, platform=platform)
+    if arguments.json:
+        print_json(summary)
+    elif arguments.markdown:
+        print_text(plan.explain_markdown(world_size=arguments.world_size, platform=platform))
+    else:
+        from zerotune.plan.text import plan_page
+
+        print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
+    errors = [finding for finding in summary["findings"] if finding["severity"] == "error"]
+    return 1 if errors else 0
+
+
+def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
+    import attrs
+
+    from zerotune.plan.text import estimate_page, fits, markdown_estimate, resolved_page
+
+    platform = _described(arguments) or _detected()
+    estimate = _estimate(plan, platform, arguments)
+    budget = _budget(platform, estimate, arguments)
+    every = fits(estimate, budget)
+    _draw(estimate, budget, arguments)
+    if arguments.json:
+        print_json(
+            {
+                "resolved": estimate.resolved.summary(),
+                "estimate": estimate.to_dict(),
+                "fits": [{**attrs.asdict(fit), "fits": fit.fits} for fit in every],
+            }
+        )
+    elif arguments.markdown:
+        print_text(estimate.resolved.explain_markdown())
+        print_text("\n" + markdown_estimate(estimate, budget=budget))
+    else:
+        print_page(resolved_page(estimate.resolved))
+        print_text("")
+        print_page(estimate_page(estimate, budget=budget), width=_WIDTH)
+    return 0 if all(fit.fits for fit in every) else 1
+
+
+def _estimate(
+    plan: DeepSpeedPlan, platform: Platform, arguments: argparse.Namespace
+) -> MemoryEstimate:
+    given: dict[str, Any] = {"batch": arguments.batch, "resolution": arguments.resolution}
+    return plan.estimate(
+        arguments.family,
+        platform=platform,
+        world_size=arguments.world_size,
+        ema=arguments.ema,
+        gradient_checkpointing=not arguments.no_gradient_checkpointing,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _described(arguments: argparse.Namespace) -> Platform | None:
+    """The machine the arguments speak of; ``None`` when they do not."""
+    from zerotune.platform import Platform
+
+    vram = _size_argument(arguments.vram, "--vram")
+    ram = _size_argument(arguments.ram, "--ram")
+    if (arguments.accelerator, vram, ram) == (None, None, None):
+        return None
+    given: dict[str, Any] = {"vram": vram, "ram": ram}
+    return Platform.synthetic(
+        arguments.accelerator or "cuda",
+        device_count=arguments.world_size,
+        **{name: size for name, size in given.items() if size is not None},
+    )
+
+
+def _detected() -> Platform:
+    from zerotune.platform import detect_platform
+
+    return detect_platform(log=False)
+
+
+def _budget(
+    platform: Platform, estimate: MemoryEstimate, arguments: argparse.Namespace
+) -> RankBudget:
+    """What one rank may use, as far as it was given or, of this machine, detected."""
+    described = _described(arguments) is not None
+    ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
+    vram = _size_argument(arguments.vram, "--vram") if described else platform.vram
+    ram = _size_argument(arguments.ram, "--ram") if described else platform.host_memory.limit
+    nvme = _size_argument(arguments.nvme, "--nvme")
+    sizes: dict[Any, int | None] = {
+        "device": vram,
+        "host": None if ram is None else ram // ranks,
+        "nvme": None if nvme is None else nvme // ranks,
+    }
+    return {place: size for place, size in sizes.items() if size is not None}
+
+
+# -- advise
+
+
+def _configure_advise(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("--family", metavar="NAME", required=True, help="the model (sdxl)")
+    machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
+    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12GiB)")
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64GiB)")
+    machine.add_argument(
+        "--nvme", metavar="SIZE", default="0", help="disk space for swap files (500GB); none"
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--batch", type=_positive, default=1, metavar="N", help="samples per rank and pass"
+    )
+    training.add_argument(
+        "--resolution",
+        type=_positive,
+        metavar="N",
+        help="pixels of a side; the model's own by default",
+    )
+    training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="AdamW by default")
+    training.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
+    _add_workload(parser)
+    _add_output(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="save the plan; .json or .yaml")
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    """Advise; 0 when something fits, else 1."""
+    from zerotune.errors import NothingFitsError
+    from zerotune.optim.naming import parse_optimizer_name
+    from zerotune.plan import DeepSpeedPlan
+
+    optimizer = parse_optimizer_name(arguments.optimizer, key="--optimizer").canonical
+    machine = _machine(arguments)
+    try:
+        advice = DeepSpeedPlan.advise(
+            arguments.family,
+            **machine,
+            batch=arguments.batch,
+            resolution=arguments.resolution,
+            world_size=arguments.world_size,
+            precision=arguments.precision,
+            ema=arguments.ema,
+            optimizer=optimizer,
+        )
+    except NothingFitsError as error:
+        _report_nothing(error, machine, arguments)
+        return 1
+    _report_advice(advice, arguments)
+    return 0
+
+
+def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The machine to plan for; memory that is not given is this one's, which is said."""
+    vram = _size_argument(arguments.vram, "--vram")
+    ram = _size_argument(arguments.ram, "--ram")
+    nvme = _size_argument(arguments.nvme, "--nvme")
+    if vram is not None and ram is not None:
+        return {"vram": vram, "ram": ram, "nvme": nvme}
+    from zerotune._util.text import format_size
+    from zerotune.platform import detect_platform
+
+    platform = detect_platform(log=False)
+    if ram is None:
+        ram = platform.host_memory.limit
+        tell(f"--ram not given: planning with this machine's {format_size(ram)}")
+    if vram is None and platform.vram is not None:
+        vram = platform.vram
+        tell(f"--vram not given: planning with this machine's {format_size(vram)}")
+    elif vram is None:
+        tell("--vram not given: planning to train on this machine's processor")
+    return {"vram": vram, "ram": ram, "nvme": nvme, "platform": platform}
+
+
+def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
+    from zerotune.plan.text import advice_page, markdown_advice, rank_budget
+
+    budget = advice.budget
+    sizes: Mapping[Place, int] = {
+        "device": budget.device,
+        "host": budget.host,
+        "nvme": budget.nvme,
+    }
+    _draw(advice.estimate, rank_budget(sizes, advice.estimate), arguments)
+    if arguments.json:
+        print_json(advice.to_dict())
+    elif arguments.markdown:
+        print_text(markdown_advice(advice))
+    else:
+        print_page(advice_page(advice), width=_WIDTH)
+    if arguments.output:
+        _save(advice.plan, arguments.output)
+
+
+def _save(plan: DeepSpeedPlan, path: str) -> None:
+    saved = plan.save(path)
+    for decision in saved.decisions:
+        tell(str(decision))
+    kept = "".join(f", what it replaced in {backup}" for backup in saved.backups)
+    tell(f"the plan is in {path}{kept}")
+
+
+def _report_nothing(
+    error: NothingFitsError, machine: Mapping[str, Any], arguments: argparse.Namespace
+) -> None:
+    from zerotune.plan.text import candidate_data, nearest_budget, nearest_page
+
+    nearest = error.nearest
+    budget: Mapping[Place, int] = {
+        "device": machine["vram"] or 0,
+        "host": machine["ram"],
+        "nvme": machine["nvme"],
+    }
+    _draw(nearest.estimate, nearest_budget(nearest, budget=budget), arguments)
+    if arguments.json:
+        print_json({"fits": False, "reason": str(error), "nearest": candidate_data(nearest)})
+    else:
+        print_text(str(error))
+        print_text("")
+        print_page(nearest_page(nearest, budget=budget), width=_WIDTH)
+
+
+_COMMANDS: Final[
+    Mapping[
+        str,
+        tuple[
+            str,
+            Callable[[argparse.ArgumentParser], None],
+            Callable[[argparse.Namespace], int],
+        ],
+    ]
+] = {
+    "check": (
+        "Say what is wrong with a configuration; needs neither torch nor DeepSpeed.",
+        _configure_check,
+        _check,
+    ),
+    "convert": (
+        "Write a configuration in another format, and say what that format cannot hold.",
+        _configure_convert,
+        _convert,
+    ),
+    "explain": (
+        "Show what a plan means and, for a model, what will run and what it needs.",
+        _configure_explain,
+        _explain,
+    ),
+    "advise": (
+        "Find the simplest plan that fits a model into this much memory.",
+        _configure_advise,
+        _advise,
+    ),
+}

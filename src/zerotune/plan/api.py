@@ -406,21 +406,21 @@ class DeepSpeedPlan(PlanFormats):
             world_size: Number of ranks the rules are to think of.
             platform: The machine; rules that need one are skipped without it.
         """
-        from zerotune.plan.text import explain_plan
+        from zerotune.plan.text import plan_page
 
-        return explain_plan(self, world_size=world_size, platform=platform)
+        return plan_page(self, world_size=world_size, platform=platform).text()
 
     def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """The same as ``explain``, as Markdown tables."""
-        from zerotune.plan.text import plan_markdown
+        from zerotune.plan.text import plan_page
 
-        return plan_markdown(self, world_size=world_size, platform=platform)
+        return plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
         """The same as ``explain``, as plain data that JSON can hold."""
-        from zerotune.plan.text import summarise_plan
+        from zerotune.plan.text import plan_data
 
-        return summarise_plan(self, world_size=world_size, platform=platform)
+        return plan_data(self, world_size=world_size, platform=platform)
 
     def diff(self, other: DeepSpeedPlan) -> PlanDifference:
         """What ``other`` says otherwise; false when the plans are equal.
@@ -722,9 +722,9 @@ class ResolvedPlan:
 
     def explain(self) -> str:
         """What will run and why, as text."""
-        from zerotune.plan.text import explain_resolved
+        from zerotune.plan.text import resolved_page
 
-        return explain_resolved(self)
+        return resolved_page(self).text()
 
     def explain_markdown(self) -> str:
         """What will run, why, and what the rules have to say about it, as Markdown tables."""
@@ -734,9 +734,9 @@ class ResolvedPlan:
 
     def summary(self) -> dict[str, Any]:
         """What will run, as plain data."""
-        from zerotune.plan.text import summarise
+        from zerotune.plan.text import resolved_data
 
-        return summarise(self)
+        return resolved_data(self)
 
     def diff(self, other: ResolvedPlan) -> PlanDifference:
         """What runs otherwise in ``other``; false when the same would be trained.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import attrs
 
-from zerotune.errors import InvalidValueError
+from zerotune._util.table import Code, Column, Line, Page, Table
+from zerotune.errors import UNSET, InvalidValueError
 from zerotune.plan.model import join
 from zerotune.plan.resolve import written
-from zerotune.plan.text import Code, cell, table
 
 if TYPE_CHECKING:
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
@@ -23,6 +23,7 @@ KINDS: Final[tuple[ChangeKind, ...]] = get_args(ChangeKind)
 
 _LONGEST: Final = 100
 _SIGNS: Final[Mapping[ChangeKind, str]] = {"added": "+", "removed": "-", "changed": "~"}
+_STYLES: Final[Mapping[ChangeKind, str]] = {"added": "good", "removed": "bad", "changed": "pending"}
 
 
 @attrs.frozen(kw_only=True)
@@ -62,31 +63,43 @@ class PlanDifference:
 
     def explain(self) -> str:
         """The differences as text, one line each: ``+`` added, ``-`` removed, ``~`` changed."""
-        return "\n".join([self._title, *(f"  {change}" for change in self.changes)])
+        return self.page().text()
 
     def markdown(self) -> str:
         """The differences as a Markdown table."""
-        rows = [
-            (
-                Code(change.key),
-                change.kind,
-                Code("" if change.kind == "added" else _short(change.before)),
-                Code("" if change.kind == "removed" else _short(change.after)),
-            )
-            for change in self.changes
-        ]
-        parts = [f"# {cell(self._title)}"]
-        if rows:
-            parts.append(table(("setting", "", "before", "after"), rows))
-        return "\n\n".join(parts) + "\n"
+        return self.page().markdown()
+
+    def page(self) -> Page:
+        """The differences, for a terminal."""
+        return Page(title=self._title, blocks=(self._table,))
 
     def to_dict(self) -> dict[str, Any]:
         """The differences as plain data that JSON can hold."""
-        return {
-            "before": self.before,
-            "after": self.after,
-            "changes": [_change_data(change) for change in self.changes],
-        }
+        return {"before": self.before, "after": self.after, "changes": self._table.data()}
+
+    @property
+    def _table(self) -> Table:
+        return Table(
+            columns=(
+                Column(name="key", head="setting", show=Code),
+                Column(name="kind"),
+                Column(name="before", head="before", show=_cell),
+                Column(name="after", head="after", show=_cell),
+            ),
+            # Without the side that is not there: null is a value in a configuration.
+            rows=tuple(
+                (
+                    change.key,
+                    change.kind,
+                    UNSET if change.kind == "added" else _plain(change.before),
+                    UNSET if change.kind == "removed" else _plain(change.after),
+                )
+                for change in self.changes
+            ),
+            sentences=tuple(
+                Line(str(change), indent=2, style=_STYLES[change.kind]) for change in self.changes
+            ),
+        )
 
     @property
     def _title(self) -> str:
@@ -188,18 +201,12 @@ def _leaves(value: Any, key: str, kind: ChangeKind) -> Iterator[Change]:
         yield Change(key=key, kind=kind, before=value)
 
 
-def _change_data(change: Change) -> dict[str, Any]:
-    data: dict[str, Any] = {"key": change.key, "kind": change.kind}
-    # Without the side that is not there: null is a value in a configuration.
-    if change.kind != "added":
-        data["before"] = _plain(change.before)
-    if change.kind != "removed":
-        data["after"] = _plain(change.after)
-    return data
-
-
 def _plain(value: Any) -> Any:
     return json.loads(_text(value))
+
+
+def _cell(value: Any) -> Code:
+    return Code("" if value is UNSET else _short(value))
 
 
 def _short(value: Any) -> str:

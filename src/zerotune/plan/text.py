@@ -1,16 +1,24 @@
-"""Markdown tables that stay tables whatever their cells hold."""
+"""What plans, estimates and advice say: pages of tables, which become text, Markdown and data."""
 
 from __future__ import annotations
 
-import json
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from zerotune._util.table import (
+    Block,
+    Code,
+    Column,
+    Line,
+    Page,
+    Table,
+    json_code,
+    markdown_cell,
+    plain_value,
+)
 from zerotune._util.text import common_unit, format_size
-from zerotune.decisions import Decision, render_decisions
 from zerotune.errors import UNSET
 from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
 from zerotune.plan.fill import DEEPSPEED_DEFAULT
@@ -26,53 +34,19 @@ from zerotune.plan.memory.model import (
 from zerotune.plan.rules import RuleContext, check_plan
 
 if TYPE_CHECKING:
+    from zerotune.decisions import Decision
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.plan.rules import Finding
     from zerotune.platform import Platform
 
 
-_MARKUP: Final = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", **{mark: f"\\{mark}" for mark in "\\|*[]`"}}
-)
+# -- Plans.
 
 
-class Code(str):
-    """A cell to be shown as code."""
-
-    __slots__ = ()
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: str = "") -> str:
-    """A Markdown table.
-
-    Args:
-        header: Names of the columns.
-        rows: As many cells each as ``header`` has; ``Code`` cells are shown as code.
-        numbers: One letter a column: ``"r"`` aligns it to the right (``"lrr"``).
-    """
-    sides = numbers.ljust(len(header), "l")
-    rule = ["---:" if side == "r" else "---" for side in sides]
-    lines = [[cell(text) for text in header], rule, *([cell(text) for text in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cell(text: str) -> str:
-    """``text`` on one line, nothing in it markup."""
-    plain = " ".join(text.split())
-    if not isinstance(text, Code) or not plain:
-        return plain.translate(_MARKUP)
-    # A backtick span can hold neither a pipe nor a backtick inside a table.
-    if any(mark in plain for mark in "|`\\"):
-        return f"<code>{plain.translate(_MARKUP)}</code>"
-    return f"`{plain}`"
-
-
-# -- Plans in words.
-
-
-Row = tuple[str, str]
+Setting = tuple[str, str]
 """A label and a value, both in words."""
 
+_LABEL: Final = 15
 _PARTITIONED = {
     0: "nothing is partitioned; every rank holds everything",
     1: "optimizer states and master weights are partitioned over the ranks",
@@ -88,32 +62,144 @@ _PLACES = {
 }
 
 
-def explain_plan(
+def plan_page(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
-) -> str:
-    """What a plan asks for, and what the rules have to say about it, as text."""
-    return "\n".join(
-        [
-            f"Plan from {plan.source}",
-            *_row_lines(plan_rows(plan)),
-            *_decision_lines(plan.decisions),
-            *_finding_lines(plan.check(world_size=world_size, platform=platform)),
-        ]
+) -> Page:
+    """What a plan asks for, what reading it changed, and what the rules find."""
+    findings = check_plan(plan, RuleContext(world_size=world_size, platform=platform))
+    return _page(f"Plan from {plan.source}", _plan_settings(plan), plan.decisions, findings)
+
+
+def resolved_page(resolved: ResolvedPlan) -> Page:
+    """What will run, and every decision with its reason."""
+    title = f"Resolved plan from {resolved.requested.source}"
+    return _page(title, _resolved_settings(resolved), resolved.decisions)
+
+
+def resolved_markdown(resolved: ResolvedPlan) -> str:
+    """What ``resolved_page`` says, and what the rules find besides, as Markdown."""
+    context = RuleContext(
+        world_size=resolved.world_size,
+        platform=resolved.platform,
+        model=resolved.model,
+        run=resolved.run,
+        uses_deepspeed=resolved.uses_deepspeed,
+    )
+    findings = check_plan(resolved.requested, context)
+    page = resolved_page(resolved)
+    # Errors cannot be here, and warnings are decisions already.
+    notes = findings_table(finding for finding in findings if finding.severity == "note")
+    return attrs.evolve(page, blocks=(*page.blocks, notes)).markdown()
+
+
+def _page(
+    title: str,
+    settings: list[Setting],
+    decisions: Iterable[Decision],
+    findings: Iterable[Finding] = (),
+) -> Page:
+    told, defaults = told_and_defaults(decisions)
+    return Page(
+        title=title,
+        blocks=(
+            _settings_table(settings),
+            decisions_table(told),
+            _defaults_table(defaults),
+            findings_table(findings),
+        ),
     )
 
 
-def explain_resolved(resolved: ResolvedPlan) -> str:
-    """What will run, and why, as text."""
-    return "\n".join(
-        [
-            f"Resolved plan from {resolved.requested.source}",
-            *_row_lines(resolved_rows(resolved)),
-            *_decision_lines(resolved.decisions),
-        ]
+def _settings_table(settings: list[Setting]) -> Table:
+    return Table(
+        columns=(Column(name="setting", head="setting"), Column(name="value", head="value")),
+        rows=tuple(settings),
+        sentences=tuple(
+            Line(f"{label:<{_LABEL}} {value}", indent=2, hang=_LABEL + 1)
+            for label, value in settings
+        ),
     )
 
 
-def plan_rows(plan: DeepSpeedPlan) -> list[Row]:
+def decisions_table(decisions: Iterable[Decision]) -> Table:
+    """Automatic choices, each with its reason."""
+    every = tuple(decisions)
+    return Table(
+        title="Decisions",
+        above="decisions:",
+        columns=(
+            Column(name="severity"),
+            Column(name="key", head="setting", show=Code),
+            Column(name="before", head="from", show=json_code),
+            Column(name="after", head="to", show=json_code),
+            Column(name="reason", head="why"),
+        ),
+        rows=tuple((one.severity, one.key, one.before, one.after, one.reason) for one in every),
+        sentences=tuple(
+            Line(str(one), indent=2, mark=f"[{one.severity}]", style=one.severity) for one in every
+        ),
+    )
+
+
+def _defaults_table(defaults: list[Decision]) -> Table:
+    keys = ", ".join(f"{one.key} = {one.after}" for one in defaults)
+    return Table(
+        title="DeepSpeed's defaults, written because defaults move",
+        above="written as DeepSpeed 0.19.8 has them by default, because defaults move:",
+        columns=(
+            Column(name="key", head="setting", show=Code),
+            Column(name="after", head="value", show=json_code),
+        ),
+        rows=tuple((one.key, one.after) for one in defaults),
+        sentences=(Line(keys, indent=2, hang=0, width=96),) if defaults else (),
+    )
+
+
+def findings_table(findings: Iterable[Finding]) -> Table:
+    """What the rules find, each with its reason and what to write instead."""
+    every = tuple(findings)
+    return Table(
+        title="Findings",
+        above="findings:",
+        columns=(
+            Column(name="severity"),
+            Column(name="rule", head="rule"),
+            Column(name="key", head="setting", show=Code),
+            Column(name="value", head="value", show=json_code),
+            Column(name="reason", head="why"),
+            Column(name="fix", head="fix"),
+        ),
+        rows=tuple(
+            (one.severity, one.rule, one.key, _given(one.value), one.reason, one.fix)
+            for one in every
+        ),
+        sentences=tuple(
+            Line(
+                f"{one.rule}: {one.as_error()}",
+                indent=2,
+                mark=f"[{one.severity}]",
+                style=one.severity,
+            )
+            for one in every
+        ),
+    )
+
+
+def _given(value: Any) -> Any:
+    return None if value is UNSET else value
+
+
+def told_and_defaults(
+    decisions: Iterable[Decision],
+) -> tuple[list[Decision], list[Decision]]:
+    """Decisions worth telling, warnings first, and those that write DeepSpeed's own defaults."""
+    everything = list(decisions)
+    told = [decision for decision in everything if decision.reason != DEEPSPEED_DEFAULT]
+    defaults = [decision for decision in everything if decision.reason == DEEPSPEED_DEFAULT]
+    return sorted(told, key=lambda decision: decision.severity != "warning"), defaults
+
+
+def _plan_settings(plan: DeepSpeedPlan) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
     batch = (
         _show(plan.train_batch_size),
@@ -132,7 +218,7 @@ def plan_rows(plan: DeepSpeedPlan) -> list[Row]:
     ]
 
 
-def resolved_rows(resolved: ResolvedPlan) -> list[Row]:
+def _resolved_settings(resolved: ResolvedPlan) -> list[Setting]:
     """What will run, as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
@@ -175,11 +261,11 @@ def describe(resolved: ResolvedPlan) -> str:
     return ", ".join([*parts, resolved.precision, _ranks(resolved.world_size)])
 
 
-def summarise_plan(
+def plan_data(
     plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> dict[str, Any]:
     """What a plan asks for, as plain data that JSON can hold."""
-    findings = plan.check(world_size=world_size, platform=platform)
+    findings = check_plan(plan, RuleContext(world_size=world_size, platform=platform))
     return {
         "source": plan.source,
         "stage": plan.stage,
@@ -192,12 +278,12 @@ def summarise_plan(
         "gradient_clipping": plan.gradient_clipping,
         "optimizer": _written(plan.optimizer),
         "scheduler": _written(plan.scheduler),
-        "decisions": [decision_data(decision) for decision in plan.decisions],
-        "findings": [finding_data(finding) for finding in findings],
+        "decisions": decisions_table(plan.decisions).data(),
+        "findings": findings_table(findings).data(),
     }
 
 
-def summarise(resolved: ResolvedPlan) -> dict[str, Any]:
+def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
     """What will run, as plain data that JSON can hold."""
     return {
         "uses_deepspeed": resolved.uses_deepspeed,
@@ -213,70 +299,8 @@ def summarise(resolved: ResolvedPlan) -> dict[str, Any]:
         "gradient_clipping": resolved.gradient_clipping,
         "optimizer": _choice(resolved.optimizer),
         "scheduler": _choice(resolved.scheduler),
-        "decisions": [decision_data(decision) for decision in resolved.decisions],
+        "decisions": decisions_table(resolved.decisions).data(),
     }
-
-
-def decision_data(decision: Decision) -> dict[str, Any]:
-    """A decision as plain data."""
-    return {
-        "key": decision.key,
-        "before": _plain(decision.before),
-        "after": _plain(decision.after),
-        "reason": decision.reason,
-        "severity": decision.severity,
-    }
-
-
-def finding_data(finding: Finding) -> dict[str, Any]:
-    """A finding of the rules as plain data."""
-    return {
-        "rule": finding.rule,
-        "severity": finding.severity,
-        "key": finding.key,
-        "value": None if finding.value is UNSET else _plain(finding.value),
-        "reason": finding.reason,
-        "fix": finding.fix,
-    }
-
-
-def told_and_defaults(
-    decisions: Iterable[Decision],
-) -> tuple[list[Decision], list[Decision]]:
-    """Decisions worth telling, warnings first, and those that write DeepSpeed's own defaults."""
-    everything = list(decisions)
-    told = [decision for decision in everything if decision.reason != DEEPSPEED_DEFAULT]
-    defaults = [decision for decision in everything if decision.reason == DEEPSPEED_DEFAULT]
-    return sorted(told, key=lambda decision: decision.severity != "warning"), defaults
-
-
-def _row_lines(rows: Iterable[Row]) -> list[str]:
-    return [f"  {label:<15} {value}" for label, value in rows]
-
-
-def _finding_lines(findings: Iterable[Finding]) -> list[str]:
-    lines = [f"  {finding}" for finding in findings]
-    return ["findings:", *lines] if lines else []
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return repr(value)
-
-
-def _decision_lines(decisions: Iterable[Decision]) -> list[str]:
-    told, defaults = told_and_defaults(decisions)
-    lines = ["decisions:", render_decisions(told)] if told else []
-    if defaults:
-        keys = ", ".join(f"{decision.key} = {decision.after}" for decision in defaults)
-        lines.append("written as DeepSpeed 0.19.8 has them by default, because defaults move:")
-        lines.extend(textwrap.wrap(keys, 96, initial_indent="  ", subsequent_indent="  "))
-    return lines
 
 
 def _batch(train: Any, micro: Any, accumulation: Any, world: str) -> str:
@@ -324,104 +348,16 @@ def _scheduler(resolved: ResolvedPlan) -> str:
 def _written(section: Any) -> dict[str, Any] | None:
     if section is None:
         return None
-    return {"name": section.type, "params": _plain(section.params or {})}
+    return {"name": section.type, "params": plain_value(section.params or {})}
 
 
 def _choice(choice: Any) -> dict[str, Any] | None:
     if choice is None:
         return None
-    return {"name": choice.name, "params": _plain(choice.params)}
+    return {"name": choice.name, "params": plain_value(choice.params)}
 
 
-# -- Plans in Markdown, for issues, reports and documentation.
-
-
-def plan_markdown(
-    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
-) -> str:
-    """What a plan asks for, what reading changed and what the rules find, as Markdown."""
-    findings = plan.check(world_size=world_size, platform=platform)
-    return _document(f"Plan from {plan.source}", plan_rows(plan), plan.decisions, findings)
-
-
-def resolved_markdown(resolved: ResolvedPlan) -> str:
-    """What will run, every decision with its reason, and what the rules find, as Markdown."""
-    context = RuleContext(
-        world_size=resolved.world_size,
-        platform=resolved.platform,
-        model=resolved.model,
-        run=resolved.run,
-        uses_deepspeed=resolved.uses_deepspeed,
-    )
-    findings = check_plan(resolved.requested, context)
-    return _document(
-        f"Resolved plan from {resolved.requested.source}",
-        resolved_rows(resolved),
-        resolved.decisions,
-        # Errors cannot be here, and warnings are decisions already.
-        [finding for finding in findings if finding.severity == "note"],
-    )
-
-
-def value_text(value: Any) -> str:
-    """A value of a configuration as JSON spells it; nothing where there is none."""
-    if value is None or value is UNSET:
-        return ""
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return repr(value)
-
-
-def _document(
-    title: str,
-    rows: Iterable[Row],
-    decisions: Iterable[Decision],
-    findings: Iterable[Finding],
-) -> str:
-    parts = [f"# {cell(title)}", table(("setting", "value"), rows)]
-    told, defaults = told_and_defaults(decisions)
-    if told:
-        rows_told = [_decision_row(one) for one in told]
-        parts += ["## Decisions", table(("", "setting", "from", "to", "why"), rows_told)]
-    if defaults:
-        parts += [
-            "## DeepSpeed's defaults, written because defaults move",
-            table(("setting", "value"), [_default_row(one) for one in defaults]),
-        ]
-    found = [_finding_row(finding) for finding in findings]
-    if found:
-        header = ("", "rule", "setting", "value", "why", "fix")
-        parts += ["## Findings", table(header, found)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _decision_row(decision: Decision) -> tuple[str, ...]:
-    return (
-        decision.severity,
-        Code(decision.key),
-        Code(value_text(decision.before)),
-        Code(value_text(decision.after)),
-        decision.reason,
-    )
-
-
-def _default_row(decision: Decision) -> tuple[str, ...]:
-    return Code(decision.key), Code(value_text(decision.after))
-
-
-def _finding_row(finding: Finding) -> tuple[str, ...]:
-    return (
-        finding.severity,
-        finding.rule,
-        Code(finding.key),
-        Code(value_text(finding.value)),
-        finding.reason,
-        finding.fix,
-    )
-
-
-# -- Memory as bars of letters, for terminals and logs.
+# -- Memory against a budget, and as bars of letters for terminals and logs.
 
 
 _FREE: Final = "."
@@ -501,6 +437,21 @@ def memory_bars(
     return "\n".join(lines)
 
 
+@attrs.frozen(kw_only=True)
+class MemoryBars:
+    """Bars as a part of a page, as wide as the page is."""
+
+    estimate: MemoryEstimate
+    budget: RankBudget | None = None
+
+    def lines(self, width: int | None) -> Iterator[Line]:
+        """One line per place."""
+        drawn = memory_bars(self.estimate, budget=self.budget, width=width or _WIDTH)
+        every = fits(self.estimate, self.budget)
+        for fit, bar in zip(every, drawn.splitlines(), strict=True):
+            yield Line(bar, style="" if fit.fits else "error")
+
+
 def component_letters(estimate: MemoryEstimate) -> dict[str, str]:
     """One letter for each component, an initial where possible, largest component first."""
     letters: dict[str, str] = {}
@@ -539,7 +490,7 @@ def _bar(held: Sequence[tuple[str, int]], fit: Fit, full: int, columns: int) -> 
     return f"{bar[:limit]}{_LIMIT}{bar[limit + 1 :]}"
 
 
-# -- Memory estimates as data, text and Markdown.
+# -- Memory estimates in words, as Markdown and as data.
 
 
 _WIDTH: Final = 100
@@ -593,28 +544,26 @@ def explain_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = No
         estimate: What is needed.
         budget: Bytes per rank there are at each place; the bars are scaled to it.
     """
-    lines = [
-        *_wrapped(f"Memory per rank: {describe(estimate.resolved)}", indent="  "),
-        *_wrapped(f"  {subject(estimate)}", indent="  "),
-        "",
-        memory_bars(estimate, budget=budget, width=_WIDTH),
+    return estimate_page(estimate, budget=budget).text(_WIDTH)
+
+
+def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
+    """What ``explain_estimate`` says, for a page of any width."""
+    blocks: list[Block] = [
+        Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
+        Line(subject(estimate), indent=2, hang=0),
+        Line(""),
+        MemoryBars(estimate=estimate, budget=budget),
     ]
     for place in PLACES:
         if any(item.place == place for item in estimate.items):
-            lines.extend(["", *_place_lines(estimate, place)])
-    lines.extend(_traffic_lines(estimate))
-    lines.extend(line for note in estimate.notes for line in _wrapped(f"note: {note}", indent="  "))
-    return "\n".join(lines)
-
-
-def _traffic_lines(estimate: MemoryEstimate) -> list[str]:
+            blocks += [Line(""), *_place_blocks(estimate, place)]
     traffic = estimate.swap_traffic
-    if not traffic.written:
-        return []
-    read, written = format_size(traffic.read), format_size(traffic.written)
-    return _wrapped(
-        f"  each optimizer step reads {read} from swap files and writes {written}", indent="  "
-    )
+    if traffic.written:
+        read, written = format_size(traffic.read), format_size(traffic.written)
+        told = f"each optimizer step reads {read} from swap files and writes {written}"
+        blocks.append(Line(told, indent=2, hang=0))
+    return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in estimate.notes)))
 
 
 def markdown_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> str:
@@ -624,29 +573,63 @@ def markdown_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = N
         estimate: What is needed.
         budget: Bytes per rank there are at each place.
     """
-    unit, size = estimate_unit(estimate)
-    places = [
-        (
-            PLACE_NAMES[fit.place],
-            f"{fit.needed / size:.2f}",
-            "" if fit.available is None else f"{fit.available / size:.2f}",
-            "" if fit.available is None else f"{(fit.available - fit.needed) / size:.2f}",
-            estimate.peak(fit.place).phase,
-        )
-        for fit in fits(estimate, budget)
-    ]
-    header = ("place", f"peak, {unit}", f"budget, {unit}", f"left, {unit}", "when")
     parts = [
         f"## Memory per rank: {describe(estimate.resolved)}",
         f"For {subject(estimate)}.",
-        table(header, places, numbers="lrrrl"),
-        table(
-            ("place", "component", f"size, {unit}", "held", "note"),
-            [_component_row(item, size) for place in PLACES for item in _all_at(estimate, place)],
-            numbers="llrll",
-        ),
+        _places_table(estimate, budget).markdown(),
+        _components_table(estimate).markdown(),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _places_table(estimate: MemoryEstimate, budget: RankBudget | None) -> Table:
+    unit, size = estimate_unit(estimate)
+
+    def shown(nbytes: int | None) -> str:
+        return "" if nbytes is None else f"{nbytes / size:.2f}"
+
+    return Table(
+        columns=(
+            Column(name="place", head="place", show=PLACE_NAMES.__getitem__),
+            Column(name="peak", head=f"peak, {unit}", show=shown, right=True),
+            Column(name="budget", head=f"budget, {unit}", show=shown, right=True),
+            Column(name="left", head=f"left, {unit}", show=shown, right=True),
+            Column(name="phase", head="when"),
+        ),
+        rows=tuple(
+            (
+                fit.place,
+                fit.needed,
+                fit.available,
+                None if fit.available is None else fit.available - fit.needed,
+                estimate.peak(fit.place).phase,
+            )
+            for fit in fits(estimate, budget)
+        ),
+    )
+
+
+def _components_table(estimate: MemoryEstimate) -> Table:
+    unit, size = estimate_unit(estimate)
+    return Table(
+        columns=(
+            Column(name="place", head="place", show=PLACE_NAMES.__getitem__),
+            Column(name="component", head="component"),
+            Column(name="nbytes", head=f"size, {unit}", show=_in(size), right=True),
+            Column(name="phases", head="held", show=_held),
+            Column(name="note", head="note"),
+        ),
+        rows=tuple(
+            (place, item.component, item.nbytes, item.phases, _remarks(item))
+            for place in PLACES
+            for item in _all_at(estimate, place)
+        ),
+    )
+
+
+def _held(phases: frozenset[Phase]) -> str:
+    held = [phase for phase in PHASES if phase in phases]
+    return "always" if len(held) == len(PHASES) else ", ".join(held)
 
 
 def subject(estimate: MemoryEstimate) -> str:
@@ -712,36 +695,47 @@ def _all_at(estimate: MemoryEstimate, place: Place) -> list[MemoryItem]:
     return sorted(items, key=lambda item: -item.nbytes)
 
 
-def _place_lines(estimate: MemoryEstimate, place: Place) -> Iterator[str]:
+def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
     unit, size = estimate_unit(estimate)
     peak = estimate.peak(place)
-    letters = component_letters(estimate)
-    name = PLACE_NAMES[place]
-    yield f"{name}: {peak.nbytes / size:.2f} {unit} {peak_words(estimate, place)}"
-    for item in peak.items:
-        yield from _item_lines(letters[item.component], item, size, _remarks(item))
-    others = [item for item in _all_at(estimate, place) if peak.phase not in item.phases]
-    for item in others:
-        yield from _item_lines(
-            " ", item, size, f"only {_when(item)}; {_remarks(item)}".rstrip("; ")
-        )
-    totals = _totals(estimate, place)
-    if len(set(totals.values())) == 1:
-        return
-    by_phase = ", ".join(f"{phase} {nbytes / size:.2f}" for phase, nbytes in totals.items())
-    yield from _wrapped(f"    by phase, {unit}: {by_phase}", indent="      ")
-
-
-def _item_lines(letter: str, item: MemoryItem, size: int, remarks: str) -> list[str]:
-    start = f"  {letter} {item.nbytes / size:>9.2f}  {item.component:<18} "
-    return _wrapped(start + remarks, indent=" " * len(start))
-
-
-def _wrapped(line: str, *, indent: str) -> list[str]:
-    # Blanks inside a line are columns; only what does not fit is broken.
-    return textwrap.wrap(
-        line, _WIDTH, subsequent_indent=indent, drop_whitespace=True, replace_whitespace=False
+    yield Line(
+        f"{PLACE_NAMES[place]}: {peak.nbytes / size:.2f} {unit} {peak_words(estimate, place)}",
+        style="title",
     )
+    yield _items_table(estimate, place)
+    totals = _totals(estimate, place)
+    if len(set(totals.values())) > 1:
+        by_phase = ", ".join(f"{phase} {nbytes / size:.2f}" for phase, nbytes in totals.items())
+        yield Line(f"by phase, {unit}: {by_phase}", indent=4)
+
+
+def _items_table(estimate: MemoryEstimate, place: Place) -> Table:
+    """What a place holds at its peak, with the letters of the bar, then what it holds else."""
+    _, size = estimate_unit(estimate)
+    letters = component_letters(estimate)
+    peak = estimate.peak(place)
+    rows = [
+        (letters[item.component], item.nbytes, item.component, _remarks(item))
+        for item in peak.items
+    ]
+    rows += [
+        (" ", item.nbytes, item.component, f"only {_when(item)}; {_remarks(item)}".rstrip("; "))
+        for item in _all_at(estimate, place)
+        if peak.phase not in item.phases
+    ]
+    return Table(
+        columns=(
+            Column(name="letter", width=1),
+            Column(name="nbytes", width=9, gap=1, right=True, show=_in(size)),
+            Column(name="component", width=18),
+            Column(name="remarks", gap=1),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _in(size: int) -> Callable[[int], str]:
+    return lambda nbytes: f"{nbytes / size:.2f}"
 
 
 def _remarks(item: MemoryItem) -> str:
@@ -753,24 +747,13 @@ def _when(item: MemoryItem) -> str:
     return " and ".join(held) or "never"
 
 
-def _component_row(item: MemoryItem, size: int) -> tuple[str, ...]:
-    held = [phase for phase in PHASES if phase in item.phases]
-    return (
-        PLACE_NAMES[item.place],
-        item.component,
-        f"{item.nbytes / size:.2f}",
-        "always" if len(held) == len(PHASES) else ", ".join(held),
-        _remarks(item),
-    )
-
-
-# -- Advice as data, text and Markdown.
+# -- Advice in words, as Markdown and as data.
 
 
 Sizes = Mapping[Place, int]
 """Bytes of each kind of memory."""
 
-_REPORT_WIDTH: Final = 100
+_WIDTH: Final = 100
 _REASON: Final = 12
 _GIB: Final = 1024**3
 
@@ -804,62 +787,66 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
     }
 
 
+def advice_page(advice: Advice) -> Page:
+    """What was chosen and why, what is left, and the other candidates."""
+    sizes = _places(advice.budget)
+    return Page(
+        blocks=(
+            Line(f"Advice for {_budget_words(advice.budget)}", style="title"),
+            Line(subject(advice.estimate), indent=2),
+            Line(""),
+            Line(describe(advice.resolved), mark="Chosen:", style="good"),
+            Line(advice.chosen.reason, indent=2),
+            Line(f"headroom: {_sizes(_headroom(advice))}", indent=2),
+            Line(""),
+            MemoryBars(estimate=advice.estimate, budget=rank_budget(sizes, advice.estimate)),
+            Line(""),
+            _candidates_table(advice),
+        )
+    )
+
+
 def explain_advice(advice: Advice) -> str:
     """The advice as text: what was chosen and why, what is left, and the other candidates."""
-    lines = [
-        *_reporting_wrapped(f"Advice for {_budget_words(advice.budget)}"),
-        *_reporting_wrapped(subject(advice.estimate), indent=2),
-        "",
-        *_reporting_wrapped(f"Chosen: {describe(advice.resolved)}"),
-        *_reporting_wrapped(advice.chosen.reason, indent=2),
-        *_reporting_wrapped(f"headroom: {_sizes(_headroom(advice))}", indent=2),
-        "",
-        memory_bars(advice.estimate, budget=rank_budget(_places(advice.budget), advice.estimate)),
-        "",
-        *_candidate_lines(advice),
-    ]
-    return "\n".join(lines)
+    return advice_page(advice).text(_WIDTH)
 
 
 def markdown_advice(advice: Advice) -> str:
     """The advice as Markdown: what was chosen, and a table of the candidates."""
-    rows = [
-        (
-            _state(one, one is advice.chosen),
-            _title(one),
-            *[f"{size / _GIB:.2f}" for size in _places(one.estimate).values()],
-            _sizes(_missing(one)),
-            one.reason,
-        )
-        for one in advice.candidates
-    ]
-    header = ("", "plan", "device, GiB", "host, GiB", "NVMe, GiB", "missing", "why")
     parts = [
-        f"# Advice for {cell(_budget_words(advice.budget))}",
-        f"For {cell(subject(advice.estimate))}.",
-        f"**Chosen:** {cell(describe(advice.resolved))}.",
-        f"Why: {cell(advice.chosen.reason).rstrip('.')}.",
-        f"Headroom: {cell(_sizes(_headroom(advice)))}.",
-        table(header, rows, numbers="llrrrll"),
+        f"# Advice for {markdown_cell(_budget_words(advice.budget))}",
+        f"For {markdown_cell(subject(advice.estimate))}.",
+        f"**Chosen:** {markdown_cell(describe(advice.resolved))}.",
+        f"Why: {markdown_cell(advice.chosen.reason).rstrip('.')}.",
+        f"Headroom: {markdown_cell(_sizes(_headroom(advice)))}.",
+        _candidates_table(advice).markdown(),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def explain_nearest(candidate: Candidate, *, budget: Sizes) -> str:
-    """What comes nearest when nothing fits, and what it lacks, as text.
+def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
+    """What comes nearest when nothing fits, and what it lacks.
 
     Args:
         candidate: What ``NothingFitsError.nearest`` holds.
         budget: Bytes there are of each kind of memory, those of the host for all ranks.
     """
-    lines = [
-        *_reporting_wrapped(f"Nearest: {_title(candidate)}"),
-        *_reporting_wrapped(f"missing: {_sizes(_missing(candidate))}", indent=2),
-        *_reporting_wrapped(candidate.reason, indent=2),
-        "",
-        memory_bars(candidate.estimate, budget=nearest_budget(candidate, budget=budget)),
-    ]
-    return "\n".join(lines)
+    return Page(
+        blocks=(
+            Line(_title(candidate), mark="Nearest:", style="warning"),
+            Line(f"missing: {_sizes(_missing(candidate))}", indent=2),
+            Line(candidate.reason, indent=2),
+            Line(""),
+            MemoryBars(
+                estimate=candidate.estimate, budget=nearest_budget(candidate, budget=budget)
+            ),
+        )
+    )
+
+
+def explain_nearest(candidate: Candidate, *, budget: Sizes) -> str:
+    """What ``nearest_page`` says, as text."""
+    return nearest_page(candidate, budget=budget).text(_WIDTH)
 
 
 def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
@@ -886,19 +873,55 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     return {place: size if place == "device" else size // ranks for place, size in budget.items()}
 
 
-def _candidate_lines(advice: Advice) -> list[str]:
-    lines = [
-        "Candidates, in order of preference; GiB per rank:",
-        f"  {'':<8}{'device':>9}{'host':>9}{'NVMe':>9}  plan",
+def _candidates_table(advice: Advice) -> Table:
+    """Every candidate with its needs; in text, what it lacks and why stand below."""
+
+    def shown(nbytes: int) -> str:
+        return f"{nbytes / _GIB:.2f}"
+
+    states = [_state(one, one is advice.chosen) for one in advice.candidates]
+    sizes = [
+        Column(name=place, head=f"{PLACE_NAMES[place]}, GiB", show=shown, right=True)
+        for place in PLACES
     ]
-    for one in advice.candidates:
-        sizes = "".join(f"{size / _GIB:>9.2f}" for size in _places(one.estimate).values())
-        start = f"  {_state(one, one is advice.chosen):<8}{sizes}  "
-        missing = _sizes(_missing(one))
-        told = [f"missing {missing}"] if missing else []
-        lines += _reporting_wrapped(start + _title(one), hang=len(start))
-        lines += _reporting_wrapped("; ".join([*told, one.reason]), indent=_REASON, hang=0)
-    return lines
+    return Table(
+        above="Candidates, in order of preference; GiB per rank:",
+        columns=(
+            Column(name="state"),
+            Column(name="plan", head="plan"),
+            *sizes,
+            Column(name="missing", head="missing"),
+            Column(name="reason", head="why"),
+        ),
+        rows=tuple(
+            (
+                state,
+                _title(one),
+                *_places(one.estimate).values(),
+                _sizes(_missing(one)),
+                one.reason,
+            )
+            for state, one in zip(states, advice.candidates, strict=True)
+        ),
+        sentences=(
+            Line(f"{'':<8}{'device':>9}{'host':>9}{'NVMe':>9}  plan", indent=2, style="faint"),
+            *(
+                line
+                for state, one in zip(states, advice.candidates, strict=True)
+                for line in _candidate_lines(state, one)
+            ),
+        ),
+    )
+
+
+def _candidate_lines(state: str, candidate: Candidate) -> Iterator[Line]:
+    sizes = "".join(f"{size / _GIB:>9.2f}" for size in _places(candidate.estimate).values())
+    start = f"{state:<8}{sizes}  "
+    style = {"chosen": "passed", "fits": "good"}.get(state, "")
+    yield Line(start + _title(candidate), indent=2, hang=len(start), style=style)
+    missing = _sizes(_missing(candidate))
+    told = [f"missing {missing}"] if missing else []
+    yield Line("; ".join([*told, candidate.reason]), indent=_REASON, hang=0)
 
 
 def _state(candidate: Candidate, chosen: bool) -> str:
@@ -940,13 +963,3 @@ def _missing(candidate: Candidate) -> list[tuple[Place, int]]:
 
 def _sizes(sizes: Iterable[tuple[Place, int]]) -> str:
     return ", ".join(f"{PLACE_NAMES[place]} {format_size(size)}" for place, size in sizes)
-
-
-def _reporting_wrapped(text: str, *, indent: int = 0, hang: int = 2) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _REPORT_WIDTH,
-        initial_indent=" " * indent,
-        subsequent_indent=" " * (indent + hang),
-        replace_whitespace=False,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from zerotune._util.files import write_atomically
+from zerotune._util.table import Block, Column, Line, Page, Row, Table
 from zerotune.plan.memory.model import PHASES as MOMENTS
 from zerotune.plan.memory.model import PLACES
 from zerotune.plan.text import DURING, PLACE_NAMES
@@ -282,24 +283,24 @@ class Report:
 
     def render(self) -> str:
         """The report as text."""
+        return self.page().text()
+
+    def page(self) -> Page:
+        """The report, for text or a terminal."""
         speed = f"{self.steps_per_second:.2f} it/s, {self.samples_per_second:.0f} samples/s"
-        lines = [
-            f"{self.steps} steps in {self.seconds:.1f} s on {self.processes}: {speed}",
-            "time per step:",
-            *(f"  {name:<12}{value:>12}{share:>7}" for name, value, share in self.time_rows()),
-            "memory per rank:",
-            *(
-                f"  {component:<18}{place:<8}{size:>12}  {note}".rstrip()
-                for component, place, size, note in self.memory_rows()
-            ),
-        ]
-        if self.bounds:
-            lines += ["what the step waits for:", *(f"  {one}" for one in self.bounds)]
-        if self.operators:
-            lines += ["operators, profiled:", *(f"  {one}" for one in self.operators)]
+        blocks: list[Block] = [_times(self.time_rows()), _memory(self.memory_rows())]
+        for title, told in (
+            ("what the step waits for:", self.bounds),
+            ("operators, profiled:", self.operators),
+        ):
+            if told:
+                blocks += [Line(title), *(Line(str(one), indent=2) for one in told)]
         if self.stopped is not None:
-            lines.append(f"stopped early: {self.stopped}")
-        return "\n".join(lines)
+            blocks.append(Line(f"stopped early: {self.stopped}", style="warning"))
+        return Page(
+            title=f"{self.steps} steps in {self.seconds:.1f} s on {self.processes}: {speed}",
+            blocks=tuple(blocks),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data that JSON can hold; sizes in bytes, times in seconds."""
@@ -330,6 +331,31 @@ class Report:
             plot_loss(into / "loss.png", steps=list(steps), losses=self.losses),
             plot_report(into / "memory.png", self),
         )
+
+
+def _times(rows: Iterable[Row]) -> Table:
+    return Table(
+        above="time per step:",
+        columns=(
+            Column(name="phase", width=12),
+            Column(name="mean", width=12, gap=0, right=True),
+            Column(name="share", width=7, gap=0, right=True),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _memory(rows: Iterable[Row]) -> Table:
+    return Table(
+        above="memory per rank:",
+        columns=(
+            Column(name="component", width=18),
+            Column(name="place", width=8, gap=0),
+            Column(name="size", width=12, gap=0, right=True),
+            Column(name="note"),
+        ),
+        rows=tuple(rows),
+    )
 
 
 def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
