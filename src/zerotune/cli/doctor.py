@@ -127,7 +127,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _ops_table(ops: Iterable[OpStatus]) -> Table:
-    rows = []
+    rows: list[tuple[str, str, str]] = []
     for op in ops:
         rows.append((op.name, op.state, op.purpose))
         for detail in (op.cause, None if op.fix is None else f"fix: {op.fix}"):

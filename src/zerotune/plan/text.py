@@ -753,7 +753,6 @@ def _when(item: MemoryItem) -> str:
 Sizes = Mapping[Place, int]
 """Bytes of each kind of memory."""
 
-_WIDTH: Final = 100
 _REASON: Final = 12
 _GIB: Final = 1024**3
 
