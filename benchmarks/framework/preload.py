@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 
-from zerotune.platform import detect_platform
+import torch
 
 with contextlib.suppress(ImportError):
     from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
+    from zerotune.platform import detect_platform
 
-    platform = detect_platform(log=False)
-    if platform.deepspeed.available and platform.accelerator == "cpu":
-        # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
+    # Where torch was built for GPUs the first call of CUDA must come after the fork: nothing is
+    # probed or preloaded here.
+    on_cpu = torch.version.cuda is None and torch.version.hip is None
+    if on_cpu and detect_platform(log=False).deepspeed.available:
         require_deepspeed(accelerator="cpu")
         quiet_deepspeed()
         import accelerate

@@ -8,10 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from zerotune.errors import PlatformError
 from zerotune.platform import Device, MachineProbe
 
 
-def fake_torch(*, cuda=None, hip=None, devices=(), problem=None, xpu=(), mps=None, fp16=False):
+def fake_torch(
+    *, cuda=None, hip=None, devices=(), problem=None, xpu=(), mps=None, fp16=False, bad_fork=False
+):
     def initialize():
         if problem is not None:
             raise RuntimeError(problem)
@@ -28,6 +31,7 @@ def fake_torch(*, cuda=None, hip=None, devices=(), problem=None, xpu=(), mps=Non
             device_count=lambda: len(devices),
             get_device_properties=lambda index: devices[index],
             init=initialize,
+            _is_in_bad_fork=lambda: bad_fork,
         ),
         xpu=SimpleNamespace(
             is_available=lambda: bool(xpu),
@@ -83,6 +87,11 @@ def test_the_drivers_complaint_is_kept_and_its_warning_is_not_raised(monkeypatch
 
 def test_a_silent_driver_without_devices(monkeypatch):
     assert facts(monkeypatch, cuda="12.8").cuda_error == "the driver reports no device"
+
+
+def test_a_fork_after_cuda_was_used_is_an_error_and_no_cpu(monkeypatch):
+    with pytest.raises(PlatformError, match=r"before this process was forked.*'spawn'"):
+        facts(monkeypatch, cuda="12.8", bad_fork=True, problem="Cannot re-initialize CUDA")
 
 
 def test_a_build_for_the_cpu_has_no_cuda_error(monkeypatch):

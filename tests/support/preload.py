@@ -6,15 +6,17 @@ import contextlib
 import functools
 import gc
 
-from zerotune.platform import detect_platform
+import torch
 
-platform = detect_platform()
+# Where torch was built for GPUs the first call of CUDA must come after the fork: nothing is probed
+# or preloaded here.
+on_cpu = torch.version.cuda is None and torch.version.hip is None
 
 with contextlib.suppress(ImportError):
     from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
+    from zerotune.platform import detect_platform
 
-    if platform.deepspeed.available and platform.accelerator == "cpu":
-        # On a GPU the first CUDA call must come after the fork, so nothing is preloaded there.
+    if on_cpu and detect_platform().deepspeed.available:
         require_deepspeed(accelerator="cpu")
         quiet_deepspeed()
         import deepspeed.ops
@@ -26,7 +28,7 @@ with contextlib.suppress(ImportError):
         import deepspeed.module_inject.auto_ep_layer
         import deepspeed.runtime.zero.muon.muon_optimizer
 
-if platform.accelerator == "cpu":
+if on_cpu:
     # What fails here fails again in the children that need it, where it is seen.
     with contextlib.suppress(Exception):
         # diffusers loads a model when it is first asked for one, and with it quantizers (which

@@ -92,11 +92,12 @@ def unet_loss(engine: Any, step: int) -> Any:
     return torch.nn.functional.mse_loss(prediction.float(), (noise - images).to(device))
 
 
-def train_unet(case: Case, steps: int) -> list[float]:
-    """Losses of this rank, one per micro batch."""
+def train_unet(case: Case, steps: int, *, device: str = "cpu") -> list[float]:
+    """Losses of this rank, one per micro batch; the engine must be on such a device."""
     from tests.support.models import tiny_unet
 
     engine = start(case, tiny_unet())
+    assert engine.device.type == device
     losses = []
     for step in range(steps):
         loss = unet_loss(engine, step)

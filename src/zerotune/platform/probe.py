@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from zerotune.errors import PlatformError
 from zerotune.platform.facts import Device
 
 
@@ -81,7 +82,11 @@ class PlatformProbe(Protocol):
         """Soft limit on locked memory in bytes; ``None`` when unlimited or not a concept here."""
 
     def torch(self) -> TorchFacts | None:
-        """Facts from torch, or ``None`` when it is not installed."""
+        """Facts from torch, or ``None`` when it is not installed.
+
+        Raises:
+            PlatformError: This process was forked from one that had used CUDA.
+        """
 
 
 class MachineProbe:
@@ -161,7 +166,11 @@ class MachineProbe:
         return None if soft in {resource.RLIM_INFINITY, -1} else soft
 
     def torch(self) -> TorchFacts | None:
-        """Facts from torch, or ``None`` when it is not installed."""
+        """Facts from torch, or ``None`` when it is not installed.
+
+        Raises:
+            PlatformError: This process was forked from one that had used CUDA.
+        """
         if self.version("torch") is None:
             return None
         try:
@@ -191,6 +200,15 @@ def first_line(error: BaseException) -> str:
 def _cuda_devices(torch: Any) -> tuple[tuple[Device, ...], str | None]:
     if torch.version.cuda is None and torch.version.hip is None:
         return (), None
+    if torch.cuda._is_in_bad_fork():
+        # Every CUDA call fails here, which must not look like a machine without a GPU.
+        raise PlatformError(
+            "CUDA was used before this process was forked from another, and cannot be used in it",
+            key="platform.accelerator",
+            value="cuda",
+            fix="start processes with the method 'spawn', or let nothing touch CUDA, not even "
+            "detect_platform(), before they are forked",
+        )
     # A driver that is too old makes torch warn and answer "not available"; initializing after
     # that raises with the reason, which is what the user needs.
     with warnings.catch_warnings():

@@ -1,0 +1,34 @@
+"""What the fork servers of tests and benchmarks load must leave CUDA to the children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = """
+    import torch
+
+    torch.version.cuda = "13.0"
+    touched = []
+    for name in ("init", "_lazy_init", "is_available", "device_count", "get_device_properties"):
+        setattr(torch.cuda, name, lambda *_a, name=name: touched.append(name) or 0)
+    import {module}
+
+    print("TOUCHED", touched)
+"""
+
+
+@pytest.mark.parametrize("module", ["tests.support.preload", "benchmarks.framework.preload"])
+def test_cuda_is_not_touched_before_the_fork(module):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT.format(module=module))],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "TOUCHED []" in done.stdout
