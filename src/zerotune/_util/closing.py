@@ -35,11 +35,11 @@ class Closable(ABC):
 
 
 class Closing(Closable):
-    """Makes an engine a context manager that carries what it depends on.
+    """A context manager that carries what it depends on.
 
-    ``resources`` holds what must outlive the engine and end with it: the process group, the
-    lease of its swap folder. They end in reverse order after the engine itself,
-    and learn of the exception when there is one.
+    ``resources`` holds what must outlive it and end with it: for an engine the process group and
+    the lease of its swap folder. They end in reverse order after the object itself, and learn of
+    the exception when there is one.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Closing(Closable):
 
     @override
     def close(self) -> None:
-        """Free buffers and, if this engine started it, the process group. May be repeated."""
+        """End it, then what it depends on. May be repeated."""
         self.__exit__(None, None, None)
 
     @override

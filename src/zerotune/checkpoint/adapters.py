@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune._util.files import sync
+from zerotune._util.files import draft_of, sync
 from zerotune.backend.adapters import (
     AdapterParameter,
     adapter_config,
@@ -78,7 +77,7 @@ class AdapterFileWriter:
         self._metadata = {"format": "pt", SETTINGS: settings}
         path.parent.mkdir(parents=True, exist_ok=True)
         check_space(path.parent, file_size(specs, self._metadata))
-        self._draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.draft")
+        self._draft = draft_of(path)
         try:
             self._writer = TensorFileWriter(self._draft, specs=specs, metadata=self._metadata)
         except BaseException:

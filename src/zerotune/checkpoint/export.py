@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from zerotune._util.files import sync
+from zerotune._util.files import sync, write_synced
 from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.unpartitioned import whole_parameter
@@ -31,6 +31,7 @@ from zerotune.checkpoint.manifest import Manifest, ParameterRecord, TensorRecord
 from zerotune.checkpoint.records import model_config
 from zerotune.checkpoint.tensors import (
     WEIGHTS,
+    OpensFiles,
     StoredTensor,
     Subject,
     TensorFileWriter,
@@ -41,10 +42,6 @@ from zerotune.checkpoint.tensors import (
 from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
     from zerotune.backend.engine import Engine
 
 
@@ -163,7 +160,7 @@ class ModelFolderWriter:
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
-class ModelFolderReader:
+class ModelFolderReader(OpensFiles):
     """Reads a diffusers model folder, or a single safetensors file, tensor by tensor.
 
     Raises:
@@ -172,12 +169,12 @@ class ModelFolderReader:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__(os.O_RDONLY)
         self.path = path
         self._places: dict[str, tuple[Path, StoredTensor]] = {}
         for file in _weight_files(path):
             tensors, _ = read_header(file)
             self._places.update({name: (file, stored) for name, stored in tensors.items()})
-        self._open: dict[Path, int] = {}
 
     @property
     def config(self) -> Mapping[str, Any] | None:
@@ -199,25 +196,11 @@ class ModelFolderReader:
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
         file, stored = self._places[name]
-        if file not in self._open:
-            self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         flat = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
         view = memoryview(flat.view(torch.uint8).numpy().data)
-        if tensorfile.read_at(self._open[file], view, stored.offset) != flat.nbytes:
+        if tensorfile.read_at(self._descriptor(file), view, stored.offset) != flat.nbytes:
             raise CheckpointCorruptError("ends too early", key=str(file))
         return flat.view(stored.shape)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -268,10 +251,8 @@ def _empty(path: Path) -> bool:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    write_synced(path, text.encode())
 
 
 # -- From an engine, or from a checkpoint on disk, to a model that plain diffusers loads.

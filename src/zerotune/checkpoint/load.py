@@ -22,16 +22,12 @@ from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
 from zerotune.checkpoint.randomness import PREFIX
 from zerotune.checkpoint.records import buffer_records, plan_record
-from zerotune.checkpoint.tensors import WEIGHTS, StoredTensor, Subject, read_header
+from zerotune.checkpoint.tensors import WEIGHTS, OpensFiles, StoredTensor, Subject, read_header
 from zerotune.checkpoint.verify import check_hashes
 from zerotune.decisions import Decision, announce
 from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
     from zerotune.backend.engine import Engine, EngineState
     from zerotune.backend.master_weights import EditableFragment, FragmentAddress
 
@@ -40,7 +36,7 @@ _PIECE = 2**22
 """Elements brought to another device at a time."""
 
 
-class CheckpointReader:
+class CheckpointReader(OpensFiles):
     """Reads exactly the bytes that are asked for, from the files of a checkpoint.
 
     Args:
@@ -52,23 +48,11 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(os.O_RDONLY)
         self._folder = folder
         self._manifest = manifest
         self._places: dict[Subject, dict[str, tuple[str, StoredTensor]]] = {}
         self._texts: dict[str, dict[str, str]] = {}
-        self._open: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
     def names(self, subject: Subject) -> tuple[str, ...]:
         """Names of the tensors of a subject."""
@@ -159,10 +143,8 @@ class CheckpointReader:
         if not into.numel():
             return
         try:
-            if file not in self._open:
-                self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             view = memoryview(into.detach().view(torch.uint8).numpy().data)
-            done = tensorfile.read_at(self._open[file], view, offset)
+            done = tensorfile.read_at(self._descriptor(path), view, offset)
         except OSError as error:
             raise _unreadable(path, str(error)) from error
         if done != into.nbytes:

@@ -123,7 +123,6 @@ def _publish(is_main: bool, partial: Path, target: Path) -> None:
     if is_main:
         for folder, _, names in os.walk(partial):
             for name in names:
-                with (Path(folder) / name).open("rb") as file:
-                    os.fsync(file.fileno())
+                sync(Path(folder) / name)
         partial.rename(target)
         sync(target.parent)

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
+from zerotune._util.closing import Closable
+from zerotune._util.files import write_synced
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.contents import (
@@ -44,10 +47,6 @@ from zerotune.checkpoint.tensors import (
 from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
     from zerotune.checkpoint.contents import ShadowLike
@@ -258,11 +257,8 @@ class Writing:
         if self._staging is None:
             return
         files = sorted(records, key=lambda record: record.name)
-        path = self._staging.path / MANIFEST
-        with path.open("x", encoding="utf-8") as file:
-            file.write(attrs.evolve(self._draft, files=files).to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        manifest = attrs.evolve(self._draft, files=files).to_json()
+        write_synced(self._staging.path / MANIFEST, manifest.encode())
         self._staging.publish()
 
     def _abandon(self) -> None:
@@ -466,7 +462,7 @@ class PendingCheckpoint:
             self._writing = None
 
 
-class BackgroundSaver:
+class BackgroundSaver(Closable):
     """Saves checkpoints in a thread of each rank.
 
     Weights, states and shadows of this rank are first copied into host memory, which takes as
@@ -532,20 +528,10 @@ class BackgroundSaver:
         if pending is not None:
             pending.wait()
 
+    @override
     def close(self) -> None:
         """Wait, and give the control channel back. May be repeated."""
         try:
             self.wait()
         finally:
             self._group.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

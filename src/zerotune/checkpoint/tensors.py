@@ -15,19 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 import torch
+from typing_extensions import override
 
+from zerotune._util.closing import Closable
+from zerotune._util.files import sync_file
 from zerotune.checkpoint.manifest import FileRecord
 from zerotune.errors import CheckpointCorruptError, CheckpointError
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
-
 
 _PIECE: Final = 2**22
 """Elements brought to the CPU and written at a time."""
@@ -101,7 +98,7 @@ def file_size(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> int:
     return len(file_header(specs, metadata)) + sum(spec.nbytes for spec in specs)
 
 
-class TensorFileWriter:
+class TensorFileWriter(Closable):
     """Writes one safetensors file, tensor by tensor, hashing on the way.
 
     Args:
@@ -162,24 +159,14 @@ class TensorFileWriter:
             raise CheckpointError(
                 f"{len(self._pending)} tensors were not written", key=self._path.name
             )
-        os.fsync(self._file.fileno())
+        sync_file(self._file)
         self._file.close()
         return self._nbytes, self._hash.hexdigest()
 
+    @override
     def close(self) -> None:
         """Close the file as it is."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _write(self, piece: memoryview) -> None:
         self._hash.update(piece)
@@ -214,6 +201,29 @@ def read_at(descriptor: int, into: memoryview, offset: int) -> int:
             break
         done += count
     return done
+
+
+class OpensFiles(Closable):
+    """Holds the files it opens, each once, until it is closed.
+
+    Args:
+        mode: ``os.O_RDONLY`` or ``os.O_WRONLY``.
+    """
+
+    def __init__(self, mode: int) -> None:
+        self._mode = mode
+        self._open: dict[Path, int] = {}
+
+    @override
+    def close(self) -> None:
+        """Close the files as they are."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            self._open[path] = os.open(path, self._mode | os.O_CLOEXEC)
+        return self._open[path]
 
 
 def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
@@ -365,7 +375,7 @@ class Written:
     """CRC-32."""
 
 
-class SharedFileWriter:
+class SharedFileWriter(OpensFiles):
     """Writes this rank's parts into files that all ranks share.
 
     Args:
@@ -374,10 +384,10 @@ class SharedFileWriter:
     """
 
     def __init__(self, folder: Path, files: Sequence[SharedFile]) -> None:
+        super().__init__(os.O_WRONLY)
         self._folder = folder
         self._places = {(file.subject, key): file for file in files for key in file.offsets}
         self._specs = {(file.subject, spec.key): spec for file in files for spec in file.specs}
-        self._open: dict[str, int] = {}
         self._written: list[Written] = []
 
     def write(self, subject: Subject, name: str, start: int, tensor: torch.Tensor) -> None:
@@ -403,7 +413,7 @@ class SharedFileWriter:
         crc, first = 0, offset
         for piece in bytes_of(tensor, spec.dtype):
             with naming(self._folder / file.name):
-                write_at(self._descriptor(file.name), piece, offset)
+                write_at(self._descriptor(self._folder / file.name), piece, offset)
             crc = zlib.crc32(piece, crc)
             offset += len(piece)
         if offset > first:
@@ -418,36 +428,15 @@ class SharedFileWriter:
 
     def sync(self) -> None:
         """Bring everything to disk."""
-        for name, descriptor in self._open.items():
+        for path, descriptor in self._open.items():
             # Also here a full disk may first be told.
-            with naming(self._folder / name):
+            with naming(path):
                 os.fsync(descriptor)
 
     def finish(self) -> tuple[Written, ...]:
         """Bring everything to disk; what was written."""
         self.sync()
         return self.written
-
-    def close(self) -> None:
-        """Close the files as they are."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _descriptor(self, name: str) -> int:
-        if name not in self._open:
-            self._open[name] = os.open(self._folder / name, os.O_WRONLY | os.O_CLOEXEC)
-        return self._open[name]
 
 
 def confirm(folder: Path, file: SharedFile, written: Iterable[Written]) -> FileRecord:

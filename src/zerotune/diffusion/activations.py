@@ -12,14 +12,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
 
+from zerotune._util.closing import Closable
 from zerotune._util.text import parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, TrainingError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 
@@ -238,7 +238,7 @@ class OffloadCounts:
     """Tensors the backward pass found on the device still."""
 
 
-class ActivationOffload:
+class ActivationOffload(Closable):
     """Keeps what a diffusers model's checkpointed blocks leave behind in host memory.
 
     Gradient checkpointing keeps the input of each block until the backward pass recomputes the
@@ -449,15 +449,9 @@ class ActivationOffload:
             self.counts.fetched_ahead += 1
         return saved.fetch()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    @override
+    def close(self) -> None:
+        """The same as ``detach``."""
         self.detach()
 
 

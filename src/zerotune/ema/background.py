@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import override
+
+from zerotune._util.closing import Closable
 from zerotune.ema.shadow import ShadowUpdate, apply_updates
 from zerotune.errors import EMAError
 
@@ -25,7 +28,7 @@ class _Shadows(Protocol):
     def attach(self, source: Any) -> Any: ...
 
 
-class BackgroundEMA:
+class BackgroundEMA(Closable):
     """Updates a shadow, or several, in a thread of its own; exact all the same.
 
     Between two optimizer steps the fp32 master weights stand still, so they are read where they
@@ -138,6 +141,7 @@ class BackgroundEMA:
         if error is not None:
             raise error
 
+    @override
     def close(self) -> None:
         """Wait, and watch no longer; the shadow can be used as before."""
         try:
@@ -145,12 +149,6 @@ class BackgroundEMA:
         finally:
             self._watching.close()
             self._master = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _about_to_change(self) -> None:
         self._changes += 1

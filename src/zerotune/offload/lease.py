@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
+from zerotune._util.files import sync_file
 from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
@@ -141,8 +142,7 @@ class LeaseRecord:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
             file.write(self.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
         draft.replace(folder / f"rank{self.rank}.json")
 
 

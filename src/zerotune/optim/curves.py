@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from zerotune._util.files import drafted, sync
 from zerotune.errors import InvalidValueError, MissingDependencyError
 from zerotune.plan.model import OptimizerChoice, SchedulerChoice
 from zerotune.plan.schedules import lr_at
@@ -71,16 +71,9 @@ def plot_curve(curve: ScheduleCurve, path: str | os.PathLike[str]) -> Path:
     """
     target = Path(path)
     figure = _draw(curve)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            figure.savefig(file, format="png", dpi=150)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    finally:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+    with drafted(target) as draft:
+        figure.savefig(draft, format="png", dpi=150)
+        sync(draft)
     return target
 
 

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 
+from zerotune._util.files import write_atomically
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -254,9 +255,7 @@ def _keep_until(path: Path, step: int) -> None:
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
     kept = [line for line in whole.splitlines() if _step_of(line, path) <= step]
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    draft.replace(path)
+    write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
 
 
 def _step_of(line: str, path: Path) -> int:

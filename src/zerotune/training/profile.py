@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from zerotune._util.files import drafted, sync
 from zerotune.decisions import logger
 from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
@@ -140,14 +140,9 @@ class Profiler(Callback):
 
 
 def _export(running: Any, path: Path) -> None:
-    draft = path.with_name(f".{uuid.uuid4().hex[:12]}.{path.name}")
-    try:
+    with drafted(path) as draft:
         running.export_chrome_trace(str(draft))
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+        sync(draft)
 
 
 def _operators(running: Any, *, steps: int, top: int) -> tuple[Operator, ...]:

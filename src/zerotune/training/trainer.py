@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import Unpack, override
 
+from zerotune._util.closing import Closing
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
@@ -37,9 +38,6 @@ from zerotune.training.streams import as_stream, needed
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from zerotune.backend.engine import Engine
     from zerotune.diffusion.activations import ActivationOffload
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from zerotune.training.events import Callback
 
 
-class Trainer:
+class Trainer(Closing):
     """Wires engine, objective, data, EMA, checkpoints and callbacks together.
 
     Everything but the model and the plan is optional, and every part works alone as well::
@@ -112,6 +110,7 @@ class Trainer:
         timeout_s: float = 600.0,
         **options: Unpack[RunOptions],
     ) -> None:
+        super().__init__()
         self._host_before = host_now()
         advice = plan if isinstance(plan, Advice) else None
         self.engine: Engine = prepare(
@@ -126,8 +125,8 @@ class Trainer:
             timeout_s=timeout_s,
         )
         """What trains."""
-        with ExitStack() as undo:
-            undo.callback(self.engine.close)
+        self.resources.push(self.engine)
+        with self._starting():
             self.stream = as_stream(data, engine=self.engine, seed=seed)
             self.averages = Averages(ema, engine=self.engine)
             """The shadows by name, whatever kind of EMA was given."""
@@ -140,7 +139,6 @@ class Trainer:
                 options=options,
             )
             """Watches and measures the run."""
-            undo.pop_all()
         self.ema = ema
         self.objective: Objective = objective or FlowMatchingObjective()
         self.non_finite: NonFinitePolicy = non_finite or RaiseNonFinite()
@@ -367,23 +365,9 @@ class Trainer:
             parts.append(render_decisions(self.decisions))
         return "\n".join(parts)
 
-    def close(self) -> None:
-        """End the engine and give its swap folder back. May be repeated."""
-        self.__exit__(None, None, None)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.averages.close()
-        finally:
-            self.engine.__exit__(kind, error, traceback)
+    @override
+    def _release(self) -> None:
+        self.averages.close()
 
     def _train_step(self) -> TrainStep:
         return TrainStep(
