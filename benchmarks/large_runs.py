@@ -176,7 +176,6 @@ class Ours(Contestant):
         import attrs
 
         from zerotune.plan.families import family, family_names
-        from zerotune.plan.memory.estimate import estimate_resolved
         from zerotune.plan.memory.model import Workload
 
         resolved = self._engine.plan
@@ -184,8 +183,7 @@ class Ours(Contestant):
             known = family(self._settings["family"]).activations
             resolved = attrs.evolve(resolved, model=attrs.evolve(resolved.model, activations=known))
         side = self._settings["side"]
-        estimate = estimate_resolved(
-            resolved,
+        estimate = resolved.estimate(
             Workload(
                 batch=self._settings["batch"], height=side, width=side,
                 gradient_checkpointing=recomputed, activation_offload=offloaded, ema="host",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.advise import Advice
+from zerotune.plan.api import Advice
 
 TARGET = Path(__file__).parent / "fits.md"
 

@@ -37,7 +37,7 @@ def train(engine: Any, width: int, steps: int) -> None:
 def measure(case: Case) -> dict[str, float]:
     import torch
 
-    from zerotune.plan.memory.estimate import RUNTIME, estimate_resolved
+    from zerotune.plan.memory.estimate import RUNTIME
     from zerotune.plan.memory.model import Workload
 
     small = start(case, torch.nn.Linear(8, 8))
@@ -49,7 +49,7 @@ def measure(case: Case) -> dict[str, float]:
         layers = (torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
         engine = start(case, torch.nn.Sequential(*layers))
         train(engine, WIDTH, 3)
-    estimate = estimate_resolved(engine.plan, Workload())
+    estimate = engine.plan.estimate(Workload())
     engine.close()
     elements = LAYERS * WIDTH**2
     return {

@@ -10,7 +10,6 @@ import torch
 from zerotune.backend.deepspeed import placement as pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.fill import SETTING, pins_exactly
-from zerotune.plan.memory.estimate import estimate_resolved
 from zerotune.plan.memory.model import Workload
 from zerotune.platform import GIB, Platform
 
@@ -95,10 +94,10 @@ def test_this_torch_has_the_setting() -> None:
 def test_the_estimate_follows_the_torch_installed(version: str | None, exact: bool) -> None:
     plan = resolved(torch_version=version)
     assert pins_exactly(plan.platform) is exact
-    estimate = estimate_resolved(plan, Workload())
+    estimate = plan.estimate(Workload())
     (master,) = [item for item in estimate.items if item.component == "master weights"]
     assert master.nbytes == (3 * GIB if exact else 4 * GIB)
-    stated = estimate_resolved(plan, Workload(exact_pinning=not exact))
+    stated = plan.estimate(Workload(exact_pinning=not exact))
     (master,) = [item for item in stated.items if item.component == "master weights"]
     assert master.nbytes == (4 * GIB if exact else 3 * GIB)
 

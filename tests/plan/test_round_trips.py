@@ -13,9 +13,9 @@ from tests.plan.test_properties import CONFIGS, JUNK, SCALARS, SLOW, names, plan
 from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan import model as known_keys
-from zerotune.plan.accelerate import parse_yaml, plan_from_settings
 from zerotune.plan.model import LaunchSection
 from zerotune.plan.read import SHORT_NAMES
+from zerotune.plan.source import parse_yaml
 
 LAUNCHES = st.dictionaries(
     st.sampled_from(sorted({*names(LaunchSection), *known_keys.LAUNCH, "offload_param_path"})),
@@ -125,7 +125,9 @@ def plan_of(config, launch):
 
 
 def from_yaml_text(text):
-    return plan_from_settings(parse_yaml(text, source="x.yaml"), source="x.yaml", folder=None)
+    return DeepSpeedPlan.from_accelerate(
+        parse_yaml(text, source="x.yaml"), source="x.yaml", folder=None
+    )
 
 
 @SLOW
@@ -158,7 +160,7 @@ def test_every_format_gives_the_same_plan_back(config, launch):
 @given(BLOCKS, GOOD_LAUNCHES | LAUNCHES)
 def test_accelerates_settings_give_a_plan_or_a_plan_error(block, around):
     try:
-        plan = plan_from_settings(
+        plan = DeepSpeedPlan.from_accelerate(
             {**around, "deepspeed_config": block}, source="x.yaml", folder=None
         )
     except PlanError:
@@ -175,7 +177,7 @@ def test_yaml_text_gives_a_plan_or_a_plan_error(text):
     with contextlib.suppress(PlanError):
         content = parse_yaml(text, source="x.yaml")
         if isinstance(content, dict):
-            assert plan_from_settings(content, source="x.yaml", folder=None).explain()
+            assert DeepSpeedPlan.from_accelerate(content, source="x.yaml", folder=None).explain()
 
 
 @SLOW

@@ -13,7 +13,8 @@ import attrs
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.read import fill_from_launch, read_launch, wrapper_of
+from zerotune.plan.model import read_launch, with_launch
+from zerotune.plan.source import wrapper_of
 
 DEEPEST: Final = 24
 """Levels of nesting a page may send; a DeepSpeed configuration has about five."""
@@ -224,7 +225,7 @@ def _plan(config: Mapping[str, Any], launch: Mapping[str, Any]) -> DeepSpeedPlan
     plan = DeepSpeedPlan.from_dict(config, source="form")
     decisions: list[Decision] = []
     section = read_launch(launch, decisions)
-    plan = fill_from_launch(plan, section)
+    plan = with_launch(plan, section)
     return attrs.evolve(plan, decisions=(*plan.decisions, *decisions))
 
 

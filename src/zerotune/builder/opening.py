@@ -18,9 +18,14 @@ from zerotune.builder.preview import Message, of_decisions, of_error
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.accelerate import parse_yaml, plan_from_settings
-from zerotune.plan.json_text import parse_json
-from zerotune.plan.read import WRAPPERS, plan_from_mapping, read_text, tolerated, undashed
+from zerotune.plan.source import (
+    WRAPPERS,
+    parse_json,
+    parse_yaml,
+    read_text,
+    tolerated,
+    undashed,
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -176,7 +181,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         )
     content = _inside(content, root, folder or root.folder)
     try:
-        plan = _plan(content, name, folder)
+        plan = DeepSpeedPlan.from_dict(content, source=name, folder=folder)
     except (PlanFileError, PlanSyntaxError):
         raise
     except ZeroTuneError as error:
@@ -201,15 +206,6 @@ def _parsed(text: str, name: str) -> tuple[Any, list[str]]:
         if isinstance(content, Mapping):
             return content, []
         raise error from None
-
-
-def _plan(content: Mapping[str, Any], name: str, folder: Path | None) -> DeepSpeedPlan:
-    block = content.get("deepspeed_config")
-    if isinstance(block, Mapping) and (
-        "distributed_type" in content or "compute_environment" in content
-    ):
-        return plan_from_settings(content, source=name, folder=folder)
-    return plan_from_mapping(content, source=name, folder=folder)
 
 
 def _repairable(content: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
 from zerotune.plan.families import family_names, model_family
-from zerotune.plan.memory.estimate import estimate_resolved, sides
+from zerotune.plan.memory.estimate import sides
 from zerotune.plan.memory.model import EMAPlace, Workload
 from zerotune.plan.rules import RuleContext, check_plan
 from zerotune.plan.text import DURING, describe, estimate_data, fits, subject, told_and_defaults
@@ -455,8 +455,7 @@ def _memory(preview: Preview, machines: Machines) -> dict[str, Any]:
         return {"reason": "Choose a model family to see what training needs."}
     height, width = sides(setup.resolution or model_family(setup.family).resolution)
     try:
-        estimate = estimate_resolved(
-            resolved,
+        estimate = resolved.estimate(
             Workload(
                 batch=resolved.micro_batch_size,
                 height=height,

@@ -12,8 +12,7 @@ import attrs
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
-from zerotune.plan.memory.estimate import estimate_resolved
-from zerotune.plan.memory.model import PHASES, MemoryEstimate, Workload
+from zerotune.plan.memory.model import PHASES, EstimateValue, Workload
 from zerotune.plan.model import AUTO, evolved
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def host_budget(
     """
     native = _is_native(os.environ if environ is None else environ)
     workload = Workload(ranks_per_machine=ranks, exact_pinning=native or None)
-    estimate = estimate_resolved(resolved, workload)
+    estimate = resolved.estimate(workload)
     return HostBudget(
         per_rank=estimate.host,
         pinned=estimate.pinned,
@@ -173,7 +172,7 @@ def _is_native(environ: Mapping[str, str]) -> bool:
     return environ.get(BACKEND_VARIABLE, "torch").strip().lower() == "native"
 
 
-def _locked_by_aio(estimate: MemoryEstimate) -> int:
+def _locked_by_aio(estimate: EstimateValue) -> int:
     return max(
         sum(item.nbytes for item in estimate.at("host", phase) if item.component == "swap buffers")
         for phase in PHASES

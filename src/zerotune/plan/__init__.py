@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Final
 from zerotune._util.lazy import lazy_attribute
 
 if TYPE_CHECKING:
-    from zerotune.plan.advise import Advice, Budget, Candidate
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
+    from zerotune.plan.advise import Budget
+    from zerotune.plan.api import Advice, Candidate, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
+    from zerotune.plan.arguments import add_plan_arguments, plan_from_arguments
     from zerotune.plan.diff import Change, PlanDifference
     from zerotune.plan.families import family, family_names
-    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem, MemoryPeak, Workload
+    from zerotune.plan.memory.model import MemoryItem, MemoryPeak, Workload
     from zerotune.plan.model import (
         AUTO,
         ActivationCost,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         SchedulerSection,
         ZeroSection,
     )
-    from zerotune.plan.read import add_plan_arguments, plan_from_arguments
     from zerotune.plan.rules import Finding, Rule, RuleContext, all_rules
     from zerotune.plan.write import PlanDocument, SavedPlan, plan_document
 
@@ -50,13 +50,13 @@ _HOMES: Final = {
     "ActivationCost": "model",
     "family": "families",
     "family_names": "families",
-    "MemoryEstimate": "memory.model",
+    "MemoryEstimate": "api",
     "MemoryItem": "memory.model",
     "MemoryPeak": "memory.model",
     "Workload": "memory.model",
-    "Advice": "advise",
+    "Advice": "api",
     "Budget": "advise",
-    "Candidate": "advise",
+    "Candidate": "api",
     "OptimizerChoice": "model",
     "SchedulerChoice": "model",
     "ZeroSection": "model",
@@ -74,8 +74,8 @@ _HOMES: Final = {
     "PlanDocument": "write",
     "SavedPlan": "write",
     "plan_document": "write",
-    "add_plan_arguments": "read",
-    "plan_from_arguments": "read",
+    "add_plan_arguments": "arguments",
+    "plan_from_arguments": "arguments",
 }
 
 __all__ = [

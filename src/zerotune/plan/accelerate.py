@@ -8,7 +8,6 @@ that is kept, and said.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,18 +15,18 @@ from typing import Any, Final
 import attrs
 
 from zerotune.decisions import Decision
-from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, PlanSyntaxError
+from zerotune.errors import UNSET, InvalidValueError, PlanConflictError
 from zerotune.plan import model as known_keys
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import AUTO, LaunchSection, modelled, unknown_key
-from zerotune.plan.read import (
-    fill_from_launch,
-    plan_from_mapping,
+from zerotune.plan.model import (
+    AUTO,
+    LaunchSection,
+    PlanValue,
+    as_tuple,
+    modelled,
     read_launch,
-    read_named,
-    read_text,
-    tolerated,
+    unknown_key,
 )
+from zerotune.plan.source import read_named, tolerated
 
 BLOCK = "deepspeed_config"
 FILE = "deepspeed_config_file"
@@ -67,10 +66,24 @@ def is_accelerate(content: Mapping[Any, Any]) -> bool:
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
 
 
-def plan_from_settings(
-    content: Mapping[Any, Any], *, source: str, folder: Path | None
-) -> DeepSpeedPlan:
-    """Read the settings of ``accelerate config``.
+@attrs.frozen(kw_only=True)
+class Translated:
+    """Settings of accelerate in DeepSpeed's own words; ``zerotune.plan.read`` makes them a plan."""
+
+    config: Mapping[str, Any]
+    """DeepSpeed's configuration, not read yet."""
+    launch: LaunchSection
+    """What goes around it."""
+    source: str
+    """Where ``config`` comes from, for messages."""
+    folder: Path | None
+    """Where a relative path in ``config`` is looked up first."""
+    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
+    """What was said in another way, or kept although accelerate loses it."""
+
+
+def translate(content: Mapping[Any, Any], *, source: str, folder: Path | None) -> Translated:
+    """Translate the settings of ``accelerate config``.
 
     Args:
         content: The settings.
@@ -78,7 +91,7 @@ def plan_from_settings(
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
 
     Raises:
-        PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
+        PlanError: They do not use DeepSpeed, or name a file that cannot be read.
     """
     block = content.get(BLOCK)
     if not isinstance(block, Mapping):
@@ -97,9 +110,13 @@ def plan_from_settings(
     if _names_file(block):
         _precision_beside_file(around, decisions)
     launch = read_launch({**around, **launched}, decisions)
-    plan = plan_from_mapping(config, source=config_source or source, folder=inside or folder)
-    plan = attrs.evolve(plan, decisions=(*decisions, *plan.decisions))
-    return fill_from_launch(plan, launch)
+    return Translated(
+        config=config,
+        launch=launch,
+        source=config_source or source,
+        folder=inside or folder,
+        decisions=decisions,
+    )
 
 
 def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict[str, Any]:
@@ -299,77 +316,8 @@ def _check_known(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
 
 
 def _plan_keys() -> frozenset[str]:
-    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
-    return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
-
-
-# -- The YAML of ``accelerate config``, read as a plan.
-
-
-def plan_from_yaml(path: str | os.PathLike[str]) -> DeepSpeedPlan:
-    """Read an accelerate YAML; see ``DeepSpeedPlan.from_yaml``."""
-    file = Path(path)
-    content = parse_yaml(read_text(file), source=str(file))
-    if not isinstance(content, Mapping):
-        raise InvalidValueError(
-            f"{file} must hold the settings of `accelerate config`",
-            value=content,
-            fix="make one with `accelerate config`",
-        )
-    return plan_from_settings(content, source=str(file), folder=file.parent)
-
-
-def parse_yaml(text: str, *, source: str) -> Any:
-    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence.
-
-    Raises:
-        PlanSyntaxError: Not YAML.
-    """
-    import yaml
-
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise PlanSyntaxError(
-            f"is not YAML: {error.problem or error.context}",
-            source=source,
-            line=mark.line + 1 if mark else 1,
-            column=mark.column + 1 if mark else 1,
-            fix="check indentation, colons and quotes at this place",
-        ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise PlanSyntaxError(
-            f"is not YAML: {error}", source=source, line=1, column=1, fix="save it as plain YAML"
-        ) from None
-    _refuse_duplicates(node, source)
-    return content
-
-
-def _refuse_duplicates(root: Any, source: str) -> None:
-    pending, visited = [root], set()
-    while pending:
-        node = pending.pop()
-        if node is None or id(node) in visited or isinstance(node.value, str):
-            continue
-        visited.add(id(node))
-        if node.id == "sequence":
-            pending.extend(node.value)
-            continue
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = key.value if isinstance(key.value, str) else ""
-            if name and name in seen:
-                raise PlanSyntaxError(
-                    f"has the key {name!r} twice in one block",
-                    source=source,
-                    line=key.start_mark.line + 1,
-                    column=key.start_mark.column + 1,
-                    fix="keep one of the two",
-                )
-            seen.add(name)
-            pending.extend((key, value))
+    names = {attribute.name for attribute in modelled(PlanValue)}
+    return frozenset(names | PlanValue.passed_through | PlanValue.aliases.keys())
 
 
 # -- The environment that ``accelerate launch`` leaves to a script, read as a plan.
@@ -413,9 +361,8 @@ _PLACES: Final = {
 """Key of the block to its place in DeepSpeed's configuration."""
 
 
-def plan_from_environment(environ: Mapping[str, str] | None = None) -> DeepSpeedPlan:
-    """Read the variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
-    environ = os.environ if environ is None else environ
+def translate_environment(environ: Mapping[str, str]) -> Translated:
+    """Translate the variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
     if str(environ.get(_USE, "false")).strip().lower() != "true":
         raise InvalidValueError(
             "the environment does not ask for DeepSpeed",
@@ -437,19 +384,20 @@ def _present(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[s
 
 def _from_block(
     block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str]
-) -> DeepSpeedPlan:
+) -> Translated:
     settings: dict[str, Any] = {
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {**block, **launched},
     }
     if _PRECISION in environ:
         settings["mixed_precision"] = environ[_PRECISION]
-    plan = plan_from_settings(settings, source=_SOURCE, folder=None)
-    kept = [d for d in plan.decisions if "does not pass this path on" not in d.reason]
-    return attrs.evolve(plan, decisions=(*kept, *_missing_folders(plan)), source=_SOURCE)
+    found = translate(settings, source=_SOURCE, folder=None)
+    kept = [d for d in found.decisions if "does not pass this path on" not in d.reason]
+    return attrs.evolve(found, decisions=kept)
 
 
-def _missing_folders(plan: DeepSpeedPlan) -> list[Decision]:
+def missing_folders(plan: PlanValue) -> list[Decision]:
+    """One warning for each swap folder that a plan of the environment lacks."""
     zero = plan.zero_optimization
     sections = {
         "optimizer": zero.offload_optimizer if zero else None,
@@ -471,7 +419,7 @@ def _missing_folders(plan: DeepSpeedPlan) -> list[Decision]:
 
 def _from_file(
     written: str, block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str]
-) -> DeepSpeedPlan:
+) -> Translated:
     _refuse_fields_beside_file(environ, written)
     decisions: list[Decision] = []
     config, source, folder = read_config_file(written, None, _FILE, decisions)
@@ -481,9 +429,9 @@ def _from_file(
     if precision is not None and not _is_default_precision(precision, config):
         around["mixed_precision"] = precision
     launch = read_launch(around, decisions)
-    plan = plan_from_mapping(config, source=source, folder=folder)
-    plan = attrs.evolve(plan, decisions=(*decisions, *plan.decisions, *_missing_folders(plan)))
-    return fill_from_launch(plan, launch)
+    return Translated(
+        config=config, launch=launch, source=source, folder=folder, decisions=decisions
+    )
 
 
 def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import attrs
 
@@ -11,14 +11,19 @@ from zerotune._util.numbers import is_number
 from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.memory.estimate import count, estimate_resolved, sides
-from zerotune.plan.memory.model import PLACES, EMAPlace, MemoryEstimate, Phase, Place, Workload
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.memory.model import PLACES, EMAPlace, EstimateValue, Phase, Place, Workload
+from zerotune.plan.model import (
+    ModelFacts,
+    OffloadSection,
+    PlanValue,
+    ResolvedValue,
+    ZeroSection,
+)
+from zerotune.plan.resolve import resolve
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.platform import Platform
 
 
@@ -43,13 +48,16 @@ class Budget:
 
 
 @attrs.frozen(kw_only=True)
-class Candidate:
+class CandidateValue:
     """One plan that was considered."""
+
+    estimate_class: ClassVar[type[EstimateValue]] = EstimateValue
+    """What ``estimate`` is made as."""
 
     title: str
     """``"ZeRO-2, optimizer in host memory"``."""
-    plan: DeepSpeedPlan
-    estimate: MemoryEstimate
+    plan: PlanValue
+    estimate: EstimateValue
     gradient_checkpointing: bool
     fits: bool
     shortfalls: Mapping[Place, int]
@@ -61,26 +69,29 @@ class Candidate:
 
 
 @attrs.frozen(kw_only=True)
-class Advice:
+class AdviceValue:
     """The lowest stage and least offload that fits. Made by ``DeepSpeedPlan.advise``."""
 
+    candidate_class: ClassVar[type[CandidateValue]] = CandidateValue
+    """What the candidates are made as."""
+
     budget: Budget
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
+    chosen: CandidateValue
+    candidates: tuple[CandidateValue, ...]
     """Everything considered, in order of preference."""
 
     @property
-    def plan(self) -> DeepSpeedPlan:
+    def plan(self) -> PlanValue:
         """The advised plan."""
         return self.chosen.plan
 
     @property
-    def estimate(self) -> MemoryEstimate:
+    def estimate(self) -> EstimateValue:
         """What the advised plan needs."""
         return self.chosen.estimate
 
     @property
-    def resolved(self) -> ResolvedPlan:
+    def resolved(self) -> ResolvedValue:
         """The advised plan, resolved for the machine that was described."""
         return self.chosen.estimate.resolved
 
@@ -111,12 +122,12 @@ class Advice:
         )
 
     @property
-    def runners_up(self) -> tuple[Candidate, ...]:
+    def runners_up(self) -> tuple[CandidateValue, ...]:
         """The others that fit, in order of preference."""
         return tuple(one for one in self.candidates if one.fits and one is not self.chosen)
 
     @property
-    def rejected(self) -> tuple[Candidate, ...]:
+    def rejected(self) -> tuple[CandidateValue, ...]:
         """Those that do not fit, in order of preference."""
         return tuple(one for one in self.candidates if not one.fits)
 
@@ -130,26 +141,11 @@ class Advice:
             "nvme": self.budget.nvme - needs["nvme"],
         }
 
-    def explain(self) -> str:
-        """What was chosen and why, what is left, and why the others were not."""
-        from zerotune.plan.text import explain_advice
 
-        return explain_advice(self)
-
-    def explain_markdown(self) -> str:
-        """The same as ``explain``, as Markdown."""
-        from zerotune.plan.text import markdown_advice
-
-        return markdown_advice(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain data that JSON can hold; sizes in bytes."""
-        from zerotune.plan.text import advice_data
-
-        return advice_data(self)
+AdviceT = TypeVar("AdviceT", bound=AdviceValue)
 
 
-def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
+def machine_needs(estimate: EstimateValue) -> dict[Place, int]:
     """Bytes of one device, and of host RAM and NVMe for all ranks of one machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
@@ -227,8 +223,10 @@ class Request:
     budget: Budget
     world_size: int
     workload: Workload
-    options: Mapping[str, Any]
-    """Keywords of ``DeepSpeedPlan.build``."""
+    plan: PlanValue
+    """Everything but the layout: precision, optimizer, accumulation …"""
+    made_as: type[CandidateValue]
+    """The class of the candidates."""
 
 
 def advise(
@@ -244,8 +242,9 @@ def advise(
     frozen_bytes: int,
     reserve: float,
     platform: Platform | None,
-    options: Mapping[str, Any],
-) -> Advice:
+    plan: PlanValue,
+    into: type[AdviceT],
+) -> AdviceT:
     """See ``DeepSpeedPlan.advise``."""
     if resolution is None and isinstance(model, str):
         resolution = model_family(model).resolution
@@ -254,22 +253,22 @@ def advise(
     host = None if ram is None else parse_size(ram, key="ram")
     platform = _machine(platform, device, host, world_size)
     budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
-    return _first_that_fits(
-        Request(
-            model=as_facts(model),
-            platform=platform,
-            budget=budget,
-            world_size=world_size,
-            workload=Workload(
-                batch=count(batch, "batch"),
-                height=height,
-                width=width,
-                ema=ema,
-                frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
-            ),
-            options=options,
-        )
+    request = Request(
+        model=as_facts(model),
+        platform=platform,
+        budget=budget,
+        world_size=world_size,
+        workload=Workload(
+            batch=count(batch, "batch"),
+            height=height,
+            width=width,
+            ema=ema,
+            frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
+        ),
+        plan=plan,
+        made_as=into.candidate_class,
     )
+    return _first_that_fits(request, into)
 
 
 def _machine(
@@ -298,7 +297,7 @@ def _budget(
     return Budget(device=device, host=host, nvme=nvme, reserve=float(reserve))
 
 
-def _first_that_fits(request: Request) -> Advice:
+def _first_that_fits(request: Request, into: type[AdviceT]) -> AdviceT:
     candidates = list(_candidates(request))
     fitting = [one for one in candidates if one.fits]
     if not fitting:
@@ -306,10 +305,10 @@ def _first_that_fits(request: Request) -> Advice:
     first = fitting[0]
     chosen = attrs.evolve(first, reason="the least offload and the lowest stage that fits")
     listed = tuple(chosen if one is first else one for one in candidates)
-    return Advice(budget=request.budget, chosen=chosen, candidates=listed)
+    return into(budget=request.budget, chosen=chosen, candidates=listed)
 
 
-def _candidates(request: Request) -> Iterator[Candidate]:
+def _candidates(request: Request) -> Iterator[CandidateValue]:
     choices = [
         attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
         for recomputed, away in _activations(request)
@@ -318,7 +317,8 @@ def _candidates(request: Request) -> Iterator[Candidate]:
         plans = [_resolved(request, layout) for layout in level if _sensible(request, layout)]
         for work in choices:
             for layout, plan, resolved in plans:
-                yield _judged(request, layout, plan, estimate_resolved(resolved, work))
+                estimate = estimate_resolved(resolved, work, into=request.made_as.estimate_class)
+                yield _judged(request, layout, plan, estimate)
 
 
 def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
@@ -339,41 +339,42 @@ def _sensible(request: Request, layout: Layout) -> bool:
     return True
 
 
-def _resolved(request: Request, layout: Layout) -> tuple[Layout, DeepSpeedPlan, ResolvedPlan]:
-    from zerotune.plan.api import DeepSpeedPlan
-
-    plan = DeepSpeedPlan.build(
-        stage=layout.stage,
-        offload=layout.optimizer,
-        offload_param=layout.parameters,
-        micro_batch_size=request.workload.batch,
-        **request.options,
-    )
-    if not layout.pinned:
-        plan = _unpinned(plan)
-    resolved = plan.resolve(
-        platform=request.platform, model=request.model, world_size=request.world_size
+def _resolved(request: Request, layout: Layout) -> tuple[Layout, PlanValue, ResolvedValue]:
+    plan = _laid_out(request, layout)
+    resolved = resolve(
+        plan,
+        platform=request.platform,
+        model=request.model,
+        world_size=request.world_size,
+        run=None,
+        deepspeed=True,
+        into=request.made_as.estimate_class.resolved_class,
     )
     return layout, plan, resolved
 
 
-def _unpinned(plan: DeepSpeedPlan) -> DeepSpeedPlan:
-    zero = plan.zero_optimization
-    if zero is None:
-        return plan
-    for part in ("offload_optimizer", "offload_param"):
-        section = getattr(zero, part)
-        if section is not None:
-            zero = attrs.evolve(zero, **{part: attrs.evolve(section, pin_memory=False)})
-    return attrs.evolve(plan, zero_optimization=zero)
+def _laid_out(request: Request, layout: Layout) -> PlanValue:
+    def section(device: str) -> OffloadSection | None:
+        pinned = None if layout.pinned else False
+        return None if device == "none" else OffloadSection(device=device, pin_memory=pinned)
+
+    return attrs.evolve(
+        request.plan,
+        train_micro_batch_size_per_gpu=request.workload.batch,
+        zero_optimization=ZeroSection(
+            stage=layout.stage,
+            offload_optimizer=section(layout.optimizer),
+            offload_param=section(layout.parameters),
+        ),
+    )
 
 
 def _judged(
     request: Request,
     layout: Layout,
-    plan: DeepSpeedPlan,
-    estimate: MemoryEstimate,
-) -> Candidate:
+    plan: PlanValue,
+    estimate: EstimateValue,
+) -> CandidateValue:
     needs = machine_needs(estimate)
     shortfalls: dict[Place, int] = {
         place: needs[place] - request.budget.usable(place)
@@ -384,7 +385,7 @@ def _judged(
         "; ".join(_why_not(estimate, place) for place in shortfalls)
         or "fits too, but gives up more than is needed"
     )
-    return Candidate(
+    return request.made_as(
         title=layout.title,
         plan=plan,
         estimate=estimate,
@@ -396,7 +397,7 @@ def _judged(
     )
 
 
-def _why_not(estimate: MemoryEstimate, place: Place) -> str:
+def _why_not(estimate: EstimateValue, place: Place) -> str:
     peak = estimate.peak(place)
     largest = " and ".join(
         f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]
@@ -404,8 +405,8 @@ def _why_not(estimate: MemoryEstimate, place: Place) -> str:
     return f"{_NAMES[place]} is needed most {_MOMENTS[peak.phase]}, for {largest}"
 
 
-def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
-    def distance(one: Candidate) -> float:
+def _nothing_fits(request: Request, candidates: list[CandidateValue]) -> NothingFitsError:
+    def distance(one: CandidateValue) -> float:
         return sum(
             over / max(request.budget.usable(place), 2**30)
             for place, over in one.shortfalls.items()
@@ -432,7 +433,7 @@ def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsE
     )
 
 
-def _smaller_states(request: Request, nearest: Candidate) -> str:
+def _smaller_states(request: Request, nearest: CandidateValue) -> str:
     resolved = nearest.estimate.resolved
     written = resolved.plan.optimizer
     adam = written is None or str(written.type).lower() == "adamw"

@@ -1,58 +1,190 @@
-# ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
-"""How a plan is read, written and changed: the methods every ``DeepSpeedPlan`` has for it."""
+"""The public plan: ``DeepSpeedPlan`` and what comes of it, the values with their verbs.
+
+``zerotune.plan.model`` and its like hold the values; the modules between say what is done with
+them. Here each verb becomes a method, and every method is one call. Whoever makes a value below
+is told the class to make, so that nothing below knows these classes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan import model as known_keys
+from zerotune.decisions import announce
+from zerotune.plan import advise, diff, read, resolve, text, write
+from zerotune.plan.memory import estimate, traffic
+from zerotune.plan.memory.model import EMAPlace, EstimateValue, Workload
 from zerotune.plan.model import (
     AUTO,
-    AioSection,
     Auto,
-    Bf16Section,
-    Boolean,
-    Fp16Section,
-    Integer,
-    LaunchSection,
+    Context,
     ModelFacts,
-    Nested,
-    Number,
-    OffloadSection,
-    OptimizerChoice,
-    OptimizerSection,
+    PlanValue,
+    ResolvedValue,
     RunFacts,
-    SchedulerChoice,
-    SchedulerSection,
-    Section,
-    ZeroSection,
-    as_tuple,
-    evolved,
-    extra_keys,
-    legacy_zero,
-    said,
-    setting,
 )
+from zerotune.plan.rules import Finding, check_plan
 
 if TYPE_CHECKING:
-    from zerotune.plan.advise import Advice
-    from zerotune.plan.diff import PlanDifference
-    from zerotune.plan.memory.model import EMAPlace, MemoryEstimate
-    from zerotune.plan.rules import Finding
-    from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
 
 
-class PlanFormats(Section):
-    """Readers, writers and overrides of a plan; the work is done in the modules named inside."""
+# -- What will run, and what it costs.
 
-    __slots__ = ()
+
+@attrs.frozen(kw_only=True)
+class ResolvedPlan(ResolvedValue):
+    """What will run. Made by ``DeepSpeedPlan.resolve``; completed by ``with_choices``."""
+
+    if TYPE_CHECKING:
+        requested: DeepSpeedPlan
+        plan: DeepSpeedPlan
+
+    def estimate(self, workload: Workload) -> MemoryEstimate:
+        """What training needs of the device, of host RAM and of NVMe, by component.
+
+        Args:
+            workload: Batch, resolution and what runs beside the optimizer.
+
+        Raises:
+            UnresolvedPlanError: The plan was resolved without a model.
+        """
+        return estimate.estimate_resolved(self, workload, into=MemoryEstimate)
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """The configuration DeepSpeed receives; a fresh, deep copy.
+
+        Raises:
+            UnresolvedPlanError: Something is still ``"auto"``, a swap folder is missing, or the
+                optimizer is not settled although DeepSpeed would build it.
+        """
+        return resolve.render(self)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the rendered configuration and the world size.
+
+        Swap folders are left out: they differ from run to run and change nothing that is
+        trained.
+
+        Raises:
+            UnresolvedPlanError: As in ``to_deepspeed``, swap folders excepted.
+        """
+        content: dict[str, Any] = {
+            "config": resolve.render(self, folders=False),
+            "world_size": self.world_size,
+        }
+        if self.optimizer is not None and self.optimizer.source != "deepspeed":
+            content["optimizer"] = attrs.asdict(self.optimizer)
+        elif self.optimizer is not None and self.optimizer.groups:
+            content["groups"] = [attrs.asdict(group) for group in self.optimizer.groups]
+        if self.scheduler is not None and self.scheduler.source != "deepspeed":
+            content["scheduler"] = attrs.asdict(self.scheduler)
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def explain(self) -> str:
+        """What will run and why, as text."""
+        return text.resolved_page(self).text()
+
+    def explain_markdown(self) -> str:
+        """What will run, why, and what the rules have to say about it, as Markdown tables."""
+        return text.resolved_markdown(self)
+
+    def summary(self) -> dict[str, Any]:
+        """What will run, as plain data."""
+        return text.resolved_data(self)
+
+    def diff(self, other: ResolvedPlan) -> diff.PlanDifference:
+        """What runs otherwise in ``other``; false when the same would be trained.
+
+        The rendered configurations are compared, with their swap folders, and the engine, the
+        world size, the optimizer and the schedule; reasons are not. Neither plan need be
+        complete.
+
+        Raises:
+            InvalidValueError: ``other`` is not a ``ResolvedPlan``.
+        """
+        return diff.diff_resolved(self, other)
+
+
+@attrs.frozen(kw_only=True)
+class MemoryEstimate(EstimateValue):
+    """What a resolved plan needs, per rank, by component. Made by ``DeepSpeedPlan.estimate``."""
+
+    resolved_class: ClassVar[type[ResolvedValue]] = ResolvedPlan
+    if TYPE_CHECKING:
+        resolved: ResolvedPlan
+
+    @property
+    def swap_traffic(self) -> traffic.SwapTraffic:
+        """What one optimizer step of one rank reads from and writes to swap files."""
+        return traffic.swap_traffic(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain data that JSON can hold; every number in bytes per rank."""
+        return text.estimate_data(self)
+
+    def explain(self) -> str:
+        """The estimate as text: one bar per place, then its components."""
+        return text.explain_estimate(self)
+
+
+# -- What is advised.
+
+
+@attrs.frozen(kw_only=True)
+class Candidate(advise.CandidateValue):
+    """One plan that was considered."""
+
+    estimate_class: ClassVar[type[EstimateValue]] = MemoryEstimate
+    if TYPE_CHECKING:
+        plan: DeepSpeedPlan
+        estimate: MemoryEstimate
+
+
+@attrs.frozen(kw_only=True)
+class Advice(advise.AdviceValue):
+    """The lowest stage and least offload that fits. Made by ``DeepSpeedPlan.advise``."""
+
+    candidate_class: ClassVar[type[advise.CandidateValue]] = Candidate
+    if TYPE_CHECKING:
+        chosen: Candidate
+        candidates: tuple[Candidate, ...]
+        plan: DeepSpeedPlan
+        estimate: MemoryEstimate
+        resolved: ResolvedPlan
+        runners_up: tuple[Candidate, ...]
+        rejected: tuple[Candidate, ...]
+
+    def explain(self) -> str:
+        """What was chosen and why, what is left, and why the others were not."""
+        return text.explain_advice(self)
+
+    def explain_markdown(self) -> str:
+        """The same as ``explain``, as Markdown."""
+        return text.markdown_advice(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data that JSON can hold; sizes in bytes."""
+        return text.advice_data(self)
+
+
+# -- What the user wants.
+
+
+@attrs.frozen(kw_only=True)
+class DeepSpeedPlan(PlanValue):
+    """A DeepSpeed configuration as a frozen value; may hold ``"auto"``.
+
+    Attribute names are DeepSpeed's own top-level keys; ``None`` means "not written". Two plans
+    are equal when they say the same, wherever they were read from.
+    """
 
     @classmethod
     def from_dict(
@@ -61,6 +193,7 @@ class PlanFormats(Section):
         *,
         source: str = "dict",
         also_known: Collection[str] = (),
+        folder: Path | None = None,
     ) -> DeepSpeedPlan:
         """Read a DeepSpeed configuration, or a dict that holds one as ``deepspeed_config``.
 
@@ -69,13 +202,14 @@ class PlanFormats(Section):
             source: Name used in messages.
             also_known: Paths of further keys to pass through, for a DeepSpeed newer than the
                 one zerotune knows (``"zero_optimization.new_key"``).
+            folder: Where a relative path inside the configuration is looked up first.
 
         Raises:
             PlanError: Unknown key, wrong type, value out of range, contradicting spellings.
         """
-        from zerotune.plan.read import plan_from_mapping
-
-        return plan_from_mapping(config, source=source, also_known=also_known)
+        return read.plan_from_mapping(
+            cls, config, source=source, also_known=also_known, folder=folder
+        )
 
     @classmethod
     def from_json(cls, path_or_text: str | os.PathLike[str]) -> DeepSpeedPlan:
@@ -89,9 +223,7 @@ class PlanFormats(Section):
             PlanSyntaxError: Not JSON.
             PlanError: As in ``from_dict``.
         """
-        from zerotune.plan.read import plan_from_json
-
-        return plan_from_json(path_or_text)
+        return read.plan_from_json(cls, path_or_text)
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
@@ -102,9 +234,23 @@ class PlanFormats(Section):
             PlanSyntaxError: Not YAML.
             PlanError: As in ``from_dict``; also a file that does not use DeepSpeed.
         """
-        from zerotune.plan.accelerate import plan_from_yaml
+        return read.plan_from_yaml(cls, path)
 
-        return plan_from_yaml(path)
+    @classmethod
+    def from_accelerate(
+        cls, settings: Mapping[Any, Any], *, source: str = "dict", folder: Path | None = None
+    ) -> DeepSpeedPlan:
+        """Read the settings of ``accelerate config``, as its YAML file holds them.
+
+        Args:
+            settings: The settings.
+            source: Name used in messages.
+            folder: Where a relative ``deepspeed_config_file`` is looked up first.
+
+        Raises:
+            PlanError: As in ``from_yaml``.
+        """
+        return read.plan_from_settings(cls, settings, source=source, folder=folder)
 
     @classmethod
     def from_accelerate_environment(cls, environ: Mapping[str, str] | None = None) -> DeepSpeedPlan:
@@ -120,15 +266,11 @@ class PlanFormats(Section):
             InvalidValueError: They do not ask for DeepSpeed.
             PlanError: As in ``from_yaml``.
         """
-        from zerotune.plan.accelerate import plan_from_environment
-
-        return plan_from_environment(environ)
+        return read.plan_from_environment(cls, environ)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
         """Read a file by its suffix: ``.yaml`` and ``.yml`` as accelerate's, else JSON."""
-        from pathlib import Path
-
         file = Path(path)
         yaml = file.suffix.lower() in (".yaml", ".yml")
         return cls.from_yaml(file) if yaml else cls.from_json(file)
@@ -139,8 +281,6 @@ class PlanFormats(Section):
 
     def to_json(self, *, indent: int = 2) -> str:
         """The configuration as written, as JSON text."""
-        import json
-
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
     def to_yaml(self) -> str:
@@ -148,20 +288,15 @@ class PlanFormats(Section):
 
         What had to be said in another way is logged; ``plan_document`` gives it as data.
         """
-        from zerotune.decisions import announce
-        from zerotune.plan.write import plan_document
-
-        document = plan_document(self._plan, "accelerate")
+        document = write.plan_document(self, "accelerate")
         announce(document.decisions)
         return document.text
 
     def to_python(self) -> str:
         """A Python expression equal to this plan, given the names of ``zerotune.plan``."""
-        from zerotune.plan.write import python_expression
+        return write.python_expression(self)
 
-        return python_expression(self._plan)
-
-    def save(self, path: str | os.PathLike[str], *, format: str | None = None) -> SavedPlan:  # noqa: A002
+    def save(self, path: str | os.PathLike[str], *, format: str | None = None) -> write.SavedPlan:  # noqa: A002
         """Write the plan to a file, which is whole or not there; what it replaces is kept.
 
         Args:
@@ -175,18 +310,14 @@ class PlanFormats(Section):
             PlanFileError: The file cannot be written.
             PlanError: An existing file that must be kept in part cannot be read.
         """
-        from zerotune.plan.write import save_plan
-
-        return save_plan(self._plan, path, format=format)
+        return write.save_plan(self, path, format=format)
 
     def normalised(self) -> DeepSpeedPlan:
         """The plan in canonical spelling, as reading gives it; what changes is recorded.
 
         Names of optimizers and schedulers stay as written: only ``zerotune.optim`` knows them.
         """
-        from zerotune.plan.model import normalised_plan
-
-        return normalised_plan(self._plan)
+        return read.normalised_plan(self)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> DeepSpeedPlan:
         """The plan with some settings changed, each change recorded as a decision.
@@ -199,74 +330,7 @@ class PlanFormats(Section):
         Raises:
             PlanError: As in ``from_dict``; also one setting given twice under two names.
         """
-        from zerotune.plan.read import override_plan
-
-        return override_plan(self._plan, overrides)
-
-    @property
-    def _plan(self) -> DeepSpeedPlan:
-        # This class has one subclass, and is apart only because both together are too long.
-        return cast("DeepSpeedPlan", self)
-
-
-# -- ``DeepSpeedPlan``: what the user wants, as a value.
-
-
-def _check_launch(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value is not None:
-        Nested(LaunchSection).check(value, attribute.name)
-
-
-def _launch_said(launch: LaunchSection | None) -> Section | None:
-    """What of a launch section matters for "says the same": not the name of a file."""
-    if launch is not None:
-        launch = attrs.evolve(launch, distributed_type=None, deepspeed_config_file=None)
-    return said(launch)
-
-
-@attrs.frozen(kw_only=True)
-class DeepSpeedPlan(PlanFormats):
-    """A DeepSpeed configuration as a frozen value; may hold ``"auto"``.
-
-    Attribute names are DeepSpeed's own top-level keys; ``None`` means "not written". Two plans
-    are equal when they say the same, wherever they were read from.
-    """
-
-    passed_through: ClassVar[frozenset[str]] = known_keys.TOP_LEVEL | known_keys.REMOVED.keys()
-    aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
-
-    train_batch_size: int | Auto | None = setting(Integer(minimum=1))
-    """Samples per optimizer step, all ranks together."""
-    train_micro_batch_size_per_gpu: int | Auto | None = setting(Integer(minimum=1))
-    """Samples per forward pass and rank."""
-    gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
-    """Forward passes per optimizer step."""
-    gradient_clipping: float | Auto | None = setting(Number())
-    """Largest global L2 norm of the gradient; 0: off."""
-    zero_optimization: ZeroSection | None = setting(Nested(ZeroSection, before=legacy_zero))
-    bf16: Bf16Section | None = setting(Nested(Bf16Section))
-    fp16: Fp16Section | None = setting(Nested(Fp16Section))
-    optimizer: OptimizerSection | None = setting(Nested(OptimizerSection))
-    scheduler: SchedulerSection | None = setting(Nested(SchedulerSection))
-    aio: AioSection | None = setting(Nested(AioSection))
-    zero_allow_untested_optimizer: bool | Auto | None = setting(Boolean())
-    """Let ZeRO run an optimizer DeepSpeed has not tested."""
-    zero_force_ds_cpu_optimizer: bool | Auto | None = setting(Boolean())
-    """Refuse other optimizers than DeepSpeed's own when offloading."""
-    steps_per_print: int | Auto | None = setting(Integer(minimum=1))
-    """Steps between DeepSpeed's own progress lines."""
-    wall_clock_breakdown: bool | Auto | None = setting(Boolean())
-    """Log the time of forward, backward and step."""
-    extra: Mapping[str, Any] = extra_keys()
-
-    launch: LaunchSection | None = attrs.field(
-        default=None, validator=_check_launch, eq=_launch_said
-    )
-    """What a launcher's or trainer's file adds; never sent to DeepSpeed."""
-    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple, eq=False)
-    """What reading changed, and why."""
-    source: str = attrs.field(default="code", eq=False)
-    """Where the plan came from: a file name, ``"dict"`` or ``"code"``."""
+        return read.override_plan(self, overrides)
 
     @classmethod
     def build(
@@ -304,9 +368,7 @@ class DeepSpeedPlan(PlanFormats):
         Raises:
             PlanError: As in ``from_dict``.
         """
-        from zerotune.plan.read import build_config
-
-        config = build_config(
+        config = read.build_config(
             stage=stage,
             offload_optimizer=offload,
             offload_param=offload_param,
@@ -320,40 +382,6 @@ class DeepSpeedPlan(PlanFormats):
         )
         return cls.from_dict(config, source="code")
 
-    @property
-    def stage(self) -> int | Auto:
-        """ZeRO stage as written; 0 when nothing is written."""
-        zero = self.zero_optimization
-        return 0 if zero is None or zero.stage is None else zero.stage
-
-    @property
-    def precision(self) -> str:
-        """``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``, as written."""
-        bf16 = self.bf16.enabled if self.bf16 else None
-        fp16 = self.fp16.enabled if self.fp16 else None
-        if bf16 is True:
-            return "bf16"
-        if fp16 is True:
-            return "fp16"
-        launched = self.launch.mixed_precision if self.launch else None
-        if AUTO in (bf16, fp16) or launched is not None:
-            return launched or AUTO
-        return "fp32"
-
-    @property
-    def offload_optimizer_device(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``, as written."""
-        zero = self.zero_optimization
-        section = zero.offload_optimizer if zero else None
-        return (section.device if section else None) or "none"
-
-    @property
-    def offload_param_device(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``, as written."""
-        zero = self.zero_optimization
-        section = zero.offload_param if zero else None
-        return (section.device if section else None) or "none"
-
     def check(
         self, *, world_size: int = 1, platform: Platform | None = None
     ) -> tuple[Finding, ...]:
@@ -363,9 +391,7 @@ class DeepSpeedPlan(PlanFormats):
             world_size: Number of ranks.
             platform: The machine; rules that need one are skipped without it.
         """
-        from zerotune.plan.rules import RuleContext, check_plan
-
-        return check_plan(self, RuleContext(world_size=world_size, platform=platform))
+        return check_plan(self, Context(world_size=world_size, platform=platform))
 
     def resolve(
         self,
@@ -388,15 +414,14 @@ class DeepSpeedPlan(PlanFormats):
         Raises:
             PlanError: The plan cannot run like this; the message names key, reason and fix.
         """
-        from zerotune.plan.resolve import resolve
-
-        return resolve(
+        return resolve.resolve(
             self,
             platform=platform,
             model=model,
             world_size=world_size,
             run=run,
             deepspeed=deepspeed,
+            into=ResolvedPlan,
         )
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
@@ -406,31 +431,23 @@ class DeepSpeedPlan(PlanFormats):
             world_size: Number of ranks the rules are to think of.
             platform: The machine; rules that need one are skipped without it.
         """
-        from zerotune.plan.text import plan_page
-
-        return plan_page(self, world_size=world_size, platform=platform).text()
+        return text.plan_page(self, world_size=world_size, platform=platform).text()
 
     def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """The same as ``explain``, as Markdown tables."""
-        from zerotune.plan.text import plan_page
-
-        return plan_page(self, world_size=world_size, platform=platform).markdown()
+        return text.plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
         """The same as ``explain``, as plain data that JSON can hold."""
-        from zerotune.plan.text import plan_data
+        return text.plan_data(self, world_size=world_size, platform=platform)
 
-        return plan_data(self, world_size=world_size, platform=platform)
-
-    def diff(self, other: DeepSpeedPlan) -> PlanDifference:
+    def diff(self, other: DeepSpeedPlan) -> diff.PlanDifference:
         """What ``other`` says otherwise; false when the plans are equal.
 
         Raises:
             InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
         """
-        from zerotune.plan.diff import diff_plans
-
-        return diff_plans(self, other)
+        return diff.diff_plans(self, other)
 
     @classmethod
     def advise(
@@ -473,9 +490,12 @@ class DeepSpeedPlan(PlanFormats):
             NothingFitsError: No plan fits; holds the nearest.
             PlanError: A size, family or option that does not exist.
         """
-        from zerotune.plan.advise import advise
-
-        return advise(
+        plan = cls.build(
+            precision=precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            optimizer=optimizer,
+        )
+        return advise.advise(
             model,
             vram=vram,
             ram=ram,
@@ -487,11 +507,8 @@ class DeepSpeedPlan(PlanFormats):
             frozen_bytes=frozen_bytes,
             reserve=reserve,
             platform=platform,
-            options={
-                "precision": precision,
-                "gradient_accumulation_steps": gradient_accumulation_steps,
-                "optimizer": optimizer,
-            },
+            plan=plan,
+            into=Advice,
         )
 
     def estimate(
@@ -525,9 +542,7 @@ class DeepSpeedPlan(PlanFormats):
         Raises:
             PlanError: As ``resolve``; also an unknown family or an impossible size.
         """
-        from zerotune.plan.memory.estimate import estimate_plan
-
-        return estimate_plan(
+        return estimate.estimate_plan(
             self,
             model,
             platform=platform,
@@ -539,227 +554,5 @@ class DeepSpeedPlan(PlanFormats):
             gradient_checkpointing=gradient_checkpointing,
             activation_offload=activation_offload,
             frozen_bytes=frozen_bytes,
+            into=MemoryEstimate,
         )
-
-
-# -- ``ResolvedPlan``: nothing automatic left, tied to a platform, a world size and a model.
-
-
-@attrs.frozen(kw_only=True)
-class ResolvedPlan:
-    """What will run. Made by ``DeepSpeedPlan.resolve``; completed by ``with_choices``."""
-
-    requested: DeepSpeedPlan
-    """The plan as the user wrote it."""
-    plan: DeepSpeedPlan
-    """The same with every behaviour key explicit. Only the parameters of ``optimizer`` and
-    ``scheduler`` may still be ``"auto"``: ``zerotune.optim`` reads them from here and calls
-    ``with_choices``."""
-    platform: Platform
-    """The machine the plan was resolved for."""
-    world_size: int
-    """Number of ranks."""
-    model: ModelFacts | None
-    """The model whose shapes sized the buffers."""
-    run: RunFacts
-    """What the training script knew."""
-    uses_deepspeed: bool
-    """Whether DeepSpeed trains, or the plain engine."""
-    precision: str
-    """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
-    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """Every automatic choice, those of reading first."""
-    optimizer: OptimizerChoice | None = None
-    """What ``zerotune.optim`` settled on; ``None`` before ``with_choices``."""
-    scheduler: SchedulerChoice | None = None
-    """What ``zerotune.optim`` settled on; ``None``: none, or before ``with_choices``."""
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage; 0 when the plain engine trains."""
-        stage = self.plan.stage
-        return int(stage) if self.uses_deepspeed else 0
-
-    @property
-    def offload_optimizer(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``."""
-        return self.plan.offload_optimizer_device
-
-    @property
-    def offload_param(self) -> str:
-        """``"none"``, ``"cpu"`` or ``"nvme"``."""
-        return self.plan.offload_param_device
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Samples per forward pass and rank."""
-        return _integer(self.plan.train_micro_batch_size_per_gpu, "train_micro_batch_size_per_gpu")
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Forward passes per optimizer step."""
-        return _integer(self.plan.gradient_accumulation_steps, "gradient_accumulation_steps")
-
-    @property
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step, all ranks together."""
-        return _integer(self.plan.train_batch_size, "train_batch_size")
-
-    @property
-    def gradient_clipping(self) -> float:
-        """Largest global L2 norm of the gradient; 0.0: off."""
-        value = self.plan.gradient_clipping
-        if value is None or isinstance(value, str):
-            raise _unresolved("gradient_clipping", value)
-        return float(value)
-
-    @property
-    def nvme_paths(self) -> dict[str, str | None]:
-        """Folder of each part that swaps: keys ``"param"`` and ``"optimizer"``.
-
-        A part that does not swap has no key; ``None`` means that no folder is set yet.
-        """
-        zero = self.plan.zero_optimization
-        parts = {
-            "param": zero.offload_param if zero else None,
-            "optimizer": zero.offload_optimizer if zero else None,
-        }
-        return {
-            part: None if section.nvme_path in (None, AUTO) else section.nvme_path
-            for part, section in parts.items()
-            if section is not None and section.device == "nvme"
-        }
-
-    def with_choices(
-        self,
-        optimizer: OptimizerChoice,
-        scheduler: SchedulerChoice | None,
-        decisions: Iterable[Decision] = (),
-    ) -> ResolvedPlan:
-        """This plan with the optimizer and scheduler settled.
-
-        Args:
-            optimizer: The optimizer that will run.
-            scheduler: The schedule, ``None`` for a constant learning rate.
-            decisions: Why; appended to the plan's own.
-        """
-        return attrs.evolve(
-            self,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            decisions=(*self.decisions, *decisions),
-        )
-
-    def with_nvme_path(
-        self,
-        *,
-        param: str | os.PathLike[str] | None = None,
-        optimizer: str | os.PathLike[str] | None = None,
-    ) -> ResolvedPlan:
-        """This plan with the swap folders set.
-
-        Args:
-            param: Folder for parameters; ``None`` leaves it as it is.
-            optimizer: Folder for optimizer states; ``None`` leaves it as it is.
-
-        Raises:
-            InvalidValueError: A folder for a part that does not swap.
-        """
-        given = {"param": param, "optimizer": optimizer}
-        zero = self.plan.zero_optimization
-        for part, folder in given.items():
-            if folder is None:
-                continue
-            section: OffloadSection | None = getattr(zero, f"offload_{part}", None)
-            if zero is None or section is None or section.device != "nvme":
-                raise InvalidValueError(
-                    "this part does not swap to NVMe in the resolved plan",
-                    key=f"zero_optimization.offload_{part}.nvme_path",
-                    value=os.fspath(folder),
-                    fix=f'set offload_{part}.device to "nvme" at stage 3, or give no folder',
-                )
-            moved = attrs.evolve(section, nvme_path=os.fspath(folder))
-            zero = evolved(zero, **{f"offload_{part}": moved})
-        return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
-
-    def to_deepspeed(self) -> dict[str, Any]:
-        """The configuration DeepSpeed receives; a fresh, deep copy.
-
-        Raises:
-            UnresolvedPlanError: Something is still ``"auto"``, a swap folder is missing, or the
-                optimizer is not settled although DeepSpeed would build it.
-        """
-        from zerotune.plan.resolve import render
-
-        return render(self)
-
-    def digest(self) -> str:
-        """SHA-256 (hex) of the rendered configuration and the world size.
-
-        Swap folders are left out: they differ from run to run and change nothing that is
-        trained.
-
-        Raises:
-            UnresolvedPlanError: As in ``to_deepspeed``, swap folders excepted.
-        """
-        import hashlib
-        import json
-
-        from zerotune.plan.resolve import render
-
-        content: dict[str, Any] = {
-            "config": render(self, folders=False),
-            "world_size": self.world_size,
-        }
-        if self.optimizer is not None and self.optimizer.source != "deepspeed":
-            content["optimizer"] = attrs.asdict(self.optimizer)
-        elif self.optimizer is not None and self.optimizer.groups:
-            content["groups"] = [attrs.asdict(group) for group in self.optimizer.groups]
-        if self.scheduler is not None and self.scheduler.source != "deepspeed":
-            content["scheduler"] = attrs.asdict(self.scheduler)
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    def explain(self) -> str:
-        """What will run and why, as text."""
-        from zerotune.plan.text import resolved_page
-
-        return resolved_page(self).text()
-
-    def explain_markdown(self) -> str:
-        """What will run, why, and what the rules have to say about it, as Markdown tables."""
-        from zerotune.plan.text import resolved_markdown
-
-        return resolved_markdown(self)
-
-    def summary(self) -> dict[str, Any]:
-        """What will run, as plain data."""
-        from zerotune.plan.text import resolved_data
-
-        return resolved_data(self)
-
-    def diff(self, other: ResolvedPlan) -> PlanDifference:
-        """What runs otherwise in ``other``; false when the same would be trained.
-
-        The rendered configurations are compared, with their swap folders, and the engine, the
-        world size, the optimizer and the schedule; reasons are not. Neither plan need be
-        complete.
-
-        Raises:
-            InvalidValueError: ``other`` is not a ``ResolvedPlan``.
-        """
-        from zerotune.plan.diff import diff_resolved
-
-        return diff_resolved(self, other)
-
-
-def _integer(value: Any, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _unresolved(key, value)
-    return value
-
-
-def _unresolved(key: str, value: Any) -> UnresolvedPlanError:
-    return UnresolvedPlanError(
-        "is not resolved", key=key, value=value, fix="make the plan with DeepSpeedPlan.resolve"
-    )

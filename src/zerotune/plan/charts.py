@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune.errors import MissingDependencyError
-from zerotune.plan.memory.model import MemoryEstimate
+from zerotune.plan.memory.model import EstimateValue
 from zerotune.plan.text import (
     PLACE_NAMES,
     Fit,
@@ -168,7 +168,7 @@ _FONT: Final = 9
 
 
 def plot_memory(
-    estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
+    estimate: EstimateValue, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
     """Write the peak of each place as a stacked bar, by component, as PNG.
 
@@ -228,7 +228,7 @@ class _Panel:
         return _MARGIN + nbytes / self.full * _ACROSS
 
 
-def _panel(estimate: MemoryEstimate, fit: Fit, unit: tuple[str, int], measure: Measure) -> _Panel:
+def _panel(estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Measure) -> _Panel:
     peak = estimate.peak(fit.place)
     full = max(fit.needed, fit.available or 0) * 1.02
     name = PLACE_NAMES[fit.place]
@@ -249,7 +249,7 @@ def _panel(estimate: MemoryEstimate, fit: Fit, unit: tuple[str, int], measure: M
     )
 
 
-def _colours(estimate: MemoryEstimate) -> dict[str, str]:
+def _colours(estimate: EstimateValue) -> dict[str, str]:
     """One colour for each component; those of zerotune's own model always have the same."""
     unknown = [name for name, _ in merged(estimate.items) if name not in _COLOURS]
     spare = {name: _SPARE_COLOURS[i % len(_SPARE_COLOURS)] for i, name in enumerate(unknown)}
@@ -288,7 +288,7 @@ def _write(sheet: Any, x: float, y: float, text: str, **style: Any) -> None:
     sheet.text(x, y, text, parse_math=False, **{**defaults, **style})
 
 
-def _draw_heading(sheet: Any, estimate: MemoryEstimate, lines: list[str]) -> None:
+def _draw_heading(sheet: Any, estimate: EstimateValue, lines: list[str]) -> None:
     _write(sheet, _MARGIN, 0.32, "Memory per rank", fontsize=13, fontweight="bold")
     _write(sheet, _WIDTH - _MARGIN, 0.33, describe(estimate.resolved), ha="right")
     for number, line in enumerate(lines):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import attrs
 
 from zerotune._util.table import Code, Column, Line, Page, Table
 from zerotune.errors import UNSET, InvalidValueError
-from zerotune.plan.model import join
+from zerotune.plan.model import OptimizerChoice, PlanValue, ResolvedValue, SchedulerChoice, join
 from zerotune.plan.resolve import written
-
-if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
-    from zerotune.plan.model import OptimizerChoice, SchedulerChoice
-
 
 ChangeKind = Literal["added", "removed", "changed"]
 KINDS: Final[tuple[ChangeKind, ...]] = get_args(ChangeKind)
@@ -108,7 +103,7 @@ class PlanDifference:
         return f"{self.before} -> {self.after}: {counted}"
 
 
-def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
+def diff_plans(before: PlanValue, after: PlanValue) -> PlanDifference:
     """What the second plan says otherwise; equal plans have no difference.
 
     Raises:
@@ -122,7 +117,7 @@ def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
     )
 
 
-def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
+def diff_resolved(before: ResolvedValue, after: ResolvedValue) -> PlanDifference:
     """What will run otherwise: the rendered configuration, the engine, optimizer and schedule.
 
     Reasons are not compared. Neither plan need be complete.
@@ -149,14 +144,14 @@ def _check_kind(before: object, after: object) -> None:
         )
 
 
-def _plan_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
+def _plan_settings(plan: PlanValue) -> dict[str, Any]:
     settings = plan.to_dict()
     if plan.launch is not None:
         settings["launch"] = plan.launch.to_dict()
     return settings
 
 
-def _resolved_settings(resolved: ResolvedPlan) -> dict[str, Any]:
+def _resolved_settings(resolved: ResolvedValue) -> dict[str, Any]:
     settings = written(resolved)
     settings["world_size"] = resolved.world_size
     settings["uses_deepspeed"] = resolved.uses_deepspeed

@@ -23,6 +23,7 @@ from zerotune.plan.model import (
     ModelFacts,
     OffloadSection,
     ParameterFacts,
+    PlanValue,
     RunFacts,
     Section,
     ZeroSection,
@@ -31,7 +32,6 @@ from zerotune.plan.model import (
 )
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan
     from zerotune.platform import Platform
 
 
@@ -58,9 +58,7 @@ class _Partial(NamedTuple):
     accumulation: int | None
 
 
-def solve_batch(
-    plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
-) -> tuple[Batch, list[Decision]]:
+def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Batch, list[Decision]]:
     """Solve the batch triple of ``plan`` at ``world_size``.
 
     Written numbers always stand. Missing ones come from the others, then from ``run``, then
@@ -111,7 +109,7 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
 
 
 def _solve_without_train(
-    plan: DeepSpeedPlan,
+    plan: PlanValue,
     run: RunFacts,
     world_size: int,
     known: _Partial,
@@ -130,7 +128,7 @@ def _solve_without_train(
 
 
 def _solve_from_train(
-    plan: DeepSpeedPlan,
+    plan: PlanValue,
     run: RunFacts,
     world_size: int,
     known: _Partial,
@@ -179,7 +177,7 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
     )
 
 
-def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, decisions: list[Decision]) -> int:
+def _fill_accumulation(plan: PlanValue, run: RunFacts, decisions: list[Decision]) -> int:
     launched = plan.launch.gradient_accumulation_steps if plan.launch else None
     value, reason = _first(
         (run.gradient_accumulation_steps, "the run says so"),
@@ -230,7 +228,7 @@ _RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 
 
 def decide_precision(
-    plan: DeepSpeedPlan, *, run: RunFacts, platform: Platform
+    plan: PlanValue, *, run: RunFacts, platform: Platform
 ) -> tuple[str, list[Decision]]:
     """The precision that trains: ``"bf16"``, ``"fp16"`` or ``"fp32"``, and why.
 
@@ -278,7 +276,7 @@ def _what_it_computes(platform: Platform) -> str:
 
 
 def fill_precision(
-    plan: DeepSpeedPlan, precision: str, filler: Filler
+    plan: PlanValue, precision: str, filler: Filler
 ) -> tuple[Bf16Section, Fp16Section]:
     """The ``bf16`` and ``fp16`` sections, every key explicit."""
     bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
@@ -318,7 +316,7 @@ def _asked_by_run(run: RunFacts) -> str | None:
     return str(_RUN_KIND.read(run.mixed_precision, "run.mixed_precision")[0])
 
 
-def _written(plan: DeepSpeedPlan) -> dict[str, Any]:
+def _written(plan: PlanValue) -> dict[str, Any]:
     return {
         "bf16": plan.bf16.enabled if plan.bf16 else None,
         "fp16": plan.fp16.enabled if plan.fp16 else None,

@@ -1,10 +1,12 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
-"""What a setting may hold: strict checks for values, lenient reading for files.
+"""What a plan consists of, as values: settings, sections, facts, choices, and the plan itself.
 
-Every modelled setting has a *kind*, and so has every argument of an optimizer or a schedule
-(``zerotune.optim``). ``check`` is what an attrs validator runs: it accepts only the canonical
-form. ``read`` accepts what people write (``2e8`` for an integer, ``"CPU"`` for a device) and
-returns the canonical form with the reason of the change.
+From the bottom up: the *kinds* of settings, how sections are declared and read, the keys that
+DeepSpeed knows beyond them, old spellings, the sections, what is known of the model and of the
+run, what ``zerotune.optim`` settles on, and at the end ``PlanValue`` (what the user wants) and
+``ResolvedValue`` (what will run). Nothing here knows what else is done with them: reading,
+writing, checking, resolving and the rest are modules above this one, and ``zerotune.plan.api``
+puts them together as the methods of ``DeepSpeedPlan`` and ``ResolvedPlan``.
 """
 
 from __future__ import annotations
@@ -23,11 +25,26 @@ import attrs
 from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, PlanConflictError, UnknownKeyError, ZeroTuneError
+from zerotune.errors import (
+    InvalidValueError,
+    PlanConflictError,
+    UnknownKeyError,
+    UnresolvedPlanError,
+    ZeroTuneError,
+)
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan
+    from typing_extensions import Self
 
+    from zerotune.platform import Platform
+
+
+# -- What a setting may hold: strict checks for values, lenient reading for files.
+#
+# Every modelled setting has a *kind*, and so has every argument of an optimizer or a schedule
+# (``zerotune.optim``). ``check`` is what an attrs validator runs: it accepts only the canonical
+# form. ``read`` accepts what people write (``2e8`` for an integer, ``"CPU"`` for a device) and
+# returns the canonical form with the reason of the change.
 
 Auto = Literal["auto"]
 AUTO: Final[Auto] = "auto"
@@ -374,6 +391,8 @@ _DEEPEST = 50
 
 
 SectionT = TypeVar("SectionT", bound="Section")
+PlanT = TypeVar("PlanT", bound="PlanValue")
+ResolvedT = TypeVar("ResolvedT", bound="ResolvedValue")
 
 
 class Section:
@@ -955,33 +974,6 @@ def _dropped(key: str, value: Any, why: str) -> Decision:
     )
 
 
-def normalised_plan(plan: DeepSpeedPlan) -> DeepSpeedPlan:
-    """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
-    from zerotune.plan.read import fill_from_launch, plan_from_mapping, read_launch
-
-    decisions: list[Decision] = []
-    known = passed_paths(plan)
-    launch = read_launch(plan.launch.to_dict() if plan.launch else {}, decisions, known)
-    again = plan_from_mapping(plan.to_deepspeed(), source=plan.source, also_known=known)
-    found = (*plan.decisions, *decisions, *again.decisions)
-    return fill_from_launch(attrs.evolve(again, decisions=found), launch)
-
-
-def passed_paths(plan: DeepSpeedPlan) -> frozenset[str]:
-    """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
-    launched = _passed(plan.launch, "launch") if plan.launch else ()
-    return frozenset({*_passed(plan, ""), *launched})
-
-
-def _passed(section: Section, prefix: str) -> Iterator[str]:
-    for name in getattr(section, "extra", {}):
-        yield join(prefix, name)
-    for attribute in modelled(type(section)):
-        value = getattr(section, attribute.name)
-        if isinstance(value, Section):
-            yield from _passed(value, join(prefix, attribute.name))
-
-
 # -- The sections of a DeepSpeed configuration as frozen values.
 #
 # Attribute names are DeepSpeed's own key names; ``None`` means "not written"; ``extra`` keeps the
@@ -1472,3 +1464,297 @@ class SchedulerChoice:
     source: SchedulerSource = "deepspeed"
     """Who steps it: DeepSpeed's own class, or zerotune's curve, which follows the same formula
     and scales it for each parameter group."""
+
+
+# -- What a plan says, without the verbs, which ``zerotune.plan.api`` adds.
+
+
+def _check_launch(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None:
+        Nested(LaunchSection).check(value, attribute.name)
+
+
+def _launch_said(launch: LaunchSection | None) -> Section | None:
+    """What of a launch section matters for "says the same": not the name of a file."""
+    if launch is not None:
+        launch = attrs.evolve(launch, distributed_type=None, deepspeed_config_file=None)
+    return said(launch)
+
+
+@attrs.frozen(kw_only=True)
+class PlanValue(Section):
+    """A DeepSpeed configuration as a frozen value; may hold ``"auto"``.
+
+    Attribute names are DeepSpeed's own top-level keys; ``None`` means "not written". Two plans
+    are equal when they say the same, wherever they were read from.
+    """
+
+    passed_through: ClassVar[frozenset[str]] = TOP_LEVEL | REMOVED.keys()
+    aliases: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
+
+    train_batch_size: int | Auto | None = setting(Integer(minimum=1))
+    """Samples per optimizer step, all ranks together."""
+    train_micro_batch_size_per_gpu: int | Auto | None = setting(Integer(minimum=1))
+    """Samples per forward pass and rank."""
+    gradient_accumulation_steps: int | Auto | None = setting(Integer(minimum=1))
+    """Forward passes per optimizer step."""
+    gradient_clipping: float | Auto | None = setting(Number())
+    """Largest global L2 norm of the gradient; 0: off."""
+    zero_optimization: ZeroSection | None = setting(Nested(ZeroSection, before=legacy_zero))
+    bf16: Bf16Section | None = setting(Nested(Bf16Section))
+    fp16: Fp16Section | None = setting(Nested(Fp16Section))
+    optimizer: OptimizerSection | None = setting(Nested(OptimizerSection))
+    scheduler: SchedulerSection | None = setting(Nested(SchedulerSection))
+    aio: AioSection | None = setting(Nested(AioSection))
+    zero_allow_untested_optimizer: bool | Auto | None = setting(Boolean())
+    """Let ZeRO run an optimizer DeepSpeed has not tested."""
+    zero_force_ds_cpu_optimizer: bool | Auto | None = setting(Boolean())
+    """Refuse other optimizers than DeepSpeed's own when offloading."""
+    steps_per_print: int | Auto | None = setting(Integer(minimum=1))
+    """Steps between DeepSpeed's own progress lines."""
+    wall_clock_breakdown: bool | Auto | None = setting(Boolean())
+    """Log the time of forward, backward and step."""
+    extra: Mapping[str, Any] = extra_keys()
+
+    launch: LaunchSection | None = attrs.field(
+        default=None, validator=_check_launch, eq=_launch_said
+    )
+    """What a launcher's or trainer's file adds; never sent to DeepSpeed."""
+    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple, eq=False)
+    """What reading changed, and why."""
+    source: str = attrs.field(default="code", eq=False)
+    """Where the plan came from: a file name, ``"dict"`` or ``"code"``."""
+
+    @property
+    def stage(self) -> int | Auto:
+        """ZeRO stage as written; 0 when nothing is written."""
+        zero = self.zero_optimization
+        return 0 if zero is None or zero.stage is None else zero.stage
+
+    @property
+    def precision(self) -> str:
+        """``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``, as written."""
+        bf16 = self.bf16.enabled if self.bf16 else None
+        fp16 = self.fp16.enabled if self.fp16 else None
+        if bf16 is True:
+            return "bf16"
+        if fp16 is True:
+            return "fp16"
+        launched = self.launch.mixed_precision if self.launch else None
+        if AUTO in (bf16, fp16) or launched is not None:
+            return launched or AUTO
+        return "fp32"
+
+    @property
+    def offload_optimizer_device(self) -> str:
+        """``"none"``, ``"cpu"`` or ``"nvme"``, as written."""
+        zero = self.zero_optimization
+        section = zero.offload_optimizer if zero else None
+        return (section.device if section else None) or "none"
+
+    @property
+    def offload_param_device(self) -> str:
+        """``"none"``, ``"cpu"`` or ``"nvme"``, as written."""
+        zero = self.zero_optimization
+        section = zero.offload_param if zero else None
+        return (section.device if section else None) or "none"
+
+
+def read_launch(
+    raw: Mapping[str, Any], decisions: list[Decision], also_known: Collection[str] = ()
+) -> LaunchSection:
+    """The launch section from the settings around a DeepSpeed configuration."""
+    return read_section(
+        LaunchSection, raw, key="launch", decisions=decisions, also_known=also_known
+    )
+
+
+def with_launch(plan: PlanT, launch: LaunchSection) -> PlanT:
+    """Attach ``launch``, or nothing when it says nothing."""
+    says_something = launch.extra or any(
+        getattr(launch, attribute.name) is not None for attribute in modelled(LaunchSection)
+    )
+    return attrs.evolve(plan, launch=launch) if says_something else plan
+
+
+# -- Where a plan is to run.
+
+
+def check_world_size(world_size: Any) -> None:
+    """Raise ``InvalidValueError`` unless that many ranks can train."""
+    if not is_integer(world_size) or world_size < 1:
+        raise InvalidValueError(
+            "must be a whole number of at least 1",
+            key="world_size",
+            value=world_size,
+            fix="pass the number of processes that train together",
+        )
+
+
+def _check_world_size(_instance: object, _attribute: Any, value: Any) -> None:
+    check_world_size(value)
+
+
+@attrs.frozen(kw_only=True)
+class Context:
+    """Where and how a plan is to run: what is known beside the plan itself."""
+
+    world_size: int = attrs.field(default=1, validator=_check_world_size)
+    platform: Platform | None = None
+    model: ModelFacts | None = None
+    run: RunFacts = attrs.field(factory=RunFacts)
+    uses_deepspeed: bool = True
+    """``False``: the plain engine trains, and what only concerns ZeRO is not looked at."""
+
+
+# -- What will run: nothing automatic left, tied to a platform, a world size and a model.
+
+
+@attrs.frozen(kw_only=True)
+class ResolvedValue:
+    """What will run. Made by ``DeepSpeedPlan.resolve``; completed by ``with_choices``."""
+
+    requested: PlanValue
+    """The plan as the user wrote it."""
+    plan: PlanValue
+    """The same with every behaviour key explicit. Only the parameters of ``optimizer`` and
+    ``scheduler`` may still be ``"auto"``: ``zerotune.optim`` reads them from here and calls
+    ``with_choices``."""
+    platform: Platform
+    """The machine the plan was resolved for."""
+    world_size: int
+    """Number of ranks."""
+    model: ModelFacts | None
+    """The model whose shapes sized the buffers."""
+    run: RunFacts
+    """What the training script knew."""
+    uses_deepspeed: bool
+    """Whether DeepSpeed trains, or the plain engine."""
+    precision: str
+    """``"bf16"``, ``"fp16"`` or ``"fp32"``."""
+    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
+    """Every automatic choice, those of reading first."""
+    optimizer: OptimizerChoice | None = None
+    """What ``zerotune.optim`` settled on; ``None`` before ``with_choices``."""
+    scheduler: SchedulerChoice | None = None
+    """What ``zerotune.optim`` settled on; ``None``: none, or before ``with_choices``."""
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage; 0 when the plain engine trains."""
+        stage = self.plan.stage
+        return int(stage) if self.uses_deepspeed else 0
+
+    @property
+    def offload_optimizer(self) -> str:
+        """``"none"``, ``"cpu"`` or ``"nvme"``."""
+        return self.plan.offload_optimizer_device
+
+    @property
+    def offload_param(self) -> str:
+        """``"none"``, ``"cpu"`` or ``"nvme"``."""
+        return self.plan.offload_param_device
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples per forward pass and rank."""
+        return _integer(self.plan.train_micro_batch_size_per_gpu, "train_micro_batch_size_per_gpu")
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Forward passes per optimizer step."""
+        return _integer(self.plan.gradient_accumulation_steps, "gradient_accumulation_steps")
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per optimizer step, all ranks together."""
+        return _integer(self.plan.train_batch_size, "train_batch_size")
+
+    @property
+    def gradient_clipping(self) -> float:
+        """Largest global L2 norm of the gradient; 0.0: off."""
+        value = self.plan.gradient_clipping
+        if value is None or isinstance(value, str):
+            raise _unresolved("gradient_clipping", value)
+        return float(value)
+
+    @property
+    def nvme_paths(self) -> dict[str, str | None]:
+        """Folder of each part that swaps: keys ``"param"`` and ``"optimizer"``.
+
+        A part that does not swap has no key; ``None`` means that no folder is set yet.
+        """
+        zero = self.plan.zero_optimization
+        parts = {
+            "param": zero.offload_param if zero else None,
+            "optimizer": zero.offload_optimizer if zero else None,
+        }
+        return {
+            part: None if section.nvme_path in (None, AUTO) else section.nvme_path
+            for part, section in parts.items()
+            if section is not None and section.device == "nvme"
+        }
+
+    def with_choices(
+        self,
+        optimizer: OptimizerChoice,
+        scheduler: SchedulerChoice | None,
+        decisions: Iterable[Decision] = (),
+    ) -> Self:
+        """This plan with the optimizer and scheduler settled.
+
+        Args:
+            optimizer: The optimizer that will run.
+            scheduler: The schedule, ``None`` for a constant learning rate.
+            decisions: Why; appended to the plan's own.
+        """
+        return attrs.evolve(
+            self,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            decisions=(*self.decisions, *decisions),
+        )
+
+    def with_nvme_path(
+        self,
+        *,
+        param: str | os.PathLike[str] | None = None,
+        optimizer: str | os.PathLike[str] | None = None,
+    ) -> Self:
+        """This plan with the swap folders set.
+
+        Args:
+            param: Folder for parameters; ``None`` leaves it as it is.
+            optimizer: Folder for optimizer states; ``None`` leaves it as it is.
+
+        Raises:
+            InvalidValueError: A folder for a part that does not swap.
+        """
+        given = {"param": param, "optimizer": optimizer}
+        zero = self.plan.zero_optimization
+        for part, folder in given.items():
+            if folder is None:
+                continue
+            section: OffloadSection | None = getattr(zero, f"offload_{part}", None)
+            if zero is None or section is None or section.device != "nvme":
+                raise InvalidValueError(
+                    "this part does not swap to NVMe in the resolved plan",
+                    key=f"zero_optimization.offload_{part}.nvme_path",
+                    value=os.fspath(folder),
+                    fix=f'set offload_{part}.device to "nvme" at stage 3, or give no folder',
+                )
+            moved = attrs.evolve(section, nvme_path=os.fspath(folder))
+            zero = evolved(zero, **{f"offload_{part}": moved})
+        return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
+
+
+def _integer(value: Any, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _unresolved(key, value)
+    return value
+
+
+def _unresolved(key: str, value: Any) -> UnresolvedPlanError:
+    return UnresolvedPlanError(
+        "is not resolved", key=key, value=value, fix="make the plan with DeepSpeedPlan.resolve"
+    )

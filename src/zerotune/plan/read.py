@@ -1,21 +1,21 @@
-"""Readers: a dict, JSON text, a JSON file, a trainer's file that holds a DeepSpeed config."""
+"""Readers: dicts, JSON, trainers' files, accelerate's YAML and environment, overrides.
+
+Each takes the class of plan to make: any whose fields are those of ``PlanValue``.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.json_text import parse_json
+from zerotune.errors import InvalidValueError, PlanConflictError
+from zerotune.plan import accelerate
 from zerotune.plan.model import (
     AUTO,
     OFFLOAD_DEVICES,
@@ -24,39 +24,45 @@ from zerotune.plan.model import (
     Choice,
     LaunchSection,
     Nested,
+    PlanT,
+    PlanValue,
     Section,
     ZeroSection,
     join,
     modelled,
     normalise_top_level,
-    passed_paths,
+    read_launch,
     read_section,
+    with_launch,
+)
+from zerotune.plan.source import (
+    TRAINER_KEYS,
+    WRAPPERS,
+    parse_json,
+    parse_yaml,
+    read_named,
+    read_text,
+    tolerated,
+    undashed,
+    wrapper_of,
 )
 
-if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan
-
-
-WRAPPERS = ("deepspeed_config", "deepspeed_config_file", "deepspeed")
-TRAINER_KEYS = {
-    "mixed_precision": "mixed_precision",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "max_grad_norm": "gradient_clipping",
-    "gradient_clipping": "gradient_clipping",
-    "offload_param_path": "offload_param_path",
-    "offload_optimizer_path": "offload_optimizer_path",
-}
-"""Key of a trainer's own file to the launch setting it is."""
 _ENOUGH_KEYS = 3
 _ENOUGH_TO_JUDGE = 20
 
 
 def plan_from_mapping(
-    config: Any, *, source: str, also_known: Collection[str] = (), folder: Path | None = None
-) -> DeepSpeedPlan:
+    cls: type[PlanT],
+    config: Any,
+    *,
+    source: str,
+    also_known: Collection[str] = (),
+    folder: Path | None = None,
+) -> PlanT:
     """Read a configuration; see ``DeepSpeedPlan.from_dict``.
 
     Args:
+        cls: The class of plan to make.
         config: The configuration, or an object that holds one.
         source: Name used in messages.
         also_known: Paths of further keys to pass through.
@@ -68,21 +74,14 @@ def plan_from_mapping(
         )
     wrapper = wrapper_of(config)
     if wrapper is not None:
-        from zerotune.plan.accelerate import is_accelerate, plan_from_settings
-
-        if is_accelerate(config) and isinstance(config[wrapper], Mapping):
-            return plan_from_settings(config, source=source, folder=folder)
-        return _unwrapped(config, wrapper, source=source, also_known=also_known, folder=folder)
+        if accelerate.is_accelerate(config) and isinstance(config[wrapper], Mapping):
+            return plan_from_settings(cls, config, source=source, folder=folder)
+        return _unwrapped(cls, config, wrapper, source=source, also_known=also_known, folder=folder)
     _refuse_something_else(config, source, also_known)
     decisions: list[Decision] = []
     raw = normalise_top_level(config, decisions)
-    plan = read_section(DeepSpeedPlan, raw, key="", decisions=decisions, also_known=also_known)
+    plan = read_section(cls, raw, key="", decisions=decisions, also_known=also_known)
     return attrs.evolve(plan, decisions=decisions, source=source)
-
-
-def wrapper_of(config: Mapping[Any, Any]) -> str | None:
-    """The key under which a trainer's file holds its DeepSpeed configuration, as written."""
-    return next((key for key in config if undashed(key) in WRAPPERS), None)
 
 
 def _refuse_something_else(
@@ -90,8 +89,8 @@ def _refuse_something_else(
 ) -> None:
     """Refuse a file of another kind as a whole, and not by its first key."""
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
-    known = {attribute.name for attribute in modelled(DeepSpeedPlan)}
-    known |= {*DeepSpeedPlan.passed_through, *DeepSpeedPlan.aliases, *also_known}
+    known = {attribute.name for attribute in modelled(PlanValue)}
+    known |= {*PlanValue.passed_through, *PlanValue.aliases, *also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
         return
     looked_at = names[:_ENOUGH_TO_JUDGE]
@@ -105,167 +104,31 @@ def _refuse_something_else(
     )
 
 
-def plan_from_json(path_or_text: str | os.PathLike[str]) -> DeepSpeedPlan:
+def plan_from_json(cls: type[PlanT], path_or_text: str | os.PathLike[str]) -> PlanT:
     """Read JSON; see ``DeepSpeedPlan.from_json``."""
     if isinstance(path_or_text, str) and path_or_text.lstrip("\ufeff \t\r\n").startswith(
         ("{", "//", "/*", "#", "[")
     ):
-        return _plan_from_text(path_or_text, source="<string>", folder=None)
+        return _plan_from_text(cls, path_or_text, source="<string>", folder=None)
     path = Path(path_or_text)
-    return _plan_from_text(read_text(path), source=str(path), folder=path.parent)
+    return _plan_from_text(cls, read_text(path), source=str(path), folder=path.parent)
 
 
-def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = ()) -> str:
-    """The text of a plan file.
-
-    Args:
-        path: The file.
-        key: The setting that names it, if one does.
-        tried: Other places that were looked at, for the message.
-
-    Raises:
-        PlanFileError: The file is missing, a folder, unreadable or not UTF-8.
-    """
-    name = key or "file"
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        places = f" (looked at {', '.join(str(place) for place in tried)})" if tried else ""
-        raise PlanFileError(
-            f"there is no such file{places}",
-            key=name,
-            value=str(path),
-            fix="check the path; a relative one is taken from the working directory",
-        ) from None
-    except IsADirectoryError:
-        raise PlanFileError(
-            "is a folder", key=name, value=str(path), fix="give the path of a file"
-        ) from None
-    except UnicodeDecodeError:
-        raise PlanFileError(
-            "is not UTF-8 text", key=name, value=str(path), fix="save it as UTF-8"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise PlanFileError(
-            f"cannot be read: {error}", key=name, value=str(path), fix="check path and permissions"
-        ) from None
-
-
-def find_file(written: str, folder: Path | None, *, key: str) -> Path:
-    """A file named inside a configuration: beside that configuration, else where we are.
-
-    Raises:
-        PlanFileError: Neither place has it; the message lists both.
-    """
-    places = _places(written, folder)
-    for place in places:
-        if _is_file(place):
-            return place
-    read_text(places[-1], key=key, tried=list(dict.fromkeys(places)))
-    return places[-1]
-
-
-class Named(NamedTuple):
-    """What a setting that names a configuration leads to."""
-
-    value: Any
-    sentences: list[str]
-    """Liberties that were tolerated."""
-    source: str
-    """Name for messages."""
-    folder: Path | None
-    """Folder of the file; ``None`` when the setting is the configuration itself."""
-
-
-def read_named(written: str, folder: Path | None, *, key: str) -> Named:
-    """The configuration that a setting names: JSON text, the path of a file, or base64 of JSON.
-
-    accelerate and transformers accept all three (``HfDeepSpeedConfig``).
-
-    Raises:
-        PlanFileError: It is neither JSON, nor base64 of it, nor a file in any of the places.
-        PlanSyntaxError: Not JSON.
-    """
-    encoded = None if written.lstrip().startswith("{") else _decoded(written, folder)
-    text = written if written.lstrip().startswith("{") else encoded
-    if text is not None:
-        return Named(*parse_json(text, source=key), source=f"the text of {key}", folder=None)
-    path = find_file(written, folder, key=key)
-    value, sentences = parse_json(read_text(path, key=key), source=str(path))
-    return Named(value, sentences, source=str(path), folder=path.parent)
-
-
-def _decoded(written: str, folder: Path | None) -> str | None:
-    import base64
-    import binascii
-
-    if any(_is_file(place) for place in _places(written, folder)):
-        return None
-    try:
-        text = base64.urlsafe_b64decode(written).decode("utf-8")
-    except (binascii.Error, ValueError):
-        return None
-    return text if text.lstrip().startswith("{") else None
-
-
-def _places(written: str, folder: Path | None) -> list[Path]:
-    return [Path(written)] if folder is None else [folder / written, Path(written)]
-
-
-def _is_file(place: Path) -> bool:
-    try:
-        return place.is_file()
-    except (OSError, ValueError):  # a name too long, or with a null character
-        return False
-
-
-def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
-    """One warning for everything a file has that JSON does not allow."""
-    if not sentences:
-        return []
-    return [
-        Decision(
-            key=source,
-            before="; ".join(sentences),
-            after=None,
-            reason="strict JSON allows no comments and no trailing commas, and accelerate"
-            " refuses them",
-            severity="warning",
-        )
-    ]
-
-
-def read_launch(
-    raw: Mapping[str, Any], decisions: list[Decision], also_known: Collection[str] = ()
-) -> LaunchSection:
-    """The launch section from the settings around a DeepSpeed configuration."""
-    return read_section(
-        LaunchSection, raw, key="launch", decisions=decisions, also_known=also_known
-    )
-
-
-def fill_from_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
-    """Attach ``launch``, or nothing when it says nothing."""
-    says_something = launch.extra or any(
-        getattr(launch, attribute.name) is not None for attribute in modelled(LaunchSection)
-    )
-    return attrs.evolve(plan, launch=launch) if says_something else plan
-
-
-def _plan_from_text(text: str, *, source: str, folder: Path | None) -> DeepSpeedPlan:
+def _plan_from_text(cls: type[PlanT], text: str, *, source: str, folder: Path | None) -> PlanT:
     value, sentences = parse_json(text, source=source)
-    plan = plan_from_mapping(value, source=source, folder=folder)
+    plan = plan_from_mapping(cls, value, source=source, folder=folder)
     return attrs.evolve(plan, decisions=(*tolerated(sentences, source), *plan.decisions))
 
 
 def _unwrapped(
+    cls: type[PlanT],
     config: Mapping[Any, Any],
     wrapper: str,
     *,
     source: str,
     also_known: Collection[str],
     folder: Path | None,
-) -> DeepSpeedPlan:
+) -> PlanT:
     inner = config[wrapper]
     sentences: list[str] = []
     if isinstance(inner, str):
@@ -285,7 +148,7 @@ def _unwrapped(
         raise InvalidValueError(
             "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
         )
-    plan = plan_from_mapping(inner, source=source, also_known=also_known, folder=folder)
+    plan = plan_from_mapping(cls, inner, source=source, also_known=also_known, folder=folder)
     decisions: list[Decision] = []
     around = {
         TRAINER_KEYS[undashed(key)]: _plain_auto(value)
@@ -294,16 +157,86 @@ def _unwrapped(
     }
     launch = read_launch(around, decisions)
     found = (*tolerated(sentences, source), *decisions, *plan.decisions)
-    return attrs.evolve(fill_from_launch(plan, launch), decisions=found)
-
-
-def undashed(key: Any) -> str:
-    """A key of a trainer's file without leading dashes; ``""`` for what is no text."""
-    return key.lstrip("-") if isinstance(key, str) else ""
+    return attrs.evolve(with_launch(plan, launch), decisions=found)
 
 
 def _plain_auto(value: Any) -> Any:
     return AUTO if isinstance(value, str) and value.strip().lower() == AUTO else value
+
+
+# -- What `accelerate` writes: its YAML, the same settings in JSON, its environment.
+
+
+def plan_from_settings(
+    cls: type[PlanT], content: Mapping[Any, Any], *, source: str, folder: Path | None
+) -> PlanT:
+    """Read the settings of ``accelerate config``.
+
+    Args:
+        cls: The class of plan to make.
+        content: The settings.
+        source: Name used in messages.
+        folder: Where a relative ``deepspeed_config_file`` is looked up first.
+
+    Raises:
+        PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
+    """
+    return _translated(cls, accelerate.translate(content, source=source, folder=folder))
+
+
+def plan_from_yaml(cls: type[PlanT], path: str | os.PathLike[str]) -> PlanT:
+    """Read an accelerate YAML; see ``DeepSpeedPlan.from_yaml``."""
+    file = Path(path)
+    content = parse_yaml(read_text(file), source=str(file))
+    if not isinstance(content, Mapping):
+        raise InvalidValueError(
+            f"{file} must hold the settings of `accelerate config`",
+            value=content,
+            fix="make one with `accelerate config`",
+        )
+    return plan_from_settings(cls, content, source=str(file), folder=file.parent)
+
+
+def plan_from_environment(cls: type[PlanT], environ: Mapping[str, str] | None) -> PlanT:
+    """Read accelerate's variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
+    environ = os.environ if environ is None else environ
+    plan = _translated(cls, accelerate.translate_environment(environ))
+    missing = accelerate.missing_folders(plan)
+    return attrs.evolve(plan, decisions=(*plan.decisions, *missing))
+
+
+def _translated(cls: type[PlanT], found: accelerate.Translated) -> PlanT:
+    plan = plan_from_mapping(cls, found.config, source=found.source, folder=found.folder)
+    plan = attrs.evolve(plan, decisions=(*found.decisions, *plan.decisions))
+    return with_launch(plan, found.launch)
+
+
+# -- A plan's own words, read again.
+
+
+def normalised_plan(plan: PlanT) -> PlanT:
+    """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
+    decisions: list[Decision] = []
+    known = passed_paths(plan)
+    launch = read_launch(plan.launch.to_dict() if plan.launch else {}, decisions, known)
+    again = plan_from_mapping(type(plan), plan.to_dict(), source=plan.source, also_known=known)
+    found = (*plan.decisions, *decisions, *again.decisions)
+    return with_launch(attrs.evolve(again, decisions=found), launch)
+
+
+def passed_paths(plan: PlanValue) -> frozenset[str]:
+    """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
+    launched = _passed(plan.launch, "launch") if plan.launch else ()
+    return frozenset({*_passed(plan, ""), *launched})
+
+
+def _passed(section: Section, prefix: str) -> Iterator[str]:
+    for name in getattr(section, "extra", {}):
+        yield join(prefix, name)
+    for attribute in modelled(type(section)):
+        value = getattr(section, attribute.name)
+        if isinstance(value, Section):
+            yield from _passed(value, join(prefix, attribute.name))
 
 
 # -- The configuration behind ``DeepSpeedPlan.build``.
@@ -425,9 +358,7 @@ _LAUNCH: Final = "launch"
 _DEEPEST: Final = 50
 
 
-def override_plan(
-    plan: DeepSpeedPlan, overrides: Mapping[str, Any], *, reason: str = _REASON
-) -> DeepSpeedPlan:
+def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _REASON) -> PlanT:
     """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
 
     Args:
@@ -438,7 +369,7 @@ def override_plan(
     Raises:
         PlanError: As in ``DeepSpeedPlan.from_dict``.
     """
-    config = plan.to_deepspeed()
+    config = plan.to_dict()
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
     decisions: list[Decision] = []
     for path, value in _settings(plan, overrides).items():
@@ -448,12 +379,12 @@ def override_plan(
     read: list[Decision] = []
     known = passed_paths(plan)
     section = read_launch(config.pop(_LAUNCH, {}), read, known)
-    new = plan_from_mapping(config, source=plan.source, also_known=known)
+    new = plan_from_mapping(type(plan), config, source=plan.source, also_known=known)
     found = (*plan.decisions, *decisions, *read, *new.decisions)
-    return fill_from_launch(attrs.evolve(new, decisions=found), section)
+    return with_launch(attrs.evolve(new, decisions=found), section)
 
 
-def _settings(plan: DeepSpeedPlan, overrides: Any) -> dict[str, Any]:
+def _settings(plan: PlanValue, overrides: Any) -> dict[str, Any]:
     """Path to value, every short name written out; two names for one path are refused."""
     if not isinstance(overrides, Mapping):
         raise InvalidValueError(
@@ -491,7 +422,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
             yield path, value
 
 
-def _written_out(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
+def _written_out(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
     if name in _PRECISION_NAMES:
         return _overrides_precision(plan, name, value)
     if name == _NVME_PATH:
@@ -516,10 +447,8 @@ def _place(name: str, value: Any) -> str:
 
 def _canonical(path: str) -> str:
     """A path with every part in the spelling of its section."""
-    from zerotune.plan.api import DeepSpeedPlan
-
     first, _, rest = path.partition(".")
-    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
+    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else PlanValue
     parts = path.split(".")
     done = [parts.pop(0)] if cls is LaunchSection else []
     for part in parts:
@@ -536,7 +465,7 @@ def _zero_keys() -> frozenset[str]:
     return frozenset({*names, *ZeroSection.aliases, *ZeroSection.passed_through})
 
 
-def _overrides_precision(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
+def _overrides_precision(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))
@@ -552,7 +481,7 @@ def _overrides_precision(plan: DeepSpeedPlan, name: str, value: Any) -> list[tup
     ]
 
 
-def _swap_folders(plan: DeepSpeedPlan, value: Any) -> list[tuple[str, Any]]:
+def _swap_folders(plan: PlanValue, value: Any) -> list[tuple[str, Any]]:
     devices = {"optimizer": plan.offload_optimizer_device, "param": plan.offload_param_device}
     swapped = [part for part, device in devices.items() if device == "nvme"]
     if not swapped:
@@ -583,108 +512,3 @@ def _put(node: dict[str, Any], path: list[str], value: Any, key: str) -> Any:
     if value is not None:
         node[last] = value
     return before
-
-
-# -- Plans for scripts that use ``argparse``: the arguments, and the plan they ask for.
-
-
-_FILE: Final = "deepspeed_config"
-_SETTINGS: Final = "plan_settings"
-_ARGUMENTS: Final = {
-    "zero_stage": ("N", "ZeRO stage: 0, 1, 2 or 3"),
-    "offload_optimizer_device": (
-        "DEVICE",
-        f"where the optimizer lives: {'|'.join(OFFLOAD_DEVICES)}",
-    ),
-    "offload_optimizer_path": ("FOLDER", "where the optimizer's swap files go"),
-    "offload_param_device": ("DEVICE", f"where parameters wait: {'|'.join(OFFLOAD_DEVICES)}"),
-    "offload_param_path": ("FOLDER", "where the parameters' swap files go"),
-    "micro_batch_size": ("N", "samples per forward pass and rank"),
-    "train_batch_size": ("N", "samples per optimizer step, all ranks together"),
-    "gradient_accumulation_steps": ("N", "forward passes per optimizer step"),
-    "gradient_clipping": ("NORM", "largest gradient norm; 0 switches clipping off"),
-    "mixed_precision": ("PRECISION", "bf16, fp16, no or auto"),
-}
-"""Argument to its placeholder and help; the names are those of ``overrides.SHORT_NAMES``."""
-
-
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--deepspeed_config FILE`` and the settings people change from the command line.
-
-    Every argument may be written with dashes for underscores. None has a default, so that only
-    what is really given stands above the file.
-
-    Args:
-        parser: Receives a group of arguments.
-    """
-    group = parser.add_argument_group("DeepSpeed plan")
-    _add(
-        group, _FILE, metavar="FILE", help="DeepSpeed JSON, trainer's config.json, accelerate YAML"
-    )
-    for name, (metavar, text) in _ARGUMENTS.items():
-        _add(group, name, metavar=metavar, help=text, type=_value)
-    group.add_argument(
-        "--set",
-        dest=_SETTINGS,
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any other setting, such as zero_optimization.overlap_comm=false; may be repeated",
-    )
-
-
-def plan_from_arguments(namespace: argparse.Namespace) -> DeepSpeedPlan:
-    """The plan that parsed arguments ask for: the file's, or ``DeepSpeedPlan.build()``.
-
-    Arguments stand above the file; each that changes something is a recorded decision.
-
-    Args:
-        namespace: From a parser that ``add_plan_arguments`` has prepared.
-
-    Raises:
-        PlanError: As in ``DeepSpeedPlan.load`` and ``DeepSpeedPlan.with_overrides``.
-    """
-    given = getattr(namespace, _FILE, None)
-    plan = DeepSpeedPlan.load(given) if given is not None else _without_file()
-    overrides = {
-        name: getattr(namespace, name)
-        for name in _ARGUMENTS
-        if getattr(namespace, name, None) is not None
-    }
-    overrides.update(_arguments_settings(getattr(namespace, _SETTINGS, ())))
-    return override_plan(plan, overrides, reason="given on the command line")
-
-
-def _without_file() -> DeepSpeedPlan:
-    decision = Decision(
-        key=_FILE,
-        before=None,
-        after="DeepSpeedPlan.build()",
-        reason="no file was given, so the plan starts from the common case",
-    )
-    return attrs.evolve(DeepSpeedPlan.build(), decisions=(decision,))
-
-
-def _add(group: argparse._ArgumentGroup, name: str, **details: Any) -> None:
-    dashed = name.replace("_", "-")
-    group.add_argument(f"--{name}", f"--{dashed}", dest=name, default=None, **details)
-
-
-def _arguments_settings(written: Iterable[str]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for each in written:
-        key, equals, value = each.partition("=")
-        if not equals or not key.strip():
-            raise InvalidValueError(
-                "must be a key and a value", key="--set", value=each, fix="write --set KEY=VALUE"
-            )
-        settings[key.strip()] = _value(value)
-    return settings
-
-
-def _value(text: str) -> Any:
-    """A number, a list or true where the text is JSON, else the text itself."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

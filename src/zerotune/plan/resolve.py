@@ -11,7 +11,6 @@ import attrs
 from zerotune._util.numbers import is_number
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, UnresolvedPlanError
-from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.fill import (
     ACCUMULATION,
     MICRO,
@@ -25,16 +24,20 @@ from zerotune.plan.fill import (
 )
 from zerotune.plan.model import (
     AUTO,
+    Context,
     ModelFacts,
     OffloadSection,
+    PlanValue,
+    ResolvedT,
+    ResolvedValue,
     RunFacts,
     ZeroSection,
+    check_world_size,
     evolved,
 )
-from zerotune.plan.rules import RuleContext, check_plan, check_world_size
+from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.platform import Platform
 
 
@@ -63,7 +66,7 @@ _KEEPS_AUTO = (
 """Beginnings of pass-through keys for which ``"auto"`` is a value DeepSpeed understands."""
 
 
-def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
+def render(resolved: ResolvedValue, *, folders: bool = True) -> dict[str, Any]:
     """The configuration DeepSpeed receives.
 
     Args:
@@ -85,9 +88,9 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
     return config
 
 
-def written(resolved: ResolvedPlan) -> dict[str, Any]:
+def written(resolved: ResolvedValue) -> dict[str, Any]:
     """The configuration as far as it is known; unlike ``render``, it asks for nothing."""
-    config = resolved.plan.to_deepspeed()
+    config = resolved.plan.to_dict()
     _render_choices(resolved, config)
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
@@ -111,7 +114,7 @@ def automatic_paths(value: Any, path: str = "") -> list[str]:
     return []
 
 
-def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
+def _render_choices(resolved: ResolvedValue, config: dict[str, Any]) -> None:
     optimizer = resolved.optimizer
     if optimizer is None:
         return
@@ -142,7 +145,7 @@ def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
     )
 
 
-def _render_folders(resolved: ResolvedPlan, config: dict[str, Any], *, folders: bool) -> None:
+def _render_folders(resolved: ResolvedValue, config: dict[str, Any], *, folders: bool) -> None:
     for part, folder in resolved.nvme_paths.items():
         section = config["zero_optimization"][f"offload_{part}"]
         if not folders:
@@ -168,14 +171,15 @@ DEFAULT_CLIPPING = 1.0
 
 
 def resolve(
-    requested: DeepSpeedPlan,
+    requested: PlanValue,
     *,
     platform: Platform | None,
     model: ModelFacts | None,
     world_size: int,
     run: RunFacts | None,
     deepspeed: bool,
-) -> ResolvedPlan:
+    into: type[ResolvedT],
+) -> ResolvedT:
     """See ``DeepSpeedPlan.resolve``."""
     check_world_size(world_size)
     if platform is None:
@@ -189,7 +193,7 @@ def resolve(
     if not uses_deepspeed:
         plan = _without_deepspeed(plan, platform, asked=not deepspeed, decisions=decisions)
     plan = _without_inactive_offload(_with_stage(plan, decisions), decisions)
-    context = RuleContext(
+    context = Context(
         world_size=world_size,
         platform=platform,
         model=model,
@@ -199,7 +203,7 @@ def resolve(
     plan = _apply_rules(plan, context, decisions)
     filler = _filler(plan, context, platform)
     plan = _filled(plan, filler, context)
-    return ResolvedPlan(
+    return into(
         requested=requested,
         plan=plan,
         platform=platform,
@@ -212,7 +216,7 @@ def resolve(
     )
 
 
-def _filler(plan: DeepSpeedPlan, context: RuleContext, platform: Platform) -> Filler:
+def _filler(plan: PlanValue, context: Context, platform: Platform) -> Filler:
     precision, why = decide_precision(plan, run=context.run, platform=platform)
     return Filler(
         stage=int(plan.stage),
@@ -225,8 +229,8 @@ def _filler(plan: DeepSpeedPlan, context: RuleContext, platform: Platform) -> Fi
 
 
 def _without_deepspeed(
-    plan: DeepSpeedPlan, platform: Platform, *, asked: bool, decisions: list[Decision]
-) -> DeepSpeedPlan:
+    plan: PlanValue, platform: Platform, *, asked: bool, decisions: list[Decision]
+) -> PlanValue:
     support = platform.deepspeed
     why = "DeepSpeed was switched off" if asked else support.reason
     if not asked and support.fix:
@@ -262,7 +266,7 @@ def _without_deepspeed(
     )
 
 
-def _with_stage(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+def _with_stage(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
     zero = plan.zero_optimization
     if zero is None or zero.stage != AUTO:
         return plan
@@ -283,7 +287,7 @@ def _with_stage(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan
     return attrs.evolve(plan, zero_optimization=attrs.evolve(zero, stage=stage))
 
 
-def _without_inactive_offload(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+def _without_inactive_offload(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
     zero = plan.zero_optimization
     if zero is None:
         return plan
@@ -304,9 +308,7 @@ def _without_inactive_offload(plan: DeepSpeedPlan, decisions: list[Decision]) ->
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _apply_rules(
-    plan: DeepSpeedPlan, context: RuleContext, decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _apply_rules(plan: PlanValue, context: Context, decisions: list[Decision]) -> PlanValue:
     zero = plan.zero_optimization
     for finding in check_plan(plan, context):
         if finding.severity == "error":
@@ -320,7 +322,7 @@ def _apply_rules(
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _filled(plan: DeepSpeedPlan, filler: Filler, context: RuleContext) -> DeepSpeedPlan:
+def _filled(plan: PlanValue, filler: Filler, context: Context) -> PlanValue:
     batch, why = solve_batch(plan, run=context.run, world_size=filler.world_size)
     filler.decisions.extend(why)
     clipping = _clipping(plan, filler, context.run)
@@ -352,15 +354,15 @@ def _filled(plan: DeepSpeedPlan, filler: Filler, context: RuleContext) -> DeepSp
     return plan
 
 
-def _refuse_automatic(plan: DeepSpeedPlan) -> None:
-    left = attrs.evolve(plan, optimizer=None, scheduler=None).to_deepspeed()
+def _refuse_automatic(plan: PlanValue) -> None:
+    left = attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()
     for path in automatic_paths(left):
         raise UnresolvedPlanError(
             "zerotune does not fill in this key", key=path, value=AUTO, fix="write a value"
         )
 
 
-def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
+def _clipping(plan: PlanValue, filler: Filler, run: RunFacts) -> float:
     key = "gradient_clipping"
     written = plan.gradient_clipping
     asked = run.gradient_clipping

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
 from zerotune._util.numbers import is_integer, is_number
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
-from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, PlanError
+from zerotune.errors import UNSET, PlanConflictError, PlanError
 from zerotune.plan import model as known_keys
 from zerotune.plan import sizing
 from zerotune.plan.fill import (
@@ -29,48 +29,18 @@ from zerotune.plan.fill import (
 )
 from zerotune.plan.model import (
     AUTO,
-    ModelFacts,
+    Context,
     OffloadSection,
-    RunFacts,
+    PlanValue,
     modelled,
     unknown_key,
 )
 
-if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.platform import Platform
-
-
+RuleContext = Context
+"""The name under which rules and their callers know it."""
 RuleSeverity = Literal["error", "warning", "note"]
 
 _ORDER: dict[RuleSeverity, int] = {"error": 0, "warning": 1, "note": 2}
-
-
-def check_world_size(world_size: Any) -> None:
-    """Raise ``InvalidValueError`` unless that many ranks can train."""
-    if not is_integer(world_size) or world_size < 1:
-        raise InvalidValueError(
-            "must be a whole number of at least 1",
-            key="world_size",
-            value=world_size,
-            fix="pass the number of processes that train together",
-        )
-
-
-def _check_world_size(_instance: object, _attribute: Any, value: Any) -> None:
-    check_world_size(value)
-
-
-@attrs.frozen(kw_only=True)
-class RuleContext:
-    """What a rule may look at besides the plan."""
-
-    world_size: int = attrs.field(default=1, validator=_check_world_size)
-    platform: Platform | None = None
-    model: ModelFacts | None = None
-    run: RunFacts = attrs.field(factory=RunFacts)
-    uses_deepspeed: bool = True
-    """``False``: the plain engine trains, and what only concerns ZeRO is not looked at."""
 
 
 @attrs.frozen(kw_only=True)
@@ -113,7 +83,7 @@ class Finding:
         return f"[{self.severity}] {self.rule}: {self.as_error()}"
 
 
-_Check = Callable[["DeepSpeedPlan", RuleContext], Iterator[Finding]]
+_Check = Callable[["PlanValue", Context], Iterator[Finding]]
 
 
 @attrs.frozen(kw_only=True)
@@ -130,7 +100,7 @@ class Rule:
     only_deepspeed: bool
     """Whether it concerns only runs that DeepSpeed trains."""
 
-    def __call__(self, plan: DeepSpeedPlan, context: RuleContext) -> list[Finding]:
+    def __call__(self, plan: PlanValue, context: Context) -> list[Finding]:
         """What this rule finds."""
         if self.only_deepspeed and not context.uses_deepspeed:
             return []
@@ -173,7 +143,7 @@ class Report:
         )
 
 
-_Function = Callable[["DeepSpeedPlan", RuleContext, Report], Iterator[Finding]]
+_Function = Callable[["PlanValue", Context, Report], Iterator[Finding]]
 
 _registered: list[Rule] = []
 
@@ -225,7 +195,7 @@ def all_rules() -> tuple[Rule, ...]:
     return RULES
 
 
-def check_plan(plan: DeepSpeedPlan, context: RuleContext) -> tuple[Finding, ...]:
+def check_plan(plan: PlanValue, context: Context) -> tuple[Finding, ...]:
     """Everything the rules find, errors first, otherwise in the order of the rules."""
     findings = [finding for each in all_rules() for finding in each(plan, context)]
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
@@ -237,7 +207,7 @@ def check_plan(plan: DeepSpeedPlan, context: RuleContext) -> tuple[Finding, ...]
 Findings = Iterator[Finding]
 
 
-def offload_section(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
+def offload_section(plan: PlanValue, part: str) -> OffloadSection | None:
     """``offload_optimizer`` or ``offload_param`` as written."""
     zero = plan.zero_optimization
     section: OffloadSection | None = getattr(zero, f"offload_{part}") if zero else None
@@ -249,13 +219,13 @@ def active(section: OffloadSection | None) -> bool:
     return section is not None and section.device not in (None, "none", AUTO)
 
 
-def zero_extra(plan: DeepSpeedPlan, key: str) -> Any:
+def zero_extra(plan: PlanValue, key: str) -> Any:
     """A key of ``zero_optimization`` that zerotune passes through; ``None``: not written."""
     zero = plan.zero_optimization
     return zero.extra.get(key) if zero else None
 
 
-def optimizer_name(plan: DeepSpeedPlan) -> str:
+def optimizer_name(plan: PlanValue) -> str:
     """Letters of the optimizer's name in lower case; empty when none is written."""
     name = plan.optimizer.type if plan.optimizer else None
     return re.sub(r"[^a-z]", "", (name or "").lower())
@@ -271,7 +241,7 @@ def integer(value: Any) -> int | None:
     return int(value) if is_integer(value) else None
 
 
-def clips(plan: DeepSpeedPlan, context: RuleContext) -> bool:
+def clips(plan: PlanValue, context: Context) -> bool:
     """Whether gradients are clipped: unless something says 0, zerotune clips."""
     launched = plan.launch.gradient_clipping if plan.launch else None
     sources = (plan.gradient_clipping, context.run.gradient_clipping, launched)
@@ -279,7 +249,7 @@ def clips(plan: DeepSpeedPlan, context: RuleContext) -> bool:
     return first != 0
 
 
-def set_twice(plan: DeepSpeedPlan, report: Report, key: str, places: dict[str, Any]) -> Findings:
+def set_twice(plan: PlanValue, report: Report, key: str, places: dict[str, Any]) -> Findings:
     """A finding for each of ``places`` that contradicts the top-level ``key``."""
     first = getattr(plan, key)
     for place, second in places.items():
@@ -292,7 +262,7 @@ def set_twice(plan: DeepSpeedPlan, report: Report, key: str, places: dict[str, A
             )
 
 
-def older_than_removal(context: RuleContext) -> bool:
+def older_than_removal(context: Context) -> bool:
     """Whether the installed DeepSpeed is older than 0.19, which removed much."""
     version = context.platform.versions.get("deepspeed", "") if context.platform else ""
     numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version)
@@ -303,7 +273,7 @@ def older_than_removal(context: RuleContext) -> bool:
 
 
 @rule("batch-triple", "error", only_deepspeed=False)
-def batch_triple(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def batch_triple(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Train batch = micro batch x accumulation x world size must hold.
 
     Write two of the three, or change one so that the product holds at this world size.
@@ -315,7 +285,7 @@ def batch_triple(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> F
 
 
 @rule("accumulation-set-twice", "warning", only_deepspeed=False)
-def accumulation_twice(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def accumulation_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Accumulation is written both in the DeepSpeed block and outside of it.
 
     Keep the one in the DeepSpeed block, which is used.
@@ -325,7 +295,7 @@ def accumulation_twice(plan: DeepSpeedPlan, _context: RuleContext, report: Repor
 
 
 @rule("world-size", "warning", only_deepspeed=False)
-def world_size(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def world_size(plan: PlanValue, context: Context, report: Report) -> Findings:
     """The launcher's file asks for another number of processes than train.
 
     Start as many as the file says, or correct the file: every batch size depends on it.
@@ -343,7 +313,7 @@ def world_size(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Fin
 
 
 @rule("micro-batch-unset", "note", only_deepspeed=False)
-def micro_batch_unset(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def micro_batch_unset(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Nothing says how many samples one pass takes.
 
     Write ``train_micro_batch_size_per_gpu``; without it the micro batch is 1.
@@ -363,7 +333,7 @@ _NOTEWORTHY = 1024**3
 
 
 @rule("offload-at-stage-0", "warning")
-def offload_at_stage_0(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def offload_at_stage_0(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Nothing is offloaded at stage 0.
 
     Set ``zero_optimization.stage`` to 2 to offload the optimizer; the section is left out.
@@ -383,7 +353,7 @@ def offload_at_stage_0(plan: DeepSpeedPlan, _context: RuleContext, report: Repor
 
 
 @rule("offload-param-below-stage-3", "warning")
-def offload_param(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def offload_param(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Parameters can be offloaded only where they are partitioned, at stage 3.
 
     Set ``zero_optimization.stage`` to 3; below it DeepSpeed ignores the section, and it is left
@@ -401,7 +371,7 @@ def offload_param(plan: DeepSpeedPlan, _context: RuleContext, report: Report) ->
 
 
 @rule("offload-without-device", "warning", recorded_elsewhere=True)
-def offload_without_device(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def offload_without_device(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """An offload section without a device offloads nothing: DeepSpeed's default is ``"none"``.
 
     Name a device, or remove the section.
@@ -418,7 +388,7 @@ def offload_without_device(plan: DeepSpeedPlan, _context: RuleContext, report: R
 
 
 @rule("param-offload-alone", "note")
-def param_offload_alone(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def param_offload_alone(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Parameters are offloaded while the larger optimizer states stay on the device.
 
     Offload the optimizer too, or first.
@@ -434,7 +404,7 @@ def param_offload_alone(plan: DeepSpeedPlan, _context: RuleContext, report: Repo
 
 
 @rule("partial-offload-below-stage-3", "error")
-def partial_offload(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def partial_offload(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 is refused by DeepSpeed below stage 3.
 
     Write 1.0, or use stage 3.
@@ -451,9 +421,7 @@ def partial_offload(plan: DeepSpeedPlan, _context: RuleContext, report: Report) 
 
 
 @rule("partial-offload", "warning")
-def partial_offload_untested(
-    plan: DeepSpeedPlan, _context: RuleContext, report: Report
-) -> Findings:
+def partial_offload_untested(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 leaves part of the optimizer with its first learning rate.
 
     Write 1.0. The part on the device gets an AdamW of its own, made with the learning rate of
@@ -472,9 +440,7 @@ def partial_offload_untested(
 
 
 @rule("super-offload-accelerator", "error")
-def super_offload_accelerator(
-    plan: DeepSpeedPlan, context: RuleContext, report: Report
-) -> Findings:
+def super_offload_accelerator(plan: PlanValue, context: Context, report: Report) -> Findings:
     """SuperOffload runs on NVIDIA CUDA devices only; DeepSpeed asserts it.
 
     Remove ``super_offload``.
@@ -492,7 +458,7 @@ def super_offload_accelerator(
 
 
 @rule("super-offload", "warning")
-def super_offload(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def super_offload(plan: PlanValue, context: Context, report: Report) -> Findings:
     """SuperOffload works at stage 3 only, and overlaps nothing while gradients are clipped.
 
     Leave it out, or set ``gradient_clipping`` to 0 if training stays stable without.
@@ -517,13 +483,13 @@ def super_offload(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> 
         )
 
 
-def _super_offload(plan: DeepSpeedPlan) -> bool:
+def _super_offload(plan: PlanValue) -> bool:
     section = offload_section(plan, "optimizer")
     return section is not None and active(section) and section.extra.get("super_offload") is True
 
 
 @rule("pinned-memory-rounding", "note")
-def pinned_memory(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def pinned_memory(plan: PlanValue, context: Context, report: Report) -> Findings:
     """An older torch rounds each pinned block up to a power of two: 16 GiB for SDXL at stage 2.
 
     Install torch 2.13, where zerotune switches that off; or set ``pin_memory`` to false where host
@@ -550,7 +516,7 @@ def pinned_memory(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> 
         )
 
 
-def _rounds(context: RuleContext) -> bool:
+def _rounds(context: Context) -> bool:
     return context.platform is not None and not pins_exactly(context.platform)
 
 
@@ -566,7 +532,7 @@ _CLIPPING: Final = "gradient_clipping"
 
 
 @rule("one-bit-optimizer", "warning")
-def one_bit(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def one_bit(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.
 
     Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
@@ -582,7 +548,7 @@ def one_bit(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findi
 
 
 @rule("muon-reduce-scatter", "warning")
-def muon_reduce_scatter(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def muon_reduce_scatter(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed raises.
 
     Set ``reduce_scatter`` to false, or use stage 1 or 2.
@@ -600,7 +566,7 @@ def muon_reduce_scatter(plan: DeepSpeedPlan, _context: RuleContext, report: Repo
 
 
 @rule("muon-convolutions", "warning")
-def muon_convolutions(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def muon_convolutions(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Muon fails on the weights of convolutions at stages 2 and 3.
 
     Use AdamW, or leave convolutions to Muon's auxiliary Adam. Its compiled update multiplies
@@ -622,7 +588,7 @@ def muon_convolutions(plan: DeepSpeedPlan, context: RuleContext, report: Report)
 
 
 @rule("clipping-set-twice", "warning", only_deepspeed=False)
-def clipping_twice(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def clipping_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Clipping is written both at the top level and elsewhere.
 
     Keep ``gradient_clipping``, which is used.
@@ -637,7 +603,7 @@ def clipping_twice(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -
 
 
 @rule("clipping-unset", "note", only_deepspeed=False)
-def clipping_unset(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def clipping_unset(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Nothing says how gradients are clipped, and DeepSpeed's default moved from 0 to 1.0.
 
     Write ``gradient_clipping``; 0 switches clipping off.
@@ -660,7 +626,7 @@ def clipping_unset(plan: DeepSpeedPlan, context: RuleContext, report: Report) ->
 
 
 @rule("precision-conflict", "error", only_deepspeed=False)
-def precision_conflict(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def precision_conflict(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """At most one of bf16 and fp16 may be on, and the launcher must agree.
 
     Switch one off, and let the launcher's ``mixed_precision`` say the same.
@@ -697,7 +663,7 @@ def precision_conflict(plan: DeepSpeedPlan, _context: RuleContext, report: Repor
 
 
 @rule("precision-unsupported", "error", only_deepspeed=False)
-def precision_unsupported(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def precision_unsupported(plan: PlanValue, context: Context, report: Report) -> Findings:
     """The platform cannot compute in the precision asked for.
 
     Ask for one it has, or write ``"auto"``. Checked where a platform is known.
@@ -710,14 +676,14 @@ def precision_unsupported(plan: DeepSpeedPlan, context: RuleContext, report: Rep
         yield report.error(error)
 
 
-def _contradicts_itself(plan: DeepSpeedPlan) -> bool:
+def _contradicts_itself(plan: PlanValue) -> bool:
     launched = plan.launch.mixed_precision if plan.launch else None
     sections = (plan.bf16, plan.fp16)
     return launched == "fp8" or all(section and section.enabled is True for section in sections)
 
 
 @rule("fp16-on-cpu", "warning", recorded_elsewhere=True)
-def fp16_on_cpu(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
     """DeepSpeed's CPU accelerator takes fp16 only where torch has native fp16 arithmetic.
 
     Resolution trains in bf16 there, which takes the same memory and needs no loss scaling.
@@ -735,7 +701,7 @@ def fp16_on_cpu(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Fi
 
 
 @rule("bf16-emulated", "note", only_deepspeed=False)
-def bf16_emulated(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def bf16_emulated(plan: PlanValue, context: Context, report: Report) -> Findings:
     """A CPU without bf16 arithmetic emulates it, many times slower than fp32.
 
     Train in fp32 there, unless it is a rehearsal of a bf16 run.
@@ -754,7 +720,7 @@ def bf16_emulated(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> 
 
 
 @rule("fp16-fixed-loss-scale", "warning")
-def fixed_loss_scale(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def fixed_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """A fixed loss scale never adapts: what overflows once may overflow for ever.
 
     Write 0, which scales dynamically. ``LossScaler.update_scale`` only logs an overflow, and the
@@ -775,7 +741,7 @@ def fixed_loss_scale(plan: DeepSpeedPlan, _context: RuleContext, report: Report)
 
 
 @rule("bf16-master-weights", "error")
-def bf16_master_weights(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def bf16_master_weights(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
 
     Offload the optimizer, or remove the key. In bf16 they may stay on the device when
@@ -822,17 +788,17 @@ _CYCLE_DEFAULT: Final = 2000
 """``cycle_first_step_size`` of DeepSpeed's ``OneCycle``."""
 
 
-def _params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
+def _params(plan: PlanValue) -> Mapping[str, Any]:
     return (plan.scheduler.params if plan.scheduler else None) or {}
 
 
-def _name(plan: DeepSpeedPlan) -> str:
+def _name(plan: PlanValue) -> str:
     name = plan.scheduler.type if plan.scheduler else None
     return (name or "").lower()
 
 
 @rule("scheduler-no-warmup", "warning", only_deepspeed=False, recorded_elsewhere=True)
-def no_warmup(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def no_warmup(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").
 
     Leave ``warmup_num_steps`` out, or write 1. ``OptimizerResolver`` writes 1 and starts at the
@@ -849,7 +815,7 @@ def no_warmup(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Fin
 
 
 @rule("scheduler-warmup-too-long", "warning", only_deepspeed=False)
-def warmup_too_long(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def warmup_too_long(plan: PlanValue, context: Context, report: Report) -> Findings:
     """The warm-up is as long as the schedule or the run, so the peak is never reached.
 
     Shorten the warm-up; steps are optimizer steps, not micro batches.
@@ -871,7 +837,7 @@ def warmup_too_long(plan: DeepSpeedPlan, context: RuleContext, report: Report) -
 
 
 @rule("scheduler-total", "warning", only_deepspeed=False)
-def scheduler_total(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def scheduler_total(plan: PlanValue, context: Context, report: Report) -> Findings:
     """``total_num_steps`` differs from the optimizer steps of the run.
 
     Write the number of optimizer steps, or ``"auto"``: a shorter schedule trains on at its end
@@ -894,7 +860,7 @@ def scheduler_total(plan: DeepSpeedPlan, context: RuleContext, report: Report) -
     )
 
 
-def _confused_with(total: float, run: int, context: RuleContext) -> str:
+def _confused_with(total: float, run: int, context: Context) -> str:
     accumulation = context.run.gradient_accumulation_steps or 1
     for factor, what in ((accumulation, "micro batches"), (context.world_size, "ranks times")):
         if factor > 1 and total == run * factor:
@@ -903,7 +869,7 @@ def _confused_with(total: float, run: int, context: RuleContext) -> str:
 
 
 @rule("scheduler-cycle", "warning", only_deepspeed=False)
-def scheduler_cycle(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def scheduler_cycle(plan: PlanValue, context: Context, report: Report) -> Findings:
     """A ``OneCycle`` longer than the run never comes down.
 
     Make ``cycle_first_step_size`` plus ``cycle_second_step_size`` (as long as the first when it
@@ -927,7 +893,7 @@ def scheduler_cycle(plan: DeepSpeedPlan, context: RuleContext, report: Report) -
 
 
 @rule("scheduler-range-test", "note", only_deepspeed=False)
-def range_test(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def range_test(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """``LRRangeTest`` raises the learning rate without end, to find one; it trains nothing.
 
     Read a learning rate off its losses, and train with another schedule.
@@ -949,7 +915,7 @@ _LARGE_POOL = 4 * 1024**3
 """Bytes of pinned swap buffers that deserve a warning."""
 
 
-def _adam_swap_buffers(plan: DeepSpeedPlan) -> int | None:
+def _adam_swap_buffers(plan: PlanValue) -> int | None:
     """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
     section = offload_section(plan, "optimizer")
     name = (plan.optimizer.type if plan.optimizer else None) or "AdamW"
@@ -959,7 +925,7 @@ def _adam_swap_buffers(plan: DeepSpeedPlan) -> int | None:
 
 
 @rule("nvme-optimizer-below-stage-3", "error")
-def nvme_optimizer(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def nvme_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage 3.
 
     Use stage 3, or device ``"cpu"``.
@@ -974,7 +940,7 @@ def nvme_optimizer(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -
 
 
 @rule("nvme-optimizer-buffers", "error")
-def nvme_optimizer_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """The swap pool of an Adam optimizer needs four buffers.
 
     Write at least 4, or ``"auto"``.
@@ -991,7 +957,7 @@ def nvme_optimizer_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: R
 
 
 @rule("nvme-pipeline-buffers", "warning")
-def nvme_pipeline_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def nvme_pipeline_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Pipelined swapping needs four more buffers for reading ahead and four for writing back.
 
     Write 8 with one of ``pipeline_read`` and ``pipeline_write``, 12 with both, or ``"auto"``.
@@ -1011,7 +977,7 @@ def nvme_pipeline_buffers(plan: DeepSpeedPlan, _context: RuleContext, report: Re
 
 
 @rule("nvme-sub-group-size", "warning")
-def nvme_sub_group_size(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def nvme_sub_group_size(plan: PlanValue, context: Context, report: Report) -> Findings:
     """The pool of NVMe swap buffers is host memory: buffers x largest sub-group x 4 bytes.
 
     Write 5e7 to 1e8, or ``"auto"``. DeepSpeed's default of 1e9 takes 15 GiB with four buffers
@@ -1039,7 +1005,7 @@ def nvme_sub_group_size(plan: DeepSpeedPlan, context: RuleContext, report: Repor
 
 
 @rule("nvme-param-prefetch", "warning", recorded_elsewhere=True)
-def nvme_param_prefetch(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def nvme_param_prefetch(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Fetching parameters ahead from NVMe fails in the second step.
 
     Write 0 or ``"auto"``. Where the forward pass turns into the backward pass DeepSpeed 0.19.8
@@ -1072,7 +1038,7 @@ _LARGE_BUCKET: Final = 512 * 1024**2
 
 
 @rule("stage-auto", "warning", recorded_elsewhere=True)
-def stage_auto(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def stage_auto(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """DeepSpeed reads a stage of ``"auto"`` as 0, in silence.
 
     Write a number. Resolution chooses 2, or 3 where what is offloaded needs it.
@@ -1087,7 +1053,7 @@ def stage_auto(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Fi
 
 
 @rule("removed-section", "error")
-def removed_section(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def removed_section(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Sections DeepSpeed 0.19 removed are refused, unless an older DeepSpeed is installed.
 
     Remove the key, or install ``deepspeed<0.19``.
@@ -1110,7 +1076,7 @@ def removed_section(plan: DeepSpeedPlan, context: RuleContext, report: Report) -
 
 
 @rule("unknown-key", "error", only_deepspeed=False)
-def unknown_keys(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def unknown_keys(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """DeepSpeed ignores unknown top-level keys in silence; reading a plan refuses them.
 
     Correct the spelling. Keys that begin with an underscore are kept as remarks.
@@ -1122,7 +1088,7 @@ def unknown_keys(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> 
 
 
 @rule("legacy-stage-1", "error")
-def legacy_stage_1(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def legacy_stage_1(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine raises.
 
     Remove ``legacy_stage1``.
@@ -1137,7 +1103,7 @@ def legacy_stage_1(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -
 
 
 @rule("gradient-norm", "error")
-def gradient_norm(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def gradient_norm(plan: PlanValue, context: Context, report: Report) -> Findings:
     """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload.
 
     Remove the key, or set ``gradient_clipping`` to 0 and keep the optimizer on the device.
@@ -1161,7 +1127,7 @@ def gradient_norm(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> 
 
 
 @rule("gradient-sum", "error")
-def gradient_sum(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def gradient_sum(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Summing gradients over ranks is refused at stage 3 and with ZenFlow.
 
     Remove ``gradient_allreduce_op``; the mean is the default.
@@ -1180,7 +1146,7 @@ def gradient_sum(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> 
 
 
 @rule("zenflow-convolutions", "error")
-def zenflow(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findings:
+def zenflow(plan: PlanValue, context: Context, report: Report) -> Findings:
     """ZenFlow raises on, or scrambles, the weights of convolutions.
 
     Remove ``zenflow``: it selects columns of matrices (``num_row, num_col``) and treats every
@@ -1201,7 +1167,7 @@ def zenflow(plan: DeepSpeedPlan, context: RuleContext, report: Report) -> Findin
 
 
 @rule("zero-plus-plus-below-stage-3", "warning")
-def zero_plus_plus(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def zero_plus_plus(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """ZeRO++ settings have no effect below stage 3.
 
     Use stage 3, or remove them; they are left out.
@@ -1222,7 +1188,7 @@ def zero_plus_plus(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -
 
 
 @rule("stage-3-launch-flag", "note")
-def stage_3_flag(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def stage_3_flag(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """The launcher's ``zero3_init_flag`` has no effect below stage 3.
 
     Remove it, or use stage 3; accelerate sets it to false with a warning.
@@ -1239,7 +1205,7 @@ def stage_3_flag(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> 
 
 
 @rule("large-reduce-bucket", "note")
-def large_bucket(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> Findings:
+def large_bucket(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """A reduce bucket is device memory: its elements, twice with ``overlap_comm`` below stage 3.
 
     Write 3e7 or ``"auto"``, which holds the largest tensor. DeepSpeed's 5e8 takes 0.93 GiB in
@@ -1267,9 +1233,7 @@ def large_bucket(plan: DeepSpeedPlan, _context: RuleContext, report: Report) -> 
 
 
 @rule("activation-checkpointing", "note")
-def activation_checkpointing(
-    plan: DeepSpeedPlan, _context: RuleContext, report: Report
-) -> Findings:
+def activation_checkpointing(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.
 
     Call the model's ``enable_gradient_checkpointing()``: diffusers uses torch's function, which

@@ -20,22 +20,23 @@ from zerotune._util.table import (
 )
 from zerotune._util.text import common_unit, format_size
 from zerotune.errors import UNSET
-from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
+from zerotune.plan.advise import AdviceValue, Budget, CandidateValue, machine_needs
 from zerotune.plan.fill import DEEPSPEED_DEFAULT
 from zerotune.plan.memory.model import (
     PHASES,
     PLACES,
-    MemoryEstimate,
+    EstimateValue,
     MemoryItem,
     Phase,
     Place,
     Workload,
 )
-from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.plan.memory.traffic import swap_traffic
+from zerotune.plan.model import Context, PlanValue, ResolvedValue
+from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.plan.rules import Finding
     from zerotune.platform import Platform
 
@@ -62,23 +63,21 @@ _PLACES = {
 }
 
 
-def plan_page(
-    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
-) -> Page:
+def plan_page(plan: PlanValue, *, world_size: int = 1, platform: Platform | None = None) -> Page:
     """What a plan asks for, what reading it changed, and what the rules find."""
-    findings = check_plan(plan, RuleContext(world_size=world_size, platform=platform))
+    findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     return _page(f"Plan from {plan.source}", _plan_settings(plan), plan.decisions, findings)
 
 
-def resolved_page(resolved: ResolvedPlan) -> Page:
+def resolved_page(resolved: ResolvedValue) -> Page:
     """What will run, and every decision with its reason."""
     title = f"Resolved plan from {resolved.requested.source}"
     return _page(title, _resolved_settings(resolved), resolved.decisions)
 
 
-def resolved_markdown(resolved: ResolvedPlan) -> str:
+def resolved_markdown(resolved: ResolvedValue) -> str:
     """What ``resolved_page`` says, and what the rules find besides, as Markdown."""
-    context = RuleContext(
+    context = Context(
         world_size=resolved.world_size,
         platform=resolved.platform,
         model=resolved.model,
@@ -199,7 +198,7 @@ def told_and_defaults(
     return sorted(told, key=lambda decision: decision.severity != "warning"), defaults
 
 
-def _plan_settings(plan: DeepSpeedPlan) -> list[Setting]:
+def _plan_settings(plan: PlanValue) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
     batch = (
         _show(plan.train_batch_size),
@@ -218,7 +217,7 @@ def _plan_settings(plan: DeepSpeedPlan) -> list[Setting]:
     ]
 
 
-def _resolved_settings(resolved: ResolvedPlan) -> list[Setting]:
+def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
     """What will run, as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
@@ -249,7 +248,7 @@ def _resolved_settings(resolved: ResolvedPlan) -> list[Setting]:
     return rows
 
 
-def describe(resolved: ResolvedPlan) -> str:
+def describe(resolved: ResolvedValue) -> str:
     """A resolved plan in one line."""
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
@@ -262,10 +261,10 @@ def describe(resolved: ResolvedPlan) -> str:
 
 
 def plan_data(
-    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
+    plan: PlanValue, *, world_size: int = 1, platform: Platform | None = None
 ) -> dict[str, Any]:
     """What a plan asks for, as plain data that JSON can hold."""
-    findings = check_plan(plan, RuleContext(world_size=world_size, platform=platform))
+    findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     return {
         "source": plan.source,
         "stage": plan.stage,
@@ -283,7 +282,7 @@ def plan_data(
     }
 
 
-def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
+def resolved_data(resolved: ResolvedValue) -> dict[str, Any]:
     """What will run, as plain data that JSON can hold."""
     return {
         "uses_deepspeed": resolved.uses_deepspeed,
@@ -322,13 +321,13 @@ def _ranks(world_size: int) -> str:
     return "1 process" if world_size == 1 else f"{world_size} processes"
 
 
-def _folder(resolved: ResolvedPlan, part: str) -> str:
+def _folder(resolved: ResolvedValue, part: str) -> str:
     if part not in resolved.nvme_paths:
         return ""
     return f" under {resolved.nvme_paths[part] or 'a leased folder'}"
 
 
-def _optimizer(resolved: ResolvedPlan) -> str:
+def _optimizer(resolved: ResolvedValue) -> str:
     choice = resolved.optimizer
     if choice is None:
         return f"{_section(resolved.plan.optimizer)}, not settled yet"
@@ -336,7 +335,7 @@ def _optimizer(resolved: ResolvedPlan) -> str:
     return f"{choice.name}({params}) run by {choice.implementation}"
 
 
-def _scheduler(resolved: ResolvedPlan) -> str:
+def _scheduler(resolved: ResolvedValue) -> str:
     if resolved.optimizer is None:
         return f"{_section(resolved.plan.scheduler)}, not settled yet"
     if resolved.scheduler is None:
@@ -394,7 +393,7 @@ class Fit:
         return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
 
 
-def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
+def fits(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Every place that is used or limited, with its peak and its budget."""
     limits: RankBudget = budget or {}
     every = (
@@ -404,13 +403,13 @@ def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fi
     return tuple(fit for fit in every if fit.needed or fit.available)
 
 
-def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
+def estimate_unit(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[str, int]:
     """The unit in which every number of an estimate is shown: its name and its bytes."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
 def memory_bars(
-    estimate: MemoryEstimate, *, budget: RankBudget | None = None, width: int = 100
+    estimate: EstimateValue, *, budget: RankBudget | None = None, width: int = 100
 ) -> str:
     """One bar of letters per place, at its peak.
 
@@ -441,7 +440,7 @@ def memory_bars(
 class MemoryBars:
     """Bars as a part of a page, as wide as the page is."""
 
-    estimate: MemoryEstimate
+    estimate: EstimateValue
     budget: RankBudget | None = None
 
     def lines(self, width: int | None) -> Iterator[Line]:
@@ -452,7 +451,7 @@ class MemoryBars:
             yield Line(bar, style="" if fit.fits else "error")
 
 
-def component_letters(estimate: MemoryEstimate) -> dict[str, str]:
+def component_letters(estimate: EstimateValue) -> dict[str, str]:
     """One letter for each component, an initial where possible, largest component first."""
     letters: dict[str, str] = {}
     for component, _ in merged(estimate.items):
@@ -510,7 +509,7 @@ PLACE_NAMES: Final[Mapping[Place, str]] = {
 """Each place as it is written in a sentence."""
 
 
-def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
+def estimate_data(estimate: EstimateValue) -> dict[str, Any]:
     """The estimate as plain data that JSON can hold; every size in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
@@ -532,12 +531,12 @@ def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
         "workload": attrs.asdict(estimate.workload),
         "places": {place: _place_data(estimate, place) for place in PLACES},
         "pinned": estimate.pinned,
-        "swap_traffic": attrs.asdict(estimate.swap_traffic),
+        "swap_traffic": attrs.asdict(swap_traffic(estimate)),
         "notes": list(estimate.notes),
     }
 
 
-def explain_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> str:
+def explain_estimate(estimate: EstimateValue, *, budget: RankBudget | None = None) -> str:
     """The estimate as text: one bar per place, then what each place holds.
 
     Args:
@@ -547,7 +546,7 @@ def explain_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = No
     return estimate_page(estimate, budget=budget).text(_WIDTH)
 
 
-def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
+def estimate_page(estimate: EstimateValue, *, budget: RankBudget | None = None) -> Page:
     """What ``explain_estimate`` says, for a page of any width."""
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
@@ -558,7 +557,7 @@ def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None)
     for place in PLACES:
         if any(item.place == place for item in estimate.items):
             blocks += [Line(""), *_place_blocks(estimate, place)]
-    traffic = estimate.swap_traffic
+    traffic = swap_traffic(estimate)
     if traffic.written:
         read, written = format_size(traffic.read), format_size(traffic.written)
         told = f"each optimizer step reads {read} from swap files and writes {written}"
@@ -566,7 +565,7 @@ def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None)
     return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in estimate.notes)))
 
 
-def markdown_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> str:
+def markdown_estimate(estimate: EstimateValue, *, budget: RankBudget | None = None) -> str:
     """The estimate as Markdown: a table of the places, and one of what each holds.
 
     Args:
@@ -582,7 +581,7 @@ def markdown_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = N
     return "\n\n".join(parts) + "\n"
 
 
-def _places_table(estimate: MemoryEstimate, budget: RankBudget | None) -> Table:
+def _places_table(estimate: EstimateValue, budget: RankBudget | None) -> Table:
     unit, size = estimate_unit(estimate)
 
     def shown(nbytes: int | None) -> str:
@@ -609,7 +608,7 @@ def _places_table(estimate: MemoryEstimate, budget: RankBudget | None) -> Table:
     )
 
 
-def _components_table(estimate: MemoryEstimate) -> Table:
+def _components_table(estimate: EstimateValue) -> Table:
     unit, size = estimate_unit(estimate)
     return Table(
         columns=(
@@ -632,14 +631,14 @@ def _held(phases: frozenset[Phase]) -> str:
     return "always" if len(held) == len(PHASES) else ", ".join(held)
 
 
-def subject(estimate: MemoryEstimate) -> str:
+def subject(estimate: EstimateValue) -> str:
     """The model and the workload in one line."""
     model = estimate.resolved.model
     named = f"{model.name} ({_millions(model.numel)} parameters), " if model else ""
     return named + describe_workload(estimate.workload)
 
 
-def peak_words(estimate: MemoryEstimate, place: Place) -> str:
+def peak_words(estimate: EstimateValue, place: Place) -> str:
     """When a place holds most, as an end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
@@ -666,7 +665,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.1f} million"
 
 
-def _place_data(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
+def _place_data(estimate: EstimateValue, place: Place) -> dict[str, Any]:
     peak = estimate.peak(place)
     return {
         "peak": peak.nbytes,
@@ -686,16 +685,16 @@ def _place_data(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
     }
 
 
-def _totals(estimate: MemoryEstimate, place: Place) -> dict[Phase, int]:
+def _totals(estimate: EstimateValue, place: Place) -> dict[Phase, int]:
     return {phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES}
 
 
-def _all_at(estimate: MemoryEstimate, place: Place) -> list[MemoryItem]:
+def _all_at(estimate: EstimateValue, place: Place) -> list[MemoryItem]:
     items = [item for item in estimate.items if item.place == place]
     return sorted(items, key=lambda item: -item.nbytes)
 
 
-def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
+def _place_blocks(estimate: EstimateValue, place: Place) -> Iterator[Block]:
     unit, size = estimate_unit(estimate)
     peak = estimate.peak(place)
     yield Line(
@@ -709,7 +708,7 @@ def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
         yield Line(f"by phase, {unit}: {by_phase}", indent=4)
 
 
-def _items_table(estimate: MemoryEstimate, place: Place) -> Table:
+def _items_table(estimate: EstimateValue, place: Place) -> Table:
     """What a place holds at its peak, with the letters of the bar, then what it holds else."""
     _, size = estimate_unit(estimate)
     letters = component_letters(estimate)
@@ -747,7 +746,7 @@ def _when(item: MemoryItem) -> str:
     return " and ".join(held) or "never"
 
 
-# -- Advice in words, as Markdown and as data.
+# -- AdviceValue in words, as Markdown and as data.
 
 
 Sizes = Mapping[Place, int]
@@ -757,7 +756,7 @@ _REASON: Final = 12
 _GIB: Final = 1024**3
 
 
-def advice_data(advice: Advice) -> dict[str, Any]:
+def advice_data(advice: AdviceValue) -> dict[str, Any]:
     """The advice as plain data that JSON can hold; every size in bytes."""
     return {
         "fits": True,
@@ -772,7 +771,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
     }
 
 
-def candidate_data(candidate: Candidate) -> dict[str, Any]:
+def candidate_data(candidate: CandidateValue) -> dict[str, Any]:
     """One candidate as plain data that JSON can hold; every size in bytes."""
     return {
         "title": candidate.title,
@@ -786,7 +785,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def advice_page(advice: Advice) -> Page:
+def advice_page(advice: AdviceValue) -> Page:
     """What was chosen and why, what is left, and the other candidates."""
     sizes = _places(advice.budget)
     return Page(
@@ -805,12 +804,12 @@ def advice_page(advice: Advice) -> Page:
     )
 
 
-def explain_advice(advice: Advice) -> str:
+def explain_advice(advice: AdviceValue) -> str:
     """The advice as text: what was chosen and why, what is left, and the other candidates."""
     return advice_page(advice).text(_WIDTH)
 
 
-def markdown_advice(advice: Advice) -> str:
+def markdown_advice(advice: AdviceValue) -> str:
     """The advice as Markdown: what was chosen, and a table of the candidates."""
     parts = [
         f"# Advice for {markdown_cell(_budget_words(advice.budget))}",
@@ -823,7 +822,7 @@ def markdown_advice(advice: Advice) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
+def nearest_page(candidate: CandidateValue, *, budget: Sizes) -> Page:
     """What comes nearest when nothing fits, and what it lacks.
 
     Args:
@@ -843,12 +842,12 @@ def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
     )
 
 
-def explain_nearest(candidate: Candidate, *, budget: Sizes) -> str:
+def explain_nearest(candidate: CandidateValue, *, budget: Sizes) -> str:
     """What ``nearest_page`` says, as text."""
     return nearest_page(candidate, budget=budget).text(_WIDTH)
 
 
-def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
+def nearest_budget(candidate: CandidateValue, *, budget: Sizes) -> RankBudget:
     """What one rank of a candidate that does not fit may use.
 
     Args:
@@ -861,7 +860,7 @@ def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
     return rank_budget({**budget, **usable}, candidate.estimate)
 
 
-def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
+def rank_budget(budget: Sizes, estimate: EstimateValue) -> RankBudget:
     """What one rank may use: the ranks of a machine share its RAM and its files.
 
     Args:
@@ -872,7 +871,7 @@ def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     return {place: size if place == "device" else size // ranks for place, size in budget.items()}
 
 
-def _candidates_table(advice: Advice) -> Table:
+def _candidates_table(advice: AdviceValue) -> Table:
     """Every candidate with its needs; in text, what it lacks and why stand below."""
 
     def shown(nbytes: int) -> str:
@@ -913,7 +912,7 @@ def _candidates_table(advice: Advice) -> Table:
     )
 
 
-def _candidate_lines(state: str, candidate: Candidate) -> Iterator[Line]:
+def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:
     sizes = "".join(f"{size / _GIB:>9.2f}" for size in _places(candidate.estimate).values())
     start = f"{state:<8}{sizes}  "
     style = {"chosen": "passed", "fits": "good"}.get(state, "")
@@ -923,7 +922,7 @@ def _candidate_lines(state: str, candidate: Candidate) -> Iterator[Line]:
     yield Line("; ".join([*told, candidate.reason]), indent=_REASON, hang=0)
 
 
-def _state(candidate: Candidate, chosen: bool) -> str:
+def _state(candidate: CandidateValue, chosen: bool) -> str:
     if chosen:
         return "chosen"
     if candidate.fits:
@@ -931,7 +930,7 @@ def _state(candidate: Candidate, chosen: bool) -> str:
     return "too big" if _missing(candidate) else "refused"
 
 
-def _title(candidate: Candidate) -> str:
+def _title(candidate: CandidateValue) -> str:
     if "checkpointing" in candidate.title:
         return candidate.title
     kind = "with" if candidate.gradient_checkpointing else "without"
@@ -946,16 +945,16 @@ def _budget_words(budget: Budget) -> str:
     return f"{device} of device memory, {host} of host memory, {nvme}{kept}"
 
 
-def _places(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
+def _places(sizes: Budget | EstimateValue) -> dict[Place, int]:
     return {"device": sizes.device, "host": sizes.host, "nvme": sizes.nvme}
 
 
-def _headroom(advice: Advice) -> list[tuple[Place, int]]:
+def _headroom(advice: AdviceValue) -> list[tuple[Place, int]]:
     budget = _places(advice.budget)
     return [(place, advice.headroom[place]) for place in PLACES if budget[place]]
 
 
-def _missing(candidate: Candidate) -> list[tuple[Place, int]]:
+def _missing(candidate: CandidateValue) -> list[tuple[Place, int]]:
     short = candidate.shortfalls
     return [(place, short[place]) for place in PLACES if place in short]
 

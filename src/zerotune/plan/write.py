@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import attrs
 
@@ -14,22 +14,25 @@ from zerotune._util.files import sync, write_atomically
 from zerotune._util.numbers import is_integer, is_number
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
-from zerotune.plan.accelerate import FILE, GATHER, LAUNCH_IN_BLOCK, TOP_LEVEL
-from zerotune.plan.json_text import parse_json
+from zerotune.plan.accelerate import FILE, GATHER, LAUNCH_IN_BLOCK, TOP_LEVEL, is_accelerate
 from zerotune.plan.model import (
     AUTO,
     Bf16Section,
     Fp16Section,
+    PlanValue,
     Section,
     as_tuple,
     evolved,
     modelled,
 )
-from zerotune.plan.read import TRAINER_KEYS, read_named, read_text, undashed, wrapper_of
-
-if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan
-
+from zerotune.plan.source import (
+    TRAINER_KEYS,
+    parse_json,
+    read_named,
+    read_text,
+    undashed,
+    wrapper_of,
+)
 
 # -- Files that are whole or not there.
 
@@ -92,7 +95,7 @@ class SavedPlan:
 
 
 def plan_document(
-    plan: DeepSpeedPlan,
+    plan: PlanValue,
     format: str = "deepspeed",  # noqa: A002
     *,
     existing: Path | None = None,
@@ -126,7 +129,7 @@ def plan_document(
 
 
 def save_plan(
-    plan: DeepSpeedPlan,
+    plan: PlanValue,
     path: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002
@@ -155,10 +158,6 @@ def format_of(path: Path) -> str:
         return "python"
     if not path.exists():
         return "deepspeed"
-    from zerotune.plan.accelerate import is_accelerate
-    from zerotune.plan.json_text import parse_json
-    from zerotune.plan.read import read_text, wrapper_of
-
     try:
         content, _ = parse_json(read_text(path), source=str(path))
     except PlanSyntaxError:
@@ -174,7 +173,7 @@ def format_of(path: Path) -> str:
     return "trainer"
 
 
-def lost(plan: DeepSpeedPlan, keys: Mapping[str, Any], where: str) -> list[Decision]:
+def lost(plan: PlanValue, keys: Mapping[str, Any], where: str) -> list[Decision]:
     """One decision for each launch setting that a format has no place for."""
     return [
         Decision(
@@ -189,11 +188,11 @@ def lost(plan: DeepSpeedPlan, keys: Mapping[str, Any], where: str) -> list[Decis
     ]
 
 
-def _deepspeed(plan: DeepSpeedPlan) -> PlanDocument:
+def _deepspeed(plan: PlanValue) -> PlanDocument:
     launched = plan.launch.to_dict() if plan.launch else {}
     for where_read in ("distributed_type", "deepspeed_config_file"):
         launched.pop(where_read, None)
-    text = json.dumps(plan.to_deepspeed(), indent=2, allow_nan=False) + "\n"
+    text = json.dumps(plan.to_dict(), indent=2, allow_nan=False) + "\n"
     decisions = lost(plan, launched, "DeepSpeed's own configuration")
     return PlanDocument(format="deepspeed", text=text, decisions=decisions)
 
@@ -231,7 +230,7 @@ _UNSAFE: Final = " ;<>"
 (``convert_dict_to_env_variables``); it drops the variable otherwise."""
 
 
-def accelerate_document(plan: DeepSpeedPlan) -> PlanDocument:
+def accelerate_document(plan: PlanValue) -> PlanDocument:
     """The YAML that ``accelerate launch --config_file`` takes.
 
     accelerate's own keys are used where they can say the whole plan: a stage, offload to the
@@ -261,9 +260,9 @@ def accelerate_document(plan: DeepSpeedPlan) -> PlanDocument:
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
 
 
-def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
+def _as_block(plan: PlanValue) -> dict[str, Any] | None:
     """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
-    config = plan.to_deepspeed()
+    config = plan.to_dict()
     zero = config.pop("zero_optimization", {})
     accumulation = config.pop("gradient_accumulation_steps", None)
     clipping = config.pop("gradient_clipping", None)
@@ -297,9 +296,9 @@ def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
     return {key: value for key, value in block.items() if value is not None}
 
 
-def _config_text(plan: DeepSpeedPlan) -> str:
+def _config_text(plan: PlanValue) -> str:
     # Without this section accelerate raises; an empty one means the same to DeepSpeed as none.
-    config = {"zero_optimization": {}, **plan.to_deepspeed()}
+    config = {"zero_optimization": {}, **plan.to_dict()}
     machines = plan.launch.num_machines if plan.launch else None
     if machines is None or machines == 1:
         return _Readable(json.dumps(config, indent=2, allow_nan=False) + "\n")
@@ -309,7 +308,7 @@ def _config_text(plan: DeepSpeedPlan) -> str:
     return text
 
 
-def _batch_settings_inside(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+def _batch_settings_inside(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
     """Move what a trainer's file says beside its configuration into the configuration."""
     for key in ("gradient_accumulation_steps", "gradient_clipping"):
         launched = getattr(plan.launch, key) if plan.launch else None
@@ -327,7 +326,7 @@ def _batch_settings_inside(plan: DeepSpeedPlan, decisions: list[Decision]) -> De
     return plan
 
 
-def _automatic_precision_inside(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+def _automatic_precision_inside(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
     launch = plan.launch
     if launch is None or launch.mixed_precision != AUTO:
         return plan
@@ -340,7 +339,7 @@ def _automatic_precision_inside(plan: DeepSpeedPlan, decisions: list[Decision]) 
     return plan
 
 
-def _precision_inside(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+def _precision_inside(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
     """Settle the precision in the configuration, beside which accelerate refuses it."""
     launch = plan.launch
     asked = launch.mixed_precision if launch else None
@@ -403,12 +402,12 @@ _WIDTH: Final = 88
 _STEP: Final = "    "
 
 
-def python_expression(plan: DeepSpeedPlan) -> str:
+def python_expression(plan: PlanValue) -> str:
     """An expression that is equal to ``plan`` where the names of ``zerotune.plan`` are known."""
     return _call(plan, "")
 
 
-def python_script(plan: DeepSpeedPlan) -> str:
+def python_script(plan: PlanValue) -> str:
     """A script that builds ``plan`` under the name ``plan``."""
     names = ", ".join(sorted(_names(plan)))
     single = f"from zerotune.plan import {names}"
@@ -469,7 +468,7 @@ _NEW_KEYS: Final = {
 """Launch setting to the key written when the file has none yet."""
 
 
-def trainer_document(plan: DeepSpeedPlan, *, existing: Path | None = None) -> PlanDocument:
+def trainer_document(plan: PlanValue, *, existing: Path | None = None) -> PlanDocument:
     """A trainer's file that holds the plan.
 
     Everything else of ``existing`` is kept, and so is the form in which it holds its
@@ -515,10 +514,10 @@ def _lost_comments(sentences: list[str], existing: Path | None) -> list[Decision
 
 
 def _put_config(
-    plan: DeepSpeedPlan, content: dict[str, Any], wrapper: str, existing: Path | None
+    plan: PlanValue, content: dict[str, Any], wrapper: str, existing: Path | None
 ) -> dict[Path, str]:
     """Put the configuration where ``content`` has it; return the files it lies in."""
-    config = plan.to_deepspeed()
+    config = plan.to_dict()
     written = content.get(wrapper)
     if not isinstance(written, str):
         content[wrapper] = config
@@ -535,7 +534,7 @@ def _put_config(
 
 
 def _put_launch(
-    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, decisions: list[Decision]
+    plan: PlanValue, content: dict[str, Any], dashes: str, decisions: list[Decision]
 ) -> None:
     launched = plan.launch.to_dict() if plan.launch else {}
     for where_read in ("distributed_type", "deepspeed_config_file"):

@@ -24,7 +24,7 @@ from zerotune.training.memory import expected_memory, host_now
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.advise import Advice
+    from zerotune.plan.api import Advice
 
 _LATENT: Final = 8
 """Pixels of the image per pixel of the latent, along each side."""

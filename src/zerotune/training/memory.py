@@ -11,12 +11,10 @@ import attrs
 import psutil
 import torch
 
-from zerotune.plan.memory.estimate import estimate_resolved
 from zerotune.plan.memory.model import EMAPlace, Workload
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
-    from zerotune.plan.memory.model import MemoryEstimate
+    from zerotune.plan.api import MemoryEstimate, ResolvedPlan
     from zerotune.plan.model import ActivationFacts
 
 
@@ -51,11 +49,11 @@ def expected_memory(
         gradient_checkpointing=gradient_checkpointing,
         ema=places[0] if places else "none",
     )
-    estimate = estimate_resolved(plan, workload)
+    estimate = plan.estimate(workload)
     further = [
         item
         for place in places[1:]
-        for item in estimate_resolved(plan, attrs.evolve(workload, ema=place)).items
+        for item in plan.estimate(attrs.evolve(workload, ema=place)).items
         if item.component == "EMA"
     ]
     return attrs.evolve(estimate, items=(*estimate.items, *further))

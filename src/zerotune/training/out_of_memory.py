@@ -25,9 +25,8 @@ from zerotune.platform import detect_platform
 from zerotune.training.memory import expected_memory, host_now, host_peak
 
 if TYPE_CHECKING:
-    from zerotune.plan.advise import Advice
-    from zerotune.plan.api import ResolvedPlan
-    from zerotune.plan.memory.model import MemoryEstimate, Place
+    from zerotune.plan.api import Advice, MemoryEstimate, ResolvedPlan
+    from zerotune.plan.memory.model import Place
 
 
 _WORDS: Final = re.compile(

@@ -21,7 +21,8 @@ from zerotune.training.events import PHASES, Callback
 from zerotune.training.progress import format_bytes
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
+    from zerotune.plan.api import MemoryEstimate
+    from zerotune.plan.memory.model import MemoryItem
     from zerotune.plan.memory.traffic import StepTraffic
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator

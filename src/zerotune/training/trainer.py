@@ -15,7 +15,7 @@ from zerotune._util.closing import Closing
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
-from zerotune.plan.advise import Advice
+from zerotune.plan.api import Advice
 from zerotune.training.averages import EMA, Averages
 from zerotune.training.memory import device_peak, host_now, host_peak
 from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite

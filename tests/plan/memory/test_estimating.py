@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.families import family
-from zerotune.plan.memory.estimate import estimate_resolved, power_of_two, sides
+from zerotune.plan.memory.estimate import power_of_two, sides
 from zerotune.plan.memory.model import Workload
 from zerotune.plan.model import ActivationCost, ActivationFacts, ModelFacts
 from zerotune.platform import Platform
@@ -189,7 +189,7 @@ def test_what_is_left_out_is_said():
 def test_a_plan_without_a_model_cannot_be_costed():
     resolved = DeepSpeedPlan.build(precision="bf16").resolve(platform=CUDA)
     with pytest.raises(UnresolvedPlanError, match="from the shapes"):
-        estimate_resolved(resolved, Workload())
+        resolved.estimate(Workload())
 
 
 @pytest.mark.parametrize("resolution", [0, -1, "1024", (1024,), (1024, 7), 3.5, True])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
-from zerotune.plan.memory.estimate import estimate_resolved
 from zerotune.plan.memory.model import Workload
 from zerotune.plan.memory.traffic import step_traffic
 from zerotune.platform import Platform
@@ -31,7 +30,7 @@ def moved(stage, offload="none", *, param="none", accelerator="cuda", precision=
         run=RunFacts(micro_batch_size=1),
         deepspeed=options.pop("deepspeed", True),
     )
-    return step_traffic(estimate_resolved(resolved, Workload(**options)))
+    return step_traffic(resolved.estimate(Workload(**options)))
 
 
 def test_what_stays_on_a_gpu_moves_nothing():

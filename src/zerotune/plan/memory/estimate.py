@@ -11,23 +11,29 @@ import attrs
 from zerotune._util.numbers import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan import sizing
-from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.fill import pins_exactly
 from zerotune.plan.memory.model import (
     ALWAYS,
     EMAPlace,
-    MemoryEstimate,
+    EstimateT,
     MemoryItem,
     Phase,
     Place,
     Workload,
 )
 from zerotune.plan.memory.states import states_per_element
-from zerotune.plan.model import AioSection, ModelFacts, OffloadSection, ZeroSection
+from zerotune.plan.model import (
+    AioSection,
+    ModelFacts,
+    OffloadSection,
+    PlanValue,
+    ResolvedValue,
+    ZeroSection,
+)
+from zerotune.plan.resolve import resolve
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
 
@@ -48,7 +54,7 @@ _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Costing:
     """One plan, model and workload, and the quantities every formula is written in."""
 
-    resolved: ResolvedPlan
+    resolved: ResolvedValue
     model: ModelFacts
     workload: Workload
 
@@ -552,7 +558,7 @@ _HAS_CONTEXT: Final = frozenset({"cuda", "rocm", "xpu"})
 
 
 def estimate_plan(
-    plan: DeepSpeedPlan,
+    plan: PlanValue,
     model: ModelFacts | str | Any,
     *,
     platform: Platform | None,
@@ -564,13 +570,22 @@ def estimate_plan(
     gradient_checkpointing: bool,
     activation_offload: bool,
     frozen_bytes: int,
-) -> MemoryEstimate:
+    into: type[EstimateT],
+) -> EstimateT:
     """See ``DeepSpeedPlan.estimate``."""
     facts = as_facts(model)
     if batch is not None:
         micro = count(batch, "batch")
         plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
-    resolved = plan.resolve(platform=platform, model=facts, world_size=world_size, run=run)
+    resolved = resolve(
+        plan,
+        platform=platform,
+        model=facts,
+        world_size=world_size,
+        run=run,
+        deepspeed=True,
+        into=into.resolved_class,
+    )
     if resolution is None and isinstance(model, str):
         resolution = model_family(model).resolution
     height, width = sides(resolution)
@@ -585,15 +600,19 @@ def estimate_plan(
             ema=ema,
             frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
         ),
+        into=into,
     )
 
 
-def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstimate:
+def estimate_resolved(
+    resolved: ResolvedValue, workload: Workload, *, into: type[EstimateT]
+) -> EstimateT:
     """What a resolved plan needs, by component.
 
     Args:
         resolved: A plan that was resolved with its model.
         workload: Batch, resolution and what runs beside the optimizer.
+        into: The class of estimate to make.
 
     Raises:
         UnresolvedPlanError: The plan was resolved without a model.
@@ -608,9 +627,7 @@ def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstim
     case = Costing(resolved=resolved, model=model, workload=workload)
     items = [item for item in _items(case) if item.nbytes > 0]
     items.extend(item for item in _loading(case, items) if item.nbytes > 0)
-    return MemoryEstimate(
-        resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case))
-    )
+    return into(resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case)))
 
 
 def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | None]:

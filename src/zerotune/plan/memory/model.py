@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import ClassVar, Final, Literal, TypeVar, get_args
 
 import attrs
 
-if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
-    from zerotune.plan.memory.traffic import SwapTraffic
-
+from zerotune.plan.model import ResolvedValue
 
 EMAPlace = Literal["none", "host", "device", "nvme"]
 
@@ -44,6 +41,8 @@ class Workload:
 
 # -- What a plan costs, as values: parts of memory, where they lie and when they are held.
 
+
+EstimateT = TypeVar("EstimateT", bound="EstimateValue")
 
 Place = Literal["device", "host", "nvme"]
 """Where bytes lie: on the accelerator, in host RAM, in files."""
@@ -87,10 +86,13 @@ class MemoryPeak:
 
 
 @attrs.frozen(kw_only=True)
-class MemoryEstimate:
+class EstimateValue:
     """What a resolved plan needs, per rank, by component. Made by ``DeepSpeedPlan.estimate``."""
 
-    resolved: ResolvedPlan
+    resolved_class: ClassVar[type[ResolvedValue]] = ResolvedValue
+    """What ``resolved`` is made as."""
+
+    resolved: ResolvedValue
     """The plan that was costed."""
     workload: Workload
     """What it was costed for."""
@@ -130,25 +132,6 @@ class MemoryEstimate:
         return max(
             _total(item for item in self.at("host", phase) if item.pinned) for phase in PHASES
         )
-
-    @property
-    def swap_traffic(self) -> SwapTraffic:
-        """What one optimizer step of one rank reads from and writes to swap files."""
-        from zerotune.plan.memory.traffic import swap_traffic
-
-        return swap_traffic(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The estimate as plain data that JSON can hold; every number in bytes per rank."""
-        from zerotune.plan.text import estimate_data
-
-        return estimate_data(self)
-
-    def explain(self) -> str:
-        """The estimate as text: one bar per place, then its components."""
-        from zerotune.plan.text import explain_estimate
-
-        return explain_estimate(self)
 
 
 def _total(items: Iterable[MemoryItem]) -> int:

@@ -7,17 +7,13 @@ forward and for the backward pass of each micro batch and written once per step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import attrs
 
 from zerotune._util.numbers import is_number
 from zerotune.errors import InvalidValueError
 from zerotune.plan import sizing
 from zerotune.plan.memory.estimate import Costing
-
-if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate
+from zerotune.plan.memory.model import EstimateValue
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +44,7 @@ class SwapTraffic:
         return self.read / read_rate + self.written / write_rate
 
 
-def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
+def swap_traffic(estimate: EstimateValue) -> SwapTraffic:
     """What a step moves, from what lies in the files; zero without NVMe."""
     weights = optimizer = 0
     for item in estimate.items:
@@ -99,7 +95,7 @@ class StepTraffic:
         return self.gradients + self.parameters + self.weights
 
 
-def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
+def step_traffic(estimate: EstimateValue) -> StepTraffic:
     """What one optimizer step of one rank moves.
 
     Args:

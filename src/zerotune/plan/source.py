@@ -1,17 +1,21 @@
-"""A JSON reader that knows where things are.
-
-``json`` reports neither duplicated keys with their position nor what people usually mean by a
-mistake. Comments and trailing commas, which DeepSpeed itself accepts in files, are read and
-reported; everything else that is not JSON is an error with line, column and a hint.
-"""
+"""What plans are read from: JSON and YAML text, files, and what names them in a configuration."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from zerotune.errors import PlanSyntaxError
+from zerotune.decisions import Decision
+from zerotune.errors import PlanFileError, PlanSyntaxError
+
+# -- JSON, read so that it is known where things are.
+#
+# ``json`` reports neither duplicated keys with their position nor what people usually mean by a
+# mistake. Comments and trailing commas, which DeepSpeed itself accepts in files, are read and
+# reported; everything else that is not JSON is an error with line, column and a hint.
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
@@ -282,3 +286,204 @@ class _Parser:
     def _error(self, reason: str, fix: str) -> PlanSyntaxError:
         line, column = self._position(self._at)
         return PlanSyntaxError(reason, source=self._source, line=line, column=column, fix=fix)
+
+
+# -- YAML, read as strictly.
+
+
+def parse_yaml(text: str, *, source: str) -> Any:
+    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence.
+
+    Raises:
+        PlanSyntaxError: Not YAML.
+    """
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise PlanSyntaxError(
+            f"is not YAML: {error.problem or error.context}",
+            source=source,
+            line=mark.line + 1 if mark else 1,
+            column=mark.column + 1 if mark else 1,
+            fix="check indentation, colons and quotes at this place",
+        ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise PlanSyntaxError(
+            f"is not YAML: {error}", source=source, line=1, column=1, fix="save it as plain YAML"
+        ) from None
+    _refuse_duplicates(node, source)
+    return content
+
+
+def _refuse_duplicates(root: Any, source: str) -> None:
+    pending, visited = [root], set()
+    while pending:
+        node = pending.pop()
+        if node is None or id(node) in visited or isinstance(node.value, str):
+            continue
+        visited.add(id(node))
+        if node.id == "sequence":
+            pending.extend(node.value)
+            continue
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = key.value if isinstance(key.value, str) else ""
+            if name and name in seen:
+                raise PlanSyntaxError(
+                    f"has the key {name!r} twice in one block",
+                    source=source,
+                    line=key.start_mark.line + 1,
+                    column=key.start_mark.column + 1,
+                    fix="keep one of the two",
+                )
+            seen.add(name)
+            pending.extend((key, value))
+
+
+# -- Files, and what names them inside a configuration.
+
+
+WRAPPERS = ("deepspeed_config", "deepspeed_config_file", "deepspeed")
+TRAINER_KEYS = {
+    "mixed_precision": "mixed_precision",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "max_grad_norm": "gradient_clipping",
+    "gradient_clipping": "gradient_clipping",
+    "offload_param_path": "offload_param_path",
+    "offload_optimizer_path": "offload_optimizer_path",
+}
+"""Key of a trainer's own file to the launch setting it is."""
+
+
+def wrapper_of(config: Mapping[Any, Any]) -> str | None:
+    """The key under which a trainer's file holds its DeepSpeed configuration, as written."""
+    return next((key for key in config if undashed(key) in WRAPPERS), None)
+
+
+def undashed(key: Any) -> str:
+    """A key of a trainer's file without leading dashes; ``""`` for what is no text."""
+    return key.lstrip("-") if isinstance(key, str) else ""
+
+
+def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = ()) -> str:
+    """The text of a plan file.
+
+    Args:
+        path: The file.
+        key: The setting that names it, if one does.
+        tried: Other places that were looked at, for the message.
+
+    Raises:
+        PlanFileError: The file is missing, a folder, unreadable or not UTF-8.
+    """
+    name = key or "file"
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        places = f" (looked at {', '.join(str(place) for place in tried)})" if tried else ""
+        raise PlanFileError(
+            f"there is no such file{places}",
+            key=name,
+            value=str(path),
+            fix="check the path; a relative one is taken from the working directory",
+        ) from None
+    except IsADirectoryError:
+        raise PlanFileError(
+            "is a folder", key=name, value=str(path), fix="give the path of a file"
+        ) from None
+    except UnicodeDecodeError:
+        raise PlanFileError(
+            "is not UTF-8 text", key=name, value=str(path), fix="save it as UTF-8"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise PlanFileError(
+            f"cannot be read: {error}", key=name, value=str(path), fix="check path and permissions"
+        ) from None
+
+
+def find_file(written: str, folder: Path | None, *, key: str) -> Path:
+    """A file named inside a configuration: beside that configuration, else where we are.
+
+    Raises:
+        PlanFileError: Neither place has it; the message lists both.
+    """
+    places = _places(written, folder)
+    for place in places:
+        if _is_file(place):
+            return place
+    read_text(places[-1], key=key, tried=list(dict.fromkeys(places)))
+    return places[-1]
+
+
+class Named(NamedTuple):
+    """What a setting that names a configuration leads to."""
+
+    value: Any
+    sentences: list[str]
+    """Liberties that were tolerated."""
+    source: str
+    """Name for messages."""
+    folder: Path | None
+    """Folder of the file; ``None`` when the setting is the configuration itself."""
+
+
+def read_named(written: str, folder: Path | None, *, key: str) -> Named:
+    """The configuration that a setting names: JSON text, the path of a file, or base64 of JSON.
+
+    accelerate and transformers accept all three (``HfDeepSpeedConfig``).
+
+    Raises:
+        PlanFileError: It is neither JSON, nor base64 of it, nor a file in any of the places.
+        PlanSyntaxError: Not JSON.
+    """
+    encoded = None if written.lstrip().startswith("{") else _decoded(written, folder)
+    text = written if written.lstrip().startswith("{") else encoded
+    if text is not None:
+        return Named(*parse_json(text, source=key), source=f"the text of {key}", folder=None)
+    path = find_file(written, folder, key=key)
+    value, sentences = parse_json(read_text(path, key=key), source=str(path))
+    return Named(value, sentences, source=str(path), folder=path.parent)
+
+
+def _decoded(written: str, folder: Path | None) -> str | None:
+    import base64
+    import binascii
+
+    if any(_is_file(place) for place in _places(written, folder)):
+        return None
+    try:
+        text = base64.urlsafe_b64decode(written).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _places(written: str, folder: Path | None) -> list[Path]:
+    return [Path(written)] if folder is None else [folder / written, Path(written)]
+
+
+def _is_file(place: Path) -> bool:
+    try:
+        return place.is_file()
+    except (OSError, ValueError):  # a name too long, or with a null character
+        return False
+
+
+def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
+    """One warning for everything a file has that JSON does not allow."""
+    if not sentences:
+        return []
+    return [
+        Decision(
+            key=source,
+            before="; ".join(sentences),
+            after=None,
+            reason="strict JSON allows no comments and no trailing commas, and accelerate"
+            " refuses them",
+            severity="warning",
+        )
+    ]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerotune.errors import PlanSyntaxError
-from zerotune.plan.json_text import parse_json
+from zerotune.plan.source import parse_json
 
 JSON_VALUES = st.recursive(
     st.none()
