@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.memory import Peak, in_use
+from tests.support.memory import Peak, exact_heap, resident
 from tests.support.models import HostileNet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, train_unet
@@ -44,8 +44,9 @@ def test_the_flat_tensor_is_what_deepspeed_would_make(moved: bool) -> None:
 
 def flatten_large() -> tuple[int, int]:
     layers = [torch.nn.Parameter(torch.ones(2**20, dtype=torch.bfloat16)) for _ in range(32)]
-    before = in_use()
-    with Peak() as peak:
+    exact_heap()
+    before = resident()
+    with Peak(resident) as peak:
         flat = flatten_on_host(layers, alignment=2)
     return peak.nbytes - before, flat.nbytes
 

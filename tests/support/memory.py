@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -37,11 +39,31 @@ def in_use() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
+def resident() -> int:
+    """Bytes of pages that were touched; what is allocated and empty does not count.
+
+    Only for differences much larger than what an allocator keeps: see ``exact_heap``.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon in /proc/self/status")
+
+
+def exact_heap() -> None:
+    """Give freed blocks back; else glibc keeps those of up to 32 MiB, and they stay resident."""
+    m_mmap_threshold = -3
+    _LIBRARY.mallopt(m_mmap_threshold, 65536)
+
+
 class Peak:
-    """Most bytes in use at a time inside a ``with`` block."""
+    """Most bytes at a time inside a ``with`` block."""
+
+    def __init__(self, of: Callable[[], int] = in_use) -> None:
+        self._of = of
 
     def __enter__(self) -> Peak:
-        self.before = self.nbytes = in_use()
+        self.before = self.nbytes = self._of()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -53,7 +75,7 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._done.wait(0.0005):
-            self.nbytes = max(self.nbytes, in_use())
+            self.nbytes = max(self.nbytes, self._of())
 
     @property
     def growth(self) -> float:
