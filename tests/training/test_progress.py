@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from tests.training.fakes import drive
+from zerotune._util.text import brief_size, format_seconds
 from zerotune.training import ProgressBar
-from zerotune.training.progress import format_bytes, format_seconds
 
 
 def shown(*, terminal: bool, steps: range, is_main: bool = True, every: int = 10, **changes):
@@ -56,7 +56,7 @@ def test_a_run_without_steps_left_says_nothing():
     [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**21, "2.0 MiB"), (2**41, "2048.00 GiB")],
 )
 def test_bytes(count, text):
-    assert format_bytes(count) == text
+    assert brief_size(count) == text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3723, "1:02:03")])

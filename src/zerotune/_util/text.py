@@ -100,6 +100,14 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def brief_size(nbytes: float) -> str:
+    """``nbytes`` for a glance: one decimal in KiB and MiB, two in GiB."""
+    for unit, size in _SHOWN:
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.{2 if unit == 'GiB' else 1}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def common_unit(sizes: Iterable[int]) -> tuple[str, int]:
     """The unit in which all of ``sizes`` can be compared: GiB, unless all of them are small.
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
+from zerotune._util.numbers import finite, positive, validated
 from zerotune.errors import InvalidValueError
 
 
@@ -26,15 +27,8 @@ class DecaySchedule(Protocol):
         ...
 
 
-def _number(value: Any, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InvalidValueError("must be a finite number", key=key, value=value)
-    return float(value)
-
-
-def _share(instance: Any, attribute: Any, value: Any) -> None:
-    key = f"{type(instance).__name__}.{attribute.name}"
-    number = _number(value, key)
+def _check_share(value: Any, *, key: str) -> None:
+    number = finite(value, key=key)
     if number == 1:
         raise InvalidValueError(
             "a shadow that keeps all of itself never moves",
@@ -46,15 +40,9 @@ def _share(instance: Any, attribute: Any, value: Any) -> None:
         raise InvalidValueError("a decay lies in [0, 1)", key=key, value=value, fix="try 0.999")
 
 
-def _positive(instance: Any, attribute: Any, value: Any) -> None:
-    key = f"{type(instance).__name__}.{attribute.name}"
-    if _number(value, key) <= 0:
-        raise InvalidValueError("must be greater than zero", key=key, value=value)
-
-
-def _optional_positive(instance: Any, attribute: Any, value: Any) -> None:
-    if value is not None:
-        _positive(instance, attribute, value)
+_share = validated(_check_share)
+_positive = validated(positive)
+_optional_positive = attrs.validators.optional(_positive)
 
 
 @attrs.frozen(kw_only=True)

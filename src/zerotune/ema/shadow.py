@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from zerotune._util.numbers import whole
+from zerotune._util.text import listing
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.ema.store import ShadowStore, as_store, copy_of, room_for
@@ -69,8 +71,8 @@ class EMAShadow:
         store: ShadowStore | None = None,
     ) -> None:
         self._schedule = as_schedule(decay)
-        self._update_every = _whole(update_every, "update_every", least=1)
-        self._start_after = _whole(start_after, "start_after", least=0)
+        self._update_every = whole(update_every, key="update_every")
+        self._start_after = whole(start_after, key="start_after", least=0)
         self._store = as_store(store)
         self._master: MasterWeights | None = None
         self._settle: Callable[[], None] | None = None
@@ -365,22 +367,11 @@ class EMAShadow:
 
 def _other_weights(wanted: set[str], given: set[str], *, key: str) -> EMAError:
     return EMAError(
-        f"belongs to other weights (missing {_few(wanted - given)}, "
-        f"unexpected {_few(given - wanted)})",
+        f"belongs to other weights (missing {listing(sorted(wanted - given))}, "
+        f"unexpected {listing(sorted(given - wanted))})",
         key=key,
         fix="use the model, plan and world size the shadow was made with",
     )
-
-
-def _few(keys: set[str], most: int = 3) -> str:
-    shown = ", ".join(sorted(keys)[:most]) or "nothing"
-    return f"{shown} and {len(keys) - most} more" if len(keys) > most else shown
-
-
-def _whole(value: Any, key: str, *, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidValueError(f"must be a whole number, {least} or more", key=key, value=value)
-    return value
 
 
 class EMAShadows(Mapping[str, "EMAShadow"]):

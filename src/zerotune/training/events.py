@@ -173,7 +173,7 @@ class Callback:
         """Somebody drew images (n, c, h, w) in [-1, 1] at this step, such as for validation."""
 
 
-# -- One line of JSON per optimizer step.
+# -- Metrics on disk: one line of JSON per optimizer step.
 
 
 class MetricsFile(Callback):

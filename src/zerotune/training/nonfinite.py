@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import attrs
 
+from zerotune._util.numbers import whole
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.decisions import Decision, announce
-from zerotune.errors import InvalidValueError, TrainingError
+from zerotune.errors import TrainingError
 
 if TYPE_CHECKING:
     from zerotune.training.events import RunView, StepMetrics
@@ -96,7 +97,7 @@ class SkipNonFinite:
     """
 
     def __init__(self, *, most_in_a_row: int = 10) -> None:
-        self._most = _at_least_one(most_in_a_row, "most_in_a_row")
+        self._most = whole(most_in_a_row, key="most_in_a_row")
         self._in_a_row = 0
         self.skipped = 0
         """How many were dropped."""
@@ -131,8 +132,8 @@ class RollBackNonFinite:
 
     def __init__(self, *, root: str | os.PathLike[str], after: int = 3, most: int = 3) -> None:
         self._root = Path(root)
-        self._after = _at_least_one(after, "after")
-        self._most = _at_least_one(most, "most")
+        self._after = whole(after, key="after")
+        self._most = whole(most, key="most")
         self._in_a_row = 0
         self._latest: NonFinite | None = None
         self.rolled_back = 0
@@ -165,9 +166,3 @@ class RollBackNonFinite:
 def is_finite(norm: float | None) -> bool:
     """Whether a gradient norm is a norm; DeepSpeed writes -1 for some that are not."""
     return norm is None or (math.isfinite(norm) and norm >= 0)
-
-
-def _at_least_one(value: int, key: str) -> int:
-    if value < 1:
-        raise InvalidValueError("must be at least 1", key=key, value=value, fix="write 1")
-    return value

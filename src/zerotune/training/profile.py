@@ -12,10 +12,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from zerotune._util.files import drafted, sync
+from zerotune._util.numbers import whole
+from zerotune._util.text import brief_size
 from zerotune.decisions import logger
-from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
-from zerotune.training.progress import format_bytes
 
 if TYPE_CHECKING:
     from zerotune.training.events import RunView, StepMetrics
@@ -48,14 +48,8 @@ class Profile:
     """Operators in the report."""
 
     def __attrs_post_init__(self) -> None:
-        for key, least in (("steps", 1), ("warmup", 0), ("top", 1)):
-            if getattr(self, key) < least:
-                raise InvalidValueError(
-                    "is too small",
-                    key=f"profile.{key}",
-                    value=getattr(self, key),
-                    fix=f"write at least {least}",
-                )
+        for name, least in (("steps", 1), ("warmup", 0), ("top", 1)):
+            whole(getattr(self, name), key=f"profile.{name}", least=least)
 
 
 @attrs.frozen(kw_only=True)
@@ -75,7 +69,7 @@ class Operator:
     def __str__(self) -> str:
         words = f"{self.name:<40} {1000 * self.seconds:>9.2f} ms {self.share:>6.1%}"
         words += f" {self.calls:>7} calls"
-        return words + (f" {format_bytes(self.nbytes):>12}" if self.nbytes else "")
+        return words + (f" {brief_size(self.nbytes):>12}" if self.nbytes else "")
 
 
 class Profiler(Callback):

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from zerotune._util.text import brief_size, format_seconds
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class ProgressBar(Callback):
             "loss": f"{_mean_of_finite(self._losses):.4f}",
             "lr": f"{metrics.lr:.2e}",
             "rate": f"{rate:.2f}",
-            "peak": format_bytes(peak),
+            "peak": brief_size(peak),
             "eta": "-" if left is None else format_seconds(left),
         }
 
@@ -99,23 +100,6 @@ def _mean_of_finite(losses: Iterable[float]) -> float:
     """The mean without skipped steps, which would hide all others."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return sum(finite) / len(finite) if finite else math.nan
-
-
-def format_bytes(count: float) -> str:
-    """``"1.5 GiB"``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
-
-
-def format_seconds(seconds: float) -> str:
-    """``"1:02:03"``, or ``"2:03"`` below an hour."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
 def _start_bar(console: Console, *, done: int, total: int | None) -> tuple[Any, Any]:

@@ -14,11 +14,11 @@ import torch
 
 from zerotune._util.files import write_atomically
 from zerotune._util.table import Block, Column, Line, Page, Row, Table
+from zerotune._util.text import brief_size
 from zerotune.plan.memory.model import PHASES as MOMENTS
 from zerotune.plan.memory.model import PLACES
 from zerotune.plan.text import DURING, PLACE_NAMES
 from zerotune.training.events import PHASES, Callback
-from zerotune.training.progress import format_bytes
 
 if TYPE_CHECKING:
     from zerotune.plan.api import MemoryEstimate
@@ -64,10 +64,10 @@ class Bound:
         """What it waits for, and how fast that is."""
         words = _WAITS[self.resource]
         if self.nbytes and self.phase == _PASSES:
-            moved, rate = format_bytes(self.nbytes), format_bytes(self.rate)
+            moved, rate = brief_size(self.nbytes), brief_size(self.rate)
             return f"{words}; meanwhile at least {moved} cross the bus, {rate}/s"
         if self.nbytes:
-            words += f": at least {format_bytes(self.nbytes)} at {format_bytes(self.rate)}/s"
+            words += f": at least {brief_size(self.nbytes)} at {brief_size(self.rate)}/s"
         if self.reference:
             words += f", {self.rate / self.reference:.0%} of what a plain copy reaches"
         return words
@@ -250,14 +250,14 @@ class Report:
             rows += [_item_row(item) for item in items]
             for place in dict.fromkeys(item.place for item in items):
                 peak = self.estimate.peak(place)
-                size, when = format_bytes(peak.nbytes), DURING[peak.phase]
+                size, when = brief_size(peak.nbytes), DURING[peak.phase]
                 rows.append(("expected peak", PLACE_NAMES[place], size, when))
         if self.device_peak is not None:
-            size = format_bytes(self.device_peak)
+            size = brief_size(self.device_peak)
             rows.append(("measured peak", "device", size, "allocated by torch, without context"))
-        before = format_bytes(self.host_before)
+        before = brief_size(self.host_before)
         rows.append(("measured before", "host", before, "libraries, model and data"))
-        rows.append(("measured peak", "host", format_bytes(self.host_peak), "whole process"))
+        rows.append(("measured peak", "host", brief_size(self.host_peak), "whole process"))
         return rows
 
     @property
@@ -365,7 +365,7 @@ def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:
     if len(held) == len(MOMENTS) - 1 and MOMENTS[0] not in held:
         when = "not during set-up"
     note = "; ".join(part for part in (item.note, "pinned" if item.pinned else "", when) if part)
-    return item.component, PLACE_NAMES[item.place], format_bytes(item.nbytes), note
+    return item.component, PLACE_NAMES[item.place], brief_size(item.nbytes), note
 
 
 class Record(Callback):

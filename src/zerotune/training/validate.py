@@ -14,11 +14,11 @@ import torch
 from typing_extensions import Unpack
 
 from zerotune._util.files import write_atomically
+from zerotune._util.numbers import whole
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
 from zerotune.diffusion.grid import images_to_grid
 from zerotune.diffusion.held_out import validation_loss
-from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
 from zerotune.training.sampling import SampleOptions
 
@@ -41,9 +41,7 @@ class Validation(Callback):
     """
 
     def __init__(self, *, every: int) -> None:
-        if every < 1:
-            raise InvalidValueError("must be at least 1", key="every", value=every, fix="write 1")
-        self._every = every
+        self._every = whole(every, key="every")
         self._latest: int | None = None
 
     def measure(self, trainer: RunView) -> None:

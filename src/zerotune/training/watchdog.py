@@ -1,4 +1,10 @@
-"""Where a process is in its work, found on its stacks only when somebody asks."""
+"""Ends a run whose ranks wait for each other for ever, and says where each of them is.
+
+Ranks that run another number of forward passes, or other modules, leave a collective that never
+completes: without this, a job holds its GPUs until a timeout whose message names no module. Here
+a thread of each rank looks now and then where the training thread is, on its stacks, and writes
+that into the process group's store, which needs no collective.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import torch
 
-from zerotune.errors import InvalidValueError
+from zerotune._util.numbers import positive
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
@@ -27,8 +33,19 @@ if TYPE_CHECKING:
     from zerotune.training.events import RunView
 
 
+logger = logging.getLogger("zerotune")
+
+EXIT_CODE: Final = 75
+"""What a process that is ended returns: ``EX_TEMPFAIL``, so that a scheduler may try again."""
+_SLOWEST_S: Final = 5.0
+_GRACE_S: Final = 10.0
+"""How long the others may go on after a rank has failed: it may be going to be handled."""
+_numbers = itertools.count()
 _HOLDERS: Final = ("self", "module", "sub_module", "param")
 """Local names under which torch and DeepSpeed hold the module or parameter they work for."""
+
+
+# -- Where a process is in its work.
 
 
 @attrs.frozen(kw_only=True)
@@ -129,22 +146,7 @@ def _line(stack: list[FrameType]) -> str:
     return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-# -- Ends a run whose ranks wait for each other for ever, and says where each of them is.
-#
-# Ranks that run another number of forward passes, or other modules, leave a collective that never
-# completes: without this, a job holds its GPUs until a timeout whose message names no module. Here
-# a thread of each rank looks now and then where the training thread is and writes that into the
-# process group's store, which needs no collective.
-
-
-logger = logging.getLogger("zerotune")
-
-EXIT_CODE: Final = 75
-"""What a process that is ended returns: ``EX_TEMPFAIL``, so that a scheduler may try again."""
-_SLOWEST_S: Final = 5.0
-_GRACE_S: Final = 10.0
-"""How long the others may go on after a rank has failed: it may be going to be handled."""
-_numbers = itertools.count()
+# -- What the ranks tell each other, and what comes of it.
 
 
 @attrs.frozen(kw_only=True)
@@ -184,10 +186,8 @@ class Watchdog(Callback):
     def __init__(
         self, *, timeout_s: float | None = None, end: Callable[[str], None] | None = None
     ) -> None:
-        if timeout_s is not None and timeout_s <= 0:
-            raise InvalidValueError(
-                "must be positive", key="watchdog.timeout_s", value=timeout_s, fix="write seconds"
-            )
+        if timeout_s is not None:
+            positive(timeout_s, key="watchdog.timeout_s", fix="write seconds")
         self._timeout_s = timeout_s
         self._end = end or end_process
         self._watch: _Watch | None = None
