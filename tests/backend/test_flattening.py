@@ -43,8 +43,8 @@ def test_the_flat_tensor_is_what_deepspeed_would_make(moved: bool) -> None:
 
 
 def flatten_large() -> tuple[int, int]:
-    layers = [torch.nn.Parameter(torch.ones(2**20, dtype=torch.bfloat16)) for _ in range(32)]
     exact_heap()
+    layers = [torch.nn.Parameter(torch.ones(2**20, dtype=torch.bfloat16)) for _ in range(32)]
     before = resident()
     with Peak(resident) as peak:
         flat = flatten_on_host(layers, alignment=2)
