@@ -120,6 +120,10 @@ def test_the_version_is_the_one_of_the_build_metadata():
     assert zerotune.__version__ == written
 
 
+def folder(package: str) -> Path:
+    return Path(zerotune.__path__[0]).joinpath(*package.split(".")[1:])
+
+
 PACKAGES = sorted(
     ".".join(("zerotune", *file.parent.relative_to(zerotune.__path__[0]).parts))
     for file in Path(zerotune.__path__[0]).rglob("__init__.py")
@@ -132,3 +136,17 @@ def test_no_exported_name_is_also_a_module_s(package):
     module = importlib.import_module(package)
     inside = {found.name for found in pkgutil.iter_modules(module.__path__)}
     assert not inside & set(getattr(module, "__all__", ()))
+
+
+STUBS = [package for package in PACKAGES if (folder(package) / "__init__.pyi").exists()]
+
+
+@pytest.mark.parametrize("package", STUBS)
+def test_what_a_stub_lists_is_there(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    assert dir(module) == sorted(module.__all__)
+    assert len(module.__all__) == len(set(module.__all__))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = module.nothing

@@ -1,26 +1,47 @@
-"""Names of a package that are loaded on first use."""
+"""Names of a package that are loaded on first use, from one list: the package's stub."""
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
-def lazy_attribute(namespace: dict[str, Any], homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package whose names live in its modules.
+def exports(
+    package: str, file: str
+) -> tuple[list[str], Callable[[], list[str]], Callable[[str], Any]]:
+    """A package's ``__all__``, ``__dir__`` and ``__getattr__``, as its stub says.
+
+    The stub, ``__init__.pyi`` beside ``__init__.py``, is what type checkers and editors read; a
+    name it imports is imported here when somebody first asks for it.
 
     Args:
-        namespace: The package's ``globals()``; a name that was loaded is kept there.
-        homes: For each name the module that has it, below the package.
+        package: The package's ``__name__``.
+        file: Its ``__file__``.
     """
-    package = namespace["__name__"]
+    homes, own = _listed(Path(file).with_suffix(".pyi"))
+    names = [*homes, *own]
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
-        namespace[name] = value
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
         return value
 
-    return load
+    return names, lambda: sorted(names), load
+
+
+def _listed(stub: Path) -> tuple[dict[str, str], list[str]]:
+    """For each name that a stub imports its module, and the names it declares itself."""
+    homes: dict[str, str] = {}
+    own: list[str] = []
+    for node in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            homes |= {alias.name: node.module for alias in node.names}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.append(node.target.id)
+    return homes, own

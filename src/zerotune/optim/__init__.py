@@ -5,29 +5,6 @@ Pure: neither torch nor deepspeed is imported.
 
 from __future__ import annotations
 
-from zerotune.optim.capability import Capability, CapabilityTable
-from zerotune.optim.catalogue import OPTIMIZERS
-from zerotune.optim.entries import OptimizerEntry
-from zerotune.optim.groups import MUON_DEFAULTS, MuonPatterns, ParameterGroup, ParameterGroups
-from zerotune.optim.naming import normalise_optimizer_name
-from zerotune.optim.parameters import Parameter
-from zerotune.optim.resolver import OptimizerResolution, OptimizerResolver
-from zerotune.optim.schedule import SCHEDULERS, SchedulerEntry, normalise_scheduler_name
+from zerotune._util.lazy import exports
 
-__all__ = [
-    "OptimizerResolver",
-    "OptimizerResolution",
-    "ParameterGroups",
-    "ParameterGroup",
-    "MuonPatterns",
-    "MUON_DEFAULTS",
-    "normalise_optimizer_name",
-    "normalise_scheduler_name",
-    "OPTIMIZERS",
-    "SCHEDULERS",
-    "OptimizerEntry",
-    "SchedulerEntry",
-    "Parameter",
-    "Capability",
-    "CapabilityTable",
-]
+__all__, __dir__, __getattr__ = exports(__name__, __file__)

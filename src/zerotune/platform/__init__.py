@@ -7,46 +7,6 @@ libraries are in ``zerotune.platform.toolchain``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from zerotune._util.lazy import exports
 
-from zerotune._util.lazy import lazy_attribute
-from zerotune.platform.facts import (
-    GIB,
-    Accelerator,
-    DeepSpeedSupport,
-    Device,
-    HostMemory,
-    Platform,
-)
-
-if TYPE_CHECKING:
-    from zerotune.platform.detect import detect_platform
-    from zerotune.platform.probe import Cores, MachineProbe, PlatformProbe, TorchFacts
-
-_HOMES: Final = {
-    "Cores": "probe",
-    "MachineProbe": "probe",
-    "PlatformProbe": "probe",
-    "TorchFacts": "probe",
-    "detect_platform": "detect",
-}
-
-__all__ = [
-    "GIB",
-    "Accelerator",
-    "Cores",
-    "DeepSpeedSupport",
-    "Device",
-    "HostMemory",
-    "MachineProbe",
-    "Platform",
-    "PlatformProbe",
-    "TorchFacts",
-    "detect_platform",
-]
-
-__getattr__ = lazy_attribute(globals(), _HOMES)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __dir__, __getattr__ = exports(__name__, __file__)

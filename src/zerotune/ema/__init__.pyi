@@ -1,0 +1,15 @@
+# All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
+
+from zerotune.ema.background import BackgroundEMA as BackgroundEMA
+from zerotune.ema.decay import ConstantDecay as ConstantDecay
+from zerotune.ema.decay import DecaySchedule as DecaySchedule
+from zerotune.ema.decay import HalfLife as HalfLife
+from zerotune.ema.decay import RampDecay as RampDecay
+from zerotune.ema.decay import WarmupDecay as WarmupDecay
+from zerotune.ema.model import EMAModel as EMAModel
+from zerotune.ema.shadow import EMAShadow as EMAShadow
+from zerotune.ema.shadow import EMAShadows as EMAShadows
+from zerotune.ema.store import DeviceStore as DeviceStore
+from zerotune.ema.store import FileStore as FileStore
+from zerotune.ema.store import HostStore as HostStore
+from zerotune.ema.store import ShadowStore as ShadowStore
