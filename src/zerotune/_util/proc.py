@@ -66,6 +66,10 @@ class Mount:
     """Where it is mounted."""
     source: str
     """What is mounted: a device, ``server:/export``, or a name without meaning."""
+    root: str = "/"
+    """Which folder of the file system is mounted."""
+    options: tuple[str, ...] = ()
+    """The file system's own; of a control group, its controllers."""
 
     @property
     def locality(self) -> Locality:
@@ -102,7 +106,7 @@ def mount_of(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> Mount | None:
         return None
     found: Mount | None = None
     for line in lines:
-        mount = _parse_mount(line)
+        mount = parse_mount(line)
         if mount is None or not path.is_relative_to(mount.point):
             continue
         # A later line hides an earlier one on the same folder, hence >=.
@@ -117,14 +121,24 @@ def filesystem_kind(path: Path, *, mount_table: Path = _MOUNT_TABLE) -> str | No
     return None if mount is None else mount.kind
 
 
-def _parse_mount(line: str) -> Mount | None:
-    """One line of ``mountinfo``; ``None`` when it is not one."""
+def parse_mount(line: str) -> Mount | None:
+    """One line of ``/proc/self/mountinfo``; ``None`` when it is not one."""
     before, separator, after = line.partition(" - ")
     fields, details = before.split(" "), after.split(" ")
     if not separator or len(fields) < 6 or not details[0]:
         return None
-    point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-    return Mount(kind=details[0], point=point, source=details[1] if len(details) > 1 else "")
+    return Mount(
+        kind=details[0],
+        point=Path(_unescape(fields[4])),
+        source=details[1] if len(details) > 1 else "",
+        root=_unescape(fields[3]),
+        options=tuple(details[2].split(",")) if len(details) > 2 else (),
+    )
+
+
+def _unescape(field: str) -> str:
+    """Undo the octal escapes: a space is written as a backslash and 040."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), field)
 
 
 def is_rotational(path: Path, *, devices: Path = _BLOCK_DEVICES) -> bool | None:

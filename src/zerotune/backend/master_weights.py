@@ -124,10 +124,25 @@ class EditableFragment(Fragment):
 
 
 class MasterLayout(ABC):
-    """How one kind of engine lays out its master weights."""
+    """How one kind of engine lays out its master weights.
+
+    Args:
+        addresses: This rank's fragments, ordered by slab.
+        order: Name and full shape of every trainable parameter, in an order that all ranks share
+            and that never leaves a slab and comes back.
+    """
 
     replicated: bool = False
     """Every rank holds everything (no partitioning)."""
+
+    def __init__(
+        self,
+        *,
+        addresses: tuple[FragmentAddress, ...],
+        order: tuple[tuple[str, tuple[int, ...]], ...],
+    ) -> None:
+        self.addresses = addresses
+        self.order = order
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -138,19 +153,6 @@ class MasterLayout(ABC):
     def swapped_out(self) -> bool:
         """Whether some of the flat tensors lie on NVMe."""
         return False
-
-    @property
-    @abstractmethod
-    def addresses(self) -> tuple[FragmentAddress, ...]:
-        """This rank's fragments, ordered by slab."""
-
-    @property
-    @abstractmethod
-    def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and full shape of every trainable parameter.
-
-        In an order that all ranks share and that never leaves a slab and comes back.
-        """
 
     @property
     @abstractmethod

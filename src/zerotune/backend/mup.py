@@ -6,14 +6,14 @@ Needs the extra ``zerotune[mup]``.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import torch
 
-from zerotune.errors import EngineError, MissingDependencyError
+from zerotune.backend.upstream import require
+from zerotune.errors import EngineError
 
 
 @attrs.frozen(kw_only=True)
@@ -56,14 +56,7 @@ def set_base_shapes(
         EngineError: The models do not have the same parameters, or the base shapes were set
             before.
     """
-    try:
-        mup = importlib.import_module("mup")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"mup could not be imported ({error})",
-            key="optimizer.type",
-            fix="pip install 'zerotune[mup]'",
-        ) from error
+    mup = require("mup", key="optimizer.type", fix="pip install 'zerotune[mup]'")
     if any(hasattr(parameter, "infshape") for parameter in model.parameters()):
         raise EngineError(
             "base shapes were set before, and scaling weights twice would be wrong",

@@ -76,15 +76,12 @@ def require_deepspeed(*, accelerator: str) -> ModuleType:
         MissingDependencyError: DeepSpeed is not installed or does not import.
         UnsupportedEngineError: It is too old, or a new release moved something.
     """
-    try:
-        with environment(DS_ACCELERATOR=accelerator):
-            deepspeed = importlib.import_module("deepspeed")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"DeepSpeed could not be imported ({error})",
-            key="deepspeed",
+    with environment(DS_ACCELERATOR=accelerator):
+        deepspeed = require(
+            "deepspeed",
+            name="DeepSpeed",
             fix="pip install deepspeed, or ask for the plain engine with deepspeed=False",
-        ) from error
+        )
     _check_accelerator(deepspeed, accelerator)
     _check_relied_on(deepspeed)
     return deepspeed
@@ -96,13 +93,28 @@ def require_accelerate() -> ModuleType:
     Raises:
         MissingDependencyError: It is not installed or does not import.
     """
+    return require("accelerate", fix="pip install accelerate")
+
+
+def require(
+    module: str, *, fix: str, name: str | None = None, key: str | None = None
+) -> ModuleType:
+    """Import a package that somebody may not have.
+
+    Args:
+        module: What to import.
+        fix: How to get it.
+        name: What people call it; ``module`` when not given.
+        key: The setting that asks for it; ``module`` when not given.
+
+    Raises:
+        MissingDependencyError: It is not installed or does not import.
+    """
     try:
-        return importlib.import_module("accelerate")
+        return importlib.import_module(module)
     except ImportError as error:
         raise MissingDependencyError(
-            f"accelerate could not be imported ({error})",
-            key="accelerate",
-            fix="pip install accelerate",
+            f"{name or module} could not be imported ({error})", key=key or module, fix=fix
         ) from error
 
 

@@ -16,8 +16,11 @@ from typing import Final, Literal
 
 import attrs
 
+from zerotune._util.proc import Mount, parse_mount
+
 Read = Callable[[str], "str | None"]
 
+_VERSIONS: Final[dict[str, Literal[1, 2]]] = {"cgroup": 1, "cgroup2": 2}
 _NO_LIMIT: Final = 1 << 60
 """Version 1 spells "no limit" as the largest page-aligned integer; nobody has an exbibyte."""
 
@@ -36,14 +39,6 @@ class CgroupMemory:
 class _Level:
     version: Literal[1, 2]
     directory: str
-
-
-@attrs.frozen(kw_only=True)
-class _Mount:
-    version: Literal[1, 2]
-    root: str
-    point: str
-    controllers: frozenset[str]
 
 
 def memory_constraint(read: Read) -> CgroupMemory:
@@ -113,7 +108,7 @@ def _levels(read: Read, controller: str) -> Iterator[_Level]:
         if version == 1 and controller not in controllers:
             continue
         for mount in mounts:
-            if mount.version == version and (version == 2 or controller in mount.controllers):
+            if _VERSIONS[mount.kind] == version and (version == 2 or controller in mount.options):
                 for directory in _upwards(mount, path):
                     yield _Level(version=version, directory=directory)
 
@@ -128,24 +123,15 @@ def _memberships(text: str) -> Iterator[tuple[Literal[1, 2], frozenset[str], str
         yield version, frozenset(controllers.split(",")), path
 
 
-def _mounts(text: str) -> Iterator[_Mount]:
-    for line in text.splitlines():
-        before, separator, after = line.partition(" - ")
-        left, right = before.split(), after.split()
-        if not separator or len(left) < 5 or not right or right[0] not in {"cgroup", "cgroup2"}:
-            continue
-        yield _Mount(
-            version=2 if right[0] == "cgroup2" else 1,
-            root=_unescape(left[3]),
-            point=_unescape(left[4]),
-            controllers=frozenset(right[-1].split(",")),
-        )
+def _mounts(text: str) -> Iterator[Mount]:
+    parsed = (parse_mount(line) for line in text.splitlines())
+    return (mount for mount in parsed if mount is not None and mount.kind in _VERSIONS)
 
 
-def _upwards(mount: _Mount, path: str) -> Iterable[str]:
+def _upwards(mount: Mount, path: str) -> Iterable[str]:
     parts = _below(mount.root, path)
     for length in range(len(parts), -1, -1):
-        yield "/".join([mount.point.rstrip("/"), *parts[:length]])
+        yield "/".join([str(mount.point).rstrip("/"), *parts[:length]])
 
 
 def _below(root: str, path: str) -> list[str]:
@@ -173,8 +159,3 @@ def _statistics(text: str | None) -> dict[str, int]:
 def _integer(text: str | None) -> int | None:
     stripped = (text or "").strip()
     return int(stripped) if re.fullmatch(r"-?[0-9]{1,20}", stripped) else None
-
-
-def _unescape(field: str) -> str:
-    """Undo mountinfo's octal escapes: a space is written as a backslash and 040."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), field)

@@ -58,10 +58,9 @@ class ResidentLayout(MasterLayout):
         addresses: tuple[FragmentAddress, ...],
         order: tuple[tuple[str, tuple[int, ...]], ...],
     ) -> None:
+        super().__init__(addresses=addresses, order=order)
         self._optimizer = optimizer
         self._slabs = slabs
-        self._addresses = addresses
-        self._order = order
         for address in addresses:
             _check_master(slabs[address.slab], address.name)
 
@@ -69,16 +68,6 @@ class ResidentLayout(MasterLayout):
     @override
     def optimizer(self) -> torch.optim.Optimizer | None:
         return self._optimizer
-
-    @property
-    @override
-    def addresses(self) -> tuple[FragmentAddress, ...]:
-        return self._addresses
-
-    @property
-    @override
-    def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return self._order
 
     @property
     @override
@@ -225,7 +214,7 @@ class ShardedLayout(MasterLayout):
                             offset=offset,
                         )
                     )
-        self._addresses, self._order = tuple(addresses), tuple(order)
+        super().__init__(addresses=tuple(addresses), order=tuple(order))
 
     @property
     @override
@@ -237,16 +226,6 @@ class ShardedLayout(MasterLayout):
     def swapped_out(self) -> bool:
         swappable = self._wrapper._swappable_optimizer_subgroup
         return any(swappable(slab) for slab in range(len(self.tensors)))
-
-    @property
-    @override
-    def addresses(self) -> tuple[FragmentAddress, ...]:
-        return self._addresses
-
-    @property
-    @override
-    def order(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        return self._order
 
     @property
     @override

@@ -1,9 +1,13 @@
-"""Stages 1 and 2 without a second copy of the weights on the device.
+"""Where weights lie while DeepSpeed starts: no more on the device than will stay there.
 
-``DeepSpeedZeroOptimizer.__init__`` of 0.19.8 flattens each group's weights on the device, beside
-the weights themselves, and then clones this rank's part there before it moves the clone to the
-host: twice the weights each time, so that a card that trains a model cannot start it. Here both
-copies are made in host memory, weight by weight; the values are the same, bit for bit.
+Left to itself DeepSpeed needs far more memory to start than to train. Stages 1 and 2 flatten each
+group's weights on the device, beside the weights themselves, and clone this rank's part there
+before they move the clone to the host (``DeepSpeedZeroOptimizer.__init__`` of 0.19.8): twice the
+weights each time, so that a card that trains a model cannot start it. ``flat_through_host`` makes
+both copies in host memory, weight by weight; the values are the same, bit for bit. Stage 3 moves a
+model to the device as a whole before it partitions it; ``shard_from_host`` does so through
+``zero.Init``, and no more than one whole parameter is ever on the device. ``pin_exactly`` keeps
+page-locked host memory at the size that is needed.
 """
 
 from __future__ import annotations
@@ -31,6 +35,15 @@ _KNOWN: Final = (
 )
 """Arguments of ``flatten_dense_tensors_aligned`` in the releases that were read."""
 
+PINNING_KEY: Final = f"torch.{SETTING}"
+_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+_PROBE: Final = 3 * 1024**2
+"""Bytes; a power of two would be 4 MiB."""
+_lock = threading.Lock()
+
+
+# -- Stages 1 and 2.
+
 
 @contextmanager
 def flat_through_host(
@@ -55,7 +68,7 @@ def flat_through_host(
     owner = deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
     original = owner.flatten_dense_tensors_aligned
     if tuple(inspect.signature(original).parameters) not in _KNOWN:
-        decisions.append(_decision("device", "this DeepSpeed flattens weights in an unknown way"))
+        decisions.append(_held_on("device", "this DeepSpeed flattens weights in an unknown way"))
         yield decisions
         return
     clones = _ClonesOnHost()
@@ -139,14 +152,14 @@ class _ClonesOnHost(TorchFunctionMode):
     def decision(self) -> Decision:
         """What came of it."""
         if not self._watched or self._cloned != self._watched:
-            return _decision("device", "this DeepSpeed builds its master weights in an unknown way")
-        return _decision(
+            return _held_on("device", "this DeepSpeed builds its master weights in an unknown way")
+        return _held_on(
             "host",
             "DeepSpeed itself holds the weights twice on the device while it builds the optimizer",
         )
 
 
-def _decision(place: str, reason: str) -> Decision:
+def _held_on(place: str, reason: str) -> Decision:
     return Decision(
         key=KEY,
         before="device",
@@ -160,14 +173,38 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-# -- Page-locked host memory of exactly the size that is needed.
+# -- Stage 3.
 
 
-PINNING_KEY: Final = f"torch.{SETTING}"
-_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_PROBE: Final = 3 * 1024**2
-"""Bytes; a power of two would be 4 MiB."""
-_lock = threading.Lock()
+def shard_from_host(
+    deepspeed: Any, model: torch.nn.Module, plan: ResolvedPlan, *, device: torch.device
+) -> None:
+    """Partition ``model`` in place as stage 3 wants it.
+
+    ``zero.Init`` neither casts nor moves what it does not partition, so weights are cast before
+    and buffers moved after, as DeepSpeed's engine does with other models.
+
+    Args:
+        deepspeed: The module.
+        model: On the host, in any floating-point dtype; what is partitioned already stays.
+        plan: A resolved plan of stage 3 with its swap folders set.
+        device: Where the buffers belong.
+    """
+    dtype = DTYPES[plan.precision]
+    for parameter in model.parameters():
+        if not hasattr(parameter, "ds_id") and parameter.dtype in DTYPES.values():
+            parameter.data = parameter.data.to(dtype)
+    # Its configuration asks for the world size, which DeepSpeed takes for 1 before this.
+    accelerator = deepspeed.accelerator.get_accelerator()
+    deepspeed.comm.init_distributed(
+        dist_backend=accelerator.communication_backend_name(), dist_init_required=False
+    )
+    deepspeed.zero.Init(module=model, config_dict_or_path=plan.to_deepspeed())
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+# -- Page-locked host memory.
 
 
 def pin_exactly(
@@ -189,13 +226,11 @@ def pin_exactly(
         return ()
     environ = os.environ if environ is None else environ
     if environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native":
-        return (
-            _pinning_decision(None, "DS_PIN_MEMORY_BACKEND=native page-locks exact sizes itself"),
-        )
+        return (_pinned(None, "DS_PIN_MEMORY_BACKEND=native page-locks exact sizes itself"),)
     for variable in _VARIABLES:
         written = _written(environ.get(variable, ""))
         if written is not None:
-            return (_pinning_decision(written, f"{variable} says so"),)
+            return (_pinned(written, f"{variable} says so"),)
     return (_set_and_verify(),)
 
 
@@ -229,7 +264,7 @@ def _set_and_verify() -> Decision:
     taken = _pinned_bytes_of(_PROBE)
     if taken is not None and taken >= 4 * 1024**2:
         return _rounded("torch took the setting and rounds all the same")
-    return _pinning_decision(
+    return _pinned(
         THRESHOLD, "torch rounds page-locked blocks up to powers of two; from this size on no more"
     )
 
@@ -258,40 +293,5 @@ def _rounded(why: str) -> Decision:
     )
 
 
-def _pinning_decision(value: Any, reason: str) -> Decision:
+def _pinned(value: Any, reason: str) -> Decision:
     return Decision(key=PINNING_KEY, before=None, after=value, reason=reason)
-
-
-# -- Partition a model straight from host memory, one parameter at a time.
-#
-# ``deepspeed.initialize`` moves a model that is not partitioned yet to the device as a whole before
-# it partitions it, so that stage 3 could not start where it would have run. Through ``zero.Init``
-# no more than one whole parameter is ever on the device.
-
-
-def shard_from_host(
-    deepspeed: Any, model: torch.nn.Module, plan: ResolvedPlan, *, device: torch.device
-) -> None:
-    """Partition ``model`` in place as stage 3 wants it.
-
-    ``zero.Init`` neither casts nor moves what it does not partition, so weights are cast before
-    and buffers moved after, as DeepSpeed's engine does with other models.
-
-    Args:
-        deepspeed: The module.
-        model: On the host, in any floating-point dtype; what is partitioned already stays.
-        plan: A resolved plan of stage 3 with its swap folders set.
-        device: Where the buffers belong.
-    """
-    dtype = DTYPES[plan.precision]
-    for parameter in model.parameters():
-        if not hasattr(parameter, "ds_id") and parameter.dtype in DTYPES.values():
-            parameter.data = parameter.data.to(dtype)
-    # Its configuration asks for the world size, which DeepSpeed takes for 1 before this.
-    accelerator = deepspeed.accelerator.get_accelerator()
-    deepspeed.comm.init_distributed(
-        dist_backend=accelerator.communication_backend_name(), dist_init_required=False
-    )
-    deepspeed.zero.Init(module=model, config_dict_or_path=plan.to_deepspeed())
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)

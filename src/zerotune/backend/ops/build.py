@@ -1,8 +1,12 @@
-"""How DeepSpeed's ops are compiled: always with the same ninja."""
+"""DeepSpeed's compiled ops: which are built, which can be, and the root cause when one cannot.
+
+DeepSpeed compiles its kernels on first use and keeps them in torch's extension folder
+(``TORCH_EXTENSIONS_DIR``, by default below ``~/.cache``). When that fails, its own message is
+often ``… due to hardware/software issue. None``; the functions here look for the cause instead.
+"""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import os
@@ -16,6 +20,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune._util.environment import environment
+from zerotune._util.text import did_you_mean
 from zerotune.backend.ops.diagnose import (
     BuildLock,
     Diagnosis,
@@ -30,28 +35,6 @@ from zerotune.backend.ops.diagnose import (
 )
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
-
-
-def same_ninja() -> AbstractContextManager[None]:
-    """Put this Python environment's own ninja first on ``PATH`` inside the block.
-
-    ninja releases record their commands differently, and each throws the other's record away.
-    With two of them, a script started as ``.venv/bin/python`` and one started in the activated
-    environment would compile the same op anew, minutes each, forever.
-    """
-    folder = Path(sys.executable).parent
-    own = shutil.which("ninja", path=str(folder))
-    if own is None or own == shutil.which("ninja"):
-        return nullcontext()
-    return environment(PATH=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
-
-
-# -- DeepSpeed's compiled ops: which are built, which can be, and the root cause when one cannot.
-#
-# DeepSpeed compiles its kernels on first use and keeps them in torch's extension folder
-# (``TORCH_EXTENSIONS_DIR``, by default below ``~/.cache``). When that fails, its own message is
-# often ``… due to hardware/software issue. None``; the functions here look for the cause instead.
-
 
 OpState = Literal["installed", "built", "buildable", "stale", "locked", "blocked", "absent"]
 
@@ -173,6 +156,20 @@ def build_op(name: str) -> OpStatus:
         return _build(_find(name))
 
 
+def same_ninja() -> AbstractContextManager[None]:
+    """Put this Python environment's own ninja first on ``PATH`` inside the block.
+
+    ninja releases record their commands differently, and each throws the other's record away.
+    With two of them, a script started as ``.venv/bin/python`` and one started in the activated
+    environment would compile the same op anew, minutes each, forever.
+    """
+    folder = Path(sys.executable).parent
+    own = shutil.which("ninja", path=str(folder))
+    if own is None or own == shutil.which("ninja"):
+        return nullcontext()
+    return environment(PATH=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
 def _build(op: _Op) -> OpStatus:
     accelerator = _accelerator()
     toolchain = detect_toolchain()
@@ -201,7 +198,7 @@ def _find(name: str) -> _Op:
     for op in _OPS:
         if op.name == name:
             return op
-    close = difflib.get_close_matches(name, OP_NAMES, n=1)
+    close = did_you_mean(name, OP_NAMES, count=1)
     raise InvalidValueError(
         "no such op",
         key="op",

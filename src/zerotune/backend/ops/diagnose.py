@@ -1,4 +1,4 @@
-"""The root cause in what ninja, a compiler, a linker or the loader prints."""
+"""Why an op of DeepSpeed cannot be had: what is missing here, or went wrong while it was built."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import attrs
+from packaging.version import Version
 
 from zerotune.platform.toolchain import Toolchain
+
+_ABANDONED_AFTER: Final = 600.0
+"""Seconds after which a lock that no visible process holds is taken for abandoned; one op compiles
+in about a minute."""
 
 
 @attrs.frozen(kw_only=True)
@@ -36,6 +41,9 @@ def summary(error: BaseException) -> str:
     """An error as one line: its type and the first line of its text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# -- What ninja, a compiler, a linker or the loader printed.
 
 
 def diagnose_build(output: str) -> Diagnosis | None:
@@ -168,11 +176,6 @@ _CAUSES: Final[tuple[tuple[str, Callable[[re.Match[str]], Diagnosis]], ...]] = (
 # -- Torch's folder of compiled extensions, looked at without touching it.
 
 
-_ABANDONED_AFTER: Final = 600.0
-"""Seconds after which a lock that no visible process holds is taken for abandoned; one op compiles
-in about a minute."""
-
-
 def build_folder(name: str) -> Path:
     """Where torch compiles the extension ``name``; asking torch itself would create the folder."""
     import torch
@@ -274,7 +277,7 @@ def _holder(lock: Path) -> int | None:
     return None
 
 
-# -- What DeepSpeed's ops need of a machine, each with its root cause when it is missing.
+# -- What an op needs of a machine.
 
 
 def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
@@ -368,7 +371,7 @@ def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
     import torch
 
     wanted = str(torch.version.cuda)
-    if found.partition(".")[0] == wanted.partition(".")[0]:
+    if Version(found).major == Version(wanted).major:
         return None
     return Diagnosis(
         cause=f"nvcc is of CUDA {found}, torch was built for CUDA {wanted}: it may not build",
