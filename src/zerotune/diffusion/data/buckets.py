@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
 
 import attrs
 
+from zerotune._util.numbers import positive, validated
 from zerotune.decisions import Decision
 from zerotune.errors import DataError, InvalidValueError
 
@@ -77,11 +77,6 @@ class BucketAssignment:
         return "\n".join(f"{bucket!s:>11}  {len(of)}" for bucket, of in self.members.items())
 
 
-def _positive(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value <= 0:
-        raise InvalidValueError("must be above 0", key=attribute.name, value=value, fix="raise it")
-
-
 @attrs.frozen(kw_only=True)
 class AspectBuckets:
     """All sizes of at most ``area`` pixels whose sides are multiples of ``step``.
@@ -94,9 +89,9 @@ class AspectBuckets:
         InvalidValueError: A value out of range, or no size fits.
     """
 
-    area: int = attrs.field(default=1024 * 1024, validator=_positive)
+    area: int = attrs.field(default=1024 * 1024, validator=validated(positive, fix="raise it"))
     """Most pixels of an image."""
-    step: int = attrs.field(default=64, validator=_positive)
+    step: int = attrs.field(default=64, validator=validated(positive, fix="raise it"))
     """Sides are multiples of it; the VAE and the U-Net together must divide by it."""
     max_aspect: float = attrs.field(default=2.0)
     """Longest side over shortest. More extreme images are cropped to it."""

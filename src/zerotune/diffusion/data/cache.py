@@ -16,10 +16,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from zerotune._util.files import write_atomically
+from zerotune._util.numbers import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import PreparedImages, micro_conditioning
+from zerotune.diffusion.data.streams import check_rank
 from zerotune.errors import DataError, InvalidValueError
 
 FORMAT: Final = "1"
@@ -410,10 +412,7 @@ def _share(
             value=None,
             fix="pass torch.distributed.barrier",
         )
-    if not 0 <= rank < world_size:
-        raise InvalidValueError(
-            f"lies between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
-        )
+    check_rank(rank, world_size)
     cache.refresh()
     # By the key and not by what is missing: a rank that looks later finds less missing, and
     # dividing that anew would leave gaps.
@@ -421,8 +420,7 @@ def _share(
 
 
 def _chunks(keys: Iterable[str], size: int) -> Iterator[list[str]]:
-    if size < 1:
-        raise InvalidValueError("must be at least 1", key="batch_size", value=size, fix="write 1")
+    whole(size, key="batch_size", fix="write 1")
     waiting = iter(keys)
     while chunk := list(islice(waiting, size)):
         yield chunk

@@ -27,7 +27,7 @@ from zerotune.diffusion.data.preparation import (
     micro_conditioning,
     to_pixels,
 )
-from zerotune.diffusion.data.streams import Batch, check_share, stack_samples
+from zerotune.diffusion.data.streams import Batch, check_micro_batch, check_rank, stack_samples
 from zerotune.errors import DataError
 
 
@@ -86,7 +86,8 @@ class StreamedImages:
         check: ImageCheck | None = None,
         on_broken: BrokenPolicy | None = None,
     ) -> None:
-        check_share(micro_batch_size, rank, world_size)
+        check_micro_batch(micro_batch_size)
+        check_rank(rank, world_size)
         self._samples, self._read, self._buckets = samples, read, buckets
         self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
         self._preparation = preparation or Preparation()

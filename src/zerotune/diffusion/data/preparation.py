@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import attrs
 import torch
 
+from zerotune._util.numbers import probability, validated
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import AspectBuckets, BucketAssignment, Placement, Size
 from zerotune.diffusion.data.images import AlphaOnColor, AlphaPolicy, pillow
@@ -60,13 +61,6 @@ class DetailCrop:
         return (0, place) if across else (place, 0)
 
 
-def _share(_: Any, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not 0 <= value <= 1:
-        raise InvalidValueError(
-            "is a probability", key=attribute.name, value=value, fix="give a value from 0 to 1"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class Preparation:
     """How images become tensors. All of it is part of a latent cache's key."""
@@ -102,9 +96,9 @@ class Preparation:
 class Augmentation:
     """What varies from epoch to epoch, drawn from the seed, the image and the epoch alone."""
 
-    flip: float = attrs.field(default=0.0, validator=_share)
+    flip: float = attrs.field(default=0.0, validator=validated(probability))
     """Share of uses that are mirrored left to right."""
-    caption_dropout: float = attrs.field(default=0.0, validator=_share)
+    caption_dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Share of uses whose caption is empty, for guidance without a classifier."""
     seed: int = 0
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
+from zerotune._util.numbers import whole
 from zerotune.decisions import Decision
 from zerotune.diffusion.data.buckets import Size
 from zerotune.diffusion.data.images import (
@@ -21,7 +22,7 @@ from zerotune.diffusion.data.images import (
     readable_errors,
     why,
 )
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -172,9 +173,7 @@ class RepeatedSource:
     """
 
     def __init__(self, source: ImageSource, *, times: int) -> None:
-        if times < 1:
-            raise InvalidValueError("must be at least 1", key="times", value=times, fix="write 1")
-        self._source, self._times = source, times
+        self._source, self._times = source, whole(times, key="times", fix="write 1")
 
     def __len__(self) -> int:
         return len(self._source) * self._times

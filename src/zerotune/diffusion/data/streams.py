@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
 import torch
 
+from zerotune._util.numbers import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, derive_seed
 from zerotune.errors import DataError, InvalidValueError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors by name, batch first: ``"images"`` (b, c, h, w), ``"labels"`` (b,), …"""
@@ -66,7 +71,61 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {name: tensor[index] for name, tensor in self._tensors.items()}
 
 
-class DataStream:
+class _OrderedStream(ABC):
+    """One rank's micro batches of a dataset whose samples come in an order that is known before.
+
+    The place is one number for all ranks; what reads ahead of it is thrown away when it changes.
+    """
+
+    _order: SampleOrder | BucketOrder
+    _taken: int
+    """How far one micro batch on each rank moves the place."""
+
+    def __init__(
+        self, dataset: Any, micro_batch_size: int, rank: int, world_size: int, **loading: Any
+    ) -> None:
+        check_micro_batch(micro_batch_size)
+        check_rank(rank, world_size)
+        self._dataset, self._rank, self._world_size = dataset, rank, world_size
+        self._loading = loading
+        self._position = 0
+        self._iterator: Iterator[Batch] | None = None
+
+    @abstractmethod
+    def _ahead(self) -> Iterator[list[Any]]:
+        """What each of this rank's micro batches consists of, from the place on, endlessly."""
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._open()
+        batch = next(self._iterator)
+        # Counted here and not in the sampler, which runs ahead of what was consumed.
+        self._position += self._taken
+        return batch
+
+    def _continue(self, order: SampleOrder | BucketOrder, position: int) -> None:
+        self._order, self._position, self._iterator = order, position, None
+
+    def _open(self) -> Iterator[Batch]:
+        # Without a generator of its own the loader would draw its workers' seed from the global
+        # one and shift every later random number of the model.
+        generator = torch.Generator().manual_seed(
+            derive_seed(self._order.seed, "workers", self._rank, self._position)
+        )
+        return iter(
+            torch.utils.data.DataLoader(
+                self._dataset,
+                batch_sampler=self._ahead(),
+                generator=generator,
+                **self._loading,
+            )
+        )
+
+
+class DataStream(_OrderedStream):
     """Endless micro batches of a map-style dataset, one rank's share.
 
     The order depends on the seed only: two ranks with micro batches of 4 see together what one
@@ -103,7 +162,8 @@ class DataStream:
         collate: Callable[[list[Any]], Batch] | None = None,
         pin_memory: bool = False,
     ) -> None:
-        check_share(micro_batch_size, rank, world_size)
+        loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
+        super().__init__(dataset, micro_batch_size, rank, world_size, **loading)
         if len(dataset) == 0:
             raise DataError("is empty", key="dataset", value=0, fix="give at least one sample")
         if hasattr(dataset, "assignment"):
@@ -114,16 +174,8 @@ class DataStream:
                 value=type(dataset).__name__,
                 fix="give it to BucketStream",
             )
-        self._dataset = dataset
-        self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
-        self._order = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
-        self._options: dict[str, Any] = {
-            "num_workers": num_workers,
-            "collate_fn": collate,
-            "pin_memory": pin_memory,
-        }
-        self._position = 0
-        self._iterator: Iterator[Any] | None = None
+        self._size, self._taken = micro_batch_size, micro_batch_size * world_size
+        self._order: SampleOrder = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
 
     @property
     def position(self) -> int:
@@ -139,17 +191,6 @@ class DataStream:
     def steps_per_epoch(self) -> float:
         """Micro batches that each rank takes in one epoch, on average."""
         return self._order.length / self._size / self._world_size
-
-    def __iter__(self) -> DataStream:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = self._open()
-        batch: Batch = next(self._iterator)
-        # Counted here and not in the sampler, which runs ahead of what was consumed.
-        self._position += self._size * self._world_size
-        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the order, the same on every rank."""
@@ -173,50 +214,21 @@ class DataStream:
                 value=self._order.length,
                 fix="give the same data, or start a new stream and leave its state out",
             )
-        self._order = attrs.evolve(self._order, seed=state["seed"], shuffle=state["shuffle"])
-        self._position = int(state["position"])
-        self._iterator = None
+        order = attrs.evolve(self._order, seed=state["seed"], shuffle=state["shuffle"])
+        self._continue(order, int(state["position"]))
 
-    def _open(self) -> Iterator[Any]:
-        sampler = _RankBatches(
-            self._order,
-            start=self._position,
-            size=self._size,
-            rank=self._rank,
-            world_size=self._world_size,
-        )
-        # Without a generator of its own the loader would draw its workers' seed from the global
-        # one and shift every later random number of the model.
-        generator = torch.Generator().manual_seed(
-            derive_seed(self._order.seed, "workers", self._rank, self._position)
-        )
-        return iter(
-            torch.utils.data.DataLoader(
-                self._dataset, batch_sampler=sampler, generator=generator, **self._options
-            )
-        )
-
-
-class _RankBatches(torch.utils.data.Sampler[list[int]]):
-    """One rank's part of every global micro batch, from a position on, endlessly."""
-
-    def __init__(
-        self, order: SampleOrder, *, start: int, size: int, rank: int, world_size: int
-    ) -> None:
-        self._order, self._start, self._size = order, start, size
-        self._rank, self._world_size = rank, world_size
-
-    def __iter__(self) -> Iterator[list[int]]:
+    def _ahead(self) -> Iterator[list[int]]:
         # A window of whole epochs at a time, so that each permutation is drawn once.
-        length, step = self._order.length, self._size * self._world_size
-        position = self._start
-        ahead: list[int] = []
+        order, step = self._order, self._taken
+        position = self._position
+        window: list[int] = []
         while True:
-            if len(ahead) < step:
-                end = position + len(ahead)
-                ahead += self._order.between(end, end + step + length - (end + step) % length)
-            mine = ahead[self._rank * self._size : (self._rank + 1) * self._size]
-            del ahead[:step]
+            if len(window) < step:
+                end = position + len(window)
+                rest_of_epoch = order.length - (end + step) % order.length
+                window += order.between(end, end + step + rest_of_epoch)
+            mine = window[self._rank * self._size : (self._rank + 1) * self._size]
+            del window[:step]
             position += step
             yield mine
 
@@ -260,7 +272,7 @@ def stack_samples(samples: list[Mapping[str, Any]]) -> Batch:
     return batch
 
 
-class BucketStream:
+class BucketStream(_OrderedStream):
     """Endless micro batches of a bucketed dataset, each of one size.
 
     All ranks take equal steps of equal micro batches. Which micro batches there are, and in
@@ -300,21 +312,15 @@ class BucketStream:
         collate: Callable[[list[Any]], Batch] = stack_samples,
         pin_memory: bool = False,
     ) -> None:
-        check_share(micro_batch_size, rank, world_size)
-        self._dataset, self._rank, self._world_size = dataset, rank, world_size
-        self._order = BucketOrder(
+        loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
+        super().__init__(dataset, micro_batch_size, rank, world_size, **loading)
+        self._taken = world_size
+        self._order: BucketOrder = BucketOrder(
             buckets=tuple(dataset.assignment.members.values()),
             micro_batch_size=micro_batch_size,
             seed=seed,
             shuffle=shuffle,
         )
-        self._options: dict[str, Any] = {
-            "num_workers": num_workers,
-            "collate_fn": collate,
-            "pin_memory": pin_memory,
-        }
-        self._position = 0
-        self._iterator: Iterator[Batch] | None = None
         self._identity = dataset_digest(dataset)
         self.decisions = _small_buckets(dataset.assignment, micro_batch_size)
         announce(self.decisions, rank=rank)
@@ -328,17 +334,6 @@ class BucketStream:
     def steps_per_epoch(self) -> float:
         """Micro batches that each rank takes in one epoch, on average."""
         return self._order.length / self._order.micro_batch_size / self._world_size
-
-    def __iter__(self) -> BucketStream:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = self._open()
-        batch = next(self._iterator)
-        # Counted here and not in the sampler, which runs ahead of what was consumed.
-        self._position += self._world_size
-        return batch
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the order, the same on every rank."""
@@ -371,37 +366,14 @@ class BucketStream:
             micro_batch_size=state["micro_batch_size"],
             origin=tuple(state["origin"]),
         )
-        self._position = int(state["position"])
-        size = self._order.micro_batch_size
+        position, size = int(state["position"]), self._order.micro_batch_size
         if size != saved.micro_batch_size:
-            saved = attrs.evolve(saved, micro_batch_size=size, origin=saved.used(self._position))
-            self._position = 0
-        self._order, self._iterator = saved, None
+            saved = attrs.evolve(saved, micro_batch_size=size, origin=saved.used(position))
+            position = 0
+        self._continue(saved, position)
 
-    def _open(self) -> Iterator[Batch]:
-        sampler = _RankDraws(
-            self._order, start=self._position, rank=self._rank, world_size=self._world_size
-        )
-        # Without a generator of its own the loader would draw its workers' seed from the global
-        # one and shift every later random number of the model.
-        generator = torch.Generator().manual_seed(
-            derive_seed(self._order.seed, "workers", self._rank, self._position)
-        )
-        dataset: Any = self._dataset
-        return iter(
-            torch.utils.data.DataLoader(
-                dataset, batch_sampler=sampler, generator=generator, **self._options
-            )
-        )
-
-
-class _RankDraws(torch.utils.data.Sampler[list[Draw]]):
-    def __init__(self, order: BucketOrder, *, start: int, rank: int, world_size: int) -> None:
-        self._order, self._start = order, start
-        self._rank, self._world_size = rank, world_size
-
-    def __iter__(self) -> Iterator[list[Draw]]:
-        for number, draws in enumerate(self._order.batches(self._start)):
+    def _ahead(self) -> Iterator[list[Draw]]:
+        for number, draws in enumerate(self._order.batches(self._position)):
             if number % self._world_size == self._rank:
                 yield draws
 
@@ -481,12 +453,13 @@ class RepeatedBatches:
 # -- What the streams share.
 
 
-def check_share(micro_batch_size: int, rank: int, world_size: int) -> None:
-    """Refuse a micro batch size or rank that cannot be."""
-    if micro_batch_size < 1:
-        raise InvalidValueError(
-            "must be at least 1", key="micro_batch_size", value=micro_batch_size, fix="write 1"
-        )
+def check_micro_batch(size: int) -> None:
+    """Refuse a number of samples that cannot be."""
+    whole(size, key="micro_batch_size", fix="write 1")
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank that cannot be."""
     if not 0 <= rank < world_size:
         raise InvalidValueError(
             f"lies between 0 and {world_size - 1}", key="rank", value=rank, fix="pass both"
