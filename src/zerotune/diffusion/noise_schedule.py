@@ -1,4 +1,9 @@
-"""Noise levels: diffusers' own tables, the part of them that is trained, and their shift."""
+"""Noise schedules: diffusers' own tables, the part of them that is trained, and their shift.
+
+A scheduler is the same object to training and to sampling, and neither may change it for the
+other: ``own_copy`` and ``adding_scheduler`` give the one that training reads,
+``drawing_scheduler`` the one that images are drawn with.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,15 @@ import torch
 
 from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError
+
+_FROM_TRAINING: Final = (
+    "prediction_type",
+    "rescale_betas_zero_snr",
+    "shift",
+    "use_dynamic_shifting",
+)
+
+# -- Schedulers: the one training reads, and the one images are drawn with.
 
 
 def own_copy(scheduler: Any) -> Any:
@@ -48,7 +62,7 @@ def adding_scheduler(scheduler: Any) -> Any:
     return DDPMScheduler.from_config(scheduler.config)
 
 
-def stand_in_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
+def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
     """What ``adding_scheduler`` chose, where it chose."""
     if adding is scheduler:
         return ()
@@ -62,28 +76,51 @@ def stand_in_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:
     )
 
 
-def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -> None:
-    """Refuse a range of noise levels that is none."""
-    low, high = value
-    if not 0.0 <= low < high <= 1.0:
-        raise InvalidValueError(
-            "is no part of the schedule, from little noise to much",
-            key=attribute.name,
-            value=value,
-            fix="write (0.0, 1.0) for all of it, (0.0, 0.2) for the last fifth of sampling",
-        )
+def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
+    """A copy of a scheduler, changed to what a model trained with another one predicts.
 
+    A model trained down to pure noise is also drawn from it: time steps end at the last one
+    (``timestep_spacing="trailing"``), and a scheduler that knows no such schedule is replaced by
+    DDIM's, with a decision announced.
 
-def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
-    """First and last-but-one-past time step of a share of ``steps``.
+    Args:
+        scheduler: A diffusers scheduler; not changed.
+        trained_with: The objective's scheduler.
 
-    Raises:
-        InvalidValueError: No step lies in it.
+    Source: Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed", 3.3.
     """
-    low, high = round(share[0] * steps), round(share[1] * steps)
-    if low == high:
-        raise _empty(share)
-    return low, high
+    changed = {} if trained_with is None else trained_with.config
+    kept = {name: changed[name] for name in _FROM_TRAINING if name in changed}
+    kind = type(scheduler)
+    if kept.get("rescale_betas_zero_snr"):
+        kept["timestep_spacing"] = "trailing"
+        if "rescale_betas_zero_snr" not in inspect.signature(kind.__init__).parameters:
+            kind = _ddim_instead_of(kind)
+            kept["clip_sample"] = False  # DDIM's default is for pixels; these are latents.
+    # As keywords: diffusers drops settings that the configuration holds as defaults.
+    return kind.from_config(scheduler.config, **kept)
+
+
+def _ddim_instead_of(kind: type[Any]) -> type[Any]:
+    from diffusers import DDIMScheduler
+
+    announce(
+        (
+            Decision(
+                key="sampling.scheduler",
+                before=kind.__name__,
+                after=DDIMScheduler.__name__,
+                reason="the model was trained with rescale_betas_zero_snr, which the pipeline's "
+                "own scheduler does not know",
+                severity="warning",
+            ),
+        )
+    )
+    chosen: type[Any] = DDIMScheduler
+    return chosen
+
+
+# -- The shift by resolution.
 
 
 @runtime_checkable
@@ -128,6 +165,9 @@ class ResolutionShift:
         return float(tokens * slope + (config["base_shift"] - slope * base))
 
 
+# -- Levels of noise, and the part of them that is trained.
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class NoiseLevels:
     """Sigmas and the time steps a model is told, from much noise to little."""
@@ -139,6 +179,10 @@ class NoiseLevels:
 
     def __len__(self) -> int:
         return len(self.sigmas)
+
+    def take(self, index: torch.Tensor) -> NoiseLevels:
+        """The levels of these numbers, one for each sample of a batch."""
+        return NoiseLevels(sigmas=self.sigmas[index], timesteps=self.timesteps[index])
 
     def part(self, share: tuple[float, float]) -> NoiseLevels:
         """The levels above the first and up to the second bound.
@@ -177,6 +221,30 @@ def at_quantile(quantile: float, count: int) -> int:
     return min(int(quantile * count), count - 1)
 
 
+def check_range(_instance: object, attribute: Any, value: tuple[float, float]) -> None:
+    """Refuse a range of noise levels that is none."""
+    low, high = value
+    if not 0.0 <= low < high <= 1.0:
+        raise InvalidValueError(
+            "is no part of the schedule, from little noise to much",
+            key=attribute.name,
+            value=value,
+            fix="write (0.0, 1.0) for all of it, (0.0, 0.2) for the last fifth of sampling",
+        )
+
+
+def bounds(steps: int, share: tuple[float, float]) -> tuple[int, int]:
+    """First and last-but-one-past time step of a share of ``steps``.
+
+    Raises:
+        InvalidValueError: No step lies in it.
+    """
+    low, high = round(share[0] * steps), round(share[1] * steps)
+    if low == high:
+        raise _empty(share)
+    return low, high
+
+
 def _empty(share: tuple[float, float]) -> InvalidValueError:
     return InvalidValueError(
         "no noise level of the schedule lies in it",
@@ -184,58 +252,3 @@ def _empty(share: tuple[float, float]) -> InvalidValueError:
         value=share,
         fix="make the range wider",
     )
-
-
-# -- The scheduler images are drawn with, which must suit what the model has learned.
-
-
-_FROM_TRAINING: Final = (
-    "prediction_type",
-    "rescale_betas_zero_snr",
-    "shift",
-    "use_dynamic_shifting",
-)
-
-
-def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
-    """A copy of a scheduler, changed to what a model trained with another one predicts.
-
-    A model trained down to pure noise is also drawn from it: time steps end at the last one
-    (``timestep_spacing="trailing"``), and a scheduler that knows no such schedule is replaced by
-    DDIM's, with a decision announced.
-
-    Args:
-        scheduler: A diffusers scheduler; not changed.
-        trained_with: The objective's scheduler.
-
-    Source: Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Flawed", 3.3.
-    """
-    changed = {} if trained_with is None else trained_with.config
-    kept = {name: changed[name] for name in _FROM_TRAINING if name in changed}
-    kind = type(scheduler)
-    if kept.get("rescale_betas_zero_snr"):
-        kept["timestep_spacing"] = "trailing"
-        if "rescale_betas_zero_snr" not in inspect.signature(kind.__init__).parameters:
-            kind = _replaced(kind)
-            kept["clip_sample"] = False  # DDIM's default is for pixels; these are latents.
-    # As keywords: diffusers drops settings that the configuration holds as defaults.
-    return kind.from_config(scheduler.config, **kept)
-
-
-def _replaced(kind: type[Any]) -> type[Any]:
-    from diffusers import DDIMScheduler
-
-    announce(
-        (
-            Decision(
-                key="sampling.scheduler",
-                before=kind.__name__,
-                after=DDIMScheduler.__name__,
-                reason="the model was trained with rescale_betas_zero_snr, which the pipeline's "
-                "own scheduler does not know",
-                severity="warning",
-            ),
-        )
-    )
-    chosen: type[Any] = DDIMScheduler
-    return chosen

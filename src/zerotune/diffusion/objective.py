@@ -1,8 +1,13 @@
-"""The squared error of a batch, weighted where something asks for it."""
+"""What is learned: noise, velocity or the clean image, through diffusers' own schedulers.
+
+Every random number comes from the generator passed in, on the CPU, so that a run is the same on
+every device.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -23,138 +28,25 @@ from zerotune.diffusion.noise_schedule import (
     check_range,
     noise_levels,
     own_copy,
-    stand_in_decision,
+    replacement_decision,
 )
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
     from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
-
 LOSS_WEIGHTS = "loss_weights"
 """Key of a batch: what each sample's loss is multiplied by, (b,)."""
+
 LOSS_MASKS = "loss_masks"
 """Key of a batch: what each place's squared error is multiplied by, (b, 1, h, w)."""
 
-
-def mean_error(
-    prediction: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    batch: Mapping[str, torch.Tensor],
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The mean over the batch of each sample's weight times its mean squared error.
-
-    Args:
-        prediction: The model's output (b, c, h, w).
-        target: What it should have been, of the same shape.
-        batch: May hold ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w).
-        weights: (b,), of the objective itself.
-
-    Returns:
-        A scalar, fp32, on the device of ``prediction``.
-
-    Raises:
-        DataError: Weights or masks of the batch are of another shape.
-    """
-    predicted, target = prediction.float(), target.to(prediction.device).float()
-    each = _sample_weights(batch, weights, like=predicted)
-    mask = _mask(batch, like=predicted)
-    if each is None and mask is None:
-        return torch.nn.functional.mse_loss(predicted, target)
-    squared = (predicted - target) ** 2
-    if mask is not None:
-        squared = squared * mask
-    errors = squared.flatten(1).mean(1)
-    return (errors if each is None else errors * each).mean()
-
-
-def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Min-SNR weights for what ``scheduler`` predicts.
-
-    Of the loss of the clean image they are ``min(snr, gamma)``; noise and velocity scale that loss
-    by ``snr`` and ``snr + 1``, so they are divided by it. Where the schedule ends in pure noise
-    the weight is 1, not 0: no other step would teach the model the one that sampling starts with.
-
-    Args:
-        scheduler: A diffusers scheduler with ``alphas_cumprod``.
-        timesteps: (b,), integers.
-        gamma: The largest signal-to-noise ratio that counts in full; 5 in the paper.
-
-    Returns:
-        (b,), fp32, on the device of ``timesteps``.
-
-    Source: https://arxiv.org/abs/2303.09556 and ``snr_gamma`` of diffusers'
-    ``examples/text_to_image/train_text_to_image.py``.
-    """
-    from diffusers.training_utils import compute_snr
-
-    snr: torch.Tensor = compute_snr(scheduler, timesteps).float()
-    weights = snr.clamp(max=gamma)
-    prediction = scheduler.config.get("prediction_type", "epsilon")
-    if prediction == "epsilon":
-        weights = weights / snr
-    elif prediction == "v_prediction":
-        weights = weights / (snr + 1)
-    return torch.where(snr == 0, torch.ones_like(snr), weights)
-
-
-def _sample_weights(
-    batch: Mapping[str, torch.Tensor], weights: torch.Tensor | None, *, like: torch.Tensor
-) -> torch.Tensor | None:
-    given = batch.get(LOSS_WEIGHTS)
-    if given is None:
-        return None if weights is None else weights.to(like.device, torch.float32)
-    if given.shape != like.shape[:1]:
-        raise DataError(
-            f"one weight per sample is wanted, ({len(like)},)",
-            key=f"batch[{LOSS_WEIGHTS!r}]",
-            value=tuple(given.shape),
-            fix="let each sample of the dataset have one number, a tensor of shape ()",
-        )
-    given = given.to(like.device, torch.float32)
-    return given if weights is None else given * weights.to(like.device, torch.float32)
-
-
-def _mask(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
-    mask = batch.get(LOSS_MASKS)
-    if mask is None:
-        return None
-    places = (len(like), 1, *like.shape[2:])
-    if mask.shape not in (places, like.shape):
-        raise DataError(
-            f"masks lie over the samples the model sees, {places}",
-            key=f"batch[{LOSS_MASKS!r}]",
-            value=tuple(mask.shape),
-            fix="shrink masks of pixels to the latents, as "
-            'torch.nn.functional.interpolate(masks, size=(h, w), mode="area") does',
-        )
-    return mask.to(like.device, torch.float32)
-
-
-def check_gamma(_instance: object, attribute: Any, value: float | None) -> None:
-    """Refuse a gamma that would turn the loss off or make no sense."""
-    from zerotune.errors import InvalidValueError
-
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise InvalidValueError(
-            "is no signal-to-noise ratio to clip at",
-            key=attribute.name,
-            value=value,
-            fix="write 5.0 as the paper does, or None for no weighting",
-        )
-
-
-# -- What is learned: noise, velocity or the clean image, through diffusers' own schedulers.
-#
-# Every random number comes from the generator passed in, on the CPU, so that a run is the same on
-# every device.
-
-
 _ROUNDING = 1e-5
+
 _PREDICTIONS = ("epsilon", "v_prediction", "sample")
+
 _DENSITIES = ("uniform", "logit_normal", "mode")
+
 _WEIGHTINGS = ("none", "sigma_sqrt", "cosmap")
 
 
@@ -203,6 +95,9 @@ class LevelObjective(Objective, Protocol):
         ...
 
 
+# -- Objectives over the schedulers of diffusers.
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class _Inputs:
     """A batch made ready for any noise level."""
@@ -213,18 +108,46 @@ class _Inputs:
     noise: DrawnNoise
 
 
-def _inputs(
-    family: Family, noise: Noise, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-) -> _Inputs:
-    # In this order: seeds of earlier runs depend on it.
-    clean = family.clean(batch)
-    conditioning = family.conditioning(batch, generator)
-    return _Inputs(
-        batch=batch,
-        clean=clean,
-        conditioning=conditioning,
-        noise=noise.draw(clean, generator),
-    )
+class _SchedulerObjective(ABC):
+    """What objectives over diffusers' schedulers share: batches made ready, errors at levels."""
+
+    __slots__ = ()
+
+    family: Family
+    noise: Noise
+
+    def losses_at(
+        self,
+        model: Denoiser,
+        batch: Mapping[str, torch.Tensor],
+        *,
+        quantiles: Sequence[float],
+        noise: Noise,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Mean squared errors at quantiles of the trained levels; see ``LevelObjective``."""
+        inputs = self._inputs(noise, batch, generator)
+        levels = self._levels_at(inputs, quantiles)
+        return torch.stack([self._loss(model, inputs, level) for level in levels])
+
+    def _inputs(
+        self, noise: Noise, batch: Mapping[str, torch.Tensor], generator: torch.Generator
+    ) -> _Inputs:
+        # In this order: seeds of earlier runs depend on it.
+        clean = self.family.clean(batch)
+        conditioning = self.family.conditioning(batch, generator)
+        drawn = noise.draw(clean, generator)
+        return _Inputs(batch=batch, clean=clean, conditioning=conditioning, noise=drawn)
+
+    @abstractmethod
+    def _levels_at(self, inputs: _Inputs, quantiles: Sequence[float]) -> Sequence[Any]:
+        """A level of noise for each quantile, the same for all samples."""
+
+    @abstractmethod
+    def _loss(
+        self, model: Denoiser, inputs: _Inputs, level: Any, weights: Any = None
+    ) -> torch.Tensor:
+        """The error of a batch, each sample at its level."""
 
 
 def _new_ddpm() -> Any:
@@ -233,14 +156,19 @@ def _new_ddpm() -> Any:
     return DDPMScheduler()
 
 
-def _new_flow() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler()
+def _check_gamma(_instance: object, attribute: Any, value: float | None) -> None:
+    """Refuse a gamma that would turn the loss off or make no sense."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise InvalidValueError(
+            "is no signal-to-noise ratio to clip at",
+            key=attribute.name,
+            value=value,
+            fix="write 5.0 as the paper does, or None for no weighting",
+        )
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class DenoisingObjective:
+class DenoisingObjective(_SchedulerObjective):
     """Denoising diffusion: DDPM's forward process, mean squared error.
 
     Steps are uniform over the scheduler's; the target is what its ``prediction_type`` says. A
@@ -256,7 +184,7 @@ class DenoisingObjective:
     """How a batch becomes the model's inputs."""
     noise: Noise = attrs.field(factory=GaussianNoise)
     """What is added: ``OffsetNoise``, ``InputPerturbation``, one inside the other, or your own."""
-    snr_gamma: float | None = attrs.field(default=None, validator=check_gamma)
+    snr_gamma: float | None = attrs.field(default=None, validator=_check_gamma)
     """Clip of min-SNR weighting, 5 in its paper; ``None``: all time steps weigh the same."""
     timestep_range: tuple[float, float] = attrs.field(default=(0.0, 1.0), validator=check_range)
     """Part of the schedule that is trained, from little noise to much: ``(0.0, 0.2)`` for a
@@ -288,13 +216,13 @@ class DenoisingObjective:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """What was chosen for the scheduler."""
-        return stand_in_decision(self.scheduler, self._adding)
+        return replacement_decision(self.scheduler, self._adding)
 
     def __call__(
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
         """Mean squared error of the prediction, scalar, fp32."""
-        inputs = _inputs(self.family, self.noise, batch, generator)
+        inputs = self._inputs(self.noise, batch, generator)
         low, high = self._bounds()
         timesteps = torch.randint(low, high, (len(inputs.clean),), generator=generator)
         timesteps = timesteps.to(inputs.clean.device)
@@ -303,25 +231,14 @@ class DenoisingObjective:
             weights = min_snr_weights(self._adding, timesteps, gamma=self.snr_gamma)
         return self._loss(model, inputs, timesteps, weights)
 
-    def losses_at(
-        self,
-        model: Denoiser,
-        batch: Mapping[str, torch.Tensor],
-        *,
-        quantiles: Sequence[float],
-        noise: Noise,
-        generator: torch.Generator,
-    ) -> torch.Tensor:
-        """Mean squared errors at quantiles of ``timestep_range``; see ``LevelObjective``."""
-        inputs = _inputs(self.family, noise, batch, generator)
+    def _levels_at(self, inputs: _Inputs, quantiles: Sequence[float]) -> list[torch.Tensor]:
         low, high = self._bounds()
         steps = [low + at_quantile(quantile, high - low) for quantile in quantiles]
         shape, device = (len(inputs.clean),), inputs.clean.device
-        times = [torch.full(shape, step, device=device) for step in steps]
-        return torch.stack([self._loss(model, inputs, time, None) for time in times])
+        return [torch.full(shape, step, device=device) for step in steps]
 
     def _loss(
-        self, model: Denoiser, inputs: _Inputs, timesteps: torch.Tensor, weights: Any
+        self, model: Denoiser, inputs: _Inputs, timesteps: torch.Tensor, weights: Any = None
     ) -> torch.Tensor:
         noisy = self._adding.add_noise(inputs.clean, inputs.noise.added, timesteps)
         prediction = self.family.predict(model, noisy, timesteps, inputs.conditioning)
@@ -346,8 +263,14 @@ class DenoisingObjective:
         return noise
 
 
+def _new_flow() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler()
+
+
 @attrs.frozen(kw_only=True, eq=False)
-class FlowMatchingObjective:
+class FlowMatchingObjective(_SchedulerObjective):
     """Rectified flow: straight lines from data to noise, mean squared error of the velocity.
 
     ``noisy = (1 - sigma) * clean + sigma * noise``; the target is ``noise - clean``. Sigmas and
@@ -391,27 +314,10 @@ class FlowMatchingObjective:
         self, model: Denoiser, batch: Mapping[str, torch.Tensor], generator: torch.Generator
     ) -> torch.Tensor:
         """Mean squared error of the velocity, scalar, fp32."""
-        inputs = _inputs(self.family, self.noise, batch, generator)
+        inputs = self._inputs(self.noise, batch, generator)
         levels = self.levels(tuple(inputs.clean.shape))
-        index = self._draw(len(inputs.clean), len(levels), generator)
-        return self._loss(model, inputs, levels, index, self._weights(levels.sigmas[index]))
-
-    def losses_at(
-        self,
-        model: Denoiser,
-        batch: Mapping[str, torch.Tensor],
-        *,
-        quantiles: Sequence[float],
-        noise: Noise,
-        generator: torch.Generator,
-    ) -> torch.Tensor:
-        """Mean squared errors at quantiles of the shifted schedule; see ``LevelObjective``."""
-        inputs = _inputs(self.family, noise, batch, generator)
-        levels = self.levels(tuple(inputs.clean.shape))
-        # The table falls, quantiles rise.
-        places = [at_quantile(1.0 - quantile, len(levels)) for quantile in quantiles]
-        indices = [torch.full((len(inputs.clean),), place) for place in places]
-        return torch.stack([self._loss(model, inputs, levels, i, None) for i in indices])
+        drawn = levels.take(self._draw(len(inputs.clean), len(levels), generator))
+        return self._loss(model, inputs, drawn, self._weights(drawn.sigmas))
 
     def levels(self, shape: tuple[int, ...]) -> NoiseLevels:
         """The noise levels that batches of samples of this shape (b, c, h, w) are trained on."""
@@ -420,19 +326,19 @@ class FlowMatchingObjective:
             shift = self.resolution_shift or ResolutionShift()
         return noise_levels(self.scheduler, shape, shift).part(self.timestep_range)
 
+    def _levels_at(self, inputs: _Inputs, quantiles: Sequence[float]) -> list[NoiseLevels]:
+        levels, count = self.levels(tuple(inputs.clean.shape)), len(inputs.clean)
+        # The table falls, quantiles rise.
+        places = [at_quantile(1.0 - quantile, len(levels)) for quantile in quantiles]
+        return [levels.take(torch.full((count,), place)) for place in places]
+
     def _loss(
-        self,
-        model: Denoiser,
-        inputs: _Inputs,
-        levels: NoiseLevels,
-        index: torch.Tensor,
-        weights: torch.Tensor | None,
+        self, model: Denoiser, inputs: _Inputs, levels: NoiseLevels, weights: Any = None
     ) -> torch.Tensor:
         clean, noise = inputs.clean, inputs.noise
-        sigma = levels.sigmas[index].to(clean.device).view(-1, *(1,) * (clean.ndim - 1))
+        sigma = levels.sigmas.to(clean.device).view(-1, *(1,) * (clean.ndim - 1))
         noisy = (1.0 - sigma) * clean + sigma * noise.added
-        timesteps = levels.timesteps[index]
-        prediction = self.family.predict(model, noisy, timesteps, inputs.conditioning)
+        prediction = self.family.predict(model, noisy, levels.timesteps, inputs.conditioning)
         return mean_error(prediction, noise.target - clean, batch=inputs.batch, weights=weights)
 
     def _weights(self, sigmas: torch.Tensor) -> torch.Tensor | None:
@@ -505,3 +411,102 @@ def _check_flow(scheduler: Any, *, shifted: bool) -> None:
             value=True,
             fix="give the scheduler use_dynamic_shifting=True, or leave resolution_shift out",
         )
+
+
+# -- The error of a batch, weighted where something asks for it.
+
+
+def mean_error(
+    prediction: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    batch: Mapping[str, torch.Tensor],
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The mean over the batch of each sample's weight times its mean squared error.
+
+    Args:
+        prediction: The model's output (b, c, h, w).
+        target: What it should have been, of the same shape.
+        batch: May hold ``"loss_weights"`` (b,) and ``"loss_masks"`` (b, 1, h, w).
+        weights: (b,), of the objective itself.
+
+    Returns:
+        A scalar, fp32, on the device of ``prediction``.
+
+    Raises:
+        DataError: Weights or masks of the batch are of another shape.
+    """
+    predicted, target = prediction.float(), target.to(prediction.device).float()
+    each = _sample_weights(batch, weights, like=predicted)
+    mask = _mask(batch, like=predicted)
+    if each is None and mask is None:
+        return torch.nn.functional.mse_loss(predicted, target)
+    squared = (predicted - target) ** 2
+    if mask is not None:
+        squared = squared * mask
+    errors = squared.flatten(1).mean(1)
+    return (errors if each is None else errors * each).mean()
+
+
+def _sample_weights(
+    batch: Mapping[str, torch.Tensor], weights: torch.Tensor | None, *, like: torch.Tensor
+) -> torch.Tensor | None:
+    given = batch.get(LOSS_WEIGHTS)
+    if given is None:
+        return None if weights is None else weights.to(like.device, torch.float32)
+    if given.shape != like.shape[:1]:
+        raise DataError(
+            f"one weight per sample is wanted, ({len(like)},)",
+            key=f"batch[{LOSS_WEIGHTS!r}]",
+            value=tuple(given.shape),
+            fix="let each sample of the dataset have one number, a tensor of shape ()",
+        )
+    given = given.to(like.device, torch.float32)
+    return given if weights is None else given * weights.to(like.device, torch.float32)
+
+
+def _mask(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
+    mask = batch.get(LOSS_MASKS)
+    if mask is None:
+        return None
+    places = (len(like), 1, *like.shape[2:])
+    if mask.shape not in (places, like.shape):
+        raise DataError(
+            f"masks lie over the samples the model sees, {places}",
+            key=f"batch[{LOSS_MASKS!r}]",
+            value=tuple(mask.shape),
+            fix="shrink masks of pixels to the latents, as "
+            'torch.nn.functional.interpolate(masks, size=(h, w), mode="area") does',
+        )
+    return mask.to(like.device, torch.float32)
+
+
+def min_snr_weights(scheduler: Any, timesteps: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """Min-SNR weights for what ``scheduler`` predicts.
+
+    Of the loss of the clean image they are ``min(snr, gamma)``; noise and velocity scale that loss
+    by ``snr`` and ``snr + 1``, so they are divided by it. Where the schedule ends in pure noise
+    the weight is 1, not 0: no other step would teach the model the one that sampling starts with.
+
+    Args:
+        scheduler: A diffusers scheduler with ``alphas_cumprod``.
+        timesteps: (b,), integers.
+        gamma: The largest signal-to-noise ratio that counts in full; 5 in the paper.
+
+    Returns:
+        (b,), fp32, on the device of ``timesteps``.
+
+    Source: https://arxiv.org/abs/2303.09556 and ``snr_gamma`` of diffusers'
+    ``examples/text_to_image/train_text_to_image.py``.
+    """
+    from diffusers.training_utils import compute_snr
+
+    snr: torch.Tensor = compute_snr(scheduler, timesteps).float()
+    weights = snr.clamp(max=gamma)
+    prediction = scheduler.config.get("prediction_type", "epsilon")
+    if prediction == "epsilon":
+        weights = weights / snr
+    elif prediction == "v_prediction":
+        weights = weights / (snr + 1)
+    return torch.where(snr == 0, torch.ones_like(snr), weights)
