@@ -7,8 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
+from torch import Tensor
 
-Conditioning = Mapping[str, torch.Tensor]
+Conditioning = Mapping[str, Tensor]
 """Keyword arguments of the model's forward pass, batch first; empty without conditioning."""
 
 
@@ -38,23 +39,17 @@ class Family(Protocol):
     as well, a family is a ``LabelFamily`` or a ``PromptFamily``.
     """
 
-    def clean(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The noise-free samples (b, c, h, w) of a batch, fp32."""
         ...
 
-    def conditioning(
-        self, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-    ) -> Conditioning:
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """What the model may know of each sample in training, dropped at random if so asked."""
         ...
 
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """The model's output, shaped as ``noisy``, in the model's precision.
 
         Args:
@@ -70,7 +65,7 @@ class Family(Protocol):
 class LabelFamily(Family, Protocol):
     """A family whose samples are images, of a class or of none; drawn by zerotune's own loop."""
 
-    def condition_on(self, labels: torch.Tensor | None) -> Conditioning:
+    def condition_on(self, labels: Tensor | None) -> Conditioning:
         """The conditioning for drawing samples of these labels (b,)."""
         ...
 
@@ -102,6 +97,6 @@ class Drawing:
 class PromptFamily(Family, Protocol):
     """A family whose images are drawn from texts, through its diffusers pipeline."""
 
-    def draw(self, model: Denoiser, drawing: Drawing) -> torch.Tensor:
+    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
         """Images (n, 3, height, width) on the CPU, fp32, nominally in [-1, 1]."""
         ...

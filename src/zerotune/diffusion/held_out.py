@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import attrs
 import torch
@@ -12,7 +10,7 @@ import torch
 from zerotune.diffusion.data.order import derive_seed
 from zerotune.diffusion.data.streams import Batch
 from zerotune.diffusion.family import Denoiser
-from zerotune.diffusion.inference import Group, evaluating, shared
+from zerotune.diffusion.inference import equal_share, evaluating, group_of, shared
 from zerotune.diffusion.noise import DrawnNoise
 from zerotune.diffusion.objective import LevelObjective, Objective
 from zerotune.errors import DataError, InvalidValueError
@@ -82,12 +80,14 @@ def validation_loss(
     """
     levels = tuple(sorted(set(quantiles)))
     able = _check(objective, batches, levels)
-    group = cast("Group | None", getattr(model, "group", None))
+    group = group_of(model)
     if group is not None:
         group.agree((len(batches), seed, levels), "validation loss")
 
     def work() -> dict[int, _BatchLosses]:
-        return _errors(able, model, batches, mine=_share(len(batches), group), seed=seed, at=levels)
+        return _errors(
+            able, model, batches, mine=equal_share(len(batches), group), seed=seed, at=levels
+        )
 
     return _merged(shared(group, "validation loss", work), levels)
 
@@ -147,17 +147,6 @@ def _check(
             "there is nothing to validate on", key="batches", value=0, fix="give at least one batch"
         )
     return objective
-
-
-def _share(count: int, group: Group | None) -> list[int]:
-    """Numbers of the batches this rank computes: equally many on every rank.
-
-    At stage 3 each forward pass is a collective, so a rank without a batch of its own repeats
-    the last one; what is computed twice counts once.
-    """
-    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
-    rounds = math.ceil(count / world_size)
-    return [min(turn * world_size + rank, count - 1) for turn in range(rounds)]
 
 
 def _count(batch: Batch, index: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, TypeVar, cast
@@ -86,3 +87,19 @@ def shared(group: Gathering | None, purpose: str, work: Callable[[], T]) -> list
         if why is not None:
             raise CollectiveError(f"rank {rank} reports {why}", key=purpose)
     return [part for part, _ in outcomes]
+
+
+def group_of(model: Any) -> Group | None:
+    """The processes of an engine; ``None`` for a model on its own."""
+    return cast("Group | None", getattr(model, "group", None))
+
+
+def equal_share(count: int, group: Group | None) -> list[int]:
+    """Numbers below ``count`` that this rank works on: equally many on every rank.
+
+    At stage 3 each forward pass is a collective, so a rank without work of its own repeats the
+    last number; what is computed twice counts once.
+    """
+    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
+    each = math.ceil(count / world_size)
+    return [min(number, count - 1) for number in range(rank * each, (rank + 1) * each)]

@@ -1,8 +1,11 @@
-"""Which layers of a model adapters can go to, and what was meant when a name matches none."""
+"""LoRA: a few trained matrices beside a frozen model.
+
+The adapters are peft's and sit in the model itself, so that a model with adapters is to every
+engine what any model is: most of its parameters do not require a gradient.
+"""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -14,6 +17,8 @@ from typing import Any, Final
 import attrs
 import torch
 
+from zerotune._util.numbers import positive, validated
+from zerotune._util.text import did_you_mean
 from zerotune.backend.adapters import AdapterFacts, adapter_layers, remember, starting_points
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import TrainedParts, components
@@ -25,7 +30,7 @@ from zerotune.errors import (
     MissingDependencyError,
 )
 
-ATTENTION: Final = (
+_ATTENTION: Final = (
     "to_q",
     "to_k",
     "to_v",
@@ -44,6 +49,7 @@ ATTENTION: Final = (
     "SelfAttention.o",
 )
 """What the attention projections of diffusers' models, CLIP and T5 are called."""
+
 _ADAPTABLE: Final = (
     torch.nn.Linear,
     torch.nn.Conv1d,
@@ -51,138 +57,23 @@ _ADAPTABLE: Final = (
     torch.nn.Conv3d,
     torch.nn.Embedding,
 )
-_CLOSE: Final = 3
-
-
-def peft() -> ModuleType:
-    """The package.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"is needed for LoRA and could not be imported ({error})",
-            key="peft",
-            fix="pip install 'zerotune[lora]'",
-        ) from error
-
-
-def default_targets(model: torch.nn.Module) -> tuple[str, ...]:
-    """The attention projections a model has.
-
-    Raises:
-        InvalidValueError: It has none.
-    """
-    names = list(_layers(model))
-    found = tuple(target for target in ATTENTION if _matches(target, names))
-    if not found:
-        raise InvalidValueError(
-            f"{type(model).__name__} has no attention projections that are known",
-            key="LoRA.targets",
-            value=None,
-            fix=f"name the layers to adapt, such as {_endings(names)[:_CLOSE]}",
-        )
-    return found
-
-
-def require_matches(
-    model: torch.nn.Module,
-    targets: tuple[str, ...] | str,
-    *,
-    key: str,
-    written: str | None = None,
-) -> None:
-    """Check that each of some targets matches a layer that can be adapted.
-
-    Args:
-        model: The model.
-        targets: Ends of names, or one regular expression for whole names.
-        key: What they are, for messages.
-        written: How the user wrote the expression.
-
-    Raises:
-        InvalidValueError: One matches nothing.
-    """
-    names = list(_layers(model))
-    if isinstance(targets, str):
-        pattern = regular_expression(targets, key=key)
-        if not any(pattern_matches(pattern, name) for name in names):
-            raise _no_match(key, written or targets, names)
-        return
-    for target in targets:
-        if not _matches(target, names):
-            raise _no_match(key, target, names)
-
-
-def regular_expression(text: str, *, key: str) -> str:
-    """A regular expression that compiles.
-
-    Raises:
-        InvalidValueError: It does not.
-    """
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise InvalidValueError(
-            f"is no regular expression ({error})", key=key, value=text
-        ) from error
-    return text
-
-
-def pattern_matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a whole name."""
-    return re.fullmatch(pattern, name) is not None
-
-
-def _layers(model: torch.nn.Module) -> Iterator[str]:
-    return (name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE))
-
-
-def _matches(target: str, names: list[str]) -> bool:
-    return any(name == target or name.endswith(f".{target}") for name in names)
-
-
-def _endings(names: list[str]) -> list[str]:
-    """Ends of names that mean a kind of layer: the last part, or two where that is a number."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        found[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] = None
-    return list(found)
-
-
-def _no_match(key: str, target: str, names: list[str]) -> InvalidValueError:
-    endings = _endings(names)
-    close = difflib.get_close_matches(target, endings, n=_CLOSE, cutoff=0.5)
-    known = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {endings}"
-    return InvalidValueError(
-        "matches no layer that can be adapted", key=key, value=target, fix=known
-    )
-
-
-# -- LoRA: a few trained matrices beside a frozen model.
-#
-# The adapters are peft's and sit in the model itself, so that a model with adapters is to every
-# engine what any model is: most of its parameters do not require a gradient.
-
 
 _INITIALIZATIONS: Final = (True, False, "gaussian", "orthogonal")
 """Those of peft that leave the base weights alone; the others train against a changed base, and
 their file would not fit the published one."""
 
+_CLOSE: Final = 3
+
+_FILE: Final = "pytorch_lora_weights.safetensors"
+
+# -- What kind of adapters, and where.
+
+
+_POSITIVE: Final = validated(positive, fix="such as 16")
+
 
 def _as_targets(targets: Any) -> Any:
     return targets if targets is None or isinstance(targets, str) else tuple(targets)
-
-
-def _positive(_instance: object, attribute: Any, value: Any) -> None:
-    if value is not None and (isinstance(value, bool) or not value > 0):
-        raise InvalidValueError(
-            "must be more than 0", key=f"LoRA.{attribute.name}", value=value, fix="such as 16"
-        )
 
 
 def _probability(_instance: object, attribute: Any, value: float) -> None:
@@ -213,9 +104,9 @@ def _name(_instance: object, attribute: Any, value: str) -> None:
 class LoRA:
     """What kind of adapters, and where."""
 
-    rank: int = attrs.field(default=16, validator=_positive)
+    rank: int = attrs.field(default=16, validator=_POSITIVE)
     """Inner size of the two factors."""
-    alpha: float | None = attrs.field(default=None, validator=_positive)
+    alpha: float | None = attrs.field(default=None, validator=attrs.validators.optional(_POSITIVE))
     """The product of the factors is scaled by ``alpha / rank``; the rank when not given, which
     is a scale of 1."""
     dropout: float = attrs.field(default=0.0, validator=_probability)
@@ -237,6 +128,9 @@ class LoRA:
     Drawn from torch's global generator."""
     name: str = attrs.field(default="default", validator=_name)
     """What the adapter is called in the model; files do not hold it."""
+
+
+# -- New adapters.
 
 
 def add_lora(
@@ -270,19 +164,19 @@ def add_lora(
             value=type(model).__name__,
             fix='add_lora(parts["unet"], ...) for each part',
         )
-    require_no_adapters(model)
-    config = lora_config(model, wanted)
+    _require_no_adapters(model)
+    config = _config(model, wanted)
     model.requires_grad_(False)
     add = getattr(model, "add_adapter", None)
     if add is not None:
         add(config, adapter_name=wanted.name)
     else:
-        peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
+        _peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
     targets = () if wanted.targets else (_default_decision(config.target_modules),)
-    return settle(model, wanted.name, base_dtype=base_dtype, decisions=targets)
+    return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=targets)
 
 
-def require_no_adapters(model: torch.nn.Module) -> None:
+def _require_no_adapters(model: torch.nn.Module) -> None:
     """Refuse a model that has adapters: only those added last would be active.
 
     Raises:
@@ -298,22 +192,22 @@ def require_no_adapters(model: torch.nn.Module) -> None:
         )
 
 
-def lora_config(model: torch.nn.Module, lora: LoRA) -> Any:
+def _config(model: torch.nn.Module, lora: LoRA) -> Any:
     """Peft's configuration for these adapters in this model.
 
     Raises:
         InvalidValueError: A target, exclusion or pattern matches no layer.
         MissingDependencyError: peft is not installed.
     """
-    package = peft()
-    targets = lora.targets or default_targets(model)
-    require_matches(model, targets, key="LoRA.targets")
+    package = _peft()
+    targets = lora.targets or _default_targets(model)
+    _require_matches(model, targets, key="LoRA.targets")
     if lora.exclude:
-        require_matches(model, lora.exclude, key="LoRA.exclude")
+        _require_matches(model, lora.exclude, key="LoRA.exclude")
     for key, pattern in (("rank", lora.rank_pattern), ("alpha", lora.alpha_pattern)):
         for expression in pattern:
-            inside = regular_expression(rf"(.*\.)?({expression})", key=f"LoRA.{key}_pattern")
-            require_matches(model, inside, key=f"LoRA.{key}_pattern", written=expression)
+            inside = _regular_expression(rf"(.*\.)?({expression})", key=f"LoRA.{key}_pattern")
+            _require_matches(model, inside, key=f"LoRA.{key}_pattern", written=expression)
     return package.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
@@ -327,7 +221,20 @@ def lora_config(model: torch.nn.Module, lora: LoRA) -> Any:
     )
 
 
-def settle(
+def _for_peft(targets: tuple[str, ...] | str | None) -> list[str] | str | None:
+    return list(targets) if isinstance(targets, tuple) else targets
+
+
+def _default_decision(targets: Any) -> Decision:
+    return Decision(
+        key="LoRA.targets",
+        before=None,
+        after=sorted(targets),
+        reason="the attention projections this model has",
+    )
+
+
+def _train_only(
     model: torch.nn.Module,
     adapter: str,
     *,
@@ -377,27 +284,27 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
     )
 
 
-def _default_decision(targets: Any) -> Decision:
-    return Decision(
-        key="LoRA.targets",
-        before=None,
-        after=sorted(targets),
-        reason="the attention projections this model has",
-    )
-
-
-def _for_peft(targets: tuple[str, ...] | str | None) -> list[str] | str | None:
-    return list(targets) if isinstance(targets, tuple) else targets
-
-
 def _numel(parameter: torch.nn.Parameter) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
+def _peft() -> ModuleType:
+    """The package.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"is needed for LoRA and could not be imported ({error})",
+            key="peft",
+            fix="pip install 'zerotune[lora]'",
+        ) from error
+
+
 # -- Adapters from a file as the first values of a training.
-
-
-_FILE = "pytorch_lora_weights.safetensors"
 
 
 def load_adapters(
@@ -430,20 +337,20 @@ def load_adapters(
         InvalidValueError: The class does not tell the component, or the model has adapters.
         MissingDependencyError: peft is not installed.
     """
-    peft()
-    require_no_adapters(model)
+    _peft()
+    _require_no_adapters(model)
     file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise CheckpointError("there is no LoRA file", key=str(file))
     ((part, (_, module)),) = components(model, component).items()
-    expected = _expected(file, part)
+    expected = _tensors_in(file, part)
     try:
         _load(module, file, part, name)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
             f"does not fit {type(model).__name__} ({error})", key=str(file)
         ) from error
-    facts = settle(model, name, base_dtype=base_dtype)
+    facts = _train_only(model, name, base_dtype=base_dtype)
     if facts.tensors != expected:
         raise CheckpointMismatchError(
             f"has {expected} tensors for {part!r}, of which the model took {facts.tensors}",
@@ -453,7 +360,7 @@ def load_adapters(
     return facts
 
 
-def _expected(file: Path, component: str) -> int:
+def _tensors_in(file: Path, component: str) -> int:
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as opened:
@@ -492,4 +399,95 @@ def _load(module: Any, file: Path, component: str, name: str) -> None:
         prefix=component,
         adapter_name=name,
         metadata=metadata,
+    )
+
+
+# -- Layers that adapters can go to, and what was meant when a name matches none.
+
+
+def _default_targets(model: torch.nn.Module) -> tuple[str, ...]:
+    """The attention projections a model has.
+
+    Raises:
+        InvalidValueError: It has none.
+    """
+    names = list(_layers(model))
+    found = tuple(target for target in _ATTENTION if _matches(target, names))
+    if not found:
+        raise InvalidValueError(
+            f"{type(model).__name__} has no attention projections that are known",
+            key="LoRA.targets",
+            value=None,
+            fix=f"name the layers to adapt, such as {_endings(names)[:_CLOSE]}",
+        )
+    return found
+
+
+def _require_matches(
+    model: torch.nn.Module,
+    targets: tuple[str, ...] | str,
+    *,
+    key: str,
+    written: str | None = None,
+) -> None:
+    """Check that each of some targets matches a layer that can be adapted.
+
+    Args:
+        model: The model.
+        targets: Ends of names, or one regular expression for whole names.
+        key: What they are, for messages.
+        written: How the user wrote the expression.
+
+    Raises:
+        InvalidValueError: One matches nothing.
+    """
+    names = list(_layers(model))
+    if isinstance(targets, str):
+        pattern = _regular_expression(targets, key=key)
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise _no_match(key, written or targets, names)
+        return
+    for target in targets:
+        if not _matches(target, names):
+            raise _no_match(key, target, names)
+
+
+def _regular_expression(text: str, *, key: str) -> str:
+    """A regular expression that compiles.
+
+    Raises:
+        InvalidValueError: It does not.
+    """
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise InvalidValueError(
+            f"is no regular expression ({error})", key=key, value=text
+        ) from error
+    return text
+
+
+def _layers(model: torch.nn.Module) -> Iterator[str]:
+    return (name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE))
+
+
+def _matches(target: str, names: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _endings(names: list[str]) -> list[str]:
+    """Ends of names that mean a kind of layer: the last part, or two where that is a number."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        found[".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])] = None
+    return list(found)
+
+
+def _no_match(key: str, target: str, names: list[str]) -> InvalidValueError:
+    endings = _endings(names)
+    close = did_you_mean(target, endings, count=_CLOSE, cutoff=0.5, by=str)
+    known = f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {endings}"
+    return InvalidValueError(
+        "matches no layer that can be adapted", key=key, value=target, fix=known
     )

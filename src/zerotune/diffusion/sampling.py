@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
 
+from zerotune._util.numbers import whole
 from zerotune.diffusion.families.unconditional import Unconditional
 from zerotune.diffusion.family import (
     Conditioning,
@@ -19,7 +19,7 @@ from zerotune.diffusion.family import (
     LabelFamily,
     PromptFamily,
 )
-from zerotune.diffusion.inference import Group, evaluating, shared
+from zerotune.diffusion.inference import equal_share, evaluating, group_of, shared
 from zerotune.diffusion.noise_schedule import ResolutionShift
 from zerotune.errors import InvalidValueError
 
@@ -90,10 +90,13 @@ def sample(
     else:
         _unfitting("labels or count", labels=labels, shape=shape)
     wanted = _count(labels, prompts, count)
-    _check(steps=steps, batch_size=batch_size)
+    whole(steps, key="steps", fix="write 1")
+    if batch_size is not None:
+        whole(batch_size, key="batch_size", fix="write 1")
     seeds = _seeds(generator, wanted)
-    group = cast("Group | None", getattr(model, "group", None))
-    mine, chunk = _share(wanted, group, batch_size)
+    group = group_of(model)
+    mine = equal_share(wanted, group)
+    chunk = batch_size or len(mine)
     if group is not None:
         group.agree(hash(tuple(seeds)), "sampling generator")
     if prompts is not None:
@@ -235,28 +238,10 @@ def _unfitting(belongs_to: str, **arguments: Any) -> None:
             )
 
 
-def _check(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise InvalidValueError("must be at least 1", key=name, value=value, fix="write 1")
-
-
 def _seeds(generator: torch.Generator | None, count: int) -> list[int]:
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     drawn: list[int] = torch.randint(_LARGEST_SEED, (count,), generator=generator).tolist()
     return drawn
-
-
-def _share(wanted: int, group: Group | None, batch_size: int | None) -> tuple[list[int], int]:
-    """Indices this rank draws, and how many at a time: equal counts on every rank.
-
-    At stage 3 each forward pass is a collective, so a rank without work of its own repeats the
-    last image.
-    """
-    rank, world_size = (0, 1) if group is None else (group.rank, group.world_size)
-    each = math.ceil(wanted / world_size)
-    mine = [min(index, wanted - 1) for index in range(rank * each, (rank + 1) * each)]
-    return mine, min(batch_size or each, each)
 
 
 def _draw(drawing: _Loop, labels: torch.Tensor | None, seeds: list[int]) -> torch.Tensor:

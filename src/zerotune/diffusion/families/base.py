@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from zerotune.diffusion.family import Conditioning, Denoiser
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.errors import DataError
 
 
-def take(batch: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
     """A tensor of a batch.
 
     Raises:
@@ -26,7 +26,7 @@ def take(batch: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
     return batch[key]
 
 
-def to_model(value: torch.Tensor, model: Denoiser) -> torch.Tensor:
+def to_model(value: Tensor, model: Denoiser) -> Tensor:
     """A tensor on the model's device and, if it holds floats, in its precision.
 
     Not for time steps and sizes: bf16 cannot tell 999 from 1000.
@@ -35,8 +35,8 @@ def to_model(value: torch.Tensor, model: Denoiser) -> torch.Tensor:
 
 
 def call_diffusers_model(
-    model: Denoiser, noisy: torch.Tensor, timesteps: torch.Tensor, conditioning: Conditioning
-) -> torch.Tensor:
+    model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+) -> Tensor:
     """Call ``model(noisy, timesteps, **conditioning)`` and unwrap diffusers' output."""
     output = model(
         noisy.to(model.device, model.dtype),
@@ -46,14 +46,14 @@ def call_diffusers_model(
     return prediction_of(output, like=noisy)
 
 
-def prediction_of(output: Any, *, like: torch.Tensor) -> torch.Tensor:
+def prediction_of(output: Any, *, like: Tensor) -> Tensor:
     """The prediction in what a diffusers model returned.
 
     Raises:
         DataError: It is not shaped like its input.
     """
-    prediction = output if isinstance(output, torch.Tensor) else output[0]
-    if not isinstance(prediction, torch.Tensor) or prediction.shape != like.shape:
+    prediction = output if isinstance(output, Tensor) else output[0]
+    if not isinstance(prediction, Tensor) or prediction.shape != like.shape:
         shape = getattr(prediction, "shape", None)
         raise DataError(
             "the model's output is not shaped like its input "
@@ -67,11 +67,3 @@ def prediction_of(output: Any, *, like: torch.Tensor) -> torch.Tensor:
 def config_of(model: Any) -> Any:
     """The configuration of a diffusers model, also of one inside an engine."""
     return getattr(model, "module", model).config
-
-
-def check_probability(_instance: object, attribute: Any, value: float) -> None:
-    """An attrs validator: a number from 0 to 1."""
-    if not 0.0 <= value <= 1.0:
-        raise InvalidValueError(
-            "is a probability", key=attribute.name, value=value, fix="write a number in [0, 1]"
-        )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from torch import Tensor
 
 from zerotune.diffusion.families.base import config_of, to_model
 from zerotune.diffusion.families.text_to_image import TextToImage
@@ -57,7 +58,7 @@ class Flux(TextToImage):
 
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """``prompt_embeds`` (b, tokens, width) of T5, ``pooled_prompt_embeds`` (b, w) of CLIP."""
         embeds, pooled, _ = parts.pipeline.encode_prompt(
             list(captions), None, device=device, max_sequence_length=self.max_sequence_length
@@ -69,12 +70,8 @@ class Flux(TextToImage):
         return {"max_sequence_length": self.max_sequence_length}
 
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """Call the transformer on packed latents."""
         from diffusers import FluxPipeline
 
@@ -95,7 +92,7 @@ class Flux(TextToImage):
             ),
             return_dict=False,
         )[0]
-        unpacked: torch.Tensor = FluxPipeline._unpack_latents(
+        unpacked: Tensor = FluxPipeline._unpack_latents(
             output, height=height, width=width, vae_scale_factor=1
         )
         return unpacked
@@ -117,9 +114,9 @@ class Flux(TextToImage):
             "true_cfg_scale": drawing.guidance_scale,
         }
 
-    def unpacked(self, pipe: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    def unpacked(self, pipe: Any, latents: Tensor, size: tuple[int, int]) -> Tensor:
         """Images of latents (n, c, h, w)."""
-        images: torch.Tensor = pipe._unpack_latents(latents, *size, pipe.vae_scale_factor)
+        images: Tensor = pipe._unpack_latents(latents, *size, pipe.vae_scale_factor)
         return images
 
     def default_size(self, model: Any) -> tuple[int, int]:  # noqa: ARG002 - the base's
@@ -128,7 +125,7 @@ class Flux(TextToImage):
         side = int(parts.pipeline.default_sample_size) * parts.scale
         return side, side
 
-    def _guidance(self, count: int, model: Denoiser) -> torch.Tensor:
+    def _guidance(self, count: int, model: Denoiser) -> Tensor:
         return torch.full((count,), self.guidance, device=model.device)
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import attrs
 import torch
+from torch import Tensor
 
 from zerotune.diffusion.families.base import prediction_of, to_model
 from zerotune.diffusion.families.text_to_image import TextToImage
@@ -31,7 +32,7 @@ class StableDiffusion(TextToImage):
 
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """``prompt_embeds`` (b, tokens, width)."""
         embeds, _ = parts.pipeline.encode_prompt(
             list(captions), device, num_images_per_prompt=1, do_classifier_free_guidance=False
@@ -39,12 +40,8 @@ class StableDiffusion(TextToImage):
         return {"prompt_embeds": embeds}
 
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """Call the U-Net with ``encoder_hidden_states``."""
         output = model(
             to_model(noisy, model),

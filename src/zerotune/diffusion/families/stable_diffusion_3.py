@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from torch import Tensor
 
 from zerotune.diffusion.families.base import prediction_of, to_model
 from zerotune.diffusion.families.text_to_image import TextToImage
@@ -43,7 +44,7 @@ class StableDiffusion3(TextToImage):
 
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """``prompt_embeds`` (b, 77 + tokens of T5, w3), ``pooled_prompt_embeds`` (b, w1 + w2)."""
         texts = list(captions)
         embeds, _, pooled, _ = parts.pipeline.encode_prompt(
@@ -61,12 +62,8 @@ class StableDiffusion3(TextToImage):
         return {"max_sequence_length": self.max_sequence_length}
 
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """Call the transformer."""
         output = model(
             hidden_states=to_model(noisy, model),

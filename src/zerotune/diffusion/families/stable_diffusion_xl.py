@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from torch import Tensor
 
 from zerotune.diffusion.families.base import prediction_of, to_model
 from zerotune.diffusion.families.text_to_image import TextToImage
@@ -41,7 +42,7 @@ class StableDiffusionXL(TextToImage):
 
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """``prompt_embeds`` (b, 77, w1 + w2) and ``pooled_prompt_embeds`` (b, w2)."""
         embeds, _, pooled, _ = parts.pipeline.encode_prompt(
             list(captions),
@@ -59,20 +60,14 @@ class StableDiffusionXL(TextToImage):
         config = self._needed("captions").pipeline.config
         return {"force_zeros_for_empty_prompt": config.force_zeros_for_empty_prompt}
 
-    def conditioning(
-        self, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-    ) -> Conditioning:
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Embeddings, and ``time_ids`` (b, 6): original size, crop corner, target size."""
         texts = super().conditioning(batch, generator)
         return {**texts, "time_ids": self._time_ids(batch)}
 
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """Call the U-Net with its added conditions."""
         output = model(
             to_model(noisy, model),
@@ -86,7 +81,7 @@ class StableDiffusionXL(TextToImage):
         )
         return prediction_of(output, like=noisy)
 
-    def _time_ids(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _time_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
         if all(name in batch for name in _SIZES):
             return torch.cat([batch[name] for name in _SIZES], dim=1).float()
         height, width = self._pixels(batch)
@@ -94,7 +89,7 @@ class StableDiffusionXL(TextToImage):
         row = torch.tensor([height, width, 0, 0, height, width], dtype=torch.float32)
         return row.repeat(count, 1)
 
-    def _pixels(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    def _pixels(self, batch: Mapping[str, Tensor]) -> tuple[int, int]:
         if "latents" not in batch:
             return int(batch["images"].shape[2]), int(batch["images"].shape[3])
         scale = _LATENT_SCALE if self.parts is None else self.parts.scale

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import attrs
 import torch
+from torch import Tensor
 
+from zerotune._util.numbers import probability, validated
 from zerotune.diffusion.data.cache import CacheSettings
-from zerotune.diffusion.families.base import check_probability, config_of, take
+from zerotune.diffusion.families.base import config_of, take
 from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.diffusion.pipeline import FrozenParts, PipelineModel
@@ -44,7 +46,7 @@ class TextToImage(ABC):
 
     parts: FrozenParts | None = None
     """VAE and text encoders. Not needed to train from caches; needed to draw images."""
-    dropout: float = attrs.field(default=0.0, validator=check_probability)
+    dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Share of samples trained on the empty text, for guidance without a classifier."""
     parts_device: torch.device | None = None
     """Where the parts encode what comes uncached; the batch's device when not given."""
@@ -52,29 +54,23 @@ class TextToImage(ABC):
     @abstractmethod
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Embeddings of captions by ``text_tensors``, batch first, through the pipeline."""
 
     @abstractmethod
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """The model's output, shaped as ``noisy``."""
 
-    def clean(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The latents of a batch (b, c, h, w), fp32; images are encoded."""
         if "latents" in batch:
             return batch["latents"].float()
         images = take(batch, "images")
         return self.encode_images(images, device=images.device)["latents"].to(images.device)
 
-    def conditioning(
-        self, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-    ) -> Conditioning:
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """Embeddings of a batch's texts, some of them replaced by those of the empty text."""
         first = self.text_tensors[0]
         texts = {n: take(batch, n) for n in self.text_tensors} if first in batch else None
@@ -94,13 +90,13 @@ class TextToImage(ABC):
     def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
         """Where the tensors of a batch lie."""
         for value in batch.values():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 return value.device
         return torch.device("cpu")
 
     def encode_texts(
         self, captions: Sequence[str], *, device: torch.device | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Embeddings of captions on ``device``, batch first.
 
         Raises:
@@ -112,14 +108,14 @@ class TextToImage(ABC):
             return self.embed(parts, list(captions), _device_of(parts.text_encoders))
 
     def encode_images(
-        self, images: torch.Tensor, *, device: torch.device | None = None
-    ) -> dict[str, torch.Tensor]:
+        self, images: Tensor, *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
         """``{"latents": …}`` of images (b, 3, height, width) in [-1, 1], for a cache."""
         parts = self._needed("images")
         self._bring(parts, device, ["vae"])
         return {"latents": parts.encode_images(images)}
 
-    def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, torch.Tensor]:
+    def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
         """Embeddings of few texts that come again and again, computed once each."""
         parts = self._needed("captions")
         encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
@@ -150,7 +146,7 @@ class TextToImage(ABC):
         """Settings of ``embed`` beyond the encoders' weights, of JSON types."""
         return {}
 
-    def draw(self, model: Denoiser, drawing: Drawing) -> torch.Tensor:
+    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
         """Images of prompts (n, 3, height, width), through the family's own diffusers pipeline.
 
         Text encoders and VAE come to the model's device for as long as they compute.
@@ -184,7 +180,7 @@ class TextToImage(ABC):
             arguments |= {f"negative_{name}": v for name, v in _float(negative).items()}
         return arguments
 
-    def unpacked(self, pipe: Any, latents: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:  # noqa: ARG002
+    def unpacked(self, pipe: Any, latents: Tensor, size: tuple[int, int]) -> Tensor:  # noqa: ARG002
         """Latents as images of latents (n, c, h, w), where the pipeline gives something else."""
         return latents
 
@@ -241,7 +237,7 @@ def _device_of(modules: Mapping[str, torch.nn.Module]) -> torch.device:
     return next(next(iter(modules.values())).parameters()).device
 
 
-def _float(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _float(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As fp32, but for masks and other integers."""
     return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
 
@@ -255,6 +251,6 @@ def _no_empty_text(dropout: float) -> DataError:
     )
 
 
-def _replaced(value: torch.Tensor, empty: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+def _replaced(value: Tensor, empty: Tensor, dropped: Tensor) -> Tensor:
     mask = dropped.to(value.device).view(-1, *(1,) * (value.ndim - 1))
     return torch.where(mask, empty.to(value), value)

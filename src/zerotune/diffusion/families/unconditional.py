@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import attrs
 import torch
+from torch import Tensor
 
-from zerotune.diffusion.families.base import call_diffusers_model, check_probability, take
+from zerotune._util.numbers import probability, validated
+from zerotune.diffusion.families.base import call_diffusers_model, take
 from zerotune.diffusion.family import Conditioning, Denoiser
 from zerotune.errors import InvalidValueError
 
@@ -16,19 +18,19 @@ from zerotune.errors import InvalidValueError
 class Unconditional:
     """Batches hold ``"images"`` (b, c, h, w) in [-1, 1]; the model sees nothing else."""
 
-    def clean(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The images, fp32."""
         return take(batch, "images").float()
 
     def conditioning(
         self,
-        batch: Mapping[str, torch.Tensor],  # noqa: ARG002 - the protocol's
+        batch: Mapping[str, Tensor],  # noqa: ARG002 - the protocol's
         generator: torch.Generator,  # noqa: ARG002
     ) -> Conditioning:
         """Nothing."""
         return {}
 
-    def condition_on(self, labels: torch.Tensor | None) -> Conditioning:
+    def condition_on(self, labels: Tensor | None) -> Conditioning:
         """Nothing.
 
         Raises:
@@ -48,12 +50,8 @@ class Unconditional:
         return None
 
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """Call ``model(noisy, timesteps)``."""
         return call_diffusers_model(model, noisy, timesteps, conditioning)
 
@@ -69,7 +67,7 @@ class ClassConditional:
 
     null_label: int | None = None
     """The class that means "unknown"; ``None``: the model cannot be guided."""
-    dropout: float = attrs.field(default=0.0, validator=check_probability)
+    dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Share of labels replaced by ``null_label`` in training."""
 
     def __attrs_post_init__(self) -> None:
@@ -81,13 +79,11 @@ class ClassConditional:
                 fix="set null_label to the model's last class, num_class_embeds - 1",
             )
 
-    def clean(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The images, fp32."""
         return take(batch, "images").float()
 
-    def conditioning(
-        self, batch: Mapping[str, torch.Tensor], generator: torch.Generator
-    ) -> Conditioning:
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """The labels, some of them replaced by ``null_label``."""
         labels = take(batch, "labels")
         if self.null_label is None or self.dropout == 0:
@@ -95,7 +91,7 @@ class ClassConditional:
         dropped = torch.rand(labels.shape, generator=generator) < self.dropout
         return {"class_labels": labels.masked_fill(dropped.to(labels.device), self.null_label)}
 
-    def condition_on(self, labels: torch.Tensor | None) -> Conditioning:
+    def condition_on(self, labels: Tensor | None) -> Conditioning:
         """The labels; all ``null_label`` is not implied.
 
         Raises:
@@ -117,11 +113,7 @@ class ClassConditional:
         return {"class_labels": torch.full_like(conditioning["class_labels"], self.null_label)}
 
     def predict(
-        self,
-        model: Denoiser,
-        noisy: torch.Tensor,
-        timesteps: torch.Tensor,
-        conditioning: Conditioning,
-    ) -> torch.Tensor:
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
         """Call ``model(noisy, timesteps, class_labels=labels)``."""
         return call_diffusers_model(model, noisy, timesteps, conditioning)
