@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.framework.tables import title, unit_of
+from zerotune._util.palette import BASELINE, CONTESTANT
 
 _HEIGHT, _WIDTH = 0.42, 7.5
 
@@ -47,7 +48,7 @@ def _panel(axis: Any, case: Mapping[str, Any], quantity: str) -> None:
     found = _with(case, quantity)
     size, unit = unit_of(max(values["max"] for values in found.values()), quantity)
     for place, (name, values) in enumerate(found.items()):
-        own = "#5b7f95" if name == case["baseline"] else "#d98b3a"
+        own = BASELINE if name == case["baseline"] else CONTESTANT
         axis.barh(place, values["median"] / size, color=own, height=0.62, zorder=1)
         axis.plot(
             [values["q1"] / size, values["q3"] / size], [place, place],

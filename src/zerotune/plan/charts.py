@@ -1,4 +1,9 @@
-"""Where the segments of a memory bar and their labels go; sizes in inches, from the bar's left."""
+"""Memory estimates as pictures: a stacked bar for each place, each component named beside it.
+
+matplotlib draws bars, scales and text; it does not know where labels of narrow segments go without
+covering each other, so that ``arrange`` finds that out first. matplotlib is loaded only when a
+picture is made.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,16 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.palette import (
+    ALARM,
+    FAINT,
+    INK,
+    LINE,
+    PAPER,
+    ROOM,
+    component_colours,
+    ink_on,
+)
 from zerotune.errors import MissingDependencyError
 from zerotune.plan.memory.model import EstimateValue
 from zerotune.plan.text import (
@@ -130,37 +145,18 @@ def _in_rows(segments: Sequence[Segment], across: float, measure: Measure) -> Ba
     return Bar(segments=tuple(placed), leftwards=leftwards)
 
 
-# -- Memory estimates as pictures. matplotlib is loaded only when a picture is made.
+# -- The picture.
 
-
-# Paul Tol's "muted" scheme: colour-blind readers tell it apart, and print keeps its lightness.
-_COLOURS: Final = {
-    "optimizer states": "#332288",
-    "weights": "#117733",
-    "master weights": "#88CCEE",
-    "gradients": "#DDCC77",
-    "activations": "#CC6677",
-    "EMA": "#44AA99",
-    "buckets": "#999933",
-    "temporaries": "#882255",
-    "staging": "#AA4499",
-    "context": "#BBBBBB",
-    "runtime": "#777777",
-}
-_SPARE_COLOURS: Final = ("#C9A0DC", "#555555", "#EE9A6A", "#A3A3A3")
-_INK: Final = "#222222"
-_FAINT: Final = "#767676"
-_ALARM: Final = "#b2182b"
-_ROOM: Final = "#f0f0f0"
 
 # Inches.
 _WIDTH: Final = 9.0
 _MARGIN: Final = 0.35
 _ACROSS: Final = _WIDTH - 2 * _MARGIN
-_TITLE: Final = 0.34
+_HEADING: Final = 0.75
+_TITLE: Final = 0.3
 _ROW: Final = 0.19
 _BAR: Final = 0.46
-_SCALE: Final = 0.48
+_SCALE: Final = 0.42
 _LINE: Final = 0.2
 
 _PIXELS_PER_INCH: Final = 150
@@ -190,16 +186,14 @@ def plot_memory(
     unit = estimate_unit(estimate, budget)
     panels = [_panel(estimate, fit, unit, measure) for fit in fits(estimate, budget)]
     heading = textwrap.wrap(subject(estimate), 118)
-    top = 0.75 + _LINE * len(heading)
+    top = _HEADING + _LINE * len(heading)
     height = top + sum(panel.height for panel in panels)
     figure.set_size_inches(_WIDTH, height)
-    # One sheet measured in inches, so that labels can be placed before anything is drawn.
-    sheet = figure.add_axes((0, 0, 1, 1))
-    sheet.set(xlim=(0, _WIDTH), ylim=(height, 0))
-    sheet.axis("off")
-    _draw_heading(sheet, estimate, heading)
+    _write_heading(figure, estimate, heading, height)
     for panel in panels:
-        _draw_panel(sheet, panel, top)
+        bar = top + _TITLE + panel.bar.rows * _ROW
+        place = (_MARGIN / _WIDTH, 1 - (bar + _BAR) / height, _ACROSS / _WIDTH, _BAR / height)
+        _draw(figure.add_axes(place), panel)
         top += panel.height
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=_PIXELS_PER_INCH)
@@ -223,9 +217,9 @@ class _Panel:
     def height(self) -> float:
         return _TITLE + self.bar.rows * _ROW + _BAR + _SCALE
 
-    def inches(self, nbytes: float) -> float:
-        """Where an amount ends, from the left edge of the sheet."""
-        return _MARGIN + nbytes / self.full * _ACROSS
+    def amount(self, inches: float) -> float:
+        """What stands so far from the left, in the panel's unit."""
+        return inches / _ACROSS * self.full / self.unit[1]
 
 
 def _panel(estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Measure) -> _Panel:
@@ -245,15 +239,8 @@ def _panel(estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Me
             amount=lambda nbytes: f"{nbytes / unit[1]:.2f}",
             measure=measure,
         ),
-        colours=_colours(estimate),
+        colours=component_colours(item.component for item in estimate.items),
     )
-
-
-def _colours(estimate: EstimateValue) -> dict[str, str]:
-    """One colour for each component; those of zerotune's own model always have the same."""
-    unknown = [name for name, _ in merged(estimate.items) if name not in _COLOURS]
-    spare = {name: _SPARE_COLOURS[i % len(_SPARE_COLOURS)] for i, name in enumerate(unknown)}
-    return {**_COLOURS, **spare}
 
 
 def _figure() -> tuple[Any, Measure]:
@@ -268,7 +255,7 @@ def _figure() -> tuple[Any, Measure]:
             fix="pip install 'zerotune[plot]'",
         ) from error
     # Not pyplot: that would choose a backend for the whole process and keep the figure.
-    figure = Figure(dpi=100)
+    figure = Figure(dpi=100, facecolor=PAPER)
     renderer = FigureCanvasAgg(figure).get_renderer()
     font = FontProperties(size=_FONT)
 
@@ -282,90 +269,82 @@ def _figure() -> tuple[Any, Measure]:
     return figure, measure
 
 
-def _write(sheet: Any, x: float, y: float, text: str, **style: Any) -> None:
-    defaults = {"fontsize": _FONT, "color": _INK, "va": "center", "ha": "left"}
-    # Names may hold dollar signs, which would start a formula.
-    sheet.text(x, y, text, parse_math=False, **{**defaults, **style})
+# Names may hold dollar signs, which would start a formula.
+_TEXT: Final[dict[str, Any]] = {"fontsize": _FONT, "color": INK, "parse_math": False}
 
 
-def _draw_heading(sheet: Any, estimate: EstimateValue, lines: list[str]) -> None:
-    _write(sheet, _MARGIN, 0.32, "Memory per rank", fontsize=13, fontweight="bold")
-    _write(sheet, _WIDTH - _MARGIN, 0.33, describe(estimate.resolved), ha="right")
+def _write_heading(figure: Any, estimate: EstimateValue, lines: list[str], height: float) -> None:
+    left, right, top = _MARGIN / _WIDTH, 1 - _MARGIN / _WIDTH, 1 - 0.38 / height
+    figure.text(left, top, "Memory per rank", **_TEXT | {"fontsize": 13}, fontweight="bold")
+    figure.text(right, top, describe(estimate.resolved), ha="right", **_TEXT)
     for number, line in enumerate(lines):
-        _write(sheet, _MARGIN, 0.62 + number * _LINE, line, color=_FAINT)
+        below = 1 - (0.66 + number * _LINE) / height
+        figure.text(left, below, line, **_TEXT | {"color": FAINT})
 
 
-def _draw_panel(sheet: Any, panel: _Panel, top: float) -> None:
-    _write(sheet, _MARGIN, top, panel.title, fontsize=10.5, fontweight="bold")
-    bar_top = top + _TITLE - 0.12 + panel.bar.rows * _ROW
-    _draw_budget(sheet, panel, top, bar_top)
+def _draw(axes: Any, panel: _Panel) -> None:
+    axes.set(xlim=(0, panel.amount(_ACROSS)), ylim=(0, 1), yticks=[])
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(axis="x", colors=FAINT, labelsize=8, length=3)
+    axes.locator_params(axis="x", nbins=8, steps=[1, 2, 5, 10])
+    axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:g}" if tick else f"0 {panel.unit[0]}")
+    _draw_titles(axes, panel)
     for segment in panel.bar.segments:
-        _draw_segment(sheet, panel, segment, bar_top)
-    _draw_scale(sheet, panel, bar_top + _BAR)
+        _draw_segment(axes, panel, segment)
 
 
-def _draw_segment(sheet: Any, panel: _Panel, segment: Segment, bar_top: float) -> None:
-    colour = panel.colours.get(segment.component, _SPARE_COLOURS[-1])
-    left, middle = _MARGIN + segment.left, _MARGIN + segment.middle
-    _box(sheet, left, bar_top, segment.width, color=colour, edgecolor="white")
+def _draw_segment(axes: Any, panel: _Panel, segment: Segment) -> None:
+    colour = panel.colours.get(segment.component, LINE)
+    middle, width = panel.amount(segment.middle), panel.amount(segment.width)
+    axes.barh(
+        0.5, width, 1, left=panel.amount(segment.left), color=colour, edgecolor=PAPER, linewidth=0.8
+    )
+    centred = {"va": "center", "linespacing": 1.1}
     if segment.row is None:
-        ink = "white" if _is_dark(colour) else _INK
-        _write(
-            sheet,
-            middle,
-            bar_top + _BAR / 2,
-            segment.label,
-            ha="center",
-            color=ink,
-            linespacing=1.1,
-        )
+        ink = _TEXT | {"color": ink_on(colour)}
+        axes.text(middle, 0.5, segment.label, ha="center", **ink | centred)
         return
-    height = bar_top - 0.11 - segment.row * _ROW
-    sheet.plot([middle, middle], [bar_top + 0.06, height], color=_INK, linewidth=0.6)
-    side, shift = ("right", -0.04) if panel.bar.leftwards else ("left", 0.04)
-    _write(sheet, middle + shift, height, segment.label, ha=side)
-
-
-def _draw_budget(sheet: Any, panel: _Panel, top: float, bar_top: float) -> None:
-    name, size = panel.unit
-    available = panel.fit.available
-    _write(sheet, _MARGIN + 1.75, top, panel.phase, color=_FAINT)
-    if available is not None:
-        left = available - panel.fit.needed
-        rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
-        colour = _INK if left >= 0 else _ALARM
-        aside = f"budget {available / size:.2f} {name}, {rest}"
-        _box(sheet, _MARGIN, bar_top, available / panel.full * _ACROSS, color=_ROOM)
-        place = panel.inches(available)
-        ends = [bar_top - 0.05, bar_top + _BAR + 0.05]
-        sheet.plot([place, place], ends, color=colour, linewidth=2.2, zorder=4)
-        _write(sheet, _WIDTH - _MARGIN, top, aside, ha="right", color=colour, fontweight="bold")
-
-
-def _draw_scale(sheet: Any, panel: _Panel, bottom: float) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    name, size = panel.unit
-    sheet.plot([_MARGIN, _WIDTH - _MARGIN], [bottom, bottom], color=_FAINT, linewidth=0.8)
-    for tick in MaxNLocator(nbins=8, steps=[1, 2, 5, 10]).tick_values(0, panel.full / size):
-        if tick * size > panel.full:
-            break
-        place = panel.inches(tick * size)
-        sheet.plot([place, place], [bottom, bottom + 0.05], color=_FAINT, linewidth=0.8)
-        number = f"{tick:g}" if tick else f"0 {name}"
-        side = "center" if tick else "left"
-        _write(sheet, place, bottom + 0.14, number, color=_FAINT, ha=side, fontsize=8)
-
-
-def _box(sheet: Any, left: float, top: float, width: float, **style: Any) -> None:
-    from matplotlib.patches import Rectangle
-
-    fill = style.pop("color")
-    sheet.add_patch(
-        Rectangle((left, top), width, _BAR, facecolor=fill, linewidth=0.8, zorder=2, **style)
+    side, shift = ("right", -3) if panel.bar.leftwards else ("left", 3)
+    # Points above the bar: 72 an inch.
+    rise = 72 * (0.11 + segment.row * _ROW)
+    axes.annotate(
+        "",
+        (middle, 0.87),
+        (0, rise + 0.13 * _BAR * 72),
+        textcoords="offset points",
+        arrowprops={"arrowstyle": "-", "color": INK, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0},
+    )
+    axes.annotate(
+        segment.label,
+        (middle, 1),
+        (shift, rise),
+        textcoords="offset points",
+        ha=side,
+        **_TEXT | centred,
     )
 
 
-def _is_dark(colour: str) -> bool:
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 130
+def _draw_titles(axes: Any, panel: _Panel) -> None:
+    name, size = panel.unit
+    above = 72 * (panel.bar.rows * _ROW + 0.12)
+    at = {"textcoords": "offset points", "va": "baseline", "annotation_clip": False}
+    bold = _TEXT | {"fontweight": "bold"}
+    axes.annotate(panel.title, (0, 1), (0, above), **at | bold | {"fontsize": 10.5})
+    faint = _TEXT | {"color": FAINT}
+    axes.annotate(panel.phase, (panel.amount(1.75), 1), (0, above), **at | faint)
+    available = panel.fit.available
+    if available is None:
+        return
+    left = available - panel.fit.needed
+    rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
+    colour = INK if left >= 0 else ALARM
+    axes.barh(0.5, available / size, 1, color=ROOM, zorder=0)
+    axes.plot([available / size] * 2, [-0.1, 1.1], color=colour, linewidth=2.2, clip_on=False)
+    axes.annotate(
+        f"budget {available / size:.2f} {name}, {rest}",
+        (panel.amount(_ACROSS), 1),
+        (0, above),
+        ha="right",
+        **at | bold | {"color": colour},
+    )

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final
 
+from zerotune._util.palette import (
+    HEADER,
+    LINE,
+    PALE,
+    PAPER,
+    PHASES,
+    STRONG,
+    component_colours,
+)
 from zerotune.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
     from zerotune.training.report import Report
 
 
-_PALE: Final = "#9ecae1"
-_STRONG: Final = "#08519c"
-_HEADER: Final = "#deebf7"
 _WINDOW: Final = 20
 _NOTE: Final = 88
 """Letters of a note that fit its column."""
@@ -48,12 +54,12 @@ def plot_loss(
         )
     figure = _figure(width=7.0, height=4.0)
     axes = figure.add_subplot()
-    axes.plot(steps, losses, color=_PALE, linewidth=0.8, label="each step")
+    axes.plot(steps, losses, color=PALE, linewidth=0.8, label="each step")
     means = [
         sum(losses[max(0, end - _WINDOW) : end]) / min(end, _WINDOW)
         for end in range(1, len(losses) + 1)
     ]
-    axes.plot(steps, means, color=_STRONG, linewidth=1.8, label=f"mean of {_WINDOW} steps")
+    axes.plot(steps, means, color=STRONG, linewidth=1.8, label=f"mean of {_WINDOW} steps")
     axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
@@ -83,14 +89,16 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
         title=f"Memory per rank ({report.processes})",
         header=("component", "where", "size", "what"),
         rows=memory,
-        widths=(0.18, 0.08, 0.12, 0.62),
+        widths=(0.02, 0.17, 0.07, 0.12, 0.62),
+        colours=component_colours(()),
     )
     _table(
         lower,
         title=f"Time per step ({report.steps} steps, {report.steps_per_second:.2f} it/s)",
         header=("phase", "mean", "share", "waits for"),
         rows=times,
-        widths=(0.18, 0.12, 0.08, 0.62),
+        widths=(0.02, 0.17, 0.11, 0.08, 0.62),
+        colours=PHASES,
     )
     return _write(figure, path)
 
@@ -126,12 +134,15 @@ def _table(
     header: tuple[str, ...],
     rows: Sequence[tuple[str, ...]],
     widths: tuple[float, ...],
+    colours: Mapping[str, str],
 ) -> None:
+    """Draw a table; the name in its first column has its colour before it."""
     axes.axis("off")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     table = axes.table(
-        cellText=rows,
-        colLabels=header,
+        cellText=[("", *row) for row in rows],
+        cellColours=[[colours.get(row[0], PAPER), *[PAPER] * len(row)] for row in rows],
+        colLabels=("", *header),
         colWidths=widths,
         cellLoc="left",
         colLoc="left",
@@ -141,9 +152,9 @@ def _table(
     table.set_fontsize(9)
     for (row, _), cell in table.get_celld().items():
         cell.PAD = 0.02
-        cell.set_edgecolor("#c6c6c6")
+        cell.set_edgecolor(LINE)
         if row == 0:
-            cell.set_facecolor(_HEADER)
+            cell.set_facecolor(HEADER)
             cell.set_text_props(fontweight="bold")
 
 

@@ -1,0 +1,67 @@
+"""The colours of every picture: one for each component of memory and each phase of a step.
+
+Any two components, and any two phases, are told apart by readers with protanopia and deuteranopia
+too: CIEDE2000 differences of at least 15, in each way of seeing. A test simulates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+COMPONENTS: Final[Mapping[str, str]] = {
+    "weights": "#357545",
+    "gathered weights": "#caf3a2",
+    "master weights": "#b7ecff",
+    "optimizer states": "#0101e6",
+    "gradients": "#d7bb00",
+    "accumulated gradients": "#5c3300",
+    "activations": "#ae767c",
+    "buckets": "#808b00",
+    "temporaries": "#6f1238",
+    "staging": "#8d4f6b",
+    "swap buffers": "#d49676",
+    "EMA": "#08bbec",
+    "pinned cache": "#0a0f00",
+    "frozen parts": "#003875",
+    "model as loaded": "#387ef6",
+    "checkpoint": "#d9e5d8",
+    "context": "#a8adb2",
+    "runtime": "#7880a1",
+}
+PHASES: Final[Mapping[str, str]] = {
+    "data": "#e69f00",
+    "forward": "#56b4e9",
+    "backward": "#0b4f8a",
+    "optimizer": "#b3401a",
+    "ema": "#2a9d78",
+    "rest": "#c4c4c4",
+}
+"""In the order of a step."""
+
+INK: Final = "#222222"
+FAINT: Final = "#6a6a6a"
+PAPER: Final = "#ffffff"
+ROOM: Final = "#f0f0f0"
+"""What is free."""
+ALARM: Final = "#b2182b"
+LINE: Final = "#c6c6c6"
+HEADER: Final = "#deebf7"
+PALE: Final = "#9ecae1"
+STRONG: Final = "#08519c"
+BASELINE: Final = "#5b7f95"
+CONTESTANT: Final = "#d98b3a"
+_SPARE: Final = ("#c9a0dc", "#555555", "#ee9a6a", "#8fa68f")
+
+
+def component_colours(components: Iterable[str]) -> dict[str, str]:
+    """A colour for each component: always the same for zerotune's own, a spare one for others."""
+    unknown = [name for name in dict.fromkeys(components) if name not in COMPONENTS]
+    spare = {name: _SPARE[place % len(_SPARE)] for place, name in enumerate(unknown)}
+    return {**COMPONENTS, **spare}
+
+
+def ink_on(colour: str) -> str:
+    """The colour of letters that are read on ``colour``."""
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return PAPER if 0.299 * red + 0.587 * green + 0.114 * blue < 130 else INK
