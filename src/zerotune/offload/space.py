@@ -96,7 +96,7 @@ class _Counter:
 
     def parameters(self) -> SwapFiles:
         element = 4 if self.resolved.precision == "fp32" else 2
-        parts = (sizing.partition(p, self.resolved.world_size) for p in self.model.parameters)
+        parts = self.model.parts(self.resolved.world_size)
         return self._files(part * element for part in parts)
 
     def optimizer(self) -> SwapFiles:
@@ -105,7 +105,7 @@ class _Counter:
         name, params = (None, None) if choice is None else (choice.name, choice.params)
         states = math.ceil(states_per_element(name, params))
         groups = self._files(numel * element for numel in self._sub_groups())
-        parts = (sizing.partition(p, self.resolved.world_size) for p in self.model.trainable)
+        parts = self.model.trainable_parts(self.resolved.world_size)
         return groups.times(1 + states) + self._files(part * element for part in parts)
 
     def _sub_groups(self) -> tuple[int, ...]:

@@ -529,7 +529,7 @@ def _buffer_need(swapping: sizing.Swapping | None, zero: ZeroSection) -> tuple[i
 def _default_size(swapping: sizing.Swapping | None) -> tuple[int, str]:
     if swapping is None:
         return sizing.PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
-    parts = (sizing.partition(p, swapping.world_size) for p in swapping.model.parameters)
+    parts = swapping.model.parts(swapping.world_size)
     why = "elements; no parameter of this model is large enough to leave host memory"
     return max(1, *parts, 1), why
 

@@ -1363,6 +1363,28 @@ class ModelFacts:
         """Elements of the largest parameter; 0 for a model without parameters."""
         return max((parameter.numel for parameter in self.parameters), default=0)
 
+    @cached_property
+    def largest_trainable(self) -> int:
+        """Elements of the largest trainable parameter; 0 where nothing is trained."""
+        return max((parameter.numel for parameter in self.trainable), default=0)
+
+    def parts(self, ranks: int) -> tuple[int, ...]:
+        """Elements of one of ``ranks`` parts of each parameter, padding included."""
+        # Kept: every candidate of an advice adds up the same thousands of them.
+        if ranks not in self._parts:
+            self._parts[ranks] = tuple([-(-each.numel // ranks) for each in self.parameters])
+        return self._parts[ranks]
+
+    def trainable_parts(self, ranks: int) -> tuple[int, ...]:
+        """The same of each trainable parameter."""
+        if self.trainable == self.parameters:
+            return self.parts(ranks)
+        return tuple([-(-each.numel // ranks) for each in self.trainable])
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
 
 def _blocks(module: Any) -> tuple[BlockFacts, ...]:
     """What diffusers says may not be split, or repeats, without what only holds such blocks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from operator import attrgetter
 from typing import Final
 
 import attrs
@@ -33,6 +34,7 @@ LEAF_CLASSES: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
 called with keywords, its weights are gone in the backward pass (0.19.8)."""
 SMALLEST_SWAP_BYTES: Final = 1024**2
 """``MIN_AIO_BYTES``: a smaller partition never leaves host memory."""
+_NUMEL: Final = attrgetter("numel")
 
 
 def reduce_bucket(model: ModelFacts | None) -> int:
@@ -42,8 +44,7 @@ def reduce_bucket(model: ModelFacts | None) -> int:
     """
     if model is None or model.trainable_numel == 0:
         return REDUCE_BUCKET
-    largest = max(parameter.numel for parameter in model.trainable)
-    return max(largest, min(REDUCE_BUCKET, model.trainable_numel))
+    return max(model.largest_trainable, min(REDUCE_BUCKET, model.trainable_numel))
 
 
 def allgather_bucket(model: ModelFacts | None) -> int:
@@ -88,7 +89,7 @@ def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
         return PERSISTENCE_BLIND, 0
     budget = PERSISTENT_SHARE * model.numel
     threshold = persistent = 0
-    sizes = sorted(parameter.numel for parameter in model.parameters)
+    sizes = sorted([parameter.numel for parameter in model.parameters])
     for size, equals in itertools.groupby(sizes):
         total = persistent + sum(equals)
         if size > PERSISTENCE_LIMIT or total > budget:
@@ -118,24 +119,36 @@ class Swapping:
     block_bytes: int
     """``aio.block_size``."""
 
+    @property
+    def smallest(self) -> int:
+        """Elements of one rank's part from which it is large enough to leave host memory."""
+        return -(-max(SMALLEST_SWAP_BYTES, self.block_bytes) // self.element_bytes)
+
     def swappable(self, parameter: ParameterFacts) -> bool:
         """Whether one rank's part is large enough to leave host memory."""
-        part_bytes = partition(parameter, self.world_size) * self.element_bytes
-        return part_bytes >= max(SMALLEST_SWAP_BYTES, self.block_bytes)
+        return partition(parameter, self.world_size) >= self.smallest
+
+    @property
+    def swapped(self) -> list[ParameterFacts]:
+        """The parameters that are written to files."""
+        least, parts = self.smallest, self.model.parts(self.world_size)
+        every = zip(self.model.parameters, parts, strict=True)
+        return [parameter for parameter, part in every if part >= least]
 
     def happens(self, max_in_cpu: int) -> bool:
         """Whether anything is swapped when ``max_in_cpu`` elements may stay in host memory.
 
         DeepSpeed counts trainable parameters only against that limit; frozen ones always swap.
         """
-        swapped = [p for p in self.model.parameters if self.swappable(p)]
-        trainable = sum(partition(p, self.world_size) for p in self.model.trainable)
-        return any(not p.trainable or trainable > max_in_cpu for p in swapped)
+        swapped = self.swapped
+        if sum(self.model.trainable_parts(self.world_size)) > max_in_cpu:
+            return bool(swapped)
+        return len([parameter for parameter in swapped if parameter.trainable]) < len(swapped)
 
     @property
     def largest(self) -> ParameterFacts | None:
         """The largest parameter that is swapped; ``None`` when none is."""
-        return max(filter(self.swappable, self.model.parameters), key=_numel, default=None)
+        return max(self.swapped, key=_NUMEL, default=None)
 
     @property
     def buffers(self) -> int:
@@ -144,10 +157,8 @@ class Swapping:
         A resident parameter keeps its buffer. Resident are the parameters a module owns itself,
         while it runs, and those of the modules around it.
         """
-        owned = Counter(
-            p.name.rpartition(".")[0] for p in self.model.parameters if self.swappable(p)
-        )
-        most = max((_with_owners(owned, module) for module in owned), default=0)
+        owned = Counter([parameter.name.rpartition(".")[0] for parameter in self.swapped])
+        most = max([_with_owners(owned, module) for module in owned], default=0)
         return max(PARAM_BUFFERS, most + 2)
 
 
@@ -159,16 +170,12 @@ def _with_owners(owned: Counter[str], module: str) -> int:
     return count
 
 
-def _numel(parameter: ParameterFacts) -> int:
-    return parameter.numel
-
-
 def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
     """Elements of one rank's part of each sub-group: it closes once it reaches its size."""
     groups: list[int] = []
     numel = 0
-    for parameter in model.trainable:
-        numel += partition(parameter, world_size)
+    for part in model.trainable_parts(world_size):
+        numel += part
         if numel >= sub_group_size:
             groups.append(numel)
             numel = 0
@@ -177,5 +184,5 @@ def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple
 
 def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -> int:
     """Most elements of one rank's part of a sub-group: it closes once it reaches its size."""
-    parts = [partition(p, world_size) for p in model.trainable]
+    parts = model.trainable_parts(world_size)
     return min(sum(parts), sub_group_size + max(parts, default=0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -96,7 +97,7 @@ class Costing:
     @property
     def largest(self) -> int:
         """Elements of the largest trainable parameter, P."""
-        return max((parameter.numel for parameter in self.model.trainable), default=0)
+        return self.model.largest_trainable
 
     @property
     def states(self) -> float:
@@ -168,7 +169,7 @@ class Costing:
         if self.pins_exactly:
             total = sum(sizes)
         else:
-            total = sum(power_of_two(size) for size in sizes)
+            total = sum([power_of_two(size) for size in sizes])
             if total > sum(sizes):
                 note = f"{note}, " if note else ""
                 note += f"{sum(sizes) / GIB:.2f} GiB rounded up to powers of two"
@@ -194,7 +195,7 @@ class Costing:
             return self.pinned(component, blocks, phases, note)
         return self.item(component, "host", sum(blocks), phases, note)
 
-    @property
+    @cached_property
     def sub_groups(self) -> tuple[int, ...]:
         """Elements of this rank's part of each of stage 3's sub-groups."""
         zero = self.resolved.plan.zero_optimization
@@ -409,7 +410,7 @@ def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterato
 
 
 def _part(case: Costing) -> int:
-    return sum(sizing.partition(parameter, case.ranks) for parameter in case.model.trainable)
+    return sum(case.model.trainable_parts(case.ranks))
 
 
 def _largest_group(case: Costing) -> int:
@@ -420,7 +421,7 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
     section = zero.offload_param
     device = (section.device if section else None) or "none"
     note = case.resolved.precision + (f", 1/{case.ranks} of it" if case.ranks > 1 else "")
-    parts = [sizing.partition(parameter, case.ranks) for parameter in case.model.parameters]
+    parts = case.model.parts(case.ranks)
     total = case.element * sum(parts)
     if device == "none" or section is None:
         yield case.item("weights", case.device, total, note=note)
@@ -435,9 +436,10 @@ def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterat
         yield case.pinned("weights", [trained], note=note)
         yield case.item("weights", "host", total - trained, note="frozen")
         if pin and not case.on_cpu:
+            element = case.element
             yield case.pinned(
                 "pinned cache",
-                [case.element * part for part in parts],
+                [element * part for part in parts],
                 note="first copies of the partitions, which torch's allocator keeps",
             )
         return
@@ -451,13 +453,10 @@ def _weights_in_files(
     swapping = sizing.Swapping(
         model=case.model, world_size=case.ranks, element_bytes=case.element, block_bytes=block
     )
-    swapped = stays = 0
-    for parameter in case.model.parameters:
-        part = sizing.partition(parameter, case.ranks)
-        if swapping.swappable(parameter):
-            swapped += part
-        else:
-            stays += part
+    parts = case.model.parts(case.ranks)
+    least = swapping.smallest
+    swapped = sum([part for part in parts if part >= least])
+    stays = sum(parts) - swapped
     yield case.item("weights", "nvme", case.element * swapped, note=case.resolved.precision)
     yield case.item("weights", "host", case.element * stays, note="too small to swap")
     size, count = int(section.buffer_size or 0), int(section.buffer_count or 0)
@@ -470,7 +469,7 @@ def _weights_in_files(
 def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     threshold = int(zero.stage3_param_persistence_threshold or 0)
     sizes = [parameter.numel for parameter in case.model.parameters]
-    whole = sum(size for size in sizes if size <= threshold)
+    whole = sum([size for size in sizes if size <= threshold])
     device = (zero.offload_param.device if zero.offload_param is not None else None) or "none"
     if case.ranks == 1 and (device == "none" or (device == "cpu" and case.on_cpu)):
         return  # what is gathered is the partition itself
@@ -736,7 +735,7 @@ def _beside(case: Costing) -> Iterator[MemoryItem]:
 def _owned(case: Costing) -> int:
     """Elements whose master weights are this rank's."""
     if case.resolved.stage == 3:
-        return sum(sizing.partition(parameter, case.ranks) for parameter in case.model.trainable)
+        return sum(case.model.trainable_parts(case.ranks))
     return case.trained if case.resolved.stage == 0 else case.flat_part
 
 

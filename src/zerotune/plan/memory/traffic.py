@@ -11,7 +11,6 @@ import attrs
 
 from zerotune._util.numbers import is_number
 from zerotune.errors import InvalidValueError
-from zerotune.plan import sizing
 from zerotune.plan.memory.estimate import Costing
 from zerotune.plan.memory.model import EstimateValue
 
@@ -138,9 +137,9 @@ def _update(case: Costing) -> float:
 
 def _owned(case: Costing) -> int:
     if case.resolved.stage == 3:
-        return sum(sizing.partition(one, case.ranks) for one in case.model.trainable)
+        return sum(case.model.trainable_parts(case.ranks))
     return case.trained if case.resolved.stage == 0 else case.flat_part
 
 
 def _kept(case: Costing) -> int:
-    return sum(sizing.partition(one, case.ranks) for one in case.model.parameters)
+    return sum(case.model.parts(case.ranks))
