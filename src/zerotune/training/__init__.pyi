@@ -2,6 +2,7 @@
 
 from zerotune.backend.compilation import Compilation as Compilation
 from zerotune.backend.trained_parts import frozen as frozen
+from zerotune.training.bounds import Bound as Bound
 from zerotune.training.embedded import EmbeddedPlan as EmbeddedPlan
 from zerotune.training.embedded import EngineSchedule as EngineSchedule
 from zerotune.training.events import Callback as Callback
@@ -21,7 +22,6 @@ from zerotune.training.plots import plot_report as plot_report
 from zerotune.training.profile import Operator as Operator
 from zerotune.training.profile import Profile as Profile
 from zerotune.training.progress import ProgressBar as ProgressBar
-from zerotune.training.report import Bound as Bound
 from zerotune.training.report import Report as Report
 from zerotune.training.sampling import SampleOptions as SampleOptions
 from zerotune.training.save import SaveEvery as SaveEvery

@@ -15,11 +15,11 @@ from zerotune.training.activations import (
     recomputes,
     set_recomputing,
 )
+from zerotune.training.bounds import copy_rate
 from zerotune.training.events import Callback
 from zerotune.training.memory import expected_memory
 from zerotune.training.out_of_memory import Situation
 from zerotune.training.profile import Operator, Profile, Profiler
-from zerotune.training.report import copy_rate
 from zerotune.training.step import StepClock
 from zerotune.training.watchdog import Watchdog
 
