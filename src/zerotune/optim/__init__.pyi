@@ -3,12 +3,12 @@
 from zerotune.optim.capability import Capability as Capability
 from zerotune.optim.capability import CapabilityTable as CapabilityTable
 from zerotune.optim.catalogue import OPTIMIZERS as OPTIMIZERS
-from zerotune.optim.entries import OptimizerEntry as OptimizerEntry
+from zerotune.optim.catalogue import normalise_optimizer_name as normalise_optimizer_name
 from zerotune.optim.groups import MUON_DEFAULTS as MUON_DEFAULTS
 from zerotune.optim.groups import MuonPatterns as MuonPatterns
 from zerotune.optim.groups import ParameterGroup as ParameterGroup
 from zerotune.optim.groups import ParameterGroups as ParameterGroups
-from zerotune.optim.naming import normalise_optimizer_name as normalise_optimizer_name
+from zerotune.optim.parameters import OptimizerEntry as OptimizerEntry
 from zerotune.optim.parameters import Parameter as Parameter
 from zerotune.optim.resolver import OptimizerResolution as OptimizerResolution
 from zerotune.optim.resolver import OptimizerResolver as OptimizerResolver

@@ -1,4 +1,9 @@
-"""Where an optimizer is to run: everything a capability or an implementation depends on."""
+"""Whether an optimizer can run in a situation, and which class then does the work.
+
+``Situation`` holds everything that depends on. ``implementation_of`` names the class, its decay
+and who builds it. ``capability_of`` asks one rule after the other, and compares what they say
+with the cells that were really run (``data/capabilities.json``), which have the last word.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, TORCH_NAMES
-from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.catalogue import ADAM, DEFAULT_OPTIMIZER, TORCH_NAMES
+from zerotune.optim.parameters import OptimizerEntry
 from zerotune.plan.model import OptimizerSource, WeightDecay
 
 if TYPE_CHECKING:
@@ -134,9 +139,7 @@ def _flag(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-# -- Which class does the update, how it decays weights, and which arguments it takes.
-#
-# Mirrors ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8.
+# -- Which class does the update (``DeepSpeedEngine._configure_basic_optimizer`` of 0.19.8).
 
 
 CONFIGURATION_ONLY: Final = frozenset({"adam_w_mode", "torch_adam"})
@@ -181,28 +184,31 @@ def implementation_of(
         situation: Where it runs.
     """
     decay = decay_mode(entry, params)
+    source: OptimizerSource
     if entry.package is not None:
-        return Implementation(
-            name=entry.implementation or entry.name,
-            source="package",
-            package=entry.package,
-            weight_decay_mode=decay,
-        )
-    if entry.name in _OWN and not _has_kernel(entry, situation):
-        return Implementation(name=entry.name, source="zerotune", weight_decay_mode=decay)
-    if entry.family == "torch" or not situation.uses_deepspeed:
-        return Implementation(
-            name=_torch_class(entry, decay), source="torch", weight_decay_mode=decay
-        )
-    return Implementation(
-        name=_deepspeed_class(entry, params, situation, decay),
-        source="deepspeed",
-        weight_decay_mode=decay,
-    )
+        source, name = "package", entry.implementation or entry.name
+    elif entry.name in _OWN and not _has_kernel(entry, situation):
+        source, name = "zerotune", entry.name
+    elif entry.family == "torch" or not situation.uses_deepspeed:
+        source, name = "torch", _torch_class(entry, decay)
+    else:
+        source, name = "deepspeed", _deepspeed_class(entry, params, situation, decay)
+    return Implementation(name=name, source=source, package=entry.package, weight_decay_mode=decay)
 
 
-_OWN: Final = frozenset({"AdamWBF16States", "Lion", "Lamb", "Muon"})
-"""Those of which zerotune has a torch implementation."""
+_BF16_STATES: Final = "AdamWBF16States"
+
+_OWN: Final[Mapping[str, str]] = {
+    _BF16_STATES: "DeepSpeed keeps states in bf16 only when the master weights are bf16 too",
+    "Lion": "DeepSpeed has it without CPU offload as a CUDA kernel only",
+    "Lamb": "DeepSpeed has it as a CUDA kernel for fp16 only, and ZeRO hands that kernel flat "
+    "partitions without the layers its trust ratio is about; this one sums the norms of whole "
+    "parameters over their shards",
+    "Muon": "DeepSpeed's own reads use_muon from names it chooses itself, leaves out "
+    "convolutions, and refuses stage 3 as it is configured by default; this one puts split "
+    "matrices together and is the same at every stage",
+}
+"""Those of which zerotune has a torch implementation, and why."""
 
 HAS_CPU_KERNEL: Final[Mapping[str, frozenset[str]]] = {
     # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA and ROCm share the CPU accelerator's ops.
@@ -228,23 +234,24 @@ def decay_mode(entry: OptimizerEntry, params: Mapping[str, Any]) -> WeightDecay 
     # The classes of packages do not tell, so it could not be verified.
     if not entry.adam_like or entry.family == "package":
         return None
-    always: dict[str, WeightDecay] = {
-        "AdamW": "decoupled",
-        "AdamWBF16States": "decoupled",
-        "MuAdamW": "decoupled",
-        "MuAdam": "l2",
-    }
-    if entry.name in always:
-        return always[entry.name]
-    switch, default = ("adam_w_mode", True) if entry.name == "Adam" else _DECOUPLED
-    return "decoupled" if params.get(switch, default) else "l2"
+    if entry.name in _ONE_DECAY:
+        return _ONE_DECAY[entry.name]
+    if entry.name == "Adam":
+        return "decoupled" if params.get("adam_w_mode", True) else "l2"
+    return "decoupled" if params.get("decoupled_weight_decay", False) else "l2"
 
 
-_DECOUPLED: Final = ("decoupled_weight_decay", False)
+_ONE_DECAY: Final[Mapping[str, WeightDecay]] = {
+    "AdamW": "decoupled",
+    "AdamWBF16States": "decoupled",
+    "MuAdamW": "decoupled",
+    "MuAdam": "l2",
+}
+"""Those that no argument makes decay in the other way."""
 
 
 def _torch_class(entry: OptimizerEntry, decay: WeightDecay | None) -> str:
-    if entry.name in {"Adam", "AdamW"}:
+    if entry.name in ADAM:
         return "AdamW" if decay == "decoupled" else "Adam"
     return entry.name
 
@@ -255,30 +262,30 @@ def _deepspeed_class(
     situation: Situation,
     decay: WeightDecay | None,
 ) -> str:
-    if entry.name in {"Adam", "AdamW"}:
+    if entry.name in ADAM:
         if params.get("torch_adam"):
             return _torch_class(entry, decay)
         if situation.offloaded:
             return "ZenFlowCPUAdam" if situation.zenflow else "DeepSpeedCPUAdam"
         return "FusedAdam"
-    offloaded = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedCPULion"}
-    resident = {
-        "Adagrad": "Adagrad",
-        "Lion": "FusedLion",
-        "OneBitAdam": "OnebitAdam",
-        "OneBitLamb": "OnebitLamb",
-        "ZeroOneAdam": "ZeroOneAdam",
-    }
-    return (offloaded if situation.offloaded else resident)[entry.name]
+    return (_OFFLOADED_CLASS if situation.offloaded else _RESIDENT_CLASS)[entry.name]
 
 
-# -- What was really run, cell by cell: ``data/capabilities.json``.
-#
-# Written by ``python -m benchmarks.capabilities``, which starts the real engine for every name,
-# stage, offload and precision and trains a small network.
+_OFFLOADED_CLASS: Final = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedCPULion"}
+_RESIDENT_CLASS: Final = {
+    "Adagrad": "Adagrad",
+    "Lion": "FusedLion",
+    "OneBitAdam": "OnebitAdam",
+    "OneBitLamb": "OnebitLamb",
+    "ZeroOneAdam": "ZeroOneAdam",
+}
 
 
-Outcome = Literal["works", "works with", "cannot"]
+# -- What was really run, cell by cell. ``python -m benchmarks.capabilities`` starts the real engine
+# for every name, stage, offload and precision, and trains a small network.
+
+
+Status = Literal["works", "works with", "cannot"]
 
 
 @attrs.frozen(kw_only=True)
@@ -290,7 +297,7 @@ class Cell:
     stage: int
     offload: str
     precision: str
-    outcome: Outcome
+    outcome: Status
     """``"cannot"`` also where it ran, but the weights did not move or the loss did not fall."""
     reason: str = ""
     """Why it cannot, in the words of the engine; else empty."""
@@ -369,40 +376,7 @@ def _stored() -> CapabilityTable:
     return CapabilityTable.from_json(source.read_text(encoding="utf-8"))
 
 
-# -- Whether an optimizer can run in a situation, and if not why and what comes closest.
-#
-# One function per reason, tried in order; the first that objects decides. What the rules say is
-# then compared with the table of cells that were really run, which has the last word.
-
-
-Status = Literal["works", "works with", "cannot"]
-
-_DOES_NOT_SUIT: Final[Mapping[str, tuple[str, str]]] = {
-    "LBFGS": ("it needs a closure that recomputes the loss, which no engine here gives it", "SGD"),
-    "SparseAdam": ("it takes sparse gradients only, which diffusion models do not have", "Adam"),
-}
-
-_ONE_BIT: Final = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
-
-LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
-
-_BF16_STATES: Final = "AdamWBF16States"
-
-TORCHAO_BLOCKS: Final = (
-    "torchao keeps a partition's states in fp32 unless its size is a multiple of block_size, which "
-    "ZeRO does not see to, so that the saving may not come about"
-)
-
-_WHY_OWN: Final[Mapping[str, str]] = {
-    _BF16_STATES: "DeepSpeed keeps states in bf16 only when the master weights are bf16 too",
-    "Lion": "DeepSpeed has it without CPU offload as a CUDA kernel only",
-    "Lamb": "DeepSpeed has it as a CUDA kernel for fp16 only, and ZeRO hands that kernel flat "
-    "partitions without the layers its trust ratio is about; this one sums the norms of whole "
-    "parameters over their shards",
-    "Muon": "DeepSpeed's own reads use_muon from names it chooses itself, leaves out "
-    "convolutions, and refuses stage 3 as it is configured by default; this one puts split "
-    "matrices together and is the same at every stage",
-}
+# -- Whether it can run, and if not why and what comes closest.
 
 
 @attrs.frozen(kw_only=True)
@@ -448,6 +422,14 @@ def capability_of(
     return attrs.evolve(answer, verified=answer.runs)
 
 
+def missing_package(entry: OptimizerEntry, situation: Situation) -> str | None:
+    """The optional package that ``entry`` needs and ``situation`` lacks; ``None`` for none."""
+    if entry.package is None or situation.packages is None:
+        return None
+    package = entry.package.partition(".")[0]
+    return None if package in situation.packages else package
+
+
 def _by_rules(entry: OptimizerEntry, situation: Situation) -> Capability:
     for rule in _RULES:
         answer = rule(entry, situation)
@@ -460,7 +442,24 @@ def _by_rules(entry: OptimizerEntry, situation: Situation) -> Capability:
     return attrs.evolve(answer, implementation=implementation_of(entry, {}, situation).name)
 
 
+# -- One function per reason, tried in order; the first that answers decides.
+
+
 Rule = Callable[[OptimizerEntry, Situation], Capability | None]
+
+_DOES_NOT_SUIT: Final[Mapping[str, tuple[str, str]]] = {
+    "LBFGS": ("it needs a closure that recomputes the loss, which no engine here gives it", "SGD"),
+    "SparseAdam": ("it takes sparse gradients only, which diffusion models do not have", "Adam"),
+}
+
+_ONE_BIT: Final = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
+
+LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
+
+TORCHAO_BLOCKS: Final = (
+    "torchao keeps a partition's states in fp32 unless its size is a multiple of block_size, which "
+    "ZeRO does not see to, so that the saving may not come about"
+)
 
 
 def _cannot(reason: str, alternative: str = DEFAULT_OPTIMIZER, **kwargs: Any) -> Capability:
@@ -499,10 +498,8 @@ def _one_bit(entry: OptimizerEntry, situation: Situation) -> Capability | None:
 
 
 def _package_missing(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.package is None or situation.packages is None:
-        return None
-    package = entry.package.partition(".")[0]
-    if package in situation.packages:
+    package = missing_package(entry, situation)
+    if package is None:
         return None
     return _cannot(
         f"the package {package} is not installed (pip install 'zerotune[{entry.extra}]')"
@@ -556,7 +553,7 @@ def _one_pace_for_all(entry: OptimizerEntry, situation: Situation) -> Capability
 
 
 def _only_deepspeed_has_it(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    known = entry.name in TORCH_NAMES or entry.name in _WHY_OWN or entry.package is not None
+    known = entry.name in TORCH_NAMES or entry.name in _OWN or entry.package is not None
     if situation.uses_deepspeed or known:
         return None
     return _cannot("DeepSpeed is off, and torch.optim has no optimizer of this name")
@@ -587,7 +584,7 @@ def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability | No
     if source == "deepspeed":
         return None
     own = source == "zerotune"
-    reason = f"zerotune's own implementation runs: {_WHY_OWN[entry.name]}" if own else ""
+    reason = f"zerotune's own implementation runs: {_OWN[entry.name]}" if own else ""
     if not situation.sharded:
         return Capability(status="works with", reason=reason) if own else None
     if situation.allow_untested is False:

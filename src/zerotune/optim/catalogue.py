@@ -1,25 +1,28 @@
-"""Every optimizer zerotune knows by name: entries, aliases, and where each name comes from.
+"""Every optimizer by name: the entries, other spellings, and where a written name comes from.
 
-Facts only: whether one can run *here* is decided in ``capability.py``, which class does the work
-in ``implementation.py``. Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``) and
-``torch.optim`` of torch 2.13; a test compares the entries with the real constructors.
+Facts only: whether one can run *here*, and which class does the work, is said by
+``capability.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, Literal
 
-from zerotune.optim.entries import (
-    DEEPSPEED_ENTRIES,
-    OWN_ENTRIES,
-    PACKAGE_ENTRIES,
-    TORCH_ENTRIES,
-    OptimizerEntry,
-)
+import attrs
+
+from zerotune._util.text import did_you_mean, squash
+from zerotune.errors import InvalidValueError, OptimizerError
+from zerotune.optim.entries import DEEPSPEED_ENTRIES, OWN_ENTRIES, PACKAGE_ENTRIES, TORCH_ENTRIES
+from zerotune.optim.parameters import OptimizerEntry
+
+TYPE_KEY: Final = "optimizer.type"
 
 DEFAULT_OPTIMIZER: Final = "AdamW"
+
+ADAM: Final = frozenset({"Adam", "AdamW"})
+"""The two whose decay one of DeepSpeed's switches decides."""
 
 OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
     {
@@ -72,16 +75,113 @@ IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Names of classes: DeepSpeed picks the class itself, so they stand for an optimizer name."""
 
-DEEPSPEED_PREFIXES: Final = (
-    "deepspeed.ops.adam",
-    "deepspeed.ops.adagrad",
-    "deepspeed.ops.lion",
-    "deepspeed.ops.lamb",
-    "deepspeed.runtime.fp16.onebit",
-    "deepspeed.runtime.zero.muon",
-    "deepspeed.ops",
-    "deepspeed",
-    "mup",
-)
-TORCH_PREFIXES: Final = ("torch.optim", "optim")
-PACKAGE_PREFIXES: Final = ("bitsandbytes", "bnb", "prodigyopt", "schedulefree")
+
+_BY_WORD: Final[Mapping[str, str]] = {
+    **{squash(name): name for name in OPTIMIZERS},
+    **SPELLINGS,
+    **IMPLEMENTATION_NAMES,
+}
+
+Origin = Literal["plain", "torch", "deepspeed", "package"]
+
+_PREFIXES: Final[Mapping[Origin, tuple[str, ...]]] = {
+    "torch": ("torch.optim", "optim"),
+    "package": ("bitsandbytes", "bnb", "prodigyopt", "schedulefree"),
+    "deepspeed": ("deepspeed", "mup"),
+}
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerName:
+    """A name and how it was written."""
+
+    canonical: str
+    """``"AdamW"``."""
+    written: str
+    """As given."""
+    origin: Origin = "plain"
+    """The prefix it carried: none, ``torch.optim.``, ``deepspeed.`` or a package's."""
+    implementation: bool = False
+    """Whether a class was named (``FusedAdam``) instead of an optimizer."""
+
+
+def normalise_optimizer_name(name: str) -> str:
+    """Canonical name of an optimizer.
+
+    Args:
+        name: In any case, with ``-``, ``_`` or spaces, with a ``torch.optim.`` or
+            ``deepspeed.ops.`` prefix, or an alias (``"1-bit adam"``, ``"FusedAdam"``).
+
+    Returns:
+        A key of ``OPTIMIZERS``.
+
+    Raises:
+        OptimizerError: Nobody knows the name; the message suggests the closest.
+        InvalidValueError: ``name`` is not text.
+    """
+    return parse_optimizer_name(name).canonical
+
+
+def parse_optimizer_name(name: Any, *, key: str = TYPE_KEY) -> OptimizerName:
+    """``normalise_optimizer_name`` that also tells how the name was written.
+
+    Args:
+        name: The name as written.
+        key: Where it was written, for the message.
+
+    Raises:
+        OptimizerError: Nobody knows the name.
+        InvalidValueError: ``name`` is not text, or empty.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise InvalidValueError(
+            "an optimizer is named by text", key=key, value=name, fix='write for example "AdamW"'
+        )
+    prefix, _, last = name.strip().rpartition(".")
+    origin = _origin(prefix)
+    word = squash(last)
+    canonical = _BY_WORD.get(word)
+    known = canonical is not None and _belongs(canonical, origin)
+    if origin is None or canonical is None or not known:
+        raise _unknown(name, last, prefix, key)
+    return OptimizerName(
+        canonical=canonical,
+        written=name,
+        origin=origin,
+        implementation=word in IMPLEMENTATION_NAMES,
+    )
+
+
+def _origin(prefix: str) -> Origin | None:
+    path = prefix.strip().lower()
+    if not path:
+        return "plain"
+    for origin, modules in _PREFIXES.items():
+        if any(path == module or path.startswith(f"{module}.") for module in modules):
+            return origin
+    return None
+
+
+def _belongs(canonical: str, origin: str | None) -> bool:
+    """Whether a prefix may stand before the name: torch.optim has no OneBitAdam."""
+    if origin == "torch":
+        return canonical in TORCH_NAMES
+    family = OPTIMIZERS[canonical].family
+    if family == "zerotune":
+        return origin == "plain"
+    return origin != "package" or family == "package"
+
+
+def _unknown(name: str, last: str, prefix: str, key: str) -> OptimizerError:
+    close = did_you_mean(last, OPTIMIZERS)
+    known = ", ".join(sorted(OPTIMIZERS))
+    where = f" in {prefix}" if prefix else ""
+    fix = (
+        f"did you mean {' or '.join(close)}? Known are {known}" if close else f"use one of {known}"
+    )
+    return OptimizerError(
+        f"zerotune knows no optimizer of this name{where}, and does not guess one",
+        key=key,
+        value=name,
+        fix=fix,
+    )

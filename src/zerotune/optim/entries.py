@@ -1,77 +1,24 @@
-"""What one optimizer of the catalogue is made of, and shorthands to write it down."""
+"""The optimizers themselves: what each takes, keeps and asks for, as data.
+
+Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``; its 1-bit optimizers from 0.18),
+``torch.optim`` of torch 2.13 and the packages' own constructors. Written down, so that none of
+them is needed to read a plan; a test compares the entries with the real constructors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import attrs
-
-from zerotune.optim.parameters import Parameter
-
-Family = Literal["deepspeed", "torch", "package", "zerotune"]
+from zerotune.optim.parameters import OptimizerEntry, Parameter, flag, integer, number
 
 ADAM_LR: Final = 1e-4
-"""Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it."""
+"""Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it;
+the others keep their own class's default."""
 
 FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
 DEEPSPEED_ADAM: Final = FUSED_ADAM | CPU_ADAM
 TORCH_ADAM: Final = frozenset({"AdamW", "Adam"})
-
-
-@attrs.frozen(kw_only=True)
-class OptimizerEntry:
-    """One optimizer: its arguments, its states, and what it asks for."""
-
-    name: str
-    """Canonical name (``"AdamW"``)."""
-    family: Family
-    """``"deepspeed"`` for the names of DeepSpeed's configuration, ``"torch"`` for the classes
-    of ``torch.optim`` that DeepSpeed only knows by lookup, ``"package"`` for those of optional
-    packages, ``"zerotune"`` for those that nobody else has."""
-    summary: str
-    """One line for a table."""
-    parameters: tuple[Parameter, ...]
-    """All arguments a configuration may write."""
-    states: tuple[str, ...] = ()
-    """Tensors kept per parameter, each of the parameter's size; fp32 unless ``summary`` says."""
-    conditional_states: Mapping[str, str] = attrs.field(factory=dict)
-    """Further states, by the argument that asks for each when it is not zero or false."""
-    adam_like: bool = False
-    """Whether it keeps Adam's two moments, and decay can be decoupled or L2."""
-    requires: tuple[str, ...] = ()
-    """What it needs, in words."""
-    package: str | None = None
-    """Module of an optional package that has it (``"prodigyopt"``, ``"mup"``)."""
-    implementation: str | None = None
-    """Its class there, where that is not ``name``."""
-    extra: str | None = None
-    """Extra of zerotune that installs the package."""
-    own_schedule: bool = False
-    """Whether it sets its own pace, so that no schedule is the right default."""
-    renamed: Mapping[str, str] = attrs.field(factory=dict)
-    """Its own arguments that mean one of AdamW's, for a fallback."""
-    lr_scale: str | None = None
-    """How its usual learning rate differs from AdamW's; ``None`` when it does not."""
-
-    def parameter(self, name: str) -> Parameter | None:
-        """The argument called ``name``, or ``None``."""
-        return next((item for item in self.parameters if item.name == name), None)
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of all arguments."""
-        return tuple(item.name for item in self.parameters)
-
-    def states_for(self, params: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the fp32 states per parameter that ``params`` lead to.
-
-        Args:
-            params: The optimizer's arguments (``{"momentum": 0.9}``).
-        """
-        extra = tuple(state for key, state in self.conditional_states.items() if params.get(key))
-        return self.states + extra
 
 
 def lr(default: float) -> Parameter:
@@ -97,16 +44,6 @@ def weight_decay(default: float = 0.0, **kwargs: Any) -> Parameter:
     return Parameter(name="weight_decay", default=default, low=0, **kwargs)
 
 
-def flag(name: str, default: bool = False, **kwargs: Any) -> Parameter:
-    """A switch."""
-    return Parameter(name=name, type="bool", default=default, **kwargs)
-
-
-def number(name: str, default: float, *, low: float | None = 0, **kwargs: Any) -> Parameter:
-    """A float, not negative unless said otherwise."""
-    return Parameter(name=name, default=default, low=low, **kwargs)
-
-
 def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
     """Switches of ``torch.optim`` that are left to torch unless somebody writes them."""
     return tuple(
@@ -114,7 +51,7 @@ def torch_switches(*names: str, **kwargs: Any) -> tuple[Parameter, ...]:
     )
 
 
-# -- The twelve optimizer names of DeepSpeed's configuration (0.19.8; the 1-bit ones 0.18).
+# -- The twelve names of DeepSpeed's configuration.
 
 
 _ADAM_SWITCHES: Final = (
@@ -123,7 +60,7 @@ _ADAM_SWITCHES: Final = (
     flag("adam_w_mode", default=True),
     flag("torch_adam"),
     flag("fp32_optimizer_states", default=True, only=CPU_ADAM),
-    flag("set_grad_none", optional=True, default=True, only=frozenset({"FusedAdam"})),
+    flag("set_grad_none", optional=True, default=True, only=FUSED_ADAM),
     flag("amsgrad", only=TORCH_ADAM),
     *torch_switches("foreach", "fused", "maximize", "capturable", only=TORCH_ADAM),
 )
@@ -143,10 +80,6 @@ _ONE_BIT_COMMON: Final = (
 )
 
 _LAMB_COEFFICIENTS: Final = (number("max_coeff", 10.0), number("min_coeff", 0.01))
-
-
-def _integer(name: str, default: int) -> Parameter:
-    return Parameter(name=name, type="int", default=default, low=1)
 
 
 _ADAM_FAMILY: Final = (
@@ -235,7 +168,7 @@ _OTHERS: Final = (
             Parameter(name="adam_lr", low=0, low_open=True, optional=True),
             number("momentum", 0.95, high=1, high_open=True),
             flag("nesterov", default=True),
-            Parameter(name="ns_steps", type="int", default=5, low=1),
+            integer("ns_steps", 5),
             betas(),
             eps(),
             weight_decay(),
@@ -295,7 +228,7 @@ _ONE_BIT_FAMILY: Final = (
         name="OneBitAdam",
         family="deepspeed",
         summary="Adam with momentum compressed to one bit after a warm-up",
-        parameters=(*_ONE_BIT_COMMON, _integer("freeze_step", 100_000)),
+        parameters=(*_ONE_BIT_COMMON, integer("freeze_step", 100_000)),
         states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
         adam_like=True,
         requires=(_ONE_BIT,),
@@ -306,7 +239,7 @@ _ONE_BIT_FAMILY: Final = (
         summary="Lamb with momentum compressed to one bit after a warm-up",
         parameters=(
             *_ONE_BIT_COMMON,
-            _integer("freeze_step", 100_000),
+            integer("freeze_step", 100_000),
             *_LAMB_COEFFICIENTS,
             number("coeff_beta", 0.9, high=1, high_open=True),
             number("factor_max", 4.0),
@@ -323,10 +256,10 @@ _ONE_BIT_FAMILY: Final = (
         summary="0/1 Adam: one-bit compression and fewer synchronisations",
         parameters=(
             *_ONE_BIT_COMMON,
-            _integer("var_freeze_step", 100_000),
-            _integer("var_update_scaler", 16),
-            _integer("local_step_scaler", 32_678),
-            _integer("local_step_clipper", 16),
+            integer("var_freeze_step", 100_000),
+            integer("var_update_scaler", 16),
+            integer("local_step_scaler", 32_678),
+            integer("local_step_clipper", 16),
         ),
         states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
         adam_like=True,
@@ -342,14 +275,10 @@ DEEPSPEED_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
 )
 
 
-# -- The public classes of ``torch.optim`` (torch 2.13), written down so that no torch is needed.
+# -- The public classes of ``torch.optim`` that share no name with DeepSpeed's.
 
 
-# Adam's relatives start from the learning rate that suits Adam on diffusion models; the others
-# keep torch's own default.
-TORCH_ADAM_LR: Final = 1e-4
-
-_SWITCHES = torch_switches("foreach", "maximize", "capturable")
+_TORCH_SWITCHES = torch_switches("foreach", "maximize", "capturable")
 _DECOUPLED = flag("decoupled_weight_decay")
 
 TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
@@ -371,7 +300,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         name="Adamax",
         family="torch",
         summary="Adam with the infinity norm",
-        parameters=(lr(TORCH_ADAM_LR), betas(), eps(), weight_decay(), *_SWITCHES),
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), *_TORCH_SWITCHES),
         states=("exp_avg", "exp_inf"),
         adam_like=True,
     ),
@@ -380,13 +309,13 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         family="torch",
         summary="Adam with Nesterov momentum",
         parameters=(
-            lr(TORCH_ADAM_LR),
+            lr(ADAM_LR),
             betas(),
             eps(),
             weight_decay(),
             number("momentum_decay", 4e-3),
             _DECOUPLED,
-            *_SWITCHES,
+            *_TORCH_SWITCHES,
         ),
         states=("exp_avg", "exp_avg_sq"),
         adam_like=True,
@@ -395,7 +324,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         name="RAdam",
         family="torch",
         summary="Adam with rectified variance",
-        parameters=(lr(TORCH_ADAM_LR), betas(), eps(), weight_decay(), _DECOUPLED, *_SWITCHES),
+        parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(), _DECOUPLED, *_TORCH_SWITCHES),
         states=("exp_avg", "exp_avg_sq"),
         adam_like=True,
     ),
@@ -410,7 +339,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             weight_decay(),
             number("momentum", 0.0),
             flag("centered"),
-            *_SWITCHES,
+            *_TORCH_SWITCHES,
         ),
         states=("square_avg",),
         conditional_states={"momentum": "momentum_buffer", "centered": "grad_avg"},
@@ -424,7 +353,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             number("rho", 0.9, high=1),
             eps(1e-6),
             weight_decay(),
-            *_SWITCHES,
+            *_TORCH_SWITCHES,
         ),
         states=("square_avg", "acc_delta"),
     ),
@@ -438,7 +367,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             number("alpha", 0.75),
             number("t0", 1e6),
             weight_decay(),
-            *_SWITCHES,
+            *_TORCH_SWITCHES,
         ),
         states=("ax",),
     ),
@@ -450,7 +379,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             lr(1e-2),
             Parameter(name="etas", type="floats", default=(0.5, 1.2), length=2, low=0),
             Parameter(name="step_sizes", type="floats", default=(1e-6, 50.0), length=2, low=0),
-            *_SWITCHES,
+            *_TORCH_SWITCHES,
         ),
         states=("prev", "step_size"),
     ),
@@ -479,7 +408,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         name="SparseAdam",
         family="torch",
         summary="Adam for sparse gradients",
-        parameters=(lr(TORCH_ADAM_LR), betas(), eps(), *torch_switches("maximize")),
+        parameters=(lr(ADAM_LR), betas(), eps(), *torch_switches("maximize")),
         states=("exp_avg", "exp_avg_sq"),
         requires=("sparse gradients",),
     ),
@@ -492,10 +421,6 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
 _EXTRA: Final = "optimizers"
 
 
-def _optional(name: str) -> Parameter:
-    return Parameter(name=name, optional=True, default=None, nullable=True, low=0)
-
-
 PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
     OptimizerEntry(
         name="AdamW8bit",
@@ -506,7 +431,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             betas(),
             eps(),
             weight_decay(1e-2),
-            Parameter(name="min_8bit_size", type="int", default=4096, low=0, optional=True),
+            integer("min_8bit_size", 4096, low=0, optional=True),
             flag("is_paged", optional=True),
         ),
         states=("state1", "state2"),
@@ -526,7 +451,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
                 eps(),
                 weight_decay(1e-2),
                 flag("amsgrad", optional=True),
-                Parameter(name="block_size", type="int", low=1, optional=True),
+                integer("block_size", optional=True),
                 flag("bf16_stochastic_round", optional=True),
             ),
             states=("exp_avg", "exp_avg_sq"),
@@ -545,7 +470,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         parameters=(
             lr(1.0),
             betas(),
-            _optional("beta3"),
+            Parameter(name="beta3", optional=True, default=None, nullable=True, low=0),
             eps(),
             weight_decay(),
             flag("decouple", default=True),
@@ -554,7 +479,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             number("d0", 1e-6, low_open=True),
             number("d_coef", 1.0, low_open=True),
             Parameter(name="growth_rate", optional=True, low=1),
-            Parameter(name="slice_p", type="int", default=1, low=1),
+            integer("slice_p", 1),
         ),
         states=("exp_avg", "exp_avg_sq", "s", "p0"),
         requires=("the package prodigyopt", "one parameter group"),
@@ -572,7 +497,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             betas(),
             eps(),
             weight_decay(),
-            Parameter(name="warmup_steps", type="int", default=0, low=0),
+            integer("warmup_steps", 0, low=0),
             number("r", 0.0),
             number("weight_lr_power", 2.0),
             *torch_switches("foreach"),

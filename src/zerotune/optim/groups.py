@@ -12,8 +12,7 @@ import attrs
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.arguments import reject_unknown
-from zerotune.optim.entries import OptimizerEntry
+from zerotune.optim.parameters import OptimizerEntry, reject_unknown
 from zerotune.plan.model import GroupChoice, ModelFacts, OptimizerChoice, ParameterFacts
 
 REGEX: Final = "re:"

@@ -1,19 +1,24 @@
-"""A resolution as text."""
+"""``OptimizerResolver``: what will really run, settled before anything is loaded."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import attrs
 
+from zerotune._util.numbers import as_number
 from zerotune.decisions import Decision, announce, render_decisions
-from zerotune.errors import UNSET, InvalidValueError
-from zerotune.optim.arguments import Suggestion
+from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
-from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
+from zerotune.optim.catalogue import (
+    DEFAULT_OPTIMIZER,
+    OPTIMIZERS,
+    normalise_optimizer_name,
+    parse_optimizer_name,
+)
 from zerotune.optim.curves import ScheduleCurve, plot_curve, schedule_curve
 from zerotune.optim.groups import (
     MuonPatterns,
@@ -22,8 +27,7 @@ from zerotune.optim.groups import (
     group_parameters,
     muon_groups,
 )
-from zerotune.optim.naming import normalise_optimizer_name, parse_optimizer_name
-from zerotune.optim.parameters import is_auto, to_number
+from zerotune.optim.parameters import Suggestion
 from zerotune.optim.schedule import (
     DEFAULT_SCHEDULER,
     SCHEDULERS,
@@ -32,83 +36,15 @@ from zerotune.optim.schedule import (
     per_group_schedule,
     settle_schedule,
 )
-from zerotune.optim.settle import Overrides, Policy, Request, Settled, settle
-from zerotune.plan.model import OptimizerChoice, SchedulerChoice
+from zerotune.optim.settle import Policy, Request, Settled, settle
+from zerotune.plan.model import OptimizerChoice, SchedulerChoice, is_auto
+from zerotune.plan.read import SHORT_NAMES, settings_by_path
 from zerotune.plan.schedules import lr_at
 
 if TYPE_CHECKING:
     from zerotune.plan.api import ResolvedPlan
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
-
-
-def explain_resolution(resolution: OptimizerResolution) -> str:
-    """A resolution as text: what runs, its schedule at a few steps, and every decision."""
-    optimizer, scheduler = resolution.optimizer, resolution.scheduler
-    builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
-    lines = [f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"]
-    lines.append(f"  on {resolution.situation}")
-    if optimizer.weight_decay_mode is not None:
-        lines.append(f"  weight decay: {_DECAY[optimizer.weight_decay_mode]}")
-    states = ", ".join(resolution.states) or "none"
-    lines.append(f"  states per parameter: {states}")
-    lines += _arguments(optimizer.params)
-    if optimizer.groups:
-        lines.append("parameter groups, the first match wins:")
-        lines += [f"  {describe(group)}" for group in optimizer.groups]
-    if scheduler is None:
-        lines.append("scheduler: none, the learning rate stays constant")
-    else:
-        lines.append(f"scheduler: {scheduler.name}, {SCHEDULERS[scheduler.name].summary.lower()}")
-        lines += _arguments(scheduler.params)
-        lines += _curve(scheduler, optimizer.lr)
-    if resolution.decisions:
-        lines += ["decisions:", render_decisions(resolution.decisions)]
-    return "\n".join(lines)
-
-
-_BUILDER: Final = {
-    "deepspeed": "built by DeepSpeed",
-    "torch": "of torch.optim",
-    "zerotune": "zerotune's own",
-}
-
-_DECAY: Final = {
-    "decoupled": "decoupled from the gradient, as AdamW",
-    "l2": "L2, added to the gradient as in Adam",
-}
-
-
-def _arguments(params: Mapping[str, Any]) -> list[str]:
-    width = max((len(key) for key in params), default=0)
-    return [f"  {key:<{width}}  {_value(value)}" for key, value in params.items()]
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(_value(item) for item in value)
-    return f"{value:g}" if isinstance(value, float) else str(value).lower()
-
-
-def _curve(scheduler: SchedulerChoice, base_lr: float) -> list[str]:
-    """The learning rate where the schedule turns."""
-    params = scheduler.params
-    warmup = params.get("warmup_num_steps", params.get("num_warmup_steps"))
-    total = params.get("total_num_steps", params.get("num_training_steps"))
-    steps = {0, 1, 2, 10, 100, 1000}
-    steps |= {warmup + 1} if warmup is not None else set()
-    steps = {step for step in steps if total is None or step < total}
-    steps |= {total - 1} if total is not None else set()
-    width = len(str(max(steps)))
-    return ["  learning rate of update number (from 0)"] + [
-        f"    {step:>{width}}  {lr_at(scheduler, step, base_lr):.6g}" for step in sorted(steps)
-    ]
-
-
-# -- ``OptimizerResolver``: what will really run, settled before anything is loaded.
-
-
-_POLICIES: tuple[Policy, ...] = ("fallback", "error")
 
 
 @attrs.frozen(kw_only=True)
@@ -128,7 +64,7 @@ class OptimizerResolution:
 
     def explain(self) -> str:
         """What will run and why, as text."""
-        return explain_resolution(self)
+        return _explained(self)
 
 
 @attrs.frozen(kw_only=True)
@@ -160,7 +96,7 @@ class OptimizerResolver:
 
     @on_unsupported.validator
     def _check_policy(self, _attribute: Any, value: str) -> None:
-        if value not in _POLICIES:
+        if value not in get_args(Policy):
             raise InvalidValueError(
                 "there are two policies",
                 key="on_unsupported",
@@ -180,24 +116,19 @@ class OptimizerResolver:
             UnknownKeyError: An argument nobody knows.
             InvalidValueError: An argument of the wrong type or out of range.
         """
-        overrides = Overrides.read(self.overrides)
+        overrides = _read_overrides(self.overrides)
         situation = Situation.of(resolved)
-        schedule = self._schedule_request(resolved, overrides)
+        schedule = _schedule_request(resolved, overrides)
         settled = settle(
-            self._request(resolved, overrides),
+            _request(resolved, overrides),
             situation,
-            overrides=overrides.optimizer_params,
+            overrides=_below(_OPTIMIZER, overrides),
             suggestions=_suggestions(resolved.run, schedule),
             policy=self.on_unsupported,
             table=self.table,
         )
         choice, grouping = self._grouped(settled, resolved)
-        scheduler, why = self._settle_schedule(
-            schedule, attrs.evolve(settled, choice=choice), resolved
-        )
-        if scheduler is not None:
-            scheduler, own_curve = per_group_schedule(scheduler, choice)
-            why = (*why, *own_curve)
+        scheduler, why = _settle_schedule(schedule, attrs.evolve(settled, choice=choice), resolved)
         return OptimizerResolution(
             optimizer=choice,
             scheduler=scheduler,
@@ -284,17 +215,6 @@ class OptimizerResolver:
         )
         return capability_of(OPTIMIZERS[normalise_optimizer_name(name)], situation, self.table)
 
-    def _request(self, resolved: ResolvedPlan, overrides: Overrides) -> Request:
-        section = resolved.plan.optimizer
-        written = None if section is None else section.type
-        if overrides.optimizer_type is not UNSET:
-            written = overrides.optimizer_type
-        params = {} if section is None else dict(section.params or {})
-        if written is None or is_auto(written):
-            name = parse_optimizer_name(DEFAULT_OPTIMIZER)
-            return Request(name=name, params=params, configured=False)
-        return Request(name=parse_optimizer_name(written), params=params)
-
     def _grouped(
         self, settled: Settled, resolved: ResolvedPlan
     ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
@@ -308,70 +228,73 @@ class OptimizerResolver:
         # The split into Muon's and Adam's replaces the groups that were just described.
         return muon_groups(choice, resolved.model, self.muon, settled.rates)
 
-    def _schedule_request(
-        self, resolved: ResolvedPlan, overrides: Overrides
-    ) -> ScheduleRequest | None:
-        section = resolved.plan.scheduler
-        written = None if section is None else section.type
-        if overrides.scheduler_type is None:
-            return None
-        if overrides.scheduler_type is not UNSET:
-            written = overrides.scheduler_type
-        if written is not None and is_auto(written):
-            written = None
-        return ScheduleRequest(
-            name=DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written),
-            params={} if section is None else dict(section.params or {}),
-            written=written,
-            overrides=overrides.scheduler_params,
-            lr_overridden="lr" in overrides.optimizer_params,
+
+# -- What is asked for: the sections of the plan under the overrides.
+
+
+_OPTIMIZER: Final = "optimizer.params."
+_SCHEDULER: Final = "scheduler.params."
+_TYPES: Final = frozenset({"optimizer.type", "scheduler.type"})
+
+
+def _read_overrides(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Overrides by path, as decisions spell it."""
+    return settings_by_path(given, _places) if given else {}
+
+
+def _places(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Where an override goes; a bare name is an argument of the optimizer."""
+    path = name
+    if "." not in name:
+        short = SHORT_NAMES.get(name, "")
+        path = short if short.startswith(("optimizer.", "scheduler.")) else f"{_OPTIMIZER}{name}"
+    if path not in _TYPES and not path.startswith((_OPTIMIZER, _SCHEDULER)):
+        raise UnknownKeyError(
+            "overrides reach the optimizer and the scheduler only",
+            key=name,
+            value=value,
+            fix=f'write "{_OPTIMIZER}lr", "{_SCHEDULER}warmup_num_steps", "optimizer.type" or '
+            '"scheduler.type"',
         )
-
-    def _settle_schedule(
-        self, request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
-    ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
-        if request is not None and not (settled.entry.own_schedule and request.written is None):
-            return settle_schedule(request, settled.choice, resolved.run)
-        if request is not None:
-            return None, (_no_schedule(settled.choice.name),)
-        section = resolved.plan.scheduler
-        decision = Decision(
-            key="scheduler.type",
-            before=None if section is None else section.type,
-            after=None,
-            reason="overrides ask for no schedule: the learning rate stays constant",
-            severity="note" if section is None else "warning",
-        )
-        return None, (decision,)
+    return [(path, value)]
 
 
-def _not_saved(settled: Settled) -> tuple[Decision, ...]:
-    name = settled.choice.name
-    if name in LOW_BIT:
-        reason = "checkpoints take no states in 8 or 4 bits: saving them will be refused"
-    elif not settled.entry.own_schedule:
-        return ()
-    else:
-        reason = _numbers_for_all(name)
-    return (
-        Decision(key="optimizer.state", before=name, after=name, reason=reason, severity="warning"),
+def _below(prefix: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        path.removeprefix(prefix): value
+        for path, value in overrides.items()
+        if path.startswith(prefix)
+    }
+
+
+def _request(resolved: ResolvedPlan, overrides: Mapping[str, Any]) -> Request:
+    section = resolved.plan.optimizer
+    written = overrides.get("optimizer.type", None if section is None else section.type)
+    configured = written is not None and not is_auto(written)
+    return Request(
+        name=parse_optimizer_name(written if configured else DEFAULT_OPTIMIZER),
+        params={} if section is None else dict(section.params or {}),
+        configured=configured,
     )
 
 
-def _numbers_for_all(name: str) -> str:
-    reason = "the numbers it keeps for all weights together are not in checkpoints: a resumed run "
-    reason += "starts them anew"
-    if name == "AdamWScheduleFree":
-        reason += "; evaluation, EMA and exports see the weights trained, not their average"
-    return reason
-
-
-def _no_schedule(name: str) -> Decision:
-    return Decision(
-        key="scheduler.type",
-        before=None,
-        after=None,
-        reason=f"no scheduler is configured, and {name} sets its own pace",
+def _schedule_request(
+    resolved: ResolvedPlan, overrides: Mapping[str, Any]
+) -> ScheduleRequest | None:
+    section = resolved.plan.scheduler
+    written = overrides.get("scheduler.type", UNSET)
+    if written is None:
+        return None
+    if written is UNSET:
+        written = None if section is None else section.type
+    if is_auto(written):
+        written = None
+    return ScheduleRequest(
+        name=DEFAULT_SCHEDULER if written is None else normalise_scheduler_name(written),
+        params={} if section is None else dict(section.params or {}),
+        written=written,
+        overrides=_below(_SCHEDULER, overrides),
+        lr_overridden=f"{_OPTIMIZER}lr" in overrides,
     )
 
 
@@ -384,8 +307,123 @@ def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, S
     }
     peak = None if schedule is None or schedule.entry.peak is None else schedule.entry.peak
     if "lr" not in found and schedule is not None and peak is not None:
-        value = to_number(schedule.params.get(peak))
+        value = as_number(schedule.params.get(peak))
         # A peak out of range is refused under its own name, not under the optimizer's.
         if value is not None and value > 0:
             found["lr"] = Suggestion(value=value, source=f"scheduler.params.{peak}", yields=True)
     return found
+
+
+# -- The schedule, and what is said about the states.
+
+
+def _settle_schedule(
+    request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
+) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
+    if request is None:
+        section = resolved.plan.scheduler
+        decision = Decision(
+            key="scheduler.type",
+            before=None if section is None else section.type,
+            after=None,
+            reason="overrides ask for no schedule: the learning rate stays constant",
+            severity="note" if section is None else "warning",
+        )
+        return None, (decision,)
+    if settled.entry.own_schedule and request.written is None:
+        return None, (_no_schedule(settled.choice.name),)
+    scheduler, decisions = settle_schedule(request, settled.choice, resolved.run)
+    scheduler, own_curve = per_group_schedule(scheduler, settled.choice)
+    return scheduler, (*decisions, *own_curve)
+
+
+def _no_schedule(name: str) -> Decision:
+    return Decision(
+        key="scheduler.type",
+        before=None,
+        after=None,
+        reason=f"no scheduler is configured, and {name} sets its own pace",
+    )
+
+
+def _not_saved(settled: Settled) -> tuple[Decision, ...]:
+    """What checkpoints and exports will lack."""
+    name = settled.choice.name
+    if name in LOW_BIT:
+        reason = "checkpoints take no states in 8 or 4 bits: saving them will be refused"
+    elif settled.entry.own_schedule:
+        reason = "the numbers it keeps for all weights together are not in checkpoints: a resumed "
+        reason += "run starts them anew"
+        if name == "AdamWScheduleFree":
+            reason += "; evaluation, EMA and exports see the weights trained, not their average"
+    else:
+        return ()
+    return (
+        Decision(key="optimizer.state", before=name, after=name, reason=reason, severity="warning"),
+    )
+
+
+# -- As text.
+
+
+def _explained(resolution: OptimizerResolution) -> str:
+    """A resolution as text: what runs, its schedule at a few steps, and every decision."""
+    optimizer, scheduler = resolution.optimizer, resolution.scheduler
+    builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
+    lines = [f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"]
+    lines.append(f"  on {resolution.situation}")
+    if optimizer.weight_decay_mode is not None:
+        lines.append(f"  weight decay: {_DECAY[optimizer.weight_decay_mode]}")
+    states = ", ".join(resolution.states) or "none"
+    lines.append(f"  states per parameter: {states}")
+    lines += _arguments(optimizer.params)
+    if optimizer.groups:
+        lines.append("parameter groups, the first match wins:")
+        lines += [f"  {describe(group)}" for group in optimizer.groups]
+    if scheduler is None:
+        lines.append("scheduler: none, the learning rate stays constant")
+    else:
+        lines.append(f"scheduler: {scheduler.name}, {SCHEDULERS[scheduler.name].summary.lower()}")
+        lines += _arguments(scheduler.params)
+        lines += _curve(scheduler, optimizer.lr)
+    if resolution.decisions:
+        lines += ["decisions:", render_decisions(resolution.decisions)]
+    return "\n".join(lines)
+
+
+_BUILDER: Final = {
+    "deepspeed": "built by DeepSpeed",
+    "torch": "of torch.optim",
+    "zerotune": "zerotune's own",
+}
+
+_DECAY: Final = {
+    "decoupled": "decoupled from the gradient, as AdamW",
+    "l2": "L2, added to the gradient as in Adam",
+}
+
+
+def _arguments(params: Mapping[str, Any]) -> list[str]:
+    width = max((len(key) for key in params), default=0)
+    return [f"  {key:<{width}}  {_value(value)}" for key, value in params.items()]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_value(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def _curve(scheduler: SchedulerChoice, base_lr: float) -> list[str]:
+    """The learning rate where the schedule turns."""
+    params = scheduler.params
+    warmup = params.get("warmup_num_steps", params.get("num_warmup_steps"))
+    total = params.get("total_num_steps", params.get("num_training_steps"))
+    steps = {0, 1, 2, 10, 100, 1000}
+    steps |= {warmup + 1} if warmup is not None else set()
+    steps = {step for step in steps if total is None or step < total}
+    steps |= {total - 1} if total is not None else set()
+    width = len(str(max(steps)))
+    return ["  learning rate of update number (from 0)"] + [
+        f"    {step:>{width}}  {lr_at(scheduler, step, base_lr):.6g}" for step in sorted(steps)
+    ]

@@ -1,4 +1,7 @@
-"""Learning-rate schedules, DeepSpeed's five and diffusers' six: names and arguments."""
+"""Learning-rate schedules, DeepSpeed's five and diffusers' six: names, arguments, and settling.
+
+Steps are optimizer steps everywhere.
+"""
 
 from __future__ import annotations
 
@@ -11,52 +14,51 @@ import attrs
 from zerotune._util.text import did_you_mean, squash
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.arguments import (
+from zerotune.optim.parameters import (
+    Entry,
     Filled,
+    Parameter,
     Sources,
     Suggestion,
     fill,
-    record_defaults,
+    flag,
+    integer,
+    number,
     reject_unknown,
 )
-from zerotune.optim.entries import flag, number
-from zerotune.optim.parameters import Parameter, is_auto
-from zerotune.plan.model import OptimizerChoice, RunFacts, SchedulerChoice, SchedulerSource
+from zerotune.plan.model import (
+    OptimizerChoice,
+    RunFacts,
+    SchedulerChoice,
+    SchedulerSource,
+    is_auto,
+)
 from zerotune.plan.schedules import ONE_CYCLE_BETA2
 
 DEFAULT_SCHEDULER: Final = "WarmupLR"
 
+SECTION: Final = "scheduler.params"
+TYPE_KEY: Final = "scheduler.type"
+
+DEFAULT_WARMUP: Final = 500
+"""Warm-up steps when nothing says how long the run is, and the most otherwise."""
+WARMUP_SHARE: Final = 20
+"""The default warm-up is at most one step in this many."""
+
 
 @attrs.frozen(kw_only=True)
-class SchedulerEntry:
-    """One schedule and its arguments."""
+class SchedulerEntry(Entry):
+    """One schedule and its arguments; ``name`` is DeepSpeed's class or diffusers' name."""
 
-    name: str
-    """Name of DeepSpeed's class, or diffusers' name."""
-    summary: str
-    """One line for a table."""
-    parameters: tuple[Parameter, ...]
-    """All arguments a configuration may write."""
     source: SchedulerSource = "deepspeed"
     """Who steps it: DeepSpeed's class, or zerotune's curve."""
     peak: str | None = None
     """Argument that holds the peak learning rate; ``None`` when the schedule scales the
     optimizer's own."""
 
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of all arguments."""
-        return tuple(item.name for item in self.parameters)
 
-
-def _steps(name: str, *, native: int | None = None, low: int = 0) -> Parameter:
-    if native is None:
-        return Parameter(name=name, type="int", low=low)
-    return Parameter(name=name, type="int", low=low, default=native)
-
-
-_WARMUP_STEPS: Final = _steps("warmup_num_steps", native=1000)
-_TOTAL_STEPS: Final = _steps("total_num_steps", low=1)
+_WARMUP_STEPS: Final = integer("warmup_num_steps", 1000, low=0)
+_TOTAL_STEPS: Final = integer("total_num_steps")
 _WARMUP_TYPE: Final = Parameter(
     name="warmup_type", type="str", default="log", choices=("log", "linear")
 )
@@ -68,7 +70,7 @@ _WARMUP: Final = (
     _WARMUP_TYPE,
 )
 
-_ENTRIES: Final = (
+_DEEPSPEED: Final = (
     SchedulerEntry(
         name="WarmupLR",
         summary="Rise to the peak, then stay there",
@@ -101,10 +103,8 @@ _ENTRIES: Final = (
             number("decay_lr_rate", 0.0),
             number("cycle_first_step_size", 2000.0, low_open=True),
             Parameter(name="cycle_second_step_size", default=None, low=0, nullable=True),
-            Parameter(name="cycle_first_stair_count", type="int", default=0, low=0),
-            Parameter(
-                name="cycle_second_stair_count", type="int", default=None, low=0, nullable=True
-            ),
+            integer("cycle_first_stair_count", 0, low=0),
+            integer("cycle_second_stair_count", None, low=0, nullable=True),
             number("decay_step_size", 0.0),
             flag("cycle_momentum", default=True),
             number("cycle_min_mom", 0.8, high=1, high_open=True),
@@ -118,15 +118,15 @@ _ENTRIES: Final = (
         summary="Rise without end, to find the largest stable learning rate",
         parameters=(
             number("lr_range_test_min_lr", 1e-3, low_open=True),
-            _steps("lr_range_test_step_size", native=2000, low=1),
+            integer("lr_range_test_step_size", 2000),
             number("lr_range_test_step_rate", 1.0),
             flag("lr_range_test_staircase"),
         ),
     ),
 )
 
-_WARMUP_0: Final = _steps("num_warmup_steps", native=0)
-_TRAINING_STEPS: Final = _steps("num_training_steps", low=1)
+_WARMUP_0: Final = integer("num_warmup_steps", 0, low=0)
+_TRAINING_STEPS: Final = integer("num_training_steps")
 
 _DIFFUSERS: Final = (
     SchedulerEntry(
@@ -156,7 +156,7 @@ _DIFFUSERS: Final = (
         parameters=(
             _WARMUP_0,
             _TRAINING_STEPS,
-            Parameter(name="num_cycles", type="int", default=1, low=1),
+            integer("num_cycles", 1),
         ),
         source="zerotune",
     ),
@@ -174,11 +174,11 @@ _DIFFUSERS: Final = (
 )
 
 SCHEDULERS: Final[Mapping[str, SchedulerEntry]] = MappingProxyType(
-    {entry.name: entry for entry in (*_ENTRIES, *_DIFFUSERS)}
+    {entry.name: entry for entry in (*_DEEPSPEED, *_DIFFUSERS)}
 )
 """All schedules by name."""
 
-_BY_KEY: Final = {squash(name): name for name in SCHEDULERS}
+_BY_WORD: Final = {squash(name): name for name in SCHEDULERS}
 
 _CONSTANT: Final = "WarmupLR with warmup_num_steps 0, which holds the learning rate"
 _COSINE: Final = "cosine or WarmupCosineLR"
@@ -206,7 +206,7 @@ _FOREIGN: Final[Mapping[str, str]] = {
 """torch's and transformers' names, and the schedule that comes closest."""
 
 
-def normalise_scheduler_name(name: Any, *, key: str = "scheduler.type") -> str:
+def normalise_scheduler_name(name: Any, *, key: str = TYPE_KEY) -> str:
     """Canonical name of a schedule, whatever the case and punctuation of ``name``.
 
     Args:
@@ -223,8 +223,8 @@ def normalise_scheduler_name(name: Any, *, key: str = "scheduler.type") -> str:
             "a schedule is named by text", key=key, value=name, fix='write for example "WarmupLR"'
         )
     word = squash(name.rpartition(".")[2])
-    if word in _BY_KEY:
-        return _BY_KEY[word]
+    if word in _BY_WORD:
+        return _BY_WORD[word]
     if word in _FOREIGN:
         raise OptimizerError(
             "it is a schedule of torch, whose classes DeepSpeed's engine does not step under ZeRO",
@@ -244,16 +244,7 @@ def normalise_scheduler_name(name: Any, *, key: str = "scheduler.type") -> str:
     )
 
 
-# -- From a ``scheduler`` section to one ``SchedulerChoice``, counted in optimizer steps.
-
-
-SECTION: Final = "scheduler.params"
-TYPE_KEY: Final = "scheduler.type"
-
-DEFAULT_WARMUP: Final = 500
-"""Warm-up steps when nothing says how long the run is, and the most otherwise."""
-WARMUP_SHARE: Final = 20
-"""The default warm-up is at most one step in this many."""
+# -- From a ``scheduler`` section to one ``SchedulerChoice``.
 
 
 @attrs.frozen(kw_only=True)
@@ -303,7 +294,7 @@ def settle_schedule(
     _compare_lengths(filled)
     if entry.name == "OneCycle":
         _one_cycle(optimizer, filled)
-    record_defaults(filled, SECTION, entry.name, filled.defaulted)
+    filled.record_defaults(SECTION, entry.name, filled.defaulted)
     if entry.source == "zerotune":
         filled.record(
             TYPE_KEY,
@@ -345,12 +336,13 @@ def _complete(request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFact
     for given in (params, request.overrides):
         reject_unknown(given, entry.parameter_names, section=SECTION, owner=entry.name)
     sources = Sources(
+        owner=entry.name,
         section=SECTION,
         written=_follow_override(request, params, optimizer, log),
         overrides=request.overrides,
         suggestions=_suggestions(entry, optimizer, run),
     )
-    filled = fill(entry.parameters, sources, entry.name)
+    filled = fill(entry.parameters, sources)
     filled.decisions[:0] = log.decisions
     if request.written is None:
         _default_warmup(filled, run)

@@ -1,4 +1,8 @@
-"""What is asked for, before anything is settled."""
+"""From an ``optimizer`` section to one ``OptimizerChoice``, step by step.
+
+A request (what is asked for) becomes a runnable request (what can be had here), then complete
+arguments, then the choice. Every step that changes something records why.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,7 @@ from typing import Any, Final, Literal
 import attrs
 
 from zerotune.decisions import Decision
-from zerotune.errors import (
-    UNSET,
-    InvalidValueError,
-    MissingDependencyError,
-    OptimizerError,
-    UnknownKeyError,
-)
-from zerotune.optim.arguments import (
-    Filled,
-    Sources,
-    Suggestion,
-    fill,
-    record_defaults,
-    reject_unknown,
-)
+from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
 from zerotune.optim.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
@@ -32,14 +22,35 @@ from zerotune.optim.capability import (
     Situation,
     capability_of,
     implementation_of,
+    missing_package,
 )
-from zerotune.optim.catalogue import DEFAULT_OPTIMIZER, OPTIMIZERS
-from zerotune.optim.entries import OptimizerEntry
-from zerotune.optim.naming import OptimizerName
-from zerotune.optim.parameters import Parameter
+from zerotune.optim.catalogue import (
+    ADAM,
+    DEFAULT_OPTIMIZER,
+    OPTIMIZERS,
+    TYPE_KEY,
+    OptimizerName,
+)
+from zerotune.optim.parameters import (
+    Filled,
+    OptimizerEntry,
+    Parameter,
+    Sources,
+    Suggestion,
+    fill,
+    reject_unknown,
+)
 from zerotune.plan.model import OptimizerChoice
 
+Policy = Literal["fallback", "error"]
+
 SECTION: Final = "optimizer.params"
+
+_DECAY_SPELLINGS: Final = ("adamw_mode", "decoupled_weight_decay")
+_TRANSLATABLE: Final = ("lr", "betas", "eps", "weight_decay")
+_EVERY_ARGUMENT: Final = frozenset(
+    name for entry in OPTIMIZERS.values() for name in entry.parameter_names
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -58,162 +69,12 @@ class Request:
         return OPTIMIZERS[self.name.canonical]
 
 
-# -- What is peculiar to Adam and AdamW in DeepSpeed.
-
-
-_DECAY_SPELLINGS: Final = ("adamw_mode", "decoupled_weight_decay")
-_ADAM: Final = frozenset({"Adam", "AdamW"})
-
-
-def respell_decay(request: Request, log: Filled) -> Request:
-    """DeepSpeed's classes and torch spell ``adam_w_mode`` in their own ways."""
-    params = dict(request.params)
-    if request.entry.name not in _ADAM:
-        return request
-    for spelling in _DECAY_SPELLINGS:
-        if spelling in params:
-            value = params.pop(spelling)
-            log.record(
-                f"{SECTION}.{spelling}",
-                value,
-                None,
-                "DeepSpeed's configuration calls it adam_w_mode",
-            )
-            params.setdefault("adam_w_mode", value)
-    name = request.name
-    if name.implementation and params.get("adam_w_mode") is False:
-        # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
-        name = attrs.evolve(name, canonical="Adam")
-    return attrs.evolve(request, name=name, params=params)
-
-
-def keep_decay_meaning(request: Request, filled: Filled) -> None:
-    """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
-    values, entry = filled.values, request.entry
-    key = f"{SECTION}.adam_w_mode"
-    if entry.name == "AdamW" and values["adam_w_mode"] is False:
-        values["adam_w_mode"] = True
-        filled.record(
-            key,
-            False,
-            True,
-            "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam with "
-            "adam_w_mode false for L2 decay",
-            "warning",
-        )
-    if entry.name != "Adam" or "adam_w_mode" not in filled.defaulted:
-        return
-    filled.defaulted.discard("adam_w_mode")
-    if request.name.origin == "torch":
-        values["adam_w_mode"] = False
-        filled.record(key, None, False, "torch.optim.Adam decays weights by L2")
-        return
-    filled.record(
-        key,
-        None,
-        True,
-        "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write type "
-        "AdamW, or adam_w_mode false for Adam's L2 decay",
-        # Without decay the two are the same algorithm.
-        "warning" if values["weight_decay"] > 0 else "note",
-    )
-
-
-def match_bf16_states(situation: Situation, filled: Filled) -> None:
-    """Say what DeepSpeed does anyway when the plan keeps optimizer states in bf16."""
-    if situation.bf16_states and filled.values.get("fp32_optimizer_states"):
-        explicit = "fp32_optimizer_states" not in filled.defaulted
-        filled.defaulted.discard("fp32_optimizer_states")
-        filled.values["fp32_optimizer_states"] = False
-        filled.record(
-            f"{SECTION}.fp32_optimizer_states",
-            True if explicit else None,
-            False,
-            "bf16.bf16_optimizer_states keeps the states in bf16",
-            "warning" if explicit else "note",
-        )
-
-
-# -- What is given to ``OptimizerResolver(overrides=…)``, sorted by where it belongs.
-
-
-_OPTIMIZER = "optimizer.params."
-_SCHEDULER = "scheduler.params."
-
-
-@attrs.frozen(kw_only=True)
-class Overrides:
-    """Values that beat the configuration and the run."""
-
-    optimizer_type: Any = UNSET
-    optimizer_params: Mapping[str, Any] = attrs.field(factory=dict)
-    scheduler_type: Any = UNSET
-    """``None`` asks for no schedule at all."""
-    scheduler_params: Mapping[str, Any] = attrs.field(factory=dict)
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any] | None) -> Overrides:
-        """Sort overrides by their path.
-
-        Args:
-            given: Keys are paths as decisions spell them (``"optimizer.type"``,
-                ``"scheduler.params.warmup_num_steps"``); a bare key (``"lr"``) is an argument
-                of the optimizer.
-
-        Raises:
-            UnknownKeyError: A path that leads nowhere.
-        """
-        types: dict[str, Any] = {}
-        optimizer: dict[str, Any] = {}
-        scheduler: dict[str, Any] = {}
-        for key, value in (given or {}).items():
-            if key in {"optimizer.type", "scheduler.type"}:
-                types[key] = value
-            elif key.startswith(_SCHEDULER):
-                scheduler[key.removeprefix(_SCHEDULER)] = value
-            elif key.startswith(_OPTIMIZER):
-                optimizer[key.removeprefix(_OPTIMIZER)] = value
-            elif "." not in key:
-                optimizer[key] = value
-            else:
-                raise UnknownKeyError(
-                    "overrides reach the optimizer and the scheduler only",
-                    key=key,
-                    value=value,
-                    fix=f'write "{_OPTIMIZER}lr", "{_SCHEDULER}warmup_num_steps", '
-                    '"optimizer.type" or "scheduler.type"',
-                )
-        return cls(
-            optimizer_type=types.get("optimizer.type", UNSET),
-            optimizer_params=optimizer,
-            scheduler_type=types.get("scheduler.type", UNSET),
-            scheduler_params=scheduler,
-        )
-
-
-# -- From an ``optimizer`` section to one ``OptimizerChoice``, step by step.
-#
-# A request (what is asked for) becomes a runnable request (what can be had here), then complete
-# arguments, then the choice. Every step that changes something records why.
-
-
-Policy = Literal["fallback", "error"]
-
-TYPE_KEY: Final = "optimizer.type"
-
-_TRANSLATABLE: Final = ("lr", "betas", "eps", "weight_decay")
-_EVERY_ARGUMENT: Final = frozenset(
-    name for entry in OPTIMIZERS.values() for name in entry.parameter_names
-)
-
-
 @attrs.frozen(kw_only=True)
 class Settled:
     """The choice and everything that led to it."""
 
     choice: OptimizerChoice
     entry: OptimizerEntry
-    capability: Capability
     decisions: tuple[Decision, ...]
     rates: Mapping[str, float] = attrs.field(factory=dict)
     """Learning rates of Muon's two kinds of groups, where somebody wrote them."""
@@ -245,7 +106,7 @@ def settle(
         InvalidValueError: An argument of the wrong type or out of range.
     """
     log = Filled()
-    request = respell_decay(request, log)
+    request = _respell_decay(request, log)
     _check_names(request.params, request.entry, policy)
     asked = request
     _check_overrides(overrides, request.entry)
@@ -253,8 +114,8 @@ def settle(
     request, capability = _runnable(request, situation, policy, log, table)
     request = _without_foreign(request, log)
     filled = _complete(request, _still_meant(overrides, request.entry, log), suggestions)
-    keep_decay_meaning(request, filled)
-    match_bf16_states(situation, filled)
+    _keep_decay_meaning(request, filled)
+    _match_bf16_states(situation, filled)
     implementation = implementation_of(request.entry, filled.values, situation)
     params = _constructor_arguments(request, implementation, filled, policy)
     _record_name(asked, request, implementation, log)
@@ -262,7 +123,6 @@ def settle(
     return Settled(
         choice=_choice(request, implementation, params),
         entry=request.entry,
-        capability=capability,
         decisions=(*log.decisions, *filled.decisions),
         rates={key: filled.values[key] for key in GROUP_RATES if key in filled.values},
     )
@@ -281,6 +141,19 @@ def _choice(
     )
 
 
+# -- What is asked for.
+
+
+def _refuse_clipping(params: Mapping[str, Any]) -> None:
+    if "max_grad_norm" in params:
+        raise InvalidValueError(
+            "clipping is not an argument of the optimizer in DeepSpeed",
+            key=f"{SECTION}.max_grad_norm",
+            value=params["max_grad_norm"],
+            fix="write gradient_clipping at the top level instead",
+        )
+
+
 def _check_names(params: Mapping[str, Any], entry: OptimizerEntry, policy: Policy) -> None:
     """Refuse arguments of no optimizer at all; under ``"error"`` those of others too."""
     _refuse_clipping(params)
@@ -288,6 +161,46 @@ def _check_names(params: Mapping[str, Any], entry: OptimizerEntry, policy: Polic
     for key, value in params.items():
         if key not in _EVERY_ARGUMENT or policy == "error":
             reject_unknown({key: value}, known, section=SECTION, owner=entry.name)
+
+
+def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry) -> None:
+    _refuse_clipping(overrides)
+    reject_unknown(overrides, entry.parameter_names, section=SECTION, owner=entry.name)
+
+
+def _check_installed(request: Request, situation: Situation) -> None:
+    """An optimizer of an optional package is asked for by those who want that one."""
+    entry = request.entry
+    package = missing_package(entry, situation)
+    if package is not None and entry.family == "package":
+        raise MissingDependencyError(
+            f"{entry.name} is in the package {package}, which is not installed",
+            key=TYPE_KEY,
+            value=request.name.written,
+            fix=f"pip install 'zerotune[{entry.extra}]'",
+        )
+
+
+def _respell_decay(request: Request, log: Filled) -> Request:
+    """DeepSpeed's classes and torch spell ``adam_w_mode`` in their own ways."""
+    params = dict(request.params)
+    if request.entry.name not in ADAM:
+        return request
+    for spelling in _DECAY_SPELLINGS:
+        if spelling in params:
+            value = params.pop(spelling)
+            log.record(
+                f"{SECTION}.{spelling}",
+                value,
+                None,
+                "DeepSpeed's configuration calls it adam_w_mode",
+            )
+            params.setdefault("adam_w_mode", value)
+    name = request.name
+    if name.implementation and params.get("adam_w_mode") is False:
+        # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
+        name = attrs.evolve(name, canonical="Adam")
+    return attrs.evolve(request, name=name, params=params)
 
 
 def _without_foreign(request: Request, log: Filled) -> Request:
@@ -306,21 +219,6 @@ def _without_foreign(request: Request, log: Filled) -> Request:
     return attrs.evolve(request, params=own)
 
 
-def _refuse_clipping(params: Mapping[str, Any]) -> None:
-    if "max_grad_norm" in params:
-        raise InvalidValueError(
-            "clipping is not an argument of the optimizer in DeepSpeed",
-            key=f"{SECTION}.max_grad_norm",
-            value=params["max_grad_norm"],
-            fix="write gradient_clipping at the top level instead",
-        )
-
-
-def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry) -> None:
-    _refuse_clipping(overrides)
-    reject_unknown(overrides, entry.parameter_names, section=SECTION, owner=entry.name)
-
-
 def _still_meant(
     overrides: Mapping[str, Any], entry: OptimizerEntry, log: Filled
 ) -> Mapping[str, Any]:
@@ -334,6 +232,9 @@ def _still_meant(
             "warning",
         )
     return {key: value for key, value in overrides.items() if entry.parameter(key)}
+
+
+# -- What can be had here.
 
 
 def _runnable(
@@ -365,21 +266,6 @@ def _runnable(
         params=_translate(request, log),
     )
     return fallback, capability_of(fallback.entry, situation, table)
-
-
-def _check_installed(request: Request, situation: Situation) -> None:
-    """An optimizer of an optional package is asked for by those who want that one."""
-    entry = request.entry
-    if entry.family != "package" or situation.packages is None or entry.package is None:
-        return
-    package = entry.package.partition(".")[0]
-    if package not in situation.packages:
-        raise MissingDependencyError(
-            f"{entry.name} is in the package {package}, which is not installed",
-            key=TYPE_KEY,
-            value=request.name.written,
-            fix=f"pip install 'zerotune[{entry.extra}]'",
-        )
 
 
 def _why(request: Request, situation: Situation, capability: Capability) -> str:
@@ -420,18 +306,22 @@ def _translate(request: Request, log: Filled) -> dict[str, Any]:
     return params
 
 
+# -- Complete arguments.
+
+
 def _complete(
     request: Request, overrides: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
 ) -> Filled:
     entry = request.entry
     sources = Sources(
+        owner=entry.name,
         section=SECTION,
         written=request.params,
         overrides=overrides,
         suggestions={key: value for key, value in suggestions.items() if entry.parameter(key)},
         plain_defaults=not request.params or request.name.origin == "torch",
     )
-    filled = fill(entry.parameters, sources, entry.name)
+    filled = fill(entry.parameters, sources)
     if "lr" in filled.defaulted:
         filled.defaulted.discard("lr")
         filled.record(
@@ -462,6 +352,53 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
         )
 
 
+def _keep_decay_meaning(request: Request, filled: Filled) -> None:
+    """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
+    values, entry = filled.values, request.entry
+    key = f"{SECTION}.adam_w_mode"
+    if entry.name == "AdamW" and values["adam_w_mode"] is False:
+        values["adam_w_mode"] = True
+        filled.record(
+            key,
+            False,
+            True,
+            "adam_w_mode has no effect on AdamW, whose decay is decoupled; write type Adam with "
+            "adam_w_mode false for L2 decay",
+            "warning",
+        )
+    if entry.name != "Adam" or "adam_w_mode" not in filled.defaulted:
+        return
+    filled.defaulted.discard("adam_w_mode")
+    if request.name.origin == "torch":
+        values["adam_w_mode"] = False
+        filled.record(key, None, False, "torch.optim.Adam decays weights by L2")
+        return
+    filled.record(
+        key,
+        None,
+        True,
+        "DeepSpeed's Adam runs AdamW's decoupled decay unless adam_w_mode is false; write type "
+        "AdamW, or adam_w_mode false for Adam's L2 decay",
+        # Without decay the two are the same algorithm.
+        "warning" if values["weight_decay"] > 0 else "note",
+    )
+
+
+def _match_bf16_states(situation: Situation, filled: Filled) -> None:
+    """Say what DeepSpeed does anyway when the plan keeps optimizer states in bf16."""
+    if situation.bf16_states and filled.values.get("fp32_optimizer_states"):
+        explicit = "fp32_optimizer_states" not in filled.defaulted
+        filled.defaulted.discard("fp32_optimizer_states")
+        filled.values["fp32_optimizer_states"] = False
+        filled.record(
+            f"{SECTION}.fp32_optimizer_states",
+            True if explicit else None,
+            False,
+            "bf16.bf16_optimizer_states keeps the states in bf16",
+            "warning" if explicit else "note",
+        )
+
+
 def _constructor_arguments(
     request: Request, implementation: Implementation, filled: Filled, policy: Policy
 ) -> dict[str, Any]:
@@ -473,7 +410,7 @@ def _constructor_arguments(
             kept[key] = value
         elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
             _drop(entry.parameter(key), implementation, value, filled, policy)
-    record_defaults(filled, SECTION, entry.name, [key for key in kept if key in filled.defaulted])
+    filled.record_defaults(SECTION, entry.name, filled.defaulted & kept.keys())
     return kept
 
 
@@ -498,6 +435,9 @@ def _drop(
 
 def _fix_for_dropped(key: str) -> str:
     return 'set "torch_adam": true' if key == "amsgrad" else "leave it out"
+
+
+# -- What is said about it.
 
 
 def _record_name(

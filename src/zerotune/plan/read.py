@@ -6,7 +6,8 @@ Each takes the class of plan to make: any whose fields are those of ``PlanValue`
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -358,6 +359,9 @@ _LAUNCH: Final = "launch"
 _DEEPEST: Final = 50
 
 
+Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
+
+
 def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _REASON) -> PlanT:
     """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
 
@@ -372,7 +376,7 @@ def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _R
     config = plan.to_dict()
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
     decisions: list[Decision] = []
-    for path, value in _settings(plan, overrides).items():
+    for path, value in settings_by_path(overrides, partial(_written_out, plan)).items():
         before = _put(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
             decisions.append(Decision(key=path, before=before, after=value, reason=reason))
@@ -384,15 +388,24 @@ def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _R
     return with_launch(attrs.evolve(new, decisions=found), section)
 
 
-def _settings(plan: PlanValue, overrides: Any) -> dict[str, Any]:
-    """Path to value, every short name written out; two names for one path are refused."""
+def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
+    """Overrides as path to value.
+
+    Args:
+        overrides: By path, nested, or by names that ``places`` knows.
+        places: From a name as written and its value to the settings it stands for.
+
+    Raises:
+        InvalidValueError: Not a mapping, or a name that is no path.
+        PlanConflictError: Two names for one path, with different values.
+    """
     if not isinstance(overrides, Mapping):
         raise InvalidValueError(
             "must be a mapping", key="overrides", value=overrides, fix='write {"zero_stage": 2}'
         )
     settings: dict[str, Any] = {}
     for written, value in _flattened(overrides, "", 0):
-        for path, each in _written_out(plan, written, value):
+        for path, each in places(written, value):
             if path in settings and settings[path] != each:
                 raise PlanConflictError(
                     "is overridden twice, with different values",
