@@ -18,11 +18,11 @@ from zerotune.training.nonfinite import RollBackNonFinite as RollBackNonFinite
 from zerotune.training.nonfinite import SkipNonFinite as SkipNonFinite
 from zerotune.training.options import RunOptions as RunOptions
 from zerotune.training.plots import plot_loss as plot_loss
-from zerotune.training.plots import plot_report as plot_report
 from zerotune.training.profile import Operator as Operator
 from zerotune.training.profile import Profile as Profile
 from zerotune.training.progress import ProgressBar as ProgressBar
 from zerotune.training.report import Report as Report
+from zerotune.training.report import plot_report as plot_report
 from zerotune.training.sampling import SampleOptions as SampleOptions
 from zerotune.training.save import SaveEvery as SaveEvery
 from zerotune.training.save import SaveEveryInBackground as SaveEveryInBackground

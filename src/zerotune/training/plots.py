@@ -5,27 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from zerotune._util.palette import (
-    HEADER,
-    LINE,
-    PALE,
-    PAPER,
-    PHASES,
-    STRONG,
-    component_colours,
-)
+import attrs
+
+from zerotune._util.palette import HEADER, LINE, PALE, PAPER, STRONG
 from zerotune.errors import DataError, MissingDependencyError
 
-if TYPE_CHECKING:
-    from zerotune.training.report import Report
-
-
 _WINDOW: Final = 20
-_NOTE: Final = 88
-"""Letters of a note that fit its column."""
 _PIXELS_PER_INCH: Final = 120
 
 
@@ -66,12 +53,24 @@ def plot_loss(
     return _write(figure, path)
 
 
-def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
-    """Write the memory table and the split of the step time as PNG.
+@attrs.frozen(kw_only=True)
+class TablePicture:
+    """A table to be drawn; the name in its first column has its colour before it."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    widths: tuple[float, ...]
+    """Shares of the picture: of the colours, then of each column."""
+    colours: Mapping[str, str]
+
+
+def plot_tables(path: str | os.PathLike[str], tables: Sequence[TablePicture]) -> Path:
+    """Write tables below each other as PNG.
 
     Args:
         path: The file; its folder is made.
-        report: What ``Trainer.report`` gave.
+        tables: From top to bottom.
 
     Returns:
         ``path``.
@@ -79,36 +78,12 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    memory = [(*row[:3], shorten(row[3], _NOTE, placeholder=" …")) for row in report.memory_rows()]
-    times = [(*row, _waits(row[0], report)) for row in report.time_rows()]
-    heights = [len(memory) + 1, len(times) + 1]
-    figure = _figure(width=10.0, height=0.32 * sum(heights) + 1.2)
-    upper, lower = figure.subplots(2, 1, height_ratios=heights)
-    _table(
-        upper,
-        title=f"Memory per rank ({report.processes})",
-        header=("component", "where", "size", "what"),
-        rows=memory,
-        widths=(0.02, 0.17, 0.07, 0.12, 0.62),
-        colours=component_colours(()),
-    )
-    _table(
-        lower,
-        title=f"Time per step ({report.steps} steps, {report.steps_per_second:.2f} it/s)",
-        header=("phase", "mean", "share", "waits for"),
-        rows=times,
-        widths=(0.02, 0.17, 0.11, 0.08, 0.62),
-        colours=PHASES,
-    )
+    heights = [len(table.rows) + 1 for table in tables]
+    figure = _figure(width=10.0, height=0.32 * sum(heights) + 0.6 * len(tables))
+    places = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)
+    for axes, table in zip(places[:, 0], tables, strict=True):
+        _draw(axes, table)
     return _write(figure, path)
-
-
-def _waits(phase: str, report: Report) -> str:
-    """What a phase waits for; forward and backward pass are judged together."""
-    for bound in report.bounds:
-        if phase == bound.phase or (phase in ("forward", "backward") and phase in bound.phase):
-            return bound.words
-    return ""
 
 
 def _figure(*, width: float, height: float) -> Any:
@@ -127,26 +102,20 @@ def _figure(*, width: float, height: float) -> Any:
     return figure
 
 
-def _table(
-    axes: Any,
-    *,
-    title: str,
-    header: tuple[str, ...],
-    rows: Sequence[tuple[str, ...]],
-    widths: tuple[float, ...],
-    colours: Mapping[str, str],
-) -> None:
-    """Draw a table; the name in its first column has its colour before it."""
+def _draw(axes: Any, wanted: TablePicture) -> None:
     axes.axis("off")
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_title(wanted.title, loc="left", fontsize=11, fontweight="bold")
+    colours = [wanted.colours.get(row[0], PAPER) for row in wanted.rows]
     table = axes.table(
-        cellText=[("", *row) for row in rows],
-        cellColours=[[colours.get(row[0], PAPER), *[PAPER] * len(row)] for row in rows],
-        colLabels=("", *header),
-        colWidths=widths,
+        cellText=[("", *row) for row in wanted.rows],
+        cellColours=[
+            [colour, *[PAPER] * len(row)] for colour, row in zip(colours, wanted.rows, strict=True)
+        ],
+        colLabels=("", *wanted.header),
+        colWidths=wanted.widths,
         cellLoc="left",
         colLoc="left",
-        bbox=(0, 0, sum(widths), 1),
+        bbox=(0, 0, sum(wanted.widths), 1),
     )
     table.auto_set_font_size(False)
     table.set_fontsize(9)

@@ -6,11 +6,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from zerotune._util.files import write_atomically
+from zerotune._util.palette import PHASES as PHASE_COLOURS
+from zerotune._util.palette import component_colours
 from zerotune._util.table import Block, Column, Line, Page, Row, Table
 from zerotune._util.text import brief_size
 from zerotune.plan.memory.model import PHASES as MOMENTS
@@ -18,12 +21,17 @@ from zerotune.plan.memory.model import PLACES
 from zerotune.plan.text import DURING, PLACE_NAMES
 from zerotune.training.bounds import Bound, bounds
 from zerotune.training.events import PHASES, Callback
+from zerotune.training.plots import TablePicture, plot_loss, plot_tables
 
 if TYPE_CHECKING:
     from zerotune.plan.api import MemoryEstimate
     from zerotune.plan.memory.model import MemoryItem
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator
+
+
+_NOTE: Final = 88
+"""Letters of a note that fit its column in a picture."""
 
 
 @attrs.frozen(kw_only=True)
@@ -155,8 +163,6 @@ class Report:
         Raises:
             MissingDependencyError: matplotlib is not installed.
         """
-        from zerotune.training.plots import plot_loss, plot_report
-
         into = Path(folder)
         into.mkdir(parents=True, exist_ok=True)
         write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
@@ -165,6 +171,44 @@ class Report:
             plot_loss(into / "loss.png", steps=list(steps), losses=self.losses),
             plot_report(into / "memory.png", self),
         )
+
+
+def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
+    """Write the memory table and the split of the step time as PNG.
+
+    Args:
+        path: The file; its folder is made.
+        report: What ``Trainer.report`` gave.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    memory = TablePicture(
+        title=f"Memory per rank ({report.processes})",
+        header=("component", "where", "size", "what"),
+        rows=[(*row[:3], shorten(row[3], _NOTE, placeholder=" …")) for row in report.memory_rows()],
+        widths=(0.02, 0.17, 0.07, 0.12, 0.62),
+        colours=component_colours(()),
+    )
+    times = TablePicture(
+        title=f"Time per step ({report.steps} steps, {report.steps_per_second:.2f} it/s)",
+        header=("phase", "mean", "share", "waits for"),
+        rows=[(*row, _waits(row[0], report.bounds)) for row in report.time_rows()],
+        widths=(0.02, 0.17, 0.11, 0.08, 0.62),
+        colours=PHASE_COLOURS,
+    )
+    return plot_tables(path, (memory, times))
+
+
+def _waits(phase: str, found: Iterable[Bound]) -> str:
+    """What a phase waits for; forward and backward pass are judged together."""
+    for bound in found:
+        if phase == bound.phase or (phase in ("forward", "backward") and phase in bound.phase):
+            return bound.words
+    return ""
 
 
 def _times(rows: Iterable[Row]) -> Table:
