@@ -20,7 +20,7 @@ from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, 
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.memory.estimate import sides
 from zerotune.plan.memory.model import EMAPlace, Workload
-from zerotune.plan.rules import RuleContext, check_plan
+from zerotune.plan.rules import RuleContext
 from zerotune.plan.text import DURING, describe, estimate_data, fits, subject, told_and_defaults
 from zerotune.platform import Platform, detect_platform
 
@@ -297,7 +297,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
             more = [Message(severity="error", key="", text=_TOO_LARGE)]
         messages += more
     elif reading.rest is not None:
-        messages += _also_wrong(reading.rest, state, RuleContext(world_size=setup.world_size))
+        messages += _also_wrong(reading.rest, setup, platform, state)
     return Preview(
         plan=reading.plan,
         resolved=resolved,
@@ -332,40 +332,33 @@ def _resolve(
     model = model_family(setup.family).facts if setup.family else None
     run, assumed = _run(plan, setup)
     context = RuleContext(world_size=setup.world_size, platform=platform, model=model, run=run)
-    findings = check_plan(plan, context)
-    messages = [of_finding(finding) for finding in findings]
+    found = plan.inspect(context, settle=OptimizerResolver(platform=platform).settled)
+    messages = [of_error(refusal.error) for refusal in found.refusals]
+    messages += [of_finding(finding) for finding in found.findings]
     messages += [of_decision(decision) for decision in assumed]
-    if any(finding.severity == "error" for finding in findings):
-        return None, [*messages, *of_decisions(plan.decisions, said=findings)]
-    try:
-        resolved = plan.resolve(
-            platform=platform, model=model, world_size=setup.world_size, run=run
-        )
-        choice = OptimizerResolver(platform=platform).resolve(resolved)
-    except ZeroTuneError as error:
-        return None, [of_error(error), *messages, *of_decisions(plan.decisions, said=findings)]
-    resolved = resolved.with_choices(choice.optimizer, choice.scheduler, choice.decisions)
-    return resolved, [*messages, *_new(findings, resolved.decisions)]
+    decisions = plan.decisions if found.resolved is None else found.resolved.decisions
+    return found.resolved, [*messages, *of_decisions(decisions, said=found.findings)]
 
 
-def _also_wrong(rest: DeepSpeedPlan, state: FormState, context: RuleContext) -> list[Message]:
-    """What the rules refuse among the settings that could be read.
+def _also_wrong(
+    rest: DeepSpeedPlan, setup: Setup, platform: Platform, state: FormState
+) -> list[Message]:
+    """What is refused among the settings that could be read.
 
     Only about what is written: the batch, say, may be missing because it was put aside.
     """
+    run, _ = _run(rest, setup)
     try:
-        findings = check_plan(rest, context)
+        found = rest.inspect(
+            RuleContext(world_size=setup.world_size),
+            settle=OptimizerResolver(platform=platform).settled,
+            resolve_in=RuleContext(world_size=setup.world_size, platform=platform, run=run),
+        )
     except (OverflowError, RecursionError):
         return [Message(severity="error", key="", text=_TOO_LARGE)]
-    return [
-        of_finding(finding)
-        for finding in findings
-        if finding.severity == "error" and is_written(state.config, finding.key)
-    ]
-
-
-def _new(findings: tuple[Finding, ...], decisions: tuple[Decision, ...]) -> list[Message]:
-    return of_decisions(decisions, said=findings)
+    messages = [of_finding(each) for each in found.findings if each.severity == "error"]
+    messages += [of_error(each.error) for each in found.refusals if each.step == "optimizer"]
+    return [each for each in messages if is_written(state.config, each.key)]
 
 
 def _run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:

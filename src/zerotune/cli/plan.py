@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zerotune._util.table import Page
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
-    from zerotune.plan import Advice, DeepSpeedPlan, Finding, MemoryEstimate
+    from zerotune.plan import Advice, DeepSpeedPlan, Finding, MemoryEstimate, ResolvedPlan
     from zerotune.plan.memory.model import Place
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
@@ -182,7 +182,8 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         PlanFileError: The file is missing or cannot be read.
         PlanSyntaxError: It is neither JSON nor YAML.
     """
-    from zerotune.plan import DeepSpeedPlan
+    from zerotune.plan import DeepSpeedPlan, RuleContext
+    from zerotune.platform import Platform
 
     try:
         plan = DeepSpeedPlan.load(file)
@@ -190,38 +191,35 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         raise
     except ZeroTuneError as error:
         return [_from_error("read", error)]
+    inspection = plan.inspect(
+        RuleContext(world_size=world_size),
+        settle=_settled,
+        # The rules look at the file alone, resolving needs a machine: one that can do everything.
+        resolve_in=RuleContext(
+            world_size=world_size,
+            platform=Platform.synthetic("cuda", device_count=world_size),
+            run=_open_run(plan),
+        ),
+    )
     found = [_from_decision("read", decision) for decision in plan.decisions]
-    findings = plan.check(world_size=world_size)
-    found += [_from_finding(finding) for finding in findings]
-    if not any(finding.severity == "error" for finding in findings):
-        told = {problem.key for problem in found}
-        found += [each for each in _found_by_resolving(plan, world_size) if each.key not in told]
-    return found
+    found += [_from_finding(finding) for finding in inspection.findings]
+    told = {problem.key for problem in found}
+    later = [_from_error(refusal.step, refusal.error) for refusal in inspection.refusals]
+    later += [
+        _from_decision("optimizer", decision)
+        for decision in inspection.settled
+        if decision.severity == "warning"
+    ]
+    return [*found, *(each for each in later if each.key not in told)]
 
 
-def _found_by_resolving(plan: DeepSpeedPlan, world_size: int) -> list[Problem]:
-    """What only resolution finds, on a machine that can do everything."""
-    from zerotune.platform import Platform
-
-    machine = Platform.synthetic("cuda", device_count=world_size)
-    try:
-        resolved = plan.resolve(platform=machine, world_size=world_size, run=_open_run(plan))
-    except ZeroTuneError as error:
-        return [_from_error("resolve", error)]
-    if plan.optimizer is None and plan.scheduler is None:
-        return []
+def _settled(resolved: ResolvedPlan) -> ResolvedPlan:
+    if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
+        return resolved
     # A quarter of the command's time, so only where there is something to look at.
     from zerotune.optim.resolver import OptimizerResolver
 
-    try:
-        resolution = OptimizerResolver().resolve(resolved)
-    except ZeroTuneError as error:
-        return [_from_error("optimizer", error)]
-    return [
-        _from_decision("optimizer", decision)
-        for decision in resolution.decisions
-        if decision.severity == "warning"
-    ]
+    return OptimizerResolver().settled(resolved)
 
 
 def _open_run(plan: DeepSpeedPlan) -> Any:

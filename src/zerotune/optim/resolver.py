@@ -143,8 +143,17 @@ class OptimizerResolver:
         Raises:
             OptimizerError: As ``resolve``.
         """
+        settled = self.settled(resolved)
+        announce(settled.decisions[len(resolved.decisions) :])
+        return settled
+
+    def settled(self, resolved: ResolvedPlan) -> ResolvedPlan:
+        """As ``apply``, without announcing anything.
+
+        Raises:
+            OptimizerError: As ``resolve``.
+        """
         resolution = self.resolve(resolved)
-        announce(resolution.decisions)
         return resolved.with_choices(
             resolution.optimizer, resolution.scheduler, resolution.decisions
         )

@@ -15,6 +15,7 @@ from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.memory.estimate import count, estimate_resolved, sides
 from zerotune.plan.memory.model import PLACES, EMAPlace, EstimateValue, Phase, Place, Workload
 from zerotune.plan.model import (
+    Context,
     ModelFacts,
     OffloadSection,
     PlanValue,
@@ -228,21 +229,25 @@ class Request:
     made_as: type[CandidateValue]
     """The class of the candidates."""
 
+    @property
+    def context(self) -> Context:
+        """Where the candidates are to run."""
+        return Context(world_size=self.world_size, platform=self.platform, model=self.model)
+
 
 def advise(
+    plan: PlanValue,
     model: ModelFacts | str | Any,
+    context: Context,
     *,
     vram: int | str | None,
     ram: int | str | None,
     nvme: int | str,
     batch: int,
     resolution: int | tuple[int, int] | None,
-    world_size: int,
     ema: EMAPlace,
     frozen_bytes: int,
     reserve: float,
-    platform: Platform | None,
-    plan: PlanValue,
     into: type[AdviceT],
 ) -> AdviceT:
     """See ``DeepSpeedPlan.advise``."""
@@ -251,13 +256,13 @@ def advise(
     height, width = sides(resolution)
     device = None if vram is None else parse_size(vram, key="vram")
     host = None if ram is None else parse_size(ram, key="ram")
-    platform = _machine(platform, device, host, world_size)
+    platform = _machine(context, device, host)
     budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
     request = Request(
         model=as_facts(model),
         platform=platform,
         budget=budget,
-        world_size=world_size,
+        world_size=context.world_size,
         workload=Workload(
             batch=count(batch, "batch"),
             height=height,
@@ -271,15 +276,13 @@ def advise(
     return _first_that_fits(request, into)
 
 
-def _machine(
-    platform: Platform | None, device: int | None, host: int | None, world_size: int
-) -> Platform:
+def _machine(context: Context, device: int | None, host: int | None) -> Platform:
     from zerotune.platform import Platform, detect_platform
 
-    if platform is not None:
-        return platform
+    if context.platform is not None:
+        return context.platform
     if device is not None and host is not None:
-        return Platform.synthetic("cuda", vram=device, ram=host, device_count=world_size)
+        return Platform.synthetic("cuda", vram=device, ram=host, device_count=context.world_size)
     return detect_platform(log=False)
 
 
@@ -341,15 +344,8 @@ def _sensible(request: Request, layout: Layout) -> bool:
 
 def _resolved(request: Request, layout: Layout) -> tuple[Layout, PlanValue, ResolvedValue]:
     plan = _laid_out(request, layout)
-    resolved = resolve(
-        plan,
-        platform=request.platform,
-        model=request.model,
-        world_size=request.world_size,
-        run=None,
-        deepspeed=True,
-        into=request.made_as.estimate_class.resolved_class,
-    )
+    into = request.made_as.estimate_class.resolved_class
+    resolved = resolve(plan, request.context, into=into)
     return layout, plan, resolved
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
 from zerotune.decisions import announce
-from zerotune.plan import advise, diff, read, resolve, text, write
+from zerotune.plan import advise, diff, inspection, read, resolve, text, write
 from zerotune.plan.memory import estimate, traffic
 from zerotune.plan.memory.model import EMAPlace, EstimateValue, Workload
 from zerotune.plan.model import (
@@ -414,14 +414,35 @@ class DeepSpeedPlan(PlanValue):
         Raises:
             PlanError: The plan cannot run like this; the message names key, reason and fix.
         """
-        return resolve.resolve(
-            self,
+        context = Context(
+            world_size=world_size,
             platform=platform,
             model=model,
-            world_size=world_size,
-            run=run,
-            deepspeed=deepspeed,
-            into=ResolvedPlan,
+            run=run or RunFacts(),
+            uses_deepspeed=deepspeed,
+        )
+        return resolve.resolve(self, context, into=ResolvedPlan)
+
+    def inspect(
+        self,
+        context: Context,
+        *,
+        settle: Callable[[ResolvedPlan], ResolvedPlan],
+        resolve_in: Context | None = None,
+    ) -> inspection.Inspection[ResolvedPlan]:
+        """Everything that stops this plan or deserves a word, and what it becomes.
+
+        ``check`` asks the rules alone. Here the plan is resolved as well, and its optimizer and
+        schedule are settled; they are looked at also where a rule refuses something else.
+
+        Args:
+            context: Where the plan is to run, as the rules are to see it.
+            settle: Settles optimizer and schedule, as ``OptimizerResolver().settled`` does.
+            resolve_in: Where it is resolved, instead of ``context``: with a machine and a run
+                that the rules are not to speak of.
+        """
+        return inspection.inspect(
+            self, context, settle=settle, resolve_in=resolve_in, into=ResolvedPlan
         )
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
@@ -496,18 +517,17 @@ class DeepSpeedPlan(PlanValue):
             optimizer=optimizer,
         )
         return advise.advise(
+            plan,
             model,
+            Context(world_size=world_size, platform=platform),
             vram=vram,
             ram=ram,
             nvme=nvme,
             batch=batch,
             resolution=resolution,
-            world_size=world_size,
             ema=ema,
             frozen_bytes=frozen_bytes,
             reserve=reserve,
-            platform=platform,
-            plan=plan,
             into=Advice,
         )
 
@@ -545,9 +565,7 @@ class DeepSpeedPlan(PlanValue):
         return estimate.estimate_plan(
             self,
             model,
-            platform=platform,
-            world_size=world_size,
-            run=run,
+            Context(world_size=world_size, platform=platform, run=run or RunFacts()),
             batch=batch,
             resolution=resolution,
             ema=ema,

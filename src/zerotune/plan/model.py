@@ -1662,6 +1662,17 @@ class ResolvedValue:
     """What ``zerotune.optim`` settled on; ``None``: none, or before ``with_choices``."""
 
     @property
+    def context(self) -> Context:
+        """Where it runs, as rules and estimates look at it."""
+        return Context(
+            world_size=self.world_size,
+            platform=self.platform,
+            model=self.model,
+            run=self.run,
+            uses_deepspeed=self.uses_deepspeed,
+        )
+
+    @property
     def stage(self) -> int:
         """ZeRO stage; 0 when the plain engine trains."""
         stage = self.plan.stage

@@ -25,14 +25,12 @@ from zerotune.plan.fill import (
 from zerotune.plan.model import (
     AUTO,
     Context,
-    ModelFacts,
     OffloadSection,
     PlanValue,
     ResolvedT,
     ResolvedValue,
     RunFacts,
     ZeroSection,
-    check_world_size,
     evolved,
 )
 from zerotune.plan.rules import check_plan
@@ -170,36 +168,23 @@ def _fix_for(path: str) -> str:
 DEFAULT_CLIPPING = 1.0
 
 
-def resolve(
-    requested: PlanValue,
-    *,
-    platform: Platform | None,
-    model: ModelFacts | None,
-    world_size: int,
-    run: RunFacts | None,
-    deepspeed: bool,
-    into: type[ResolvedT],
-) -> ResolvedT:
-    """See ``DeepSpeedPlan.resolve``."""
-    check_world_size(world_size)
-    if platform is None:
-        from zerotune.platform import detect_platform
+def resolve(requested: PlanValue, context: Context, *, into: type[ResolvedT]) -> ResolvedT:
+    """See ``DeepSpeedPlan.resolve``.
 
-        platform = detect_platform()
-    run = run or RunFacts()
-    uses_deepspeed = deepspeed and platform.deepspeed.available
+    Args:
+        requested: The plan.
+        context: Where it is to run; a platform that is not given is detected.
+        into: The class of resolved plan to make.
+    """
+    platform = context.platform or _this_machine()
+    asked = not context.uses_deepspeed
+    uses_deepspeed = platform.deepspeed.available and not asked
+    context = attrs.evolve(context, platform=platform, uses_deepspeed=uses_deepspeed)
     decisions = list(requested.decisions)
     plan = requested
     if not uses_deepspeed:
-        plan = _without_deepspeed(plan, platform, asked=not deepspeed, decisions=decisions)
+        plan = _without_deepspeed(plan, platform, asked=asked, decisions=decisions)
     plan = _without_inactive_offload(_with_stage(plan, decisions), decisions)
-    context = Context(
-        world_size=world_size,
-        platform=platform,
-        model=model,
-        run=run,
-        uses_deepspeed=uses_deepspeed,
-    )
     plan = _apply_rules(plan, context, decisions)
     filler = _filler(plan, context, platform)
     plan = _filled(plan, filler, context)
@@ -207,13 +192,19 @@ def resolve(
         requested=requested,
         plan=plan,
         platform=platform,
-        world_size=world_size,
-        model=model,
-        run=run,
+        world_size=context.world_size,
+        model=context.model,
+        run=context.run,
         uses_deepspeed=uses_deepspeed,
         precision=filler.precision,
         decisions=(*decisions, *filler.decisions),
     )
+
+
+def _this_machine() -> Platform:
+    from zerotune.platform import detect_platform  # which imports torch, and takes seconds
+
+    return detect_platform()
 
 
 def _filler(plan: PlanValue, context: Context, platform: Platform) -> Filler:

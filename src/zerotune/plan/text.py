@@ -77,14 +77,7 @@ def resolved_page(resolved: ResolvedValue) -> Page:
 
 def resolved_markdown(resolved: ResolvedValue) -> str:
     """What ``resolved_page`` says, and what the rules find besides, as Markdown."""
-    context = Context(
-        world_size=resolved.world_size,
-        platform=resolved.platform,
-        model=resolved.model,
-        run=resolved.run,
-        uses_deepspeed=resolved.uses_deepspeed,
-    )
-    findings = check_plan(resolved.requested, context)
+    findings = check_plan(resolved.requested, resolved.context)
     page = resolved_page(resolved)
     # Errors cannot be here, and warnings are decisions already.
     notes = findings_table(finding for finding in findings if finding.severity == "note")

@@ -26,6 +26,7 @@ from zerotune.plan.memory.model import (
 from zerotune.plan.memory.states import states_per_element
 from zerotune.plan.model import (
     AioSection,
+    Context,
     ModelFacts,
     OffloadSection,
     PlanValue,
@@ -35,8 +36,7 @@ from zerotune.plan.model import (
 from zerotune.plan.resolve import resolve
 
 if TYPE_CHECKING:
-    from zerotune.plan.model import RunFacts
-    from zerotune.platform import Platform
+    pass
 
 
 MIB: Final = 1024**2
@@ -559,10 +559,8 @@ _HAS_CONTEXT: Final = frozenset({"cuda", "rocm", "xpu"})
 def estimate_plan(
     plan: PlanValue,
     model: ModelFacts | str | Any,
+    context: Context,
     *,
-    platform: Platform | None,
-    world_size: int,
-    run: RunFacts | None,
     batch: int | None,
     resolution: int | tuple[int, int] | None,
     ema: EMAPlace,
@@ -576,15 +574,8 @@ def estimate_plan(
     if batch is not None:
         micro = count(batch, "batch")
         plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
-    resolved = resolve(
-        plan,
-        platform=platform,
-        model=facts,
-        world_size=world_size,
-        run=run,
-        deepspeed=True,
-        into=into.resolved_class,
-    )
+    context = attrs.evolve(context, model=facts)
+    resolved = resolve(plan, context, into=into.resolved_class)
     if resolution is None and isinstance(model, str):
         resolution = model_family(model).resolution
     height, width = sides(resolution)

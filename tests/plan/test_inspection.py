@@ -1,0 +1,69 @@
+"""One inspection finds all that is wrong, and everybody who tells of a plan tells the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerotune import cli
+from zerotune.optim import OptimizerResolver
+from zerotune.plan import DeepSpeedPlan, RuleContext
+from zerotune.platform import Platform
+
+NVME = "zero_optimization.offload_optimizer.device"
+TWICE_WRONG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+    "optimizer": {"type": "AdaBelief", "params": {"lr": 1e-4}},
+}
+
+
+def inspected(config):
+    context = RuleContext(platform=Platform.synthetic("cuda"))
+    plan = DeepSpeedPlan.from_dict(config)
+    return plan.inspect(context, settle=OptimizerResolver().settled)
+
+
+def test_an_unknown_optimizer_is_found_beside_what_a_rule_refuses():
+    found = inspected(TWICE_WRONG)
+    assert [each.key for each in found.findings if each.severity == "error"] == [NVME]
+    assert [(each.step, each.error.key) for each in found.refusals] == [
+        ("optimizer", "optimizer.type")
+    ]
+    assert found.resolved is None
+
+
+def test_the_command_tells_both(tmp_path, capsys):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(TWICE_WRONG))
+    assert cli.main(["plan", "check", str(file), "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    errors = [each["key"] for each in findings if each["severity"] == "error"]
+    assert errors == [NVME, "optimizer.type"]
+
+
+@pytest.mark.parametrize("unreadable", [{}, {"steps_per_print": "often"}])
+def test_the_builder_tells_both(unreadable):
+    pytest.importorskip("starlette")
+    from zerotune.builder.forms import FormState
+    from zerotune.builder.preview import Machines, understand
+
+    preview = understand(FormState(config={**TWICE_WRONG, **unreadable}), Machines())
+    errors = [message.key for message in preview.messages if message.severity == "error"]
+    assert sorted(errors) == sorted([NVME, "optimizer.type", *unreadable])
+
+
+def test_what_is_right_is_resolved_and_settled():
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+    found = inspected({"zero_optimization": {"stage": 2}, "optimizer": optimizer})
+    assert found.refusals == ()
+    assert found.resolved is not None
+    assert found.resolved.optimizer is not None
+    assert found.settled == found.resolved.decisions[-len(found.settled) :]
+
+
+def test_what_only_the_optimizer_refuses_is_said_once():
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdaBelief"}}
+    found = inspected(config)
+    assert [each.step for each in found.refusals] == ["optimizer"]
