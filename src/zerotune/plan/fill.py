@@ -1,4 +1,7 @@
-"""The batch triple: train batch = micro batch x accumulation x world size."""
+"""What a plan leaves open, filled in: batch, clipping, precision, every key of ZeRO and ``aio``.
+
+Rules and estimates ask the same functions, so that each answer is worked out in one place.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import attrs
 
+from zerotune._util.numbers import is_number
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan import sizing
@@ -19,6 +23,7 @@ from zerotune.plan.model import (
     AioSection,
     Bf16Section,
     Choice,
+    Context,
     Fp16Section,
     ModelFacts,
     OffloadSection,
@@ -33,6 +38,9 @@ from zerotune.plan.model import (
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
+
+
+# -- The batch triple: train batch = micro batch x accumulation x world size.
 
 
 TRAIN = "train_batch_size"
@@ -221,6 +229,42 @@ def _filled(key: str, before: Any, after: int, reason: str) -> Decision:
     return Decision(key=key, before=before, after=after, reason=reason)
 
 
+# -- How gradients are clipped.
+
+
+DEFAULT_CLIPPING = 1.0
+
+
+class Clipping(NamedTuple):
+    """The largest norm of the gradient, and who says so."""
+
+    norm: float
+    """0: off."""
+    reason: str
+
+
+def clipping_sources(plan: PlanValue, run: RunFacts) -> tuple[tuple[Any, str], ...]:
+    """Everything that may say how gradients are clipped; the first number stands."""
+    params = (plan.optimizer.params if plan.optimizer else None) or {}
+    return (
+        (plan.gradient_clipping, "the configuration says so"),
+        (run.gradient_clipping, "the run says so"),
+        (
+            plan.launch.gradient_clipping if plan.launch else None,
+            "the launcher's file says so",
+        ),
+        (params.get("max_grad_norm"), "optimizer.params.max_grad_norm says so"),
+    )
+
+
+def clipping(plan: PlanValue, run: RunFacts) -> Clipping:
+    """How gradients are clipped, and why."""
+    for value, reason in clipping_sources(plan, run):
+        if is_number(value):
+            return Clipping(float(value), reason)
+    return Clipping(DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
+
+
 # -- Which precision trains: what was asked, and what the platform can do.
 
 
@@ -333,11 +377,16 @@ def _precision_overruled(asked: str, used: str, who: str) -> Decision:
     )
 
 
+def rehearses_in_bf16(platform: Platform) -> bool:
+    """Whether fp16 becomes bf16 there: on a CPU that has the one and not the other."""
+    return platform.accelerator == "cpu" and platform.bf16 and not platform.fp16
+
+
 def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decision]) -> str:
     works = {"bf16": platform.bf16, "fp16": platform.fp16, "fp32": True}
     if works[precision]:
         return precision
-    if precision == "fp16" and platform.accelerator == "cpu" and platform.bf16:
+    if precision == "fp16" and rehearses_in_bf16(platform):
         # A CPU run is a rehearsal of a GPU configuration: bf16 takes the same memory, and
         # DeepSpeed's CPU accelerator refuses fp16 outright.
         decisions.append(
@@ -377,7 +426,7 @@ def swaps_parameters(zero: ZeroSection, filler: Filler, aio: AioSection | None) 
     section = zero.offload_param
     if section is None or section.device != "nvme":
         return False
-    stay = _swapping_number(section.max_in_cpu)
+    stay = _whole(section.max_in_cpu)
     swapping = _swapping(filler, aio)
     return stay == 0 if swapping is None else swapping.happens(stay)
 
@@ -503,7 +552,7 @@ def _swapping(filler: Filler, aio: AioSection | None) -> sizing.Swapping | None:
         model=filler.model,
         world_size=filler.world_size,
         element_bytes=filler.element_bytes,
-        block_bytes=_swapping_number(written) or _AIO_BLOCK,
+        block_bytes=_whole(written) or _AIO_BLOCK,
     )
 
 
@@ -518,7 +567,7 @@ def _buffer_need(swapping: sizing.Swapping | None, zero: ZeroSection) -> tuple[i
     if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
         return part, what
     group = sizing.largest_sub_group(
-        swapping.model, swapping.world_size, _swapping_number(zero.sub_group_size)
+        swapping.model, swapping.world_size, _whole(zero.sub_group_size)
     )
     return max(part, group), (
         "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
@@ -546,7 +595,7 @@ def _without_auto_path(section: OffloadSection, path: str, filler: Filler) -> Of
     return section
 
 
-def _swapping_number(value: Any) -> int:
+def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
@@ -570,11 +619,24 @@ class Filler:
     """What filling needs to know, and the decisions it makes."""
 
     stage: int
-    platform: Platform
-    model: ModelFacts | None
-    world_size: int
+    context: Context
     precision: str
     decisions: list[Decision] = attrs.field(factory=list)
+
+    @property
+    def platform(self) -> Platform:
+        """The machine."""
+        return self.context.machine
+
+    @property
+    def model(self) -> ModelFacts | None:
+        """The model, where it is known."""
+        return self.context.model
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.context.world_size
 
     @property
     def element_bytes(self) -> int:

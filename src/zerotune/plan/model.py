@@ -1628,6 +1628,17 @@ class Context:
     uses_deepspeed: bool = True
     """``False``: the plain engine trains, and what only concerns ZeRO is not looked at."""
 
+    @property
+    def machine(self) -> Platform:
+        """The platform, where nothing can be said without one."""
+        if self.platform is None:
+            raise UnresolvedPlanError(
+                "the machine is not known",
+                key="platform",
+                fix="pass zerotune.platform.detect_platform(), or a Platform.synthetic(…)",
+            )
+        return self.platform
+
 
 # -- What will run: nothing automatic left, tied to a platform, a world size and a model.
 

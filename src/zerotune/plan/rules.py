@@ -1,7 +1,8 @@
 """The rules a plan is checked against: one function each, with an id, a severity and a fix.
 
-An *error* stops ``resolve``; a *warning* becomes a decision of the resolved plan; a *note* is
-only reported by ``DeepSpeedPlan.check``. ``RULES`` is the table the documentation is made from.
+A condition is written once and yields findings. ``DeepSpeedPlan.check`` collects them; resolving
+raises an *error*, does what a *warning* says and records it, and passes over a *note*. ``RULES`` is
+the table the documentation is made from.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from zerotune.plan.fill import (
     ACCUMULATION,
     MICRO,
     OPTIMIZER_BUFFERS,
+    clipping,
+    clipping_sources,
     decide_precision,
     optimizer_buffers,
     pins_exactly,
+    rehearses_in_bf16,
     solve_batch,
 )
 from zerotune.plan.model import (
@@ -58,8 +62,10 @@ class Finding:
     fix: str
     after: Any = UNSET
     """What resolution makes of it; ``None``: left out; unset: it stays."""
+    because: str = attrs.field(default="", eq=False)
+    """Why resolution makes that of it, where reason and fix do not say it."""
     recorded_elsewhere: bool = attrs.field(default=False, eq=False)
-    """Whether resolution or the optimizer's settling records a decision of its own on it."""
+    """Whether a later step repairs it and records why."""
     error: PlanError | None = attrs.field(default=None, eq=False)
     """The error to raise when it is not the usual ``PlanConflictError``."""
 
@@ -75,7 +81,7 @@ class Finding:
             key=self.key,
             before=self.value,
             after=self.value if self.after is UNSET else self.after,
-            reason=f"{self.reason}; {self.fix}",
+            reason=self.because or f"{self.reason}; {self.fix}",
             severity="note" if self.severity == "note" else "warning",
         )
 
@@ -116,7 +122,14 @@ class Report:
         self._recorded_elsewhere = recorded_elsewhere
 
     def __call__(
-        self, key: str, value: Any, reason: str, fix: str, *, after: Any = UNSET
+        self,
+        key: str,
+        value: Any,
+        reason: str,
+        fix: str,
+        *,
+        after: Any = UNSET,
+        because: str = "",
     ) -> Finding:
         """A finding of this rule."""
         return Finding(
@@ -127,6 +140,7 @@ class Report:
             reason=reason,
             fix=fix,
             after=after,
+            because=because,
             recorded_elsewhere=self._recorded_elsewhere,
         )
 
@@ -145,8 +159,6 @@ class Report:
 
 _Function = Callable[["PlanValue", Context, Report], Iterator[Finding]]
 
-_registered: list[Rule] = []
-
 
 def rule(
     rule_id: str,
@@ -154,8 +166,8 @@ def rule(
     *,
     only_deepspeed: bool = True,
     recorded_elsewhere: bool = False,
-) -> Callable[[_Function], _Function]:
-    """Register a rule.
+) -> Callable[[_Function], Rule]:
+    """Make a rule of a function; ``RULES`` lists it.
 
     The first line of the function's docstring says what is wrong, the rest what to do about it.
 
@@ -163,42 +175,23 @@ def rule(
         rule_id: The rule's name.
         severity: What a finding means; see the module.
         only_deepspeed: Whether it concerns only runs that DeepSpeed trains.
-        recorded_elsewhere: Whether whoever repairs it records the decision, so that a warning of
-            this rule must not become a second one.
+        recorded_elsewhere: Whether a later step repairs it and knows better why: what fills the
+            plan, or ``zerotune.optim``. A warning of this rule is then no second decision.
     """
     report = Report(rule_id, severity, recorded_elsewhere)
 
-    def register(function: _Function) -> _Function:
+    def made(function: _Function) -> Rule:
         summary, _, advice = (function.__doc__ or "").strip().partition("\n")
-        _registered.append(
-            Rule(
-                id=rule_id,
-                severity=severity,
-                summary=summary,
-                advice=" ".join(advice.split()),
-                check=lambda plan, context: function(plan, context, report),
-                only_deepspeed=only_deepspeed,
-            )
+        return Rule(
+            id=rule_id,
+            severity=severity,
+            summary=summary,
+            advice=" ".join(advice.split()),
+            check=lambda plan, context: function(plan, context, report),
+            only_deepspeed=only_deepspeed,
         )
-        return function
 
-    return register
-
-
-def registered() -> tuple[Rule, ...]:
-    """The rules registered so far."""
-    return tuple(_registered)
-
-
-def all_rules() -> tuple[Rule, ...]:
-    """Every rule, in the order they are checked."""
-    return RULES
-
-
-def check_plan(plan: PlanValue, context: Context) -> tuple[Finding, ...]:
-    """Everything the rules find, errors first, otherwise in the order of the rules."""
-    findings = [finding for each in all_rules() for finding in each(plan, context)]
-    return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
+    return made
 
 
 # -- What several subjects ask a plan.
@@ -243,10 +236,7 @@ def integer(value: Any) -> int | None:
 
 def clips(plan: PlanValue, context: Context) -> bool:
     """Whether gradients are clipped: unless something says 0, zerotune clips."""
-    launched = plan.launch.gradient_clipping if plan.launch else None
-    sources = (plan.gradient_clipping, context.run.gradient_clipping, launched)
-    first = next((value for value in map(number, sources) if value is not None), 1.0)
-    return first != 0
+    return clipping(plan, context.run).norm != 0
 
 
 def set_twice(plan: PlanValue, report: Report, key: str, places: dict[str, Any]) -> Findings:
@@ -370,7 +360,7 @@ def offload_param(plan: PlanValue, _context: Context, report: Report) -> Finding
         )
 
 
-@rule("offload-without-device", "warning", recorded_elsewhere=True)
+@rule("offload-without-device", "warning")
 def offload_without_device(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """An offload section without a device offloads nothing: DeepSpeed's default is ``"none"``.
 
@@ -384,6 +374,8 @@ def offload_without_device(plan: PlanValue, _context: Context, report: Report) -
                 section.device,
                 'DeepSpeed reads this as "none", so nothing is offloaded',
                 'write "cpu" (or "nvme" at stage 3), or remove the section',
+                after="none",
+                because="which is what DeepSpeed makes of it; name a device to offload",
             )
 
 
@@ -608,10 +600,7 @@ def clipping_unset(plan: PlanValue, context: Context, report: Report) -> Finding
 
     Write ``gradient_clipping``; 0 switches clipping off.
     """
-    launched = plan.launch.gradient_clipping if plan.launch else None
-    params = (plan.optimizer.params if plan.optimizer else None) or {}
-    written = (plan.gradient_clipping, launched, params.get("max_grad_norm"))
-    if any(value is not None for value in (*written, context.run.gradient_clipping)):
+    if any(value is not None for value, _ in clipping_sources(plan, context.run)):
         return
     yield report(
         _CLIPPING,
@@ -688,10 +677,7 @@ def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
 
     Resolution trains in bf16 there, which takes the same memory and needs no loss scaling.
     """
-    platform = context.platform
-    if platform is None or platform.accelerator != "cpu" or platform.fp16 or not platform.bf16:
-        return
-    if plan.precision == "fp16":
+    if plan.precision == "fp16" and context.platform and rehearses_in_bf16(context.platform):
         yield report(
             "fp16.enabled",
             True,
@@ -1037,19 +1023,26 @@ _LARGE_BUCKET: Final = 512 * 1024**2
 """Bytes of reduce buckets that deserve a note; those sized by resolution take a tenth."""
 
 
-@rule("stage-auto", "warning", recorded_elsewhere=True)
+@rule("stage-auto", "warning")
 def stage_auto(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """DeepSpeed reads a stage of ``"auto"`` as 0, in silence.
 
     Write a number. Resolution chooses 2, or 3 where what is offloaded needs it.
     """
-    if plan.stage == AUTO:
-        yield report(
-            "zero_optimization.stage",
-            AUTO,
-            "DeepSpeed itself drops the key and trains at stage 0",
-            "write 0, 1, 2 or 3",
-        )
+    if plan.stage != AUTO:
+        return
+    needs_three = plan.offload_param_device in ("cpu", "nvme") or (
+        plan.offload_optimizer_device == "nvme"
+    )
+    why = "what is offloaded needs stage 3" if needs_three else "partitions all but the weights"
+    yield report(
+        "zero_optimization.stage",
+        AUTO,
+        "DeepSpeed itself drops the key and trains at stage 0",
+        "write 0, 1, 2 or 3",
+        after=3 if needs_three else 2,
+        because=f"{why}; DeepSpeed itself would silently use stage 0",
+    )
 
 
 @rule("removed-section", "error")
@@ -1250,10 +1243,70 @@ def activation_checkpointing(plan: PlanValue, _context: Context, report: Report)
         )
 
 
-# -- The rules themselves, by subject. Importing them registers them with ``zerotune.plan.rules``.
+# -- The rules, in the order they are checked.
 #
 # What a rule says of DeepSpeed was read in the code of 0.19.8, or seen when it ran.
 
 
-RULES = registered()
+RULES: Final = (
+    batch_triple,
+    accumulation_twice,
+    world_size,
+    micro_batch_unset,
+    offload_at_stage_0,
+    offload_param,
+    offload_without_device,
+    param_offload_alone,
+    partial_offload,
+    partial_offload_untested,
+    super_offload_accelerator,
+    super_offload,
+    pinned_memory,
+    one_bit,
+    muon_reduce_scatter,
+    muon_convolutions,
+    clipping_twice,
+    clipping_unset,
+    precision_conflict,
+    precision_unsupported,
+    fp16_on_cpu,
+    bf16_emulated,
+    fixed_loss_scale,
+    bf16_master_weights,
+    no_warmup,
+    warmup_too_long,
+    scheduler_total,
+    scheduler_cycle,
+    range_test,
+    nvme_optimizer,
+    nvme_optimizer_buffers,
+    nvme_pipeline_buffers,
+    nvme_sub_group_size,
+    nvme_param_prefetch,
+    stage_auto,
+    removed_section,
+    unknown_keys,
+    legacy_stage_1,
+    gradient_norm,
+    gradient_sum,
+    zenflow,
+    zero_plus_plus,
+    stage_3_flag,
+    large_bucket,
+    activation_checkpointing,
+)
 """Every rule, in the order they are checked."""
+
+FIRST: Final = (stage_auto, offload_without_device)
+"""Those whose repair the others build on."""
+
+
+def all_rules() -> tuple[Rule, ...]:
+    """Every rule, in the order they are checked."""
+    return RULES
+
+
+def check_plan(plan: PlanValue, context: Context) -> tuple[Finding, ...]:
+    """Everything the rules find, errors first, otherwise in the order of the rules."""
+    findings = [finding for each in RULES for finding in each(plan, context)]
+    return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
