@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -71,7 +70,7 @@ class Situation:
             offload=resolved.offload_optimizer if resolved.uses_deepspeed else "none",
             precision=resolved.precision,
             accelerator=accelerator,
-            versions={**optional_versions(), **platform.versions},
+            versions=platform.versions,
             # The resolved plan writes every key; only the request tells what the user wrote.
             allow_untested=_flag(resolved.requested.zero_allow_untested_optimizer),
             force_cpu=_flag(resolved.requested.zero_force_ds_cpu_optimizer),
@@ -95,7 +94,10 @@ class Situation:
 
     def before(self, package: str, *release: int) -> bool:
         """Whether the installed ``package`` is older than ``release``; ``False`` when unknown."""
-        found = release_of(self.versions.get(package, ""))
+        version = self.versions.get(package)
+        if version is None and package in (self.packages or ()):
+            version = installed_version(package)
+        found = release_of(version or "")
         return bool(found) and found < release
 
     def __str__(self) -> str:
@@ -113,13 +115,14 @@ def installed_packages() -> frozenset[str]:
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
 
 
-def optional_versions() -> dict[str, str]:
-    """Versions of those of them that were installed as distributions."""
-    found = {}
-    for name in OPTIONAL_PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+def installed_version(name: str) -> str | None:
+    """Version of a package; ``None`` where it was not installed as a distribution."""
+    # Late: looking it up takes longer than everything else here.
+    from importlib.metadata import PackageNotFoundError, version
+
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
 
 
 def release_of(version: str) -> tuple[int, ...]:
