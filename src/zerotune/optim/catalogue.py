@@ -17,7 +17,7 @@ from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.entries import DEEPSPEED_ENTRIES, OWN_ENTRIES, PACKAGE_ENTRIES, TORCH_ENTRIES
 from zerotune.optim.parameters import OptimizerEntry
 
-TYPE_KEY: Final = "optimizer.type"
+OPTIMIZER_TYPE: Final = "optimizer.type"
 
 DEFAULT_OPTIMIZER: Final = "AdamW"
 
@@ -122,7 +122,7 @@ def normalise_optimizer_name(name: str) -> str:
     return parse_optimizer_name(name).canonical
 
 
-def parse_optimizer_name(name: Any, *, key: str = TYPE_KEY) -> OptimizerName:
+def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerName:
     """``normalise_optimizer_name`` that also tells how the name was written.
 
     Args:
@@ -139,8 +139,7 @@ def parse_optimizer_name(name: Any, *, key: str = TYPE_KEY) -> OptimizerName:
         )
     prefix, _, last = name.strip().rpartition(".")
     origin = _origin(prefix)
-    word = squash(last)
-    canonical = _BY_WORD.get(word)
+    canonical = last if last in OPTIMIZERS else _BY_WORD.get(squash(last))
     known = canonical is not None and _belongs(canonical, origin)
     if origin is None or canonical is None or not known:
         raise _unknown(name, last, prefix, key)
@@ -148,7 +147,7 @@ def parse_optimizer_name(name: Any, *, key: str = TYPE_KEY) -> OptimizerName:
         canonical=canonical,
         written=name,
         origin=origin,
-        implementation=word in IMPLEMENTATION_NAMES,
+        implementation=last != canonical and squash(last) in IMPLEMENTATION_NAMES,
     )
 
 

@@ -15,6 +15,7 @@ from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
 from zerotune.optim.catalogue import (
     DEFAULT_OPTIMIZER,
+    OPTIMIZER_TYPE,
     OPTIMIZERS,
     normalise_optimizer_name,
     parse_optimizer_name,
@@ -30,13 +31,19 @@ from zerotune.optim.groups import (
 from zerotune.optim.parameters import Suggestion
 from zerotune.optim.schedule import (
     DEFAULT_SCHEDULER,
+    SCHEDULER_TYPE,
     SCHEDULERS,
-    ScheduleRequest,
     normalise_scheduler_name,
+)
+from zerotune.optim.settle import (
+    Policy,
+    Request,
+    ScheduleRequest,
+    Settled,
     per_group_schedule,
+    settle,
     settle_schedule,
 )
-from zerotune.optim.settle import Policy, Request, Settled, settle
 from zerotune.plan.model import OptimizerChoice, SchedulerChoice, is_auto
 from zerotune.plan.read import SHORT_NAMES, settings_by_path
 from zerotune.plan.schedules import lr_at
@@ -85,7 +92,7 @@ class OptimizerResolver:
     ``{"scheduler.type": None}`` for a constant learning rate."""
     groups: ParameterGroups | None = None
     """Which parameters get which arguments; ``None``: all get the same."""
-    muon: MuonPatterns = attrs.field(factory=MuonPatterns)
+    muon: MuonPatterns = attrs.field(default=MuonPatterns())
     """Which parameters Muon updates; without effect on other optimizers."""
     platform: Platform | None = None
     """``Platform`` that ``capability`` asks about when no plan is at hand."""
@@ -243,7 +250,7 @@ class OptimizerResolver:
 
 _OPTIMIZER: Final = "optimizer.params."
 _SCHEDULER: Final = "scheduler.params."
-_TYPES: Final = frozenset({"optimizer.type", "scheduler.type"})
+_TYPES: Final = frozenset({OPTIMIZER_TYPE, SCHEDULER_TYPE})
 
 
 def _read_overrides(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -278,7 +285,7 @@ def _below(prefix: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def _request(resolved: ResolvedPlan, overrides: Mapping[str, Any]) -> Request:
     section = resolved.plan.optimizer
-    written = overrides.get("optimizer.type", None if section is None else section.type)
+    written = overrides.get(OPTIMIZER_TYPE, None if section is None else section.type)
     configured = written is not None and not is_auto(written)
     return Request(
         name=parse_optimizer_name(written if configured else DEFAULT_OPTIMIZER),
@@ -291,7 +298,7 @@ def _schedule_request(
     resolved: ResolvedPlan, overrides: Mapping[str, Any]
 ) -> ScheduleRequest | None:
     section = resolved.plan.scheduler
-    written = overrides.get("scheduler.type", UNSET)
+    written = overrides.get(SCHEDULER_TYPE, UNSET)
     if written is None:
         return None
     if written is UNSET:
@@ -332,7 +339,7 @@ def _settle_schedule(
     if request is None:
         section = resolved.plan.scheduler
         decision = Decision(
-            key="scheduler.type",
+            key=SCHEDULER_TYPE,
             before=None if section is None else section.type,
             after=None,
             reason="overrides ask for no schedule: the learning rate stays constant",
@@ -348,7 +355,7 @@ def _settle_schedule(
 
 def _no_schedule(name: str) -> Decision:
     return Decision(
-        key="scheduler.type",
+        key=SCHEDULER_TYPE,
         before=None,
         after=None,
         reason=f"no scheduler is configured, and {name} sets its own pace",

@@ -1,7 +1,8 @@
-"""From an ``optimizer`` section to one ``OptimizerChoice``, step by step.
+"""From the ``optimizer`` and ``scheduler`` sections to one choice each, step by step.
 
 A request (what is asked for) becomes a runnable request (what can be had here), then complete
-arguments, then the choice. Every step that changes something records why.
+arguments, then the choice. Every step that changes something records why. First comes all of the
+optimizer, then the schedule that drives it, counted in optimizer steps.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
 from zerotune.optim.capability import (
     CONFIGURATION_ONLY,
@@ -27,8 +28,8 @@ from zerotune.optim.capability import (
 from zerotune.optim.catalogue import (
     ADAM,
     DEFAULT_OPTIMIZER,
+    OPTIMIZER_TYPE,
     OPTIMIZERS,
-    TYPE_KEY,
     OptimizerName,
 )
 from zerotune.optim.parameters import (
@@ -40,11 +41,14 @@ from zerotune.optim.parameters import (
     fill,
     reject_unknown,
 )
-from zerotune.plan.model import OptimizerChoice
+from zerotune.optim.schedule import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
+from zerotune.plan.model import OptimizerChoice, RunFacts, SchedulerChoice, is_auto
+from zerotune.plan.schedules import ONE_CYCLE_BETA2
 
 Policy = Literal["fallback", "error"]
 
-SECTION: Final = "optimizer.params"
+OPTIMIZER: Final = "optimizer.params"
+SCHEDULER: Final = "scheduler.params"
 
 _DECAY_SPELLINGS: Final = ("adamw_mode", "decoupled_weight_decay")
 _TRANSLATABLE: Final = ("lr", "betas", "eps", "weight_decay")
@@ -148,7 +152,7 @@ def _refuse_clipping(params: Mapping[str, Any]) -> None:
     if "max_grad_norm" in params:
         raise InvalidValueError(
             "clipping is not an argument of the optimizer in DeepSpeed",
-            key=f"{SECTION}.max_grad_norm",
+            key=f"{OPTIMIZER}.max_grad_norm",
             value=params["max_grad_norm"],
             fix="write gradient_clipping at the top level instead",
         )
@@ -160,12 +164,12 @@ def _check_names(params: Mapping[str, Any], entry: OptimizerEntry, policy: Polic
     known = entry.parameter_names
     for key, value in params.items():
         if key not in _EVERY_ARGUMENT or policy == "error":
-            reject_unknown({key: value}, known, section=SECTION, owner=entry.name)
+            reject_unknown({key: value}, known, section=OPTIMIZER, owner=entry.name)
 
 
 def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry) -> None:
     _refuse_clipping(overrides)
-    reject_unknown(overrides, entry.parameter_names, section=SECTION, owner=entry.name)
+    reject_unknown(overrides, entry.parameter_names, section=OPTIMIZER, owner=entry.name)
 
 
 def _check_installed(request: Request, situation: Situation) -> None:
@@ -175,7 +179,7 @@ def _check_installed(request: Request, situation: Situation) -> None:
     if package is not None and entry.family == "package":
         raise MissingDependencyError(
             f"{entry.name} is in the package {package}, which is not installed",
-            key=TYPE_KEY,
+            key=OPTIMIZER_TYPE,
             value=request.name.written,
             fix=f"pip install 'zerotune[{entry.extra}]'",
         )
@@ -190,7 +194,7 @@ def _respell_decay(request: Request, log: Filled) -> Request:
         if spelling in params:
             value = params.pop(spelling)
             log.record(
-                f"{SECTION}.{spelling}",
+                f"{OPTIMIZER}.{spelling}",
                 value,
                 None,
                 "DeepSpeed's configuration calls it adam_w_mode",
@@ -209,7 +213,7 @@ def _without_foreign(request: Request, log: Filled) -> Request:
     for key, value in request.params.items():
         if key not in known:
             log.record(
-                f"{SECTION}.{key}",
+                f"{OPTIMIZER}.{key}",
                 value,
                 None,
                 f"{request.entry.name} has no such argument; left out",
@@ -225,7 +229,7 @@ def _still_meant(
     """The overrides that still have a meaning after a fallback to ``entry``."""
     for key in overrides.keys() - set(entry.parameter_names):
         log.record(
-            f"{SECTION}.{key}",
+            f"{OPTIMIZER}.{key}",
             overrides[key],
             None,
             f"an override that {entry.name} has no argument for",
@@ -253,12 +257,16 @@ def _runnable(
         # without the memory that 8-bit states save, it would be no help.
         raise OptimizerError(
             f"{name.canonical} cannot run on {situation}: {capability.reason}",
-            key=TYPE_KEY,
+            key=OPTIMIZER_TYPE,
             value=name.written,
             fix=f"use {capability.alternative}",
         )
     log.record(
-        TYPE_KEY, name.written, DEFAULT_OPTIMIZER, _why(request, situation, capability), "warning"
+        OPTIMIZER_TYPE,
+        name.written,
+        DEFAULT_OPTIMIZER,
+        _why(request, situation, capability),
+        "warning",
     )
     fallback = attrs.evolve(
         request,
@@ -291,14 +299,14 @@ def _translate(request: Request, log: Filled) -> dict[str, Any]:
         elif key in renamed:
             params[renamed[key]] = value
             log.record(
-                f"{SECTION}.{key}",
+                f"{OPTIMIZER}.{key}",
                 value,
                 None,
                 f"{DEFAULT_OPTIMIZER} takes it as {renamed[key]}",
             )
         else:
             log.record(
-                f"{SECTION}.{key}",
+                f"{OPTIMIZER}.{key}",
                 value,
                 None,
                 f"an argument of {request.name.canonical} that {DEFAULT_OPTIMIZER} does not have",
@@ -315,7 +323,7 @@ def _complete(
     entry = request.entry
     sources = Sources(
         owner=entry.name,
-        section=SECTION,
+        section=OPTIMIZER,
         written=request.params,
         overrides=overrides,
         suggestions={key: value for key, value in suggestions.items() if entry.parameter(key)},
@@ -325,7 +333,7 @@ def _complete(
     if "lr" in filled.defaulted:
         filled.defaulted.discard("lr")
         filled.record(
-            f"{SECTION}.lr",
+            f"{OPTIMIZER}.lr",
             None,
             filled.values["lr"],
             f"neither the configuration nor the run says it; zerotune's default for {entry.name}",
@@ -339,14 +347,14 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
     if values.get("nesterov") and (values["momentum"] <= 0 or values.get("dampening", 0) != 0):
         raise InvalidValueError(
             f"{entry.name} with nesterov needs momentum > 0 and dampening 0",
-            key=f"{SECTION}.nesterov",
+            key=f"{OPTIMIZER}.nesterov",
             value=True,
             fix='write for example "momentum": 0.9, "dampening": 0',
         )
     if entry.name == "Rprop" and not values["etas"][0] < 1 < values["etas"][1]:
         raise InvalidValueError(
             "the first factor must shrink a step and the second must grow it",
-            key=f"{SECTION}.etas",
+            key=f"{OPTIMIZER}.etas",
             value=values["etas"],
             fix="write for example [0.5, 1.2]",
         )
@@ -355,7 +363,7 @@ def _check_together(entry: OptimizerEntry, values: Mapping[str, Any]) -> None:
 def _keep_decay_meaning(request: Request, filled: Filled) -> None:
     """``Adam`` and ``adam_w_mode`` mean in DeepSpeed what few people expect."""
     values, entry = filled.values, request.entry
-    key = f"{SECTION}.adam_w_mode"
+    key = f"{OPTIMIZER}.adam_w_mode"
     if entry.name == "AdamW" and values["adam_w_mode"] is False:
         values["adam_w_mode"] = True
         filled.record(
@@ -391,7 +399,7 @@ def _match_bf16_states(situation: Situation, filled: Filled) -> None:
         filled.defaulted.discard("fp32_optimizer_states")
         filled.values["fp32_optimizer_states"] = False
         filled.record(
-            f"{SECTION}.fp32_optimizer_states",
+            f"{OPTIMIZER}.fp32_optimizer_states",
             True if explicit else None,
             False,
             "bf16.bf16_optimizer_states keeps the states in bf16",
@@ -410,7 +418,7 @@ def _constructor_arguments(
             kept[key] = value
         elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
             _drop(entry.parameter(key), implementation, value, filled, policy)
-    filled.record_defaults(SECTION, entry.name, filled.defaulted & kept.keys())
+    filled.record_defaults(OPTIMIZER, entry.name, filled.defaulted & kept.keys())
     return kept
 
 
@@ -423,7 +431,7 @@ def _drop(
 ) -> None:
     if parameter is None or value == parameter.default:
         return
-    key = f"{SECTION}.{parameter.name}"
+    key = f"{OPTIMIZER}.{parameter.name}"
     reason = (
         f"{implementation.name}, which does the update here, has no such argument "
         f"({', '.join(sorted(parameter.only))} would)"
@@ -446,13 +454,16 @@ def _record_name(
     name, canonical = asked.name, asked.name.canonical
     if not asked.configured:
         log.record(
-            TYPE_KEY, None, canonical, f"no optimizer is configured; {canonical} is the default"
+            OPTIMIZER_TYPE,
+            None,
+            canonical,
+            f"no optimizer is configured; {canonical} is the default",
         )
     if request.name.canonical != canonical:
         return
     if name.implementation:
         log.record(
-            TYPE_KEY,
+            OPTIMIZER_TYPE,
             name.written,
             canonical,
             f"it names a class, and the engine picks the class itself: {canonical} runs as "
@@ -461,7 +472,7 @@ def _record_name(
         )
     elif asked.configured and name.written != canonical:
         log.record(
-            TYPE_KEY,
+            OPTIMIZER_TYPE,
             name.written,
             canonical,
             f"another spelling; it runs as {implementation.name} here",
@@ -490,5 +501,300 @@ def _record_capability(
             written.get(key),
             value,
             f"{request.name.canonical} needs it: {capability.reason}",
+            "warning",
+        )
+
+
+# -- The schedule.
+
+
+DEFAULT_WARMUP: Final = 500
+"""Warm-up steps when nothing says how long the run is, and the most otherwise."""
+WARMUP_SHARE: Final = 20
+"""The default warm-up is at most one step in this many."""
+
+
+@attrs.frozen(kw_only=True)
+class ScheduleRequest:
+    """What is asked for."""
+
+    name: str
+    """Canonical name."""
+    params: Mapping[str, Any]
+    """Arguments as written; may hold ``"auto"``."""
+    written: str | None = None
+    """The name as written; ``None`` when nothing is configured."""
+    overrides: Mapping[str, Any] = attrs.field(factory=dict)
+    """Arguments that beat the written ones."""
+    lr_overridden: bool = False
+    """Whether the optimizer's learning rate was given to the resolver."""
+
+    @property
+    def entry(self) -> SchedulerEntry:
+        """The schedule's entry."""
+        return SCHEDULERS[self.name]
+
+
+def settle_schedule(
+    request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts
+) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
+    """Settle on a schedule.
+
+    Args:
+        request: What is asked for.
+        optimizer: The optimizer it drives.
+        run: What the run knows: ``total_steps`` and ``warmup_steps`` are used.
+
+    Returns:
+        The choice, every argument explicit, and why.
+
+    Raises:
+        OptimizerError: An argument is needed that neither the configuration nor the run says.
+        UnknownKeyError: An argument the schedule does not have.
+        InvalidValueError: An argument of the wrong type or out of range.
+    """
+    entry = request.entry
+    filled = _complete_schedule(request, optimizer, run)
+    _record_schedule(request, filled)
+    _no_warmup(entry, filled, asked=request.written is not None)
+    _compare_peak(entry, optimizer, filled)
+    _compare_lengths(filled)
+    if entry.name == "OneCycle":
+        _one_cycle(optimizer, filled)
+    filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
+    if entry.source == "zerotune":
+        filled.record(
+            SCHEDULER_TYPE,
+            entry.name,
+            entry.name,
+            "DeepSpeed has no such class; zerotune steps diffusers' curve, once for each "
+            "optimizer step",
+        )
+    choice = SchedulerChoice(name=entry.name, params=filled.values, source=entry.source)
+    return choice, tuple(filled.decisions)
+
+
+def per_group_schedule(
+    choice: SchedulerChoice, optimizer: OptimizerChoice
+) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
+    """Let zerotune step the curve where DeepSpeed's class would give all groups one rate.
+
+    Args:
+        choice: The schedule settled on.
+        optimizer: The optimizer with its groups.
+    """
+    rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
+    if choice.source != "deepspeed" or not rates - {optimizer.lr}:
+        return choice, ()
+    decision = Decision(
+        key=SCHEDULER_TYPE,
+        before=choice.name,
+        after=choice.name,
+        reason=f"the groups' learning rates differ, and DeepSpeed's {choice.name} would set one "
+        "for all of them; zerotune steps the same curve, scaled for each group",
+    )
+    return attrs.evolve(choice, source="zerotune"), (decision,)
+
+
+def _complete_schedule(
+    request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts
+) -> Filled:
+    entry = request.entry
+    log = Filled()
+    params = _scalars(_without_resume(request.params), optimizer)
+    for given in (params, request.overrides):
+        reject_unknown(given, entry.parameter_names, section=SCHEDULER, owner=entry.name)
+    sources = Sources(
+        owner=entry.name,
+        section=SCHEDULER,
+        written=_follow_override(request, params, optimizer, log),
+        overrides=request.overrides,
+        suggestions=_schedule_suggestions(entry, optimizer, run),
+    )
+    filled = fill(entry.parameters, sources)
+    filled.decisions[:0] = log.decisions
+    if request.written is None:
+        _default_warmup(filled, run)
+    return filled
+
+
+def _record_schedule(request: ScheduleRequest, filled: Filled) -> None:
+    name = request.name
+    if request.written is None:
+        filled.record(
+            SCHEDULER_TYPE, None, name, f"no scheduler is configured; {name} is the default"
+        )
+    elif request.written != name:
+        filled.record(SCHEDULER_TYPE, request.written, name, "another spelling")
+
+
+def _without_resume(params: Mapping[str, Any]) -> dict[str, Any]:
+    """``last_batch_iteration`` continues a schedule in DeepSpeed; a checkpoint does it here."""
+    kept = dict(params)
+    start = kept.pop("last_batch_iteration", -1)
+    if start != -1:
+        raise InvalidValueError(
+            "a schedule is continued by resuming from a checkpoint, which knows the step",
+            key=f"{SCHEDULER}.last_batch_iteration",
+            value=start,
+            fix="leave it out",
+        )
+    return kept
+
+
+def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str, Any]:
+    """Unpack lists of one value per parameter group: there is one group."""
+    plain: dict[str, Any] = {}
+    for key, value in params.items():
+        if isinstance(value, (list, tuple)):
+            if len(value) != 1:
+                raise InvalidValueError(
+                    f"one value per parameter group, and {optimizer.name} has one group",
+                    key=f"{SCHEDULER}.{key}",
+                    value=value,
+                    fix="write one number",
+                )
+            plain[key] = value[0]
+        else:
+            plain[key] = value
+    return plain
+
+
+def _follow_override(
+    request: ScheduleRequest, params: dict[str, Any], optimizer: OptimizerChoice, log: Filled
+) -> dict[str, Any]:
+    """An overridden learning rate would be in vain if the schedule kept its own peak."""
+    peak = request.entry.peak
+    if not request.lr_overridden or peak != "warmup_max_lr" or peak in request.overrides:
+        return params
+    written = params.get(peak)
+    if written is None or is_auto(written) or written == optimizer.lr:
+        return params
+    log.record(
+        f"{SCHEDULER}.{peak}",
+        written,
+        optimizer.lr,
+        "follows the learning rate given to OptimizerResolver(overrides=…)",
+        "warning",
+    )
+    return {**params, peak: optimizer.lr}
+
+
+def _schedule_suggestions(
+    entry: SchedulerEntry, optimizer: OptimizerChoice, run: RunFacts
+) -> dict[str, Suggestion]:
+    found: dict[str, Suggestion] = {}
+    if entry.peak is not None:
+        # A peak that differs from the optimizer's lr gets a decision of its own.
+        found[entry.peak] = Suggestion(value=optimizer.lr, source="the optimizer's lr", yields=True)
+    if run.warmup_steps is not None:
+        warmup = Suggestion(value=run.warmup_steps, source="the run (warmup_steps)")
+        found |= dict.fromkeys(("warmup_num_steps", "num_warmup_steps"), warmup)
+    if run.total_steps is not None:
+        total = Suggestion(value=run.total_steps, source="the run (total_steps)")
+        found |= dict.fromkeys(("total_num_steps", "num_training_steps"), total)
+    return {key: value for key, value in found.items() if key in entry.parameter_names}
+
+
+def _default_warmup(filled: Filled, run: RunFacts) -> None:
+    """Length of the warm-up nobody asked for."""
+    if "warmup_num_steps" not in filled.defaulted:
+        return
+    filled.defaulted.discard("warmup_num_steps")
+    if run.total_steps is None:
+        steps, reason = DEFAULT_WARMUP, "the run does not say how long it is"
+    else:
+        steps = min(DEFAULT_WARMUP, run.total_steps // WARMUP_SHARE)
+        # DeepSpeed's shortest warm-up keeps two updates at the minimum.
+        steps = 0 if steps < 2 else steps
+        reason = f"5 % of the run's {run.total_steps} steps, at most {DEFAULT_WARMUP}"
+    filled.values["warmup_num_steps"] = steps
+    filled.record(f"{SCHEDULER}.warmup_num_steps", None, steps, reason)
+
+
+def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
+    """DeepSpeed refuses 0 warm-up steps, and its 1 still means two updates at the minimum."""
+    values = filled.values
+    if values.get("warmup_num_steps") != 0:
+        return
+    values["warmup_num_steps"] = 1
+    reason = "DeepSpeed refuses 0; 1 is its shortest"
+    if entry.name == "WarmupDecayLR":
+        reason += ", and holds warmup_min_lr for the first two updates"
+    severity: Severity = "warning" if asked else "note"
+    filled.record(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
+    floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
+    if floor is None:
+        return
+    peak = values["warmup_max_lr"] if entry.name == "WarmupLR" else 1.0
+    before = None if floor in filled.defaulted else values[floor]
+    filled.defaulted.discard(floor)
+    values[floor] = peak
+    reason = "no warm-up: the schedule starts at its peak"
+    if entry.name == "WarmupCosineLR":
+        reason += "; DeepSpeed still runs the very first update at 0"
+    filled.record(f"{SCHEDULER}.{floor}", before, peak, reason)
+
+
+def _compare_peak(entry: SchedulerEntry, optimizer: OptimizerChoice, filled: Filled) -> None:
+    if entry.peak is None or filled.values[entry.peak] == optimizer.lr:
+        return
+    filled.record(
+        "optimizer.params.lr",
+        optimizer.lr,
+        filled.values[entry.peak],
+        f"{entry.name} sets the learning rate from {entry.peak} and ignores the optimizer's",
+        "warning",
+    )
+
+
+def _compare_lengths(filled: Filled) -> None:
+    values = filled.values
+    key = "total_num_steps" if "total_num_steps" in values else "num_training_steps"
+    total, warmup = values.get(key), values.get("warmup_num_steps", values.get("num_warmup_steps"))
+    if values.get("lr_end") is not None and total == warmup:
+        raise InvalidValueError(
+            "polynomial divides by the steps after the warm-up, and there are none",
+            key=f"{SCHEDULER}.{key}",
+            value=total,
+            fix="make the schedule longer than its warm-up",
+        )
+    if total is not None and warmup is not None and total < warmup:
+        filled.record(
+            f"{SCHEDULER}.{key}",
+            total,
+            total,
+            f"kept, but the warm-up of {warmup} steps is longer than the whole schedule",
+            "warning",
+        )
+
+
+def _one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
+    values = filled.values
+    key = f"{SCHEDULER}.cycle_momentum"
+    betas = optimizer.params.get("betas")
+    if values["cycle_momentum"] and betas is None:
+        explicit = "cycle_momentum" not in filled.defaulted
+        filled.defaulted.discard("cycle_momentum")
+        values["cycle_momentum"] = False
+        reason = f"{optimizer.name} has no betas, and DeepSpeed cycles nothing else"
+        filled.record(
+            key, True if explicit else None, False, reason, "warning" if explicit else "note"
+        )
+    elif values["cycle_momentum"]:
+        filled.record(
+            "optimizer.params.betas",
+            betas,
+            (values["cycle_min_mom"], ONE_CYCLE_BETA2),
+            "OneCycle cycles the first beta and sets the second to 0.99; write cycle_momentum "
+            "false to keep the optimizer's",
+            "warning",
+        )
+    if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
+        filled.record(
+            f"{SCHEDULER}.decay_lr_rate",
+            values["decay_lr_rate"],
+            values["decay_lr_rate"],
+            "kept, but DeepSpeed does not decay while decay_step_size is 0",
             "warning",
         )
