@@ -112,23 +112,19 @@ def settled(
         plan = plan.resolve(
             platform=platform or detect_platform(),
             model=ModelFacts.from_module(model),
-            world_size=_world_size(),
+            world_size=_processes()[1],
             run=run,
             deepspeed=deepspeed,
         )
     return plan if plan.optimizer else (optimizer or OptimizerResolver()).apply(plan)
 
 
-def _world_size() -> int:
+def _processes() -> tuple[int, int]:
+    """Rank and number of the processes, whether they have met yet or not."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return Launch.from_environment().world_size
-
-
-def _rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return Launch.from_environment().rank
+        return dist.get_rank(), dist.get_world_size()
+    launch = Launch.from_environment()
+    return launch.rank, launch.world_size
 
 
 def leased(
@@ -137,7 +133,7 @@ def leased(
     """The plan inside this run's own swap folders; what holds them goes into ``resources``."""
     if not plan.nvme_paths:
         # No folder is made, and no other rank asked: only the host memory is looked at.
-        return resources.enter_context(offload.lease(plan, rank=_rank())).plan
+        return resources.enter_context(offload.lease(plan, rank=_processes()[0])).plan
     if plan.world_size == 1:
         return resources.enter_context(offload.lease(plan)).plan
     # The ranks must share the folder's name before there is an engine; the engine joins this
