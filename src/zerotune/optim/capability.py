@@ -19,7 +19,7 @@ import attrs
 
 from zerotune.optim.catalogue import ADAM, DEFAULT_OPTIMIZER, TORCH_NAMES
 from zerotune.optim.parameters import OptimizerEntry
-from zerotune.plan.model import OptimizerSource, WeightDecay
+from zerotune.plan.model import ONE_BIT, OptimizerSource, WeightDecay
 
 if TYPE_CHECKING:
     from zerotune.plan.api import ResolvedPlan
@@ -455,8 +455,6 @@ _DOES_NOT_SUIT: Final[Mapping[str, tuple[str, str]]] = {
     "SparseAdam": ("it takes sparse gradients only, which diffusion models do not have", "Adam"),
 }
 
-_ONE_BIT: Final = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
-
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
 
 TORCHAO_BLOCKS: Final = (
@@ -476,7 +474,7 @@ def _not_for_diffusion(entry: OptimizerEntry, situation: Situation) -> Capabilit
 
 
 def _one_bit(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name not in _ONE_BIT:
+    if entry.name not in ONE_BIT:
         return None
     if not situation.uses_deepspeed:
         return _cannot("its compression is DeepSpeed's, and DeepSpeed is off")

@@ -1,4 +1,8 @@
-"""Patterns that pick parameters by their dotted names."""
+"""Which parameters get which arguments: ordered patterns over names and shapes, first match wins.
+
+``ParameterGroups`` and ``MuonPatterns`` are what a user writes; ``group_parameters`` and
+``muon_groups`` apply them to a model's facts, the engine later to the parameters themselves.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +74,13 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
     return did_you_mean(plain, candidates)
 
 
-# -- ``ParameterGroups``: which parameters get which arguments, by ordered patterns.
-#
-# Values only: patterns over names and shapes. ``grouping.py`` applies them to a model's facts, and
-# the engine to the parameters themselves.
+# -- ``ParameterGroups``: the rules.
 
 
-_KEY = "groups"
+_KEY: Final = "groups"
+
+REST: Final = "rest"
+"""Name of the group of all that no rule picks."""
 
 
 def _patterns(value: str | Iterable[str]) -> tuple[str, ...]:
@@ -239,9 +243,6 @@ class ParameterGroups:
         return ParameterGroups(rules=[*split, _NO_DECAY])
 
 
-REST = "rest"
-"""Name of the group of all that no rule picks."""
-
 _NO_DECAY = ParameterGroup(name="no decay", max_ndim=1, params={"weight_decay": 0.0}, optional=True)
 
 
@@ -292,12 +293,12 @@ def group_parameters(
             value=entry.name,
             fix="leave the groups out, or use another optimizer",
         )
-    _check_patterns(groups, model)
+    _check_matches(groups, model)
     taken = _assign(groups.rules, model.trainable)
     _check_empty(groups.rules, taken, model)
     rest = ParameterGroup(name=REST)
     chosen = tuple(
-        _choice(rule, taken[rule.name], choice, entry)
+        _group(rule, taken[rule.name], choice, entry)
         for rule in (*groups.rules, rest)
         if taken[rule.name]
     )
@@ -338,7 +339,7 @@ def _assign(
     return taken
 
 
-def _check_patterns(groups: ParameterGroups, model: ModelFacts) -> None:
+def _check_matches(groups: ParameterGroups, model: ModelFacts) -> None:
     trainable = [parameter.name for parameter in model.trainable]
     frozen = [parameter.name for parameter in model.parameters if not parameter.trainable]
     for rule in groups.rules:
@@ -383,7 +384,7 @@ def _check_empty(
         )
 
 
-def _choice(
+def _group(
     rule: ParameterGroup,
     parameters: Sequence[ParameterFacts],
     choice: OptimizerChoice,
@@ -418,10 +419,10 @@ def _decision(chosen: Sequence[GroupChoice]) -> Decision:
     )
 
 
-# -- Which parameters Muon updates, and which its auxiliary Adam.
+# -- ``MuonPatterns``: which parameters Muon updates, and which its auxiliary Adam.
 
 
-ADAM_LR: Final = 3e-4
+AUXILIARY_LR: Final = 3e-4
 """Learning rate of the auxiliary Adam, where Muon's own is larger and nobody wrote another."""
 
 _POSITIONS: Final = ("@vectors", "@first", "@last")
@@ -550,14 +551,8 @@ def muon_groups(
             name = ", ".join(part for part in (group.name, kind) if part)
             if members:
                 groups.append(same_group(members, name, own))
-    split = Decision(
-        key=KEY,
-        before=None,
-        after=tuple(group.name for group in groups),
-        reason="; ".join(describe(group) for group in groups),
-    )
     settled = attrs.evolve(choice, params=params, groups=tuple(groups))
-    return settled, (*decisions, *_convolutions(facts, selected), split)
+    return settled, (*decisions, *_convolutions(facts, selected), _decision(groups))
 
 
 def _adam_rate(
@@ -565,7 +560,7 @@ def _adam_rate(
 ) -> tuple[float, tuple[Decision, ...]]:
     if "adam_lr" in rates:
         return rates["adam_lr"], ()
-    lr = min(choice.lr, ADAM_LR)
+    lr = min(choice.lr, AUXILIARY_LR)
     if lr == choice.lr:
         return lr, ()
     decision = Decision(

@@ -1428,6 +1428,10 @@ class RunFacts:
 # -- The optimizer and scheduler a resolved plan will really use.
 
 
+ONE_BIT: Final = frozenset({"OneBitAdam", "OneBitLamb", "ZeroOneAdam"})
+"""Optimizers that send what they have compressed to one bit."""
+
+
 OptimizerSource = Literal["deepspeed", "torch", "zerotune", "package"]
 SchedulerSource = Literal["deepspeed", "zerotune"]
 WeightDecay = Literal["decoupled", "l2"]

@@ -33,6 +33,7 @@ from zerotune.plan.fill import (
 )
 from zerotune.plan.model import (
     AUTO,
+    ONE_BIT,
     Context,
     OffloadSection,
     PlanValue,
@@ -519,7 +520,6 @@ def _power_of_two(nbytes: int) -> int:
 # -- Rules on the optimizer and on clipping.
 
 
-_ONE_BIT: Final = frozenset({"onebitadam", "onebitlamb", "zerooneadam"})
 _CLIPPING: Final = "gradient_clipping"
 
 
@@ -530,7 +530,7 @@ def one_bit(plan: PlanValue, _context: Context, report: Report) -> Findings:
     Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
     """
     name = plan.optimizer.type if plan.optimizer else None
-    if optimizer_name(plan) in _ONE_BIT:
+    if optimizer_name(plan) in map(str.lower, ONE_BIT):
         yield report(
             "optimizer.type",
             name,
