@@ -17,17 +17,12 @@ from zerotune.backend.distributed import Launch, ProcessGroup, communication_bac
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
-from zerotune.backend.optimizers.client import (
-    CurveScheduler,
-    build_client_optimizer,
-    chosen_optimizer,
-)
+from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.running import RunningEngine
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import announce
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.model import OptimizerChoice
 
 # `accelerate launch` passes its own configuration through these; the resolved plan has already
 # taken what it wants from it, and a second reader would decide behind its back.
@@ -80,7 +75,8 @@ class PlainEngine(RunningEngine):
         self._torch_optimizer = build_client_optimizer(choice, named)
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
         self._optimizer = self._accelerator.prepare_optimizer(self._torch_optimizer)
-        self._scheduler = _schedule(plan, choice, self._torch_optimizer)
+        schedule = curve(plan)
+        self._scheduler = None if schedule is None else schedule(self._torch_optimizer)
         layout = ParameterLayout(module=model, optimizer=self._torch_optimizer)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         self._global_step = self._micro_step = self._skipped_steps = 0
@@ -226,14 +222,6 @@ class PlainEngine(RunningEngine):
         checks.equal("precision", self._plan.precision, precision)
         checks.equal("world_size", self._plan.world_size, self._group.world_size)
         return checks
-
-
-def _schedule(
-    plan: ResolvedPlan, choice: OptimizerChoice, optimizer: torch.optim.Optimizer
-) -> CurveScheduler | None:
-    if plan.scheduler is None:
-        return None
-    return CurveScheduler(optimizer=optimizer, choice=plan.scheduler, base_lr=choice.lr)
 
 
 def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:

@@ -61,7 +61,7 @@ def parse_list(text: str) -> tuple[int, ...]:
     """The numbers of a kernel list, such as ``"0-3,8"``; what is not one is left out."""
     found: list[int] = []
     for part in text.strip().split(","):
-        match = re.fullmatch(r"\s*(\d{1,7})(?:-(\d{1,7}))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
         if match:
             first = int(match.group(1))
             found.extend(range(first, int(match.group(2) or first) + 1))

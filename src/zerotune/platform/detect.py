@@ -60,19 +60,17 @@ def detect_platform(
     """
     probe = probe or MachineProbe()
     torch = probe.torch()
-    environ = probe.environ()
-    hardware = choose_hardware(torch, environ)
-    support, decisions = deepspeed_support(
-        Situation(
-            system=probe.system(),
-            accelerator=hardware.accelerator,
-            torch=torch,
-            deepspeed_version=probe.version("deepspeed"),
-            environ=environ,
-            allow_rocm=allow_rocm,
-            allow_mps=allow_mps,
-        )
+    hardware = choose_hardware(torch, probe.environ())
+    situation = Situation(
+        system=probe.system(),
+        accelerator=hardware.accelerator,
+        torch=torch,
+        deepspeed_version=probe.version("deepspeed"),
+        environ=probe.environ(),
+        allow_rocm=allow_rocm,
+        allow_mps=allow_mps,
     )
+    support, decisions = deepspeed_support(situation)
     cores = probe.cores()
     platform = Platform(
         system=probe.system(),

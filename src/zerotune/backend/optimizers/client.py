@@ -189,15 +189,21 @@ class CurveScheduler:
                 group["betas"] = betas_at(self._choice, self._steps, tuple(base_betas))
 
 
+def curve(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
+    """What puts the plan's schedule on an optimizer; ``None``: it has none."""
+    if plan.scheduler is None or plan.optimizer is None:
+        return None
+    return partial(_on_optimizer, plan.scheduler, plan.optimizer.lr)
+
+
 def own_scheduler(plan: ResolvedPlan) -> Callable[[torch.optim.Optimizer], CurveScheduler] | None:
     """What DeepSpeed calls with its optimizer, for a schedule that is not its own."""
-    choice, optimizer = plan.scheduler, plan.optimizer
-    if choice is None or optimizer is None or choice.source == "deepspeed":
+    if plan.scheduler is None or plan.scheduler.source == "deepspeed":
         return None
-    return partial(_curve, choice, optimizer.lr)
+    return curve(plan)
 
 
-def _curve(
+def _on_optimizer(
     choice: SchedulerChoice, base_lr: float, optimizer: torch.optim.Optimizer
 ) -> CurveScheduler:
     return CurveScheduler(optimizer=optimizer, choice=choice, base_lr=base_lr)
