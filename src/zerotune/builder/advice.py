@@ -12,6 +12,7 @@ from zerotune.builder.preview import Machines, Setup, read_setup
 from zerotune.errors import InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import normalise_optimizer_name
 from zerotune.plan import AUTO, Candidate, DeepSpeedPlan
+from zerotune.plan.model import PRECISIONS
 from zerotune.plan.text import candidate_data
 
 _FROM_ADVICE: Final = ("zero_optimization", "aio")
@@ -66,7 +67,7 @@ def _wishes(state: FormState) -> dict[str, Any]:
     ):
         if isinstance(value, int):
             wishes[name] = value
-    if plan.precision in {"bf16", "fp16", "fp32"}:
+    if plan.precision in PRECISIONS:
         wishes["precision"] = plan.precision
     if plan.optimizer is not None and plan.optimizer.type not in (None, AUTO):
         with contextlib.suppress(ZeroTuneError):

@@ -13,10 +13,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from zerotune._util.text import format_size
-from zerotune.builder import forms as wire
 from zerotune.builder.advice import advise
 from zerotune.builder.catalogue import SchemaSource, catalogue
-from zerotune.builder.forms import FormState, read_plan
+from zerotune.builder.forms import (
+    FormState,
+    as_choice,
+    as_mapping,
+    as_text,
+    parse_request,
+    read_plan,
+    to_wire,
+)
 from zerotune.builder.opening import Opened, open_file, open_text
 from zerotune.builder.preview import Machines, capabilities, preview_data, read_setup, understand
 from zerotune.builder.session import Session
@@ -36,13 +43,12 @@ from zerotune.errors import (
     ZeroTuneError,
 )
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
 
 logger = logging.getLogger("zerotune")
 
 Data = dict[str, Any]
 _STAGES = ("0", "1", "2", "3")
-_OFFLOADS = ("none", "cpu", "nvme")
-_PRECISIONS = ("bf16", "fp16", "fp32")
 
 
 @attrs.frozen(kw_only=True)
@@ -95,9 +101,11 @@ class Api:
         return {
             "optimizers": capabilities(
                 self.machines.of(setup),
-                stage=int(_choice(asked, "stage", _STAGES, "2")),
-                offload=_choice(asked, "offload", _OFFLOADS, "none"),
-                precision=_choice(asked, "precision", _PRECISIONS, "bf16"),
+                stage=int(as_choice(asked.get("stage", "2"), "stage", choices=_STAGES)),
+                offload=as_choice(asked.get("offload", "none"), "offload", choices=OFFLOAD_DEVICES),
+                precision=as_choice(
+                    asked.get("precision", "bf16"), "precision", choices=PRECISIONS
+                ),
             )
         }
 
@@ -111,8 +119,8 @@ class Api:
     def _open(self, sent: Data) -> Data:
         if "path" in sent:
             return _opened(open_file(sent["path"], self.session.root))
-        text = wire.text(sent.get("text"), "text", longest=1 << 20)
-        name = wire.text(sent.get("name") or "the text", "name", longest=255)
+        text = as_text(sent.get("text"), "text", longest=1 << 20)
+        name = as_text(sent.get("name") or "the text", "name", longest=255)
         return _opened(open_text(text, name=name, root=self.session.root))
 
     def _apply(self, sent: Data) -> Data:
@@ -136,7 +144,7 @@ class Api:
         path = self.session.root.inside(sent.get("path"), key="path")
         format_ = sent.get("format")
         if format_ is not None:
-            format_ = wire.text(format_, "format", longest=20)
+            format_ = as_text(format_, "format", longest=20)
         return self.session.save(plan, path, format_=format_, version=_version(sent))
 
     def _list_templates(self, _: Data) -> Data:
@@ -152,8 +160,8 @@ class Api:
         if "name" in sent:
             template = self.templates.get(sent["name"])
             return {"state": template.state.data(), "template": _template(template)}
-        found = builtin_template(wire.text(sent.get("id"), "id", longest=60))
-        around = wire.mapping(sent.get("setup"), "setup")
+        found = builtin_template(as_text(sent.get("id"), "id", longest=60))
+        around = as_mapping(sent.get("setup"), "setup")
         advice = advise(starting_state(found, around), self.machines)
         if not advice["fits"]:
             return {"state": None, **advice}
@@ -162,8 +170,8 @@ class Api:
 
     def _save_template(self, sent: Data) -> Data:
         template = Template(
-            name=wire.text(sent.get("name"), "name", longest=255),
-            description=wire.text(sent.get("description") or "", "description", longest=500),
+            name=as_text(sent.get("name"), "name", longest=255),
+            description=as_text(sent.get("description") or "", "description", longest=500),
             state=_state(sent),
         )
         return _template(self.templates.put(template, version=_version(sent)))
@@ -178,7 +186,7 @@ class Api:
         return {"deleted": sent.get("name")}
 
     def _import_template(self, sent: Data) -> Data:
-        text = wire.text(sent.get("text"), "text", longest=1 << 20)
+        text = as_text(sent.get("text"), "text", longest=1 << 20)
         template = read_template(text, name="the file")
         return _template(self.templates.put(template, version=None))
 
@@ -200,16 +208,7 @@ def _whole(sent: Data) -> DeepSpeedPlan:
 
 def _version(sent: Data) -> str | None:
     version = sent.get("version")
-    return None if version is None else wire.text(version, "version", longest=64)
-
-
-def _choice(asked: Data, key: str, choices: tuple[str, ...], default: str) -> str:
-    value = asked.get(key, default)
-    if value not in choices:
-        raise InvalidValueError(
-            "is not one of the choices", key=key, value=value, fix=f"use {', '.join(choices)}"
-        )
-    return str(value)
+    return None if version is None else as_text(version, "version", longest=64)
 
 
 def _opened(opened: Opened) -> Data:
@@ -235,7 +234,7 @@ def _writing(path: str, answer: Callable[[Data], Any]) -> Route:
     async def endpoint(request: Request) -> Response:
         body = await request.body()
         try:
-            sent = wire.mapping(wire.parse(body.decode("utf-8")), "request")
+            sent = as_mapping(parse_request(body.decode("utf-8")), "request")
         except UnicodeDecodeError:
             return _error(400, InvalidValueError("is not UTF-8", key="request"))
         except ZeroTuneError as error:
@@ -255,7 +254,7 @@ async def _answered(answer: Callable[[Data], Any], sent: Data) -> Response:
         return JSONResponse({"error": f"The trainer could not apply it: {error}"}, status_code=502)
     except (OverflowError, RecursionError):
         return _error(400, InvalidValueError("holds a number too large", key="request"))
-    return JSONResponse(wire.to_wire(data), headers={"cache-control": "no-store"})
+    return JSONResponse(to_wire(data), headers={"cache-control": "no-store"})
 
 
 def _status(error: ZeroTuneError) -> int:
@@ -274,6 +273,4 @@ def _error(status: int, error: ZeroTuneError) -> Response:
     }
     if isinstance(error, PlanSyntaxError):
         data |= {"line": error.line, "column": error.column}
-    return JSONResponse(
-        wire.to_wire(data), status_code=status, headers={"cache-control": "no-store"}
-    )
+    return JSONResponse(to_wire(data), status_code=status, headers={"cache-control": "no-store"})

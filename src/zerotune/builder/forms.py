@@ -1,4 +1,9 @@
-"""Plain data on its way between the page and Python, without loss and without surprises."""
+"""The state of the form and the plan it says, one into the other without loss.
+
+The state *is* a plain DeepSpeed configuration beside the launch settings, so there is no key the
+form could drop, no ``"auto"`` it could turn into a number and no stage 0 it could turn into 1. It
+travels between the page and Python as JSON, large integers included.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 
@@ -16,6 +21,8 @@ from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import read_launch, with_launch
 from zerotune.plan.source import wrapper_of
 
+_ChoiceT = TypeVar("_ChoiceT")
+
 DEEPEST: Final = 24
 """Levels of nesting a page may send; a DeepSpeed configuration has about five."""
 MOST_VALUES: Final = 20_000
@@ -24,9 +31,13 @@ INTEGER: Final = "$int"
 """Key of an object that stands for an integer which JavaScript cannot hold."""
 
 _SAFE: Final = 2**53 - 1
+_MOST_ERRORS: Final = 20
 
 
-def parse(text: str) -> Any:
+# -- Data on the wire.
+
+
+def parse_request(text: str) -> Any:
     """Read JSON that a page sent.
 
     Raises:
@@ -36,11 +47,11 @@ def parse(text: str) -> Any:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _refused(f"is not JSON ({error})") from None
-    check(value)
+    check_content(value)
     return from_wire(value)
 
 
-def check(value: Any) -> None:
+def check_content(value: Any) -> None:
     """Refuse what is too deep or too much to be a configuration.
 
     Raises:
@@ -86,7 +97,7 @@ def to_wire(value: Any) -> Any:
     return [to_wire(item) for item in value] if isinstance(value, list | tuple) else str(value)
 
 
-def mapping(value: Any, key: str) -> dict[str, Any]:
+def as_mapping(value: Any, key: str) -> dict[str, Any]:
     """``value`` if it is an object; ``None`` is an empty one.
 
     Raises:
@@ -99,7 +110,7 @@ def mapping(value: Any, key: str) -> dict[str, Any]:
     return value
 
 
-def text(value: Any, key: str, *, longest: int = 4096) -> str:
+def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
     """``value`` if it is text of reasonable length.
 
     Raises:
@@ -110,6 +121,22 @@ def text(value: Any, key: str, *, longest: int = 4096) -> str:
             "must be text", key=key, value=value, fix=f"send at most {longest} characters"
         )
     return value
+
+
+def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _ChoiceT:
+    """``value`` if it is one of some choices.
+
+    Raises:
+        InvalidValueError: It is something else.
+    """
+    if value not in choices:
+        raise InvalidValueError(
+            "is not one of the choices",
+            key=key,
+            value=value,
+            fix=f"write one of {', '.join(map(repr, choices))}",
+        )
+    return choices[choices.index(value)]
 
 
 def _integer(written: Any) -> Any:
@@ -135,13 +162,7 @@ def _refused(reason: str) -> InvalidValueError:
     return InvalidValueError(reason, key="request", fix="send a configuration")
 
 
-# -- The state of the form and the plan it says, one into the other without loss.
-#
-# The state *is* a plain DeepSpeed configuration beside the launch settings, so there is no key the
-# form could drop, no ``"auto"`` it could turn into a number and no stage 0 it could turn into 1.
-
-
-_MOST_ERRORS: Final = 20
+# -- The state of the form, and the plan it says.
 
 
 @attrs.frozen(kw_only=True)
@@ -153,7 +174,7 @@ class FormState:
     launch: dict[str, Any] = attrs.field(factory=dict)
     """Settings of a launcher or trainer around it."""
     setup: dict[str, Any] = attrs.field(factory=dict)
-    """What is planned for; see ``setup.Setup``."""
+    """What is planned for; see ``preview.Setup``."""
 
     @classmethod
     def of_request(cls, data: Any) -> FormState:
@@ -162,9 +183,9 @@ class FormState:
         Raises:
             InvalidValueError: It is not one.
         """
-        whole = mapping(data, "state")
+        whole = as_mapping(data, "state")
         return cls(
-            **{name: mapping(whole.get(name), name) for name in ("config", "launch", "setup")}
+            **{name: as_mapping(whole.get(name), name) for name in ("config", "launch", "setup")}
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The one folder the page may look into, and what is to know of a path inside it."""
+"""Opening a configuration: the one folder the page may look into, and what is read there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.builder import forms as wire
-from zerotune.builder.forms import FormState
+from zerotune._util.text import format_size
+from zerotune.builder.forms import FormState, check_content
 from zerotune.builder.preview import Message, of_decisions, of_error
-from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.source import (
@@ -26,6 +25,17 @@ from zerotune.plan.source import (
     tolerated,
     undashed,
 )
+
+_YAML_SUFFIXES: Final = (".yaml", ".yml")
+_LARGEST: Final = 1 << 20
+_TYPICAL: Final = (
+    *("zero_optimization", "optimizer", "bf16", "fp16"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu"),
+)
+"""A mapping with any of these keys is a DeepSpeed configuration."""
+
+
+# -- The one folder the page may look into.
 
 
 @attrs.frozen(kw_only=True)
@@ -112,8 +122,6 @@ def _facts(path: Path) -> PathFacts:
 
 
 def _sentence(facts: PathFacts) -> str:
-    from zerotune._util.text import format_size
-
     if facts.exists and not facts.folder:
         return "This is a file; swap files need a folder."
     if not facts.writable:
@@ -123,11 +131,7 @@ def _sentence(facts: PathFacts) -> str:
     return f"{there}; {format_size(facts.free)} free of {format_size(facts.total)}."
 
 
-# -- Opening what somebody pasted, uploaded or named: anything the readers of a plan accept.
-
-
-_YAML_SUFFIXES: Final = (".yaml", ".yml")
-_LARGEST: Final = 1 << 20
+# -- What somebody pasted, uploaded or named: anything the readers of a plan accept.
 
 
 @attrs.frozen(kw_only=True)
@@ -174,7 +178,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         PlanError: It holds no configuration, or names a file outside the root.
     """
     content, sentences = _parsed(text, name)
-    wire.check(content)
+    check_content(content)
     if not isinstance(content, Mapping):
         raise InvalidValueError(
             "holds no configuration", key=name, value=content, fix="open an object of settings"
@@ -189,8 +193,8 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         if config is None:
             raise
         return Opened(state=FormState(config=config), messages=(of_error(error),), source=name)
-    said = of_decisions((*_tolerated(sentences, name), *plan.decisions))
-    return Opened(state=FormState.of_plan(plan), messages=tuple(said), source=name)
+    messages = of_decisions((*tolerated(sentences, name), *plan.decisions))
+    return Opened(state=FormState.of_plan(plan), messages=tuple(messages), source=name)
 
 
 def _parsed(text: str, name: str) -> tuple[Any, list[str]]:
@@ -212,12 +216,9 @@ def _repairable(content: Mapping[str, Any]) -> dict[str, Any] | None:
     """The configuration as it stands, if it is not wrapped in something else."""
     if any(undashed(key) in WRAPPERS for key in content):
         return None
-    if not any(key in content for key in ("zero_optimization", "optimizer", *_BATCH)):
+    if not any(key in content for key in _TYPICAL):
         return None
     return {str(key): value for key, value in content.items()}
-
-
-_BATCH: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "bf16", "fp16")
 
 
 def _inside(content: Mapping[str, Any], root: Root, folder: Path) -> dict[str, Any]:
@@ -244,7 +245,3 @@ def _is_encoded(written: str) -> bool:
         return base64.urlsafe_b64decode(written).lstrip().startswith(b"{")
     except (binascii.Error, ValueError):
         return False
-
-
-def _tolerated(sentences: list[str], name: str) -> list[Decision]:
-    return tolerated(sentences, name)

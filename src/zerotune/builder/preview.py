@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
-from typing import Any, Final, Literal, TypeVar, cast, get_args
+from typing import Any, Final, Literal, get_args
 
 import attrs
 
+from zerotune._util.numbers import as_number, whole
 from zerotune._util.text import parse_size
-from zerotune.builder.forms import FormState, is_written, read_plan
+from zerotune.builder.forms import FormState, as_choice, is_written, read_plan
 from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, ZeroTuneError
+from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.memory.estimate import sides
 from zerotune.plan.memory.model import EMAPlace, Workload
+from zerotune.plan.model import OFFLOAD_DEVICES
 from zerotune.plan.rules import RuleContext
 from zerotune.plan.text import DURING, describe, estimate_data, fits, subject, told_and_defaults
 from zerotune.platform import Platform, detect_platform
@@ -70,9 +72,11 @@ def of_decision(decision: Decision) -> Message:
     )
 
 
-def of_decisions(decisions: Iterable[Decision], *, said: Iterable[Finding] = ()) -> list[Message]:
-    """Decisions as messages, without DeepSpeed's own defaults and what ``said`` already says."""
-    known = [finding.as_decision() for finding in said]
+def of_decisions(
+    decisions: Iterable[Decision], *, findings: Iterable[Finding] = ()
+) -> list[Message]:
+    """Decisions as messages, without DeepSpeed's own defaults and what ``findings`` tell."""
+    known = [finding.as_decision() for finding in findings]
     told, _ = told_and_defaults(decisions)
     unique: list[Decision] = []
     for decision in told:
@@ -101,7 +105,6 @@ MOST_RANKS: Final = 4096
 MOST_STEPS: Final = 10**9
 LARGEST_SIDE: Final = 16_384
 _PACKAGES: Final = ("deepspeed", "torch", "accelerate", "diffusers")
-_ValueT = TypeVar("_ValueT")
 
 
 @attrs.frozen(kw_only=True)
@@ -195,21 +198,18 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def _whole(least: int, most: int) -> Callable[[Any, str], int]:
-    def read(value: Any, key: str) -> int:
-        try:
-            number = int(value) if isinstance(value, str) else value
-        except ValueError:
-            number = value
-        if isinstance(number, float) and number.is_integer():
-            number = int(number)
-        if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
-            raise InvalidValueError(
-                "must be a whole number", key=key, value=value, fix=f"write {least} to {most}"
-            )
-        return number
-
-    return read
+def _whole(value: Any, key: str, *, least: int, most: int) -> int:
+    """A whole number, or the text of one."""
+    number = as_number(value)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    return whole(
+        value if number is None else number,
+        key=key,
+        least=least,
+        most=most,
+        fix=f"write {least} to {most}",
+    )
 
 
 def _size(value: Any, key: str) -> int:
@@ -222,29 +222,15 @@ def _size(value: Any, key: str) -> int:
     return parse_size(bare, key=key)
 
 
-def _one_of(choices: tuple[_ValueT, ...]) -> Callable[[Any, str], _ValueT]:
-    def read(value: Any, key: str) -> _ValueT:
-        if value not in choices:
-            raise InvalidValueError(
-                "is not one of the choices",
-                key=key,
-                value=value,
-                fix=f"write one of {', '.join(map(repr, choices))}",
-            )
-        return cast(_ValueT, value)
-
-    return read
-
-
 _READERS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
-    "family": _one_of(family_names()),
-    "resolution": _whole(8, LARGEST_SIDE),
-    "world_size": _whole(1, MOST_RANKS),
-    "total_steps": _whole(1, MOST_STEPS),
-    "ema": _one_of(get_args(EMAPlace)),
-    "gradient_checkpointing": _one_of((True, False)),
-    "activation_offload": _one_of((True, False)),
-    "this_machine": _one_of((True, False)),
+    "family": partial(as_choice, choices=family_names()),
+    "resolution": partial(_whole, least=8, most=LARGEST_SIDE),
+    "world_size": partial(_whole, least=1, most=MOST_RANKS),
+    "total_steps": partial(_whole, least=1, most=MOST_STEPS),
+    "ema": partial(as_choice, choices=get_args(EMAPlace)),
+    "gradient_checkpointing": partial(as_choice, choices=(True, False)),
+    "activation_offload": partial(as_choice, choices=(True, False)),
+    "this_machine": partial(as_choice, choices=(True, False)),
     "vram": _size,
     "ram": _size,
     "nvme": _size,
@@ -337,7 +323,7 @@ def _resolve(
     messages += [of_finding(finding) for finding in found.findings]
     messages += [of_decision(decision) for decision in assumed]
     decisions = plan.decisions if found.resolved is None else found.resolved.decisions
-    return found.resolved, [*messages, *of_decisions(decisions, said=found.findings)]
+    return found.resolved, [*messages, *of_decisions(decisions, findings=found.findings)]
 
 
 def _also_wrong(
@@ -394,8 +380,11 @@ def _outputs(preview: Preview) -> dict[str, Any]:
             except ZeroTuneError as error:
                 found[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
                 continue
-            said = [*map(of_decision, document.decisions), *leased]
-            found[name] = {"text": document.text, "messages": [attrs.asdict(one) for one in said]}
+            notes = [*map(of_decision, document.decisions), *leased]
+            found[name] = {
+                "text": document.text,
+                "messages": [attrs.asdict(one) for one in notes],
+            }
     if preview.running:
         text = json.dumps(preview.running, indent=2, allow_nan=False) + "\n"
         found["running"] = {"text": text, "messages": [attrs.asdict(one) for one in leased]}
@@ -498,7 +487,7 @@ def _optimizers(preview: Preview) -> list[dict[str, Any]]:
     return capabilities(
         preview.platform,
         stage=stage,
-        offload=offload if offload in {"none", "cpu", "nvme"} and stage > 0 else "none",
+        offload=offload if offload in OFFLOAD_DEVICES and stage > 0 else "none",
         precision="bf16" if precision == AUTO else precision,
     )
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.builder.forms import FormState
+from zerotune.builder.forms import FormState, read_plan
 from zerotune.builder.opening import Root, open_file
 from zerotune.errors import PlanConflictError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, plan_document
@@ -129,8 +129,6 @@ class Session:
         return {"version": version_of(path), **saved_data(saved)}
 
     def _remember(self, state: FormState) -> None:
-        from zerotune.builder.forms import read_plan
-
         self.applied = read_plan(state).plan or self.applied
 
 
@@ -152,9 +150,14 @@ def save_inside(
 def version_of(path: Path) -> str:
     """A name for what a file holds now."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return version_of_content(path.read_bytes())
     except OSError:
         return ABSENT
+
+
+def version_of_content(content: bytes) -> str:
+    """A name for some content."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def refuse_changed(path: Path, version: str | None) -> None:

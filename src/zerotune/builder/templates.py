@@ -1,8 +1,11 @@
-"""The user's own templates: one plain JSON file each, in the user's configuration directory."""
+"""Templates: forms under a name.
+
+The user's own are one plain JSON file each, in the user's configuration directory; those that come
+with the builder are a machine and a model, for which ``advise`` makes the form when they are used.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,11 +18,9 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.builder import forms as wire
-from zerotune.builder.forms import FormState
-from zerotune.builder.session import default_plan
+from zerotune.builder.forms import FormState, parse_request
+from zerotune.builder.session import default_plan, version_of, version_of_content
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanFileError
-from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.write import write_whole
 
 FORMAT: Final = 1
@@ -167,7 +168,7 @@ class TemplateStore:
             return
         if version is None:
             raise _taken(name)
-        if _version(path.read_bytes()) != version:
+        if version_of(path) != version:
             raise PlanConflictError(
                 "was changed in another tab",
                 key="name",
@@ -192,7 +193,7 @@ class TemplateStore:
     def _write(self, template: Template, path: Path | None) -> Template:
         content = (json.dumps(template.data(), indent=2, allow_nan=False) + "\n").encode()
         write_whole(path or self._path(template.name), content)
-        return attrs.evolve(template, version=_version(content))
+        return attrs.evolve(template, version=version_of_content(content))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -231,7 +232,7 @@ def read_template(text: str, *, name: str) -> Template:
     Raises:
         InvalidValueError: It is none.
     """
-    data = wire.parse(text)
+    data = parse_request(text)
     if not isinstance(data, dict) or data.get("zerotune_template") != FORMAT:
         raise InvalidValueError(
             "is no template of this builder", key=name, fix="export one, or open it as a plan"
@@ -252,11 +253,7 @@ def _read(path: Path) -> Template:
         raise PlanFileError(f"cannot be read ({error})", key=str(path), fix="remove it") from None
     template = read_template(text, name=path.name)
     # The file's name counts: that is what is listed, renamed and deleted.
-    return attrs.evolve(template, name=path.stem, version=_version(content))
-
-
-def _version(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+    return attrs.evolve(template, name=path.stem, version=version_of_content(content))
 
 
 def _taken(name: str) -> PlanConflictError:
@@ -268,7 +265,7 @@ def _taken(name: str) -> PlanConflictError:
     )
 
 
-# -- The templates that come with the builder; each is made by ``advise`` when it is used.
+# -- The templates that come with the builder.
 
 
 @attrs.frozen(kw_only=True)
@@ -341,11 +338,6 @@ def builtin_template(template_id: str) -> BuiltinTemplate:
     )
 
 
-def starting_plan() -> DeepSpeedPlan:
-    """What a built-in template fills with what it was advised."""
-    return default_plan()
-
-
 def starting_state(template: BuiltinTemplate, setup: Mapping[str, Any]) -> FormState:
     """The form a template starts from, before anything is advised."""
-    return FormState.of_plan(starting_plan(), setup={**setup, **template.setup})
+    return FormState.of_plan(default_plan(), setup={**setup, **template.setup})
