@@ -250,7 +250,7 @@ def test_attach_refuses_missing_elements():
     from zerotune.backend.deepspeed.external import master_weights_of
 
     master = master_weights_of(HostileNet())
-    master._layout._addresses = master._layout._addresses[:-1]
+    master._layout.addresses = master._layout.addresses[:-1]
     with pytest.raises(EMAError, match="elements of the trainable parameters"):
         EMAShadow(decay=0.9).attach(master)
 
