@@ -1,4 +1,8 @@
-"""Tensors on their way between a device and page-locked host memory."""
+"""Activations in host memory: they wait there for the backward pass, and come back a block ahead.
+
+``ActivationOffload`` decides which tensors leave and when they return; ``Transfers`` move them
+between a device and page-locked memory.
+"""
 
 from __future__ import annotations
 
@@ -215,7 +219,7 @@ def transfers_for(device: torch.device) -> Transfers:
     return StreamTransfers(device) if device.type in ("cuda", "xpu") else KeptTransfers()
 
 
-# -- Activations wait in host memory, and come back one block ahead.
+# -- Which tensors leave, and when they return.
 
 
 KEY: Final = "activations"

@@ -1,4 +1,8 @@
-"""Arguments of ``forward`` for diffusers' models, on the ``meta`` device."""
+"""Facts of a model: what it weighs and what a training step keeps, on the ``meta`` device.
+
+Nothing is computed and no memory is taken: the model runs on tensors without data, and every
+storage is counted from its birth to its death.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,9 @@ _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
 _LATENT: Final = 8
 """Pixels of the image per pixel of the latent, along each side."""
+
+
+# -- Arguments of ``forward`` for diffusers' models.
 
 
 def example_inputs(module: torch.nn.Module) -> Callable[[int, int, int], Mapping[str, Any]]:
@@ -117,10 +124,7 @@ _MAKERS: Final[dict[str, Callable[[Any, int, int, int], dict[str, Any]]]] = {
 }
 
 
-# -- What a model weighs and what a training step keeps, measured on the ``meta`` device.
-#
-# Nothing is computed and no memory is taken: the model runs on tensors without data, and every
-# storage is counted from its birth to its death.
+# -- Parameters and activations, counted.
 
 
 MakeInputs = Callable[[int, int, int], Mapping[str, Any]]

@@ -1,4 +1,8 @@
-"""Tensors computed once and kept on a disk, under a key of what they were computed from."""
+"""Caches: tensors computed once and kept on a disk, under a key of what they were computed from.
+
+``cache_latents`` and ``cache_texts`` fill them, each rank its share; ``CachedImages`` trains from
+them.
+"""
 
 from __future__ import annotations
 
@@ -220,7 +224,7 @@ def cache_names(caches: Iterable[TensorCache]) -> str:
     return "+".join(cache.settings.digest() for cache in caches)
 
 
-# -- Fill caches of latents and text embeddings, each rank its share, and train from them.
+# -- Filling caches of latents and text embeddings, and training from them.
 
 
 EncodeImages = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]

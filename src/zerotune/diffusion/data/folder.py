@@ -1,4 +1,4 @@
-"""Captions from ``metadata.jsonl`` and ``metadata.csv``, as Hugging Face's image folders have."""
+"""A folder of images, with captions beside them or in ``metadata.jsonl`` or ``metadata.csv``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from zerotune.diffusion.data.images import (
 )
 from zerotune.diffusion.data.sources import EncodedSource, ImageItem, measure, scan_decisions
 from zerotune.errors import DataError
+
+# -- Captions by file name, as Hugging Face's image folders have them.
 
 
 def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str, str]:
@@ -108,7 +110,7 @@ def _bad(source: str, number: int, reason: str) -> DataError:
     )
 
 
-# -- A folder of images with captions beside them or in one metadata file.
+# -- The folder, and where its captions are.
 
 
 class CaptionFiles(Protocol):
