@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import threading
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from zerotune import decisions
 
 _IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
 _LEAKY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
@@ -41,6 +44,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if _IN_CI and reasons != ["no CUDA device"]:
         pytest.fail(f"CI lacks a component it should have: {message}", pytrace=False)
     pytest.skip(message)
+
+
+# A deadline would compare times with what else the machine does.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("zerotune", deadline=None)
+    settings.load_profile("zerotune")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_announced_yet() -> None:
+    """Decisions are announced once per process, and many tests share one."""
+    decisions._announced.clear()
 
 
 @pytest.fixture(autouse=True)
