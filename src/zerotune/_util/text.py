@@ -41,9 +41,9 @@ def did_you_mean(
     return [by_key[key] for key in close]
 
 
-def listing(names: Collection[str], *, most: int = 3) -> str:
+def listing(names: Collection[object], *, most: int = 3) -> str:
     """The first ``most`` names, sorted as given, and how many more: ``"a, b, c and 4 more"``."""
-    shown = ", ".join(list(names)[:most]) or "nothing"
+    shown = ", ".join([str(name) for name in names][:most]) or "nothing"
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
@@ -106,6 +106,13 @@ def brief_size(nbytes: float) -> str:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.{2 if unit == 'GiB' else 1}f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def disk_size(nbytes: int) -> str:
+    """``nbytes`` in MiB with one decimal, from 1 GiB on in GiB with two, as files are compared."""
+    if nbytes >= 1024**3:
+        return f"{nbytes / 1024**3:,.2f} GiB"
+    return f"{nbytes / 1024**2:.1f} MiB"
 
 
 def common_unit(sizes: Iterable[int]) -> tuple[str, int]:

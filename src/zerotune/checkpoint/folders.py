@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from zerotune._util.files import sync
+from zerotune._util.text import disk_size
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -106,7 +107,7 @@ def check_space(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
-            f"the checkpoint takes {_size(nbytes)} and {_size(free)} are free",
+            f"the checkpoint takes {disk_size(nbytes)} and {disk_size(free)} are free",
             key=str(folder),
             fix="free disk space, keep fewer checkpoints (prune), or save elsewhere",
         )
@@ -325,7 +326,3 @@ def _unused(folder: Path) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.1f} MiB"

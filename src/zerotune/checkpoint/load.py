@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 import torch
 
+from zerotune._util.text import listing
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.collective import together
@@ -357,12 +358,7 @@ def _differences(
         (f"{what}s only in it", unexpected),
         (f"{what}s of another shape", reshaped),
     )
-    return [f"{title}: {_listed(names)}" for title, names in groups if names]
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return [f"{title}: {listing(names, most=_MOST_NAMES)}" for title, names in groups if names]
 
 
 def _flat(scheduler: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from zerotune._util.text import disk_size
 from zerotune.cli.output import print_json, print_page
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     elif damage:
         sys.stdout.writelines(f"{each.key}: {each.reason}\n" for each in damage)
     else:
-        sys.stdout.write(f"{len(manifest.files)} files, {_size(manifest.nbytes)}: whole\n")
+        sys.stdout.write(f"{len(manifest.files)} files, {disk_size(manifest.nbytes)}: whole\n")
     return 1 if damage else 0
 
 
@@ -124,7 +125,7 @@ def _contents_page(manifest: Manifest) -> Page:
         rows=tuple(_lines(manifest)),
         indent=0,
     )
-    files = (Line(f"{file.name}  {_size(file.nbytes)}", indent=2) for file in manifest.files)
+    files = (Line(f"{file.name}  {disk_size(file.nbytes)}", indent=2) for file in manifest.files)
     return Page(blocks=(settings, *files))
 
 
@@ -142,7 +143,7 @@ def _lines(manifest: Manifest) -> list[tuple[str, str]]:
         ("shadows", ", ".join(manifest.shadows) or "none"),
         ("saved under", _plan(manifest)),
         ("versions", versions),
-        ("size", _size(manifest.nbytes)),
+        ("size", disk_size(manifest.nbytes)),
     ]
     return [line for line in lines if line[0] != "frozen" or manifest.frozen]
 
@@ -156,7 +157,3 @@ def _plan(manifest: Manifest) -> str:
         f"{kind}, offload {plan.offload_optimizer}, {plan.precision}, {plan.optimizer['name']}, "
         f"{manifest.world_size} process(es)"
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"

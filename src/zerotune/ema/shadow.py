@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.numbers import whole
-from zerotune._util.text import listing
+from zerotune._util.text import disk_size, listing
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.ema.store import ShadowStore, as_store, copy_of, room_for
@@ -306,7 +306,7 @@ class EMAShadow:
             elements = sum(tensor.numel() for tensor in self._tensors.values())
             lines.append(
                 f"  {elements:,} fp32 elements of this rank {self._store} "
-                f"({self.nbytes / 2**20:,.1f} MiB), {self._steps} steps seen, "
+                f"({disk_size(self.nbytes)}), {self._steps} steps seen, "
                 f"decay now {self.decay:.6g}"
             )
         return "\n".join(lines)

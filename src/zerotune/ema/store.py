@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import attrs
 import torch
 
+from zerotune._util.text import disk_size
 from zerotune.errors import EMAError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class FileStore:
             return self._mapped(numel)
         except OSError as error:
             raise EMAError(
-                f"{numel * _BYTES / 2**20:,.1f} MiB for the shadow could not be had: "
+                f"{disk_size(numel * _BYTES)} for the shadow could not be had: "
                 f"{error.strerror or error}",
                 key="FileStore.folder",
                 value=str(self.folder),

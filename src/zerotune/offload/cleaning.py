@@ -12,6 +12,7 @@ from typing import Any, Literal
 import attrs
 
 from zerotune._util.proc import filesystem_kind, mount_identity
+from zerotune._util.text import disk_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.bare import doubt_about, is_bare, remove_bare, survey
@@ -24,7 +25,7 @@ from zerotune.offload.lease import (
     try_lock,
 )
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_entry
-from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX, gibibytes
+from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
 
 Kind = Literal["lease", "unfinished", "bare"]
 
@@ -89,7 +90,7 @@ def _decision(one: Leftover, verb: str, *, gone: bool) -> Decision:
         key="offload.stale_swap",
         before=str(one.path),
         after=None if gone else str(one.path),
-        reason=f"{verb} {gibibytes(one.nbytes)}: {one.reason}",
+        reason=f"{verb} {disk_size(one.nbytes)}: {one.reason}",
         severity="note" if gone else "warning",
     )
 

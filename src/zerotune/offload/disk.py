@@ -17,13 +17,14 @@ import attrs
 
 from zerotune._util.files import write_atomically
 from zerotune._util.proc import mount_identity
+from zerotune._util.text import disk_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.budget import lockable_memory
 from zerotune.offload.choosing import RootChoice
 from zerotune.offload.lease import making_in
 from zerotune.offload.removal import Removed, open_folder, remove_entry
-from zerotune.offload.root import BENCH_PREFIX, check_root, gibibytes
+from zerotune.offload.root import BENCH_PREFIX, check_root
 from zerotune.plan.model import AUTO, AioSection, evolved
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def _check_room(path: Path, free: int, size: int, platform: Platform) -> None:
         )
     if size > free:
         raise OffloadError(
-            f"{gibibytes(free)} are free, and {gibibytes(size)} are to be written",
+            f"{disk_size(free)} are free, and {disk_size(size)} are to be written",
             key="offload bench",
             value=str(path),
             fix="measure with a smaller size",
@@ -261,8 +262,8 @@ def _check_room(path: Path, free: int, size: int, platform: Platform) -> None:
     lockable = lockable_memory(platform)
     if lockable is not None and size > lockable:
         raise OffloadError(
-            f"{gibibytes(size)} must be locked in memory, and this process may lock "
-            f"{gibibytes(lockable)}",
+            f"{disk_size(size)} must be locked in memory, and this process may lock "
+            f"{disk_size(lockable)}",
             key="offload bench",
             value=size,
             fix="raise the limit (ulimit -l unlimited) or measure with a smaller size",

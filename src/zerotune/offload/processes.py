@@ -10,6 +10,8 @@ from typing import Final
 
 import attrs
 
+from zerotune._util.text import listing
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
@@ -121,15 +123,15 @@ class Users:
     def doubt(self) -> str | None:
         """Why the files cannot be said to be unused, or ``None`` when they can."""
         if self.open_in:
-            return f"process {_numbers(self.open_in)} has a file in it open"
+            return f"process {listing(self.open_in, most=5)} has a file in it open"
         if self.swapping:
             return (
-                f"process {_numbers(self.swapping)} has DeepSpeed's aio loaded, holds no lease and "
-                "was running when this was last written, so it may be its owner"
+                f"process {listing(self.swapping, most=5)} has DeepSpeed's aio loaded, holds no "
+                "lease and was running when this was last written, so it may be its owner"
             )
         if self.hidden:
             return (
-                f"this user may not see what process {_numbers(self.hidden)} has open; "
+                f"this user may not see what process {listing(self.hidden, most=5)} has open; "
                 "clean up as root"
             )
         return None
@@ -208,8 +210,3 @@ def _boot_time(proc: Path) -> float:
         if line.startswith("btime "):
             return float(line.split()[1])
     raise OSError("the kernel does not say when it was started")
-
-
-def _numbers(pids: tuple[int, ...]) -> str:
-    shown = ", ".join(map(str, pids[:5]))
-    return shown if len(pids) <= 5 else f"{shown} and {len(pids) - 5} more"

@@ -11,6 +11,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.proc import filesystem_kind, is_rotational, locality_of
+from zerotune._util.text import disk_size
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import OffloadError
 from zerotune.offload.choosing import FIX, PATH_VARIABLES, ROOT_VARIABLE, RootChoice
@@ -146,7 +147,7 @@ def _chosen(choice: RootChoice, path: Path, kind: str | None, free: int) -> Deci
         key="offload.root",
         before=None if choice.fallback else choice.path,
         after=str(path),
-        reason=f"{reason}; {kind or 'unknown file system'}, {gibibytes(free)} free",
+        reason=f"{reason}; {kind or 'unknown file system'}, {disk_size(free)} free",
         severity="warning" if choice.fallback else "note",
     )
 
@@ -202,8 +203,3 @@ def _unusable(choice: RootChoice, reason: str) -> OffloadError:
 
 def _say(error: Exception) -> Any:
     return getattr(error, "strerror", None) or error
-
-
-def gibibytes(count: int) -> str:
-    """Bytes as a short text for people."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
+from zerotune._util.numbers import is_integer
+from zerotune._util.text import disk_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.choosing import Target
 from zerotune.offload.lease import find_leases
-from zerotune.offload.root import SwapRoot, gibibytes
+from zerotune.offload.root import SwapRoot
 from zerotune.plan import sizing
 from zerotune.plan.memory.states import states_per_element
 
@@ -71,8 +73,8 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     if model is None:
         return None
     aio = resolved.plan.aio
-    block = _whole(aio.block_size if aio else None) or _AIO_BLOCK
-    threads = _whole(aio.intra_op_parallelism if aio else None) or 1
+    block = _given(aio.block_size if aio else None) or _AIO_BLOCK
+    threads = _given(aio.intra_op_parallelism if aio else None) or 1
     least = max(sizing.SMALLEST_SWAP_BYTES, block)
     count = _Counter(resolved=resolved, model=model, least=least, unit=_ALIGNMENT * threads)
     files: dict[Target, SwapFiles] = {}
@@ -110,7 +112,7 @@ class _Counter:
 
     def _sub_groups(self) -> tuple[int, ...]:
         zero = self.resolved.plan.zero_optimization
-        size = _whole(zero.sub_group_size if zero else None) or sizing.SUB_GROUP_NVME
+        size = _given(zero.sub_group_size if zero else None) or sizing.SUB_GROUP_NVME
         return sizing.sub_groups(self.model, self.resolved.world_size, size)
 
     def _half_masters(self) -> bool:
@@ -167,12 +169,12 @@ def _check_disk(
     space = os.statvfs(path)
     free = space.f_bavail * space.f_frsize
     others = sum(_still_to_come(folder, run_id) for folder in folders)
-    said = f"{gibibytes(nbytes)} for {ranks} rank(s), {gibibytes(per_rank.nbytes)} each"
-    taken = f", {gibibytes(others)} of it spoken for by other runs" if others else ""
+    said = f"{disk_size(nbytes)} for {ranks} rank(s), {disk_size(per_rank.nbytes)} each"
+    taken = f", {disk_size(others)} of it spoken for by other runs" if others else ""
     if nbytes > free - others:
         raise OffloadError(
-            f"the plan swaps {said}, and {gibibytes(free)} ({free} bytes) are free{taken}: "
-            f"{gibibytes(nbytes + others - free)} are missing",
+            f"the plan swaps {said}, and {disk_size(free)} ({free} bytes) are free{taken}: "
+            f"{disk_size(nbytes + others - free)} are missing",
             key="offload.root",
             value=str(path),
             fix="free that much (`zerotune offload clean` shows what dead runs left), give a root "
@@ -189,7 +191,7 @@ def _check_disk(
         key="offload.space",
         before=None,
         after=str(path),
-        reason=f"the plan swaps {said}; {gibibytes(free)} are free{taken}",
+        reason=f"the plan swaps {said}; {disk_size(free)} are free{taken}",
     )
 
 
@@ -202,5 +204,5 @@ def _still_to_come(root: Path, run_id: str) -> int:
     )
 
 
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+def _given(value: object) -> int:
+    return value if is_integer(value) else 0
