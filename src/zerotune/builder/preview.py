@@ -6,13 +6,13 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
-from importlib import metadata
 from typing import Any, Final, Literal, get_args
 
 import attrs
 
 from zerotune._util.numbers import as_number, whole
 from zerotune._util.text import parse_size
+from zerotune._util.versions import installed_versions
 from zerotune.builder.forms import FormState, as_choice, is_written, read_plan
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
@@ -171,7 +171,7 @@ class Machines:
             device_count=setup.world_size,
             vram=setup.vram,
             ram=setup.ram,
-            versions=installed_versions(),
+            versions=_versions(),
         )
 
     def sizes(self, setup: Setup) -> dict[str, int | None]:
@@ -187,15 +187,9 @@ class Machines:
 
 
 @cache
-def installed_versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Versions of the packages that decide what can run."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(_PACKAGES)
 
 
 def _whole(value: Any, key: str, *, least: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""A diffusers model folder: written tensor by tensor, checked before it gets its name."""
+"""Diffusers model folders, from an engine or a checkpoint: checked before they get their name."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def export_model(
     group.barrier(f"exporting to {os.fspath(path)}", timeout_s=timeout_s)
     group.agree((os.fspath(path), str(chosen), weights is None, shard_size), "export_model")
     outline = _outline(engine)
-    output = _Output()
+    output = ModelOutput()
     if group.is_main:
         specs = _cast(outline, chosen)
         config = model_config(engine.module)
@@ -390,7 +390,7 @@ def export_checkpoint(
         raise
 
 
-class _Output(Attempts):
+class ModelOutput(Attempts):
     """What rank 0 writes; on other ranks nothing happens."""
 
     def __init__(self) -> None:

@@ -1,4 +1,8 @@
-"""Tensors out of a checkpoint: any part of a parameter, and one tensor in memory at a time."""
+"""A checkpoint into an engine, whatever wrote it: compared as a whole, then filled in by parts.
+
+Top down: the reader of a checkpoint's files; fragments filled from it; every difference between
+checkpoint and engine; counters and generators under another plan; ``load_checkpoint``.
+"""
 
 from __future__ import annotations
 

@@ -13,15 +13,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
+from typing_extensions import override
 
 from zerotune.backend.adapters import BASE, AdapterParameter, adapter_layers, trained_adapter
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.backend.unpartitioned import whole_parameter
 from zerotune.checkpoint.adapters import adapter_settings, find_adapters
-from zerotune.checkpoint.collective import Attempts, together
+from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.contents import persistent_buffers
-from zerotune.checkpoint.export import SHARD_SIZE, Gatherable, ModelFolderReader, ModelFolderWriter
+from zerotune.checkpoint.export import (
+    SHARD_SIZE,
+    Gatherable,
+    ModelFolderReader,
+    ModelFolderWriter,
+    ModelOutput,
+)
 from zerotune.checkpoint.records import model_config
 from zerotune.checkpoint.tensors import TensorSpec, read_header
 from zerotune.errors import CheckpointMismatchError, InvalidValueError, MissingDependencyError
@@ -175,7 +182,14 @@ def export_merged(
     merged = _Merged.of(engine, component)
     output = _Output()
     if group.is_main:
-        output.attempt(lambda: output.open(path, merged, chosen, shard_size))
+        output.attempt(
+            lambda: output.open(
+                path,
+                config=model_config(merged.module),
+                specs=merged.specs(chosen),
+                shard_size=shard_size,
+            )
+        )
     together(group, "begin the merge", output.reraise)
     try:
         for name, tensor in (weights or engine.master_weights).gather():
@@ -302,23 +316,13 @@ class _Merged:
         ]
 
 
-class _Output(Attempts):
+class _Output(ModelOutput):
     """What rank 0 writes; on other ranks nothing happens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._writer: ModelFolderWriter | None = None
         self._folds: dict[str, Fold] = {}
         self._trained: dict[str, torch.Tensor] = {}
-
-    def open(
-        self, path: str | os.PathLike[str], merged: _Merged, dtype: torch.dtype, shard_size: int
-    ) -> None:
-        """Make the folder."""
-        config = model_config(merged.module)
-        self._writer = ModelFolderWriter(
-            path, config=config, specs=merged.specs(dtype), shard_size=shard_size
-        )
 
     def keep(self, merged: _Merged, name: str, tensor: torch.Tensor) -> None:
         """Keep a trained tensor until its layer comes."""
@@ -332,6 +336,7 @@ class _Output(Attempts):
         empty = Fold(layer=parsed.layer, scaling=merged.scales[parsed.layer])
         self._folds.setdefault(parsed.layer, empty).tensors[parsed.kind] = tensor.clone()
 
+    @override
     def append(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor of the base, with its adapter folded in."""
         if self._writer is None:
@@ -340,16 +345,6 @@ class _Output(Attempts):
         fold = self._folds.get(layer) if kind == "weight" else None
         current = self._trained.get(name, tensor)
         self._writer.append(name, current if fold is None else fold(current))
-
-    def publish(self) -> Path:
-        """Check and rename."""
-        self.reraise()
-        return Path() if self._writer is None else self._writer.publish()
-
-    def abandon(self) -> None:
-        """Remove what is unfinished."""
-        if self._writer is not None:
-            self._writer.abandon()
 
 
 def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[str, Fold]:

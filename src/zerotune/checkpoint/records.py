@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from zerotune._util.versions import installed_version
 from zerotune.checkpoint.contents import persistent_buffers, plain_data
 from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
 from zerotune.errors import CheckpointError
@@ -94,10 +94,7 @@ def now() -> str:
 
 def version() -> str:
     """The installed zerotune."""
-    try:
-        return importlib.metadata.version("zerotune")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+    return installed_version("zerotune") or "unknown"
 
 
 def _untrained(engine: Engine) -> tuple[list[TensorRecord], dict[str, str]]:

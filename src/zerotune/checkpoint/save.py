@@ -1,4 +1,8 @@
-"""From what every rank has to the files of a checkpoint, the same on every rank."""
+"""An engine into a checkpoint: planned alike on every rank, written together, read back, named.
+
+Top down: which rank writes what into which file; the writing; ``save_checkpoint``; and saving
+while training goes on.
+"""
 
 from __future__ import annotations
 

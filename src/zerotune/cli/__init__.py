@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, cast
 
+from zerotune._util.versions import installed_version
 from zerotune.errors import ZeroTuneError
 
 _COMMANDS: Final = (
@@ -88,11 +89,5 @@ class _ShowVersion(argparse.Action):
     """Looks the version up only when asked, because importing the look-up is slow."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_args: Any, **_kwargs: Any) -> None:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            text = version("zerotune")
-        except PackageNotFoundError:
-            text = "(not installed)"
-        sys.stdout.write(f"zerotune {text}\n")
+        sys.stdout.write(f"zerotune {installed_version('zerotune') or '(not installed)'}\n")
         parser.exit()

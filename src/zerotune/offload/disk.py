@@ -1,4 +1,4 @@
-"""What a disk was measured to do, kept beside the leases of its root."""
+"""What a swap root's disk can do: measured through DeepSpeed's own op, kept beside the leases."""
 
 from __future__ import annotations
 

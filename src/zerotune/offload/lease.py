@@ -1,4 +1,8 @@
-"""The record that says whose a swap folder is."""
+"""Whose a swap folder is: the record in it, the lock on it, and how a lease is found and ended.
+
+Top down: the record; ownership of one folder; the leases inside a root, dead and living; what
+ranks agree on before they share one; the end of a lease.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which process a lease belongs to, in a form that outlives it."""
+"""Which process a lease belongs to, and which ones may be using files that nobody leased."""
 
 from __future__ import annotations
 

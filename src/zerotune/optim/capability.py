@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
+from zerotune._util.versions import installed_version, release_of
 from zerotune.optim.catalogue import ADAM, DEFAULT_OPTIMIZER, TORCH_NAMES
 from zerotune.optim.parameters import OptimizerEntry
 from zerotune.plan.model import ONE_BIT, OptimizerSource, WeightDecay
@@ -113,29 +113,6 @@ OPTIONAL_PACKAGES: Final = ("mup", "bitsandbytes", "torchao", "prodigyopt", "sch
 def installed_packages() -> frozenset[str]:
     """Which of the optional packages can be found, without importing any."""
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
-
-
-def installed_version(name: str) -> str | None:
-    """Version of a package; ``None`` where it was not installed as a distribution."""
-    # Late: looking it up takes longer than everything else here.
-    from importlib.metadata import PackageNotFoundError, version
-
-    with suppress(PackageNotFoundError):
-        return version(name)
-    return None
-
-
-def release_of(version: str) -> tuple[int, ...]:
-    """Leading numbers of a version: ``"0.19.8+cpu"`` becomes ``(0, 19, 8)``."""
-    numbers: list[int] = []
-    for part in version.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-        if digits != part:
-            break
-    return tuple(numbers)
 
 
 def _flag(value: object) -> bool | None:

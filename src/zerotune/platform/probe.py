@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from zerotune._util.versions import installed_version
 from zerotune.errors import PlatformError
 from zerotune.platform.facts import Device
 
@@ -120,13 +121,7 @@ class MachineProbe:
 
     def version(self, distribution: str) -> str | None:
         """Version of an installed distribution, or ``None``; never imports it."""
-        # Slower to import than everything else here together.
-        import importlib.metadata
-
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return installed_version(distribution)
 
     def read_text(self, path: str) -> str | None:
         """Text of a file, or ``None`` when it cannot be read."""
