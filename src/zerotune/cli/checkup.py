@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from zerotune.backend.ops.build import OpStatus, op_report
+from zerotune.backend.ops.host_step import host_step_status
 from zerotune.errors import ZeroTuneError
 from zerotune.platform import Platform
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
@@ -20,6 +21,8 @@ class Checkup:
     toolchain: Toolchain
     ops: tuple[OpStatus, ...] = ()
     """Empty when DeepSpeed does not run."""
+    own_op: OpStatus | None = None
+    """zerotune's one op; ``None`` when DeepSpeed does not run."""
     ops_problem: str | None = None
     """Why DeepSpeed could not be asked for its ops."""
 
@@ -33,7 +36,8 @@ class Checkup:
             ops = op_report(toolchain=toolchain)
         except ZeroTuneError as error:
             return cls(platform=platform, toolchain=toolchain, ops_problem=str(error))
-        return cls(platform=platform, toolchain=toolchain, ops=ops)
+        own = host_step_status(toolchain=toolchain)
+        return cls(platform=platform, toolchain=toolchain, ops=ops, own_op=own)
 
     @property
     def healthy(self) -> bool:

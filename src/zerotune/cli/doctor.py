@@ -108,6 +108,7 @@ def _print(checkup: Checkup) -> None:
         "Versions": _table(_version_rows(platform)),
         "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
         "DeepSpeed ops": _ops_table(checkup.ops),
+        "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
         "Decisions": _table(decisions),
     }
     blocks: list[Block] = []

@@ -401,6 +401,7 @@ class DeepSpeedPlan(PlanValue):
         world_size: int = 1,
         run: RunFacts | None = None,
         deepspeed: bool = True,
+        host_step: bool = True,
     ) -> ResolvedPlan:
         """Fill in everything automatic for one machine, model and world size.
 
@@ -410,6 +411,7 @@ class DeepSpeedPlan(PlanValue):
             world_size: Number of ranks.
             run: What the training script knows; fills ``"auto"`` and missing keys.
             deepspeed: ``False`` asks for the plain engine.
+            host_step: ``False`` leaves Adam in host memory to DeepSpeed's own step.
 
         Raises:
             PlanError: The plan cannot run like this; the message names key, reason and fix.
@@ -421,7 +423,8 @@ class DeepSpeedPlan(PlanValue):
             run=run or RunFacts(),
             uses_deepspeed=deepspeed,
         )
-        return resolve.resolve(self, context, into=ResolvedPlan)
+        resolved = resolve.resolve(self, context, into=ResolvedPlan)
+        return attrs.evolve(resolved, host_step=host_step)
 
     def inspect(
         self,

@@ -1675,6 +1675,8 @@ class ResolvedValue:
     """What ``zerotune.optim`` settled on; ``None`` before ``with_choices``."""
     scheduler: SchedulerChoice | None = None
     """What ``zerotune.optim`` settled on; ``None``: none, or before ``with_choices``."""
+    host_step: bool = True
+    """Whether Adam in host memory is stepped in one pass, where that can be."""
 
     @property
     def context(self) -> Context:

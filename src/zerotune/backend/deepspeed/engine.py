@@ -20,6 +20,7 @@ from zerotune.backend.deepspeed.fixes import (
     replay_adam_steps,
     undo_dummy_step,
 )
+from zerotune.backend.deepspeed.host_step import HostStep, take_over_step
 from zerotune.backend.deepspeed.layouts import (
     inner_optimizer,
     layout_of_deepspeed,
@@ -58,6 +59,8 @@ class ZeROEngine(RunningEngine):
 
     _engine: Any
     _expected_groups: tuple[RunningGroup, ...]
+    _host_step: HostStep | None = None
+    """What takes the optimizer's steps in place of DeepSpeed, if anything does."""
 
     def _verify(self, *, builder: str) -> None:
         """See where DeepSpeed put the master weights, and whether what runs is the plan.
@@ -123,7 +126,10 @@ class ZeROEngine(RunningEngine):
             # Loading only the position would leave the learning rate at its first value.
             engine.lr_scheduler.step(position)
         _write_scaler(engine.optimizer, state.loss_scaler)
-        replay_adam_steps(engine, state.global_step - state.skipped_steps)
+        taken = state.global_step - state.skipped_steps
+        replay_adam_steps(engine, taken)
+        if self._host_step is not None:
+            self._host_step.replay(taken)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass; at stage 3, weights are gathered layer by layer."""
@@ -191,6 +197,7 @@ class DeepSpeedEngine(ZeROEngine):
             chosen_optimizer(plan), named, arguments["optimizer"]
         )
         self._engine, built = initialize(deepspeed, plan, arguments)
+        self._host_step, stepping = take_over_step(self._engine, plan)
         self._decisions = (
             *(_rounding(plan) if rounded else ()),
             *pinned,
@@ -198,6 +205,7 @@ class DeepSpeedEngine(ZeROEngine):
             *doubtful_leaf_modules(plan, model),
             *undo_dummy_step(self._engine),
             *align_swapped_gradients(self._engine),
+            *stepping,
         )
         self._verify(builder="DeepSpeed")
         announce(self.decisions, rank=self._group.rank)

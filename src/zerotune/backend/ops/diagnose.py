@@ -282,18 +282,25 @@ def _holder(lock: Path) -> int | None:
 
 def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
     """What keeps torch from loading the op even when it is compiled."""
-    if toolchain.ninja is None:
-        if toolchain.hidden_ninja is not None:
-            folder = Path(toolchain.hidden_ninja).parent
-            return Diagnosis(
-                cause=f"ninja is installed in {folder}, which is not on PATH",
-                fix="activate the environment, or add that folder to PATH",
-            )
-        return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
+    if ninja := missing_ninja(toolchain):
+        return ninja
     # DeepSpeed probes libaio with the compiler each time it loads this op.
     if builder.name == "async_io":
-        return _missing_compiler(toolchain) or _missing_libaio(toolchain) or _refused(builder)
+        return missing_compiler(toolchain) or _missing_libaio(toolchain) or _refused(builder)
     return _refused(builder)
+
+
+def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
+    """Why torch, which looks for it even where nothing is to be compiled, finds no ninja."""
+    if toolchain.ninja is not None:
+        return None
+    if toolchain.hidden_ninja is not None:
+        folder = Path(toolchain.hidden_ninja).parent
+        return Diagnosis(
+            cause=f"ninja is installed in {folder}, which is not on PATH",
+            fix="activate the environment, or add that folder to PATH",
+        )
+    return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
 
 
 def _missing_libaio(toolchain: Toolchain) -> Diagnosis | None:
@@ -321,7 +328,8 @@ def _refused(builder: Any) -> Diagnosis | None:
     return Diagnosis(cause=f"DeepSpeed's own check refuses it: {detail}", fix=None)
 
 
-def _missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
+def missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
+    """Why there is no C++ compiler."""
     if toolchain.cxx is None:
         return Diagnosis(
             cause="there is no C++ compiler",
@@ -337,7 +345,7 @@ def _missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
 
 def missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
     """What keeps torch from compiling the op."""
-    if compiler := _missing_compiler(toolchain):
+    if compiler := missing_compiler(toolchain):
         return compiler
     if not toolchain.python_headers:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

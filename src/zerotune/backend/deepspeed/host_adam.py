@@ -1,0 +1,190 @@
+"""``HostAdam``: the steps of a DeepSpeedCPUAdam, each slab in one pass over memory."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import attrs
+import torch
+
+from zerotune.backend.ops.host_step import AdamNumbers, Average, HostStepOp
+
+_VECTOR: Final = 16
+"""Elements of DeepSpeed's widest vectors; what is left over it updates one by one."""
+
+
+class BetaPowers:
+    """Powers of the betas as DeepSpeedCPUAdam's op keeps them: running products, each rounded.
+
+    A resumed run must ``at`` every step again that an uninterrupted one took.
+
+    Args:
+        beta1: Of the optimizer's defaults.
+        beta2: Of the optimizer's defaults.
+    """
+
+    def __init__(self, *, beta1: float, beta2: float) -> None:
+        self._betas = _fp32(beta1), _fp32(beta2)
+        self._step = 0
+        self._powers = 1.0, 1.0
+
+    def at(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
+        """Both betas to the power of ``step``, in fp32; the counter moves there."""
+        betas = _fp32(beta1), _fp32(beta2)
+        if betas == self._betas and step == self._step:
+            return self._powers
+        if betas == self._betas and step == self._step + 1:
+            first, second = self._powers
+            self._powers = _fp32(first * betas[0]), _fp32(second * betas[1])
+        else:
+            self._powers = _fp32(math.pow(betas[0], step)), _fp32(math.pow(betas[1], step))
+        self._betas, self._step = betas, step
+        return self._powers
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SlabStep:
+    """One step of one slab, begun but not yet taken: any part of it may be run at any time."""
+
+    op: HostStepOp
+    numbers: AdamNumbers
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradient: torch.Tensor
+    out: torch.Tensor | None
+    """Where the weights go in their own dtype; as long as the others."""
+    scalar: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+    """The optimizer itself: weights, gradient in fp32, and both moments, updated in place."""
+
+    def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
+        """Update elements ``start`` to ``stop``, each exactly once a step.
+
+        Args:
+            start: First element.
+            stop: One past the last.
+            averages: Shadows of exactly these elements.
+        """
+        middle = max(start, min(stop, self.weight.numel() // _VECTOR * _VECTOR))
+        if start < middle:
+            part = slice(start, middle)
+            self.op.adam(
+                weight=self.weight[part],
+                exp_avg=self.exp_avg[part],
+                exp_avg_sq=self.exp_avg_sq[part],
+                gradient=self.gradient[part],
+                numbers=self.numbers,
+                averages=averages,
+                out=None if self.out is None else self.out[part],
+            )
+        if middle < stop:
+            self._run_tail(slice(middle, stop), averages, skipped=middle - start)
+
+    def _run_tail(self, part: slice, averages: Sequence[Average], *, skipped: int) -> None:
+        """The last elements, one by one: there the compiler of DeepSpeed's op chose the fmas."""
+        weight = self.weight[part]
+        gradient = self.gradient[part].float() * self.numbers.factor
+        self.scalar(weight, gradient, self.exp_avg[part], self.exp_avg_sq[part])
+        for average in averages:
+            average.shadow[skipped:].lerp_(weight, average.weight)
+        if self.out is not None:
+            self.out[part].copy_(weight)
+
+
+class HostAdam:
+    """Steps for a DeepSpeedCPUAdam, whose groups, states and counters stay its own.
+
+    Bit for bit what it does itself to a gradient multiplied by ``factor``.
+
+    Args:
+        op: The compiled functions.
+        adam: The optimizer.
+    """
+
+    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
+        self._op = op
+        self._adam = adam
+        beta1, beta2 = adam.defaults["betas"]
+        self._powers = BetaPowers(beta1=beta1, beta2=beta2)
+
+    def replay(self, steps: int) -> None:
+        """Go through the steps that were taken before, as another process did."""
+        betas = list(dict.fromkeys(tuple(group["betas"]) for group in self._adam.param_groups))
+        # Where groups differ, each change from one to the next begins anew.
+        for step in range(1 if len(betas) == 1 else steps, steps + 1):
+            for beta1, beta2 in betas:
+                self._powers.at(step, beta1, beta2)
+
+    def begin(
+        self,
+        slab: torch.Tensor,
+        *,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: float,
+        out: torch.Tensor | None,
+    ) -> SlabStep:
+        """Count a step of a slab and settle its numbers; nothing is updated yet.
+
+        Args:
+            slab: fp32, flat; a key of the optimizer's states.
+            gradient: Its gradient, of any dtype the op knows.
+            group: Its group.
+            factor: What its gradient is multiplied by.
+            out: As ``SlabStep.out``.
+        """
+        adam, state = self._adam, self._adam.state[slab]
+        state["step"] = state.get("step", 0) + 1
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(slab.data, dtype=torch.float32)
+        return SlabStep(
+            op=self._op,
+            numbers=self._numbers(group, state["step"], factor),
+            weight=slab.data.view(-1),
+            exp_avg=state["exp_avg"].view(-1),
+            exp_avg_sq=state["exp_avg_sq"].view(-1),
+            gradient=gradient.data.view(-1),
+            out=None if out is None else out.data.view(-1),
+            scalar=partial(
+                adam.ds_opt_adam.adam_update,
+                adam.opt_id,
+                state["step"],
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                group["bias_correction"],
+            ),
+        )
+
+    def _numbers(self, group: Mapping[str, Any], step: int, factor: float) -> AdamNumbers:
+        """Rounded where the op rounds, so that not even the last bit differs."""
+        beta1, beta2 = (_fp32(beta) for beta in group["betas"])
+        lr, decay = _fp32(group["lr"]), _fp32(group["weight_decay"])
+        first = inverse_root = 1.0
+        powers = self._powers.at(step, *group["betas"])
+        if group["bias_correction"]:
+            first = _fp32(1.0 - powers[0])
+            inverse_root = _fp32(1.0 / _fp32(math.sqrt(_fp32(1.0 - powers[1]))))
+        decoupled = bool(self._adam.adam_w_mode)
+        return AdamNumbers(
+            factor=factor,
+            beta1=beta1,
+            beta2=beta2,
+            one_minus_beta1=_fp32(1.0 - beta1),
+            one_minus_beta2=_fp32(1.0 - beta2),
+            inverse_root=inverse_root,
+            eps=_fp32(group["eps"]),
+            step_size=_fp32(-lr / first),
+            decay=_fp32(-lr * decay) if decoupled else decay,
+            decays=0 if decay <= 0 else (1 if decoupled else 2),
+        )
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value

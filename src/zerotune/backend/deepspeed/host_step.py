@@ -1,0 +1,470 @@
+"""The optimizer's step in host memory, in one pass, inside DeepSpeed's stages 1, 2 and 3.
+
+DeepSpeed itself widens every gradient to fp32 in a buffer of its own, takes its norm through a copy
+in fp64, and then goes over host memory for each of clipping, Adam and cast. Here a gradient stays
+in the dtype it arrives in, its norm is taken on the way, and the rest is one pass. Weights, moments
+and counters stay where DeepSpeed has them, so nothing that reads or writes them knows of it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
+
+import torch
+from typing_extensions import override
+
+from zerotune.backend.deepspeed.host_adam import HostAdam
+from zerotune.backend.ops.host_step import HostStepOp, load_host_step
+from zerotune.decisions import Decision
+from zerotune.errors import PlatformError
+from zerotune.plan.api import ResolvedPlan
+
+KEY: Final = "optimizer.step"
+_REASON: Final = (
+    "clipping, Adam and the cast of the weights go over host memory once, not once each, and "
+    "gradients stay in the dtype they arrive in; the same bits"
+)
+_OTHER_STEPS: Final = (
+    "has_moe_layers",
+    "zenflow",
+    "torch_autocast_gradscaler",
+    "low_precision_master_weights_and_grads",
+    "use_muon",
+)
+"""What makes more of DeepSpeed's own step than this one is."""
+
+
+def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tuple[Decision, ...]]:
+    """Have the steps of a DeepSpeedCPUAdam taken in one pass, where that is possible.
+
+    Args:
+        engine: A ``deepspeed.DeepSpeedEngine``, before its first step.
+        plan: Whether that is wanted.
+
+    Returns:
+        What takes the steps now, ``None`` where DeepSpeed does, and what was decided: nothing
+        where the optimizer is another one.
+    """
+    wrapper = engine.optimizer
+    adam = getattr(wrapper, "optimizer", None)
+    kind = _STEPS.get(type(wrapper).__name__)
+    if kind is None or type(adam).__name__ != "DeepSpeedCPUAdam":
+        return None, ()
+    if not plan.host_step:
+        return None, (_decision("DeepSpeed's", "the plan was resolved with host_step=False"),)
+    obstacle = _obstacle(wrapper, kind)
+    if obstacle is None:
+        try:
+            step = kind(wrapper=wrapper, op=load_host_step())
+        except PlatformError as error:
+            obstacle = f"the op host_step cannot be built: {error.reason}"
+        else:
+            step.install()
+            return step, (_decision("one pass", _REASON),)
+    return None, (_decision("DeepSpeed's", obstacle),)
+
+
+def _decision(after: str, reason: str) -> Decision:
+    return Decision(key=KEY, before="DeepSpeed's", after=after, reason=reason)
+
+
+def _obstacle(wrapper: Any, kind: type[HostStep]) -> str | None:
+    """Why DeepSpeed's own step stays."""
+    missing = [name for name in kind.relied_on if not hasattr(wrapper, name)]
+    if missing:
+        return f"this DeepSpeed has no {missing[0]}, which a step in one pass needs"
+    others = [name for name in _OTHER_STEPS if getattr(wrapper, name, None)]
+    if others:
+        return f"with {others[0]} DeepSpeed's step does more"
+    if not wrapper.optimizer.fp32_optimizer_states:
+        return "the moments are not fp32"
+    return kind.obstacle(wrapper)
+
+
+class HostStep(ABC):
+    """Takes the steps of a ZeRO optimizer whose inner one is DeepSpeedCPUAdam.
+
+    Args:
+        wrapper: DeepSpeed's ZeRO optimizer.
+        op: The compiled functions.
+    """
+
+    relied_on: tuple[str, ...] = ("norm_for_param_grads", "reset_cpu_buffers", "loss_scale")
+    """What is called or read of the wrapper; another DeepSpeed may lack some of it."""
+
+    def __init__(self, *, wrapper: Any, op: HostStepOp) -> None:
+        self._wrapper = wrapper
+        self._op = op
+        self._adam = HostAdam(op=op, adam=wrapper.optimizer)
+        self._home = sys.modules[type(wrapper).__module__]
+
+    @classmethod
+    @abstractmethod
+    def obstacle(cls, wrapper: Any) -> str | None:
+        """Why this wrapper's step cannot be taken, if so."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Replace gradient copy, norm and step of this wrapper alone."""
+
+    @property
+    @abstractmethod
+    def _slabs(self) -> Sequence[Any]:
+        """The fp32 weights, as the optimizer's groups hold them."""
+
+    def _swaps(self, index: int) -> bool:  # noqa: ARG002 - of the slab
+        """Whether DeepSpeed moves that slab and its gradient to NVMe and back."""
+        return False
+
+    @abstractmethod
+    def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Parameters with their parts of the gradient buffers."""
+
+    def replay(self, steps: int) -> None:
+        """Continue as a run that has taken ``steps`` optimizer steps."""
+        self._adam.replay(steps)
+
+    def _shrink_gradients(self) -> None:
+        """Buffers for gradients in the dtype they arrive in, where torch lets them differ."""
+        dtype = self._wrapper.gradient_accumulation_dtype
+        for index, slab in enumerate(self._slabs):
+            same = dtype == slab.dtype or not self._op.knows(dtype)
+            # torch has that since 2.10.
+            if same or self._swaps(index) or not hasattr(slab, "grad_dtype"):
+                continue
+            shape, pinned = slab.grad.shape, slab.grad.is_pinned()
+            slab.grad = None
+            slab.grad_dtype = dtype
+            slab.grad = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+
+    def _norm_of(self, gradient: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
+        """L2 norm of a flat gradient, which is copied on the way where it is in host memory."""
+        if gradient.device.type != "cpu" or not self._op.knows(gradient.dtype):
+            # Kept on the device: all norms are read at once when the step begins.
+            norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            return norm
+        total = self._op.take(gradient, into=into)
+        return torch.tensor(math.sqrt(total), dtype=torch.float64)
+
+    def _read_norms(self) -> None:
+        """Bring all norms to the host at once."""
+        norms = self._wrapper.norm_for_param_grads
+        away = [key for key, norm in norms.items() if norm.device.type != "cpu"]
+        if away:
+            read = torch.stack([norms[key].double() for key in away]).cpu()
+            norms.update(zip(away, read, strict=True))
+
+    def _forget_unused(self) -> None:
+        """A parameter without a gradient in this window is not stepped with an earlier one."""
+        for parameter, gradient in self._members():
+            if self._wrapper.get_param_id(parameter) not in self._wrapper.norm_for_param_grads:
+                gradient.zero_()
+
+
+class PartitionedStep(HostStep):
+    """Stages 1 and 2: one slab per parameter group."""
+
+    relied_on = (
+        *HostStep.relied_on,
+        "_get_offload_gradient_dict",
+        "_lazy_init_hp_params_optimizer_state",
+        "_offload_accumulated_param_ids",
+        "_release_preflattened_grad_buffers",
+        "_update_model_bit16_weights",
+        "_update_scale",
+        "_wait_for_offload_copies",
+        "allgather_bucket_size",
+        "async_inplace_copy_grad_to_fp32_buffer_from_gpu",
+        "averaged_gradients",
+        "bit16_groups_flat",
+        "check_grad_overflow",
+        "check_overflow",
+        "clear_grad_attribute",
+        "compute_grad_norm",
+        "get_param_gradient_attribute",
+        "grad_position",
+        "gradient_accumulation_dtype",
+        "local_overflow",
+        "master_weights_and_grads_dtype",
+        "param_buffer_of_bit16_for_cpu_offload_groups",
+        "parallel_partitioned_bit16_groups",
+        "params_in_partition",
+        "real_dp_process_group",
+        "scaled_global_norm",
+        "set_norm_for_param_grad_in_gpu",
+        "unscale_and_clip_grads",
+        "update_offload_overflow_tracker_for_param_grad",
+    )
+
+    @classmethod
+    @override
+    def obstacle(cls, wrapper: Any) -> str | None:
+        if not wrapper.cpu_offload:
+            return "the optimizer is not in host memory"
+        home = sys.modules[type(wrapper).__module__]
+        needed = ("INITIAL_MICRO_STEP_ID", "all_gather_dp_groups", "is_invalid_grad_norm", "dist")
+        missing = [name for name in needed if not hasattr(home, name)]
+        return f"this DeepSpeed has no {missing[0]}" if missing else None
+
+    @override
+    def install(self) -> None:
+        wrapper = self._wrapper
+        self._shrink_gradients()
+        wrapper._get_offload_gradient_dict()
+        # So hooks before and after an optimizer's step run, which is what tells of a change.
+        self._stepped = torch.optim.Optimizer.profile_hook_step(self._step_slabs)
+        wrapper.set_norm_for_param_grad_in_gpu = _taken_with_the_copy
+        wrapper.update_offload_overflow_tracker_for_param_grad = _taken_with_the_copy
+        wrapper.async_inplace_copy_grad_to_fp32_buffer_from_gpu = self._take_gradient
+        wrapper.step = self._step
+
+    @property
+    @override
+    def _slabs(self) -> Sequence[Any]:
+        return cast(Sequence[Any], self._wrapper.single_partition_of_fp32_groups)
+
+    @override
+    def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        for parameters in self._wrapper.params_in_partition:
+            for parameter in parameters:
+                yield parameter, self._place(parameter)[1]
+
+    def _place(self, parameter: torch.nn.Parameter) -> tuple[slice, torch.Tensor]:
+        """The part of a parameter that this rank steps, and where its gradient goes."""
+        wrapper = self._wrapper
+        group, start, offset, numel = wrapper.grad_position[wrapper.get_param_id(parameter)]
+        into = self._slabs[group].grad.view(-1).narrow(0, offset, numel)
+        return slice(start, start + numel), into
+
+    def _take_gradient(self, param: torch.nn.Parameter) -> None:
+        """Copy a gradient to its buffer and take its norm."""
+        wrapper = self._wrapper
+        part, into = self._place(param)
+        source = wrapper.get_param_gradient_attribute(param).view(-1)[part]
+        together = source.device.type == "cpu" and source.dtype == into.dtype
+        norm = self._norm_of(source, into=into if together else None)
+        wrapper.norm_for_param_grads[wrapper.get_param_id(param)] = norm
+        if together:
+            wrapper.clear_grad_attribute(param)
+            return
+        # DeepSpeed's own copy waits for the right streams; only its dtype is to be another one.
+        fp32 = wrapper.master_weights_and_grads_dtype
+        wrapper.master_weights_and_grads_dtype = into.dtype
+        try:
+            type(wrapper).async_inplace_copy_grad_to_fp32_buffer_from_gpu(wrapper, param)
+        finally:
+            wrapper.master_weights_and_grads_dtype = fp32
+
+    def _step(self, closure: None = None) -> None:  # noqa: ARG002 - DeepSpeed's signature
+        """As ``DeepSpeedZeroOptimizer.step`` with the optimizer in host memory."""
+        wrapper = self._wrapper
+        wrapper.micro_step_id = self._home.INITIAL_MICRO_STEP_ID
+        wrapper._wait_for_offload_copies()
+        wrapper._offload_accumulated_param_ids = set()
+        self._read_norms()
+        if self._overflows():
+            wrapper.zero_grad(set_to_none=True)
+            wrapper._release_preflattened_grad_buffers()
+            wrapper.reset_cpu_buffers()
+            return
+        self._forget_unused()
+        self._stepped(wrapper.optimizer)
+        wrapper._lazy_init_hp_params_optimizer_state()
+        wrapper._release_preflattened_grad_buffers()
+        for index in range(len(wrapper.bit16_groups)):
+            wrapper.averaged_gradients[index] = None
+        wrapper.reset_cpu_buffers()
+        self._home.all_gather_dp_groups(
+            groups_flat=wrapper.bit16_groups_flat,
+            partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
+            dp_process_group=wrapper.real_dp_process_group,
+            start_alignment_factor=wrapper.nccl_start_alignment_factor,
+            allgather_bucket_size=wrapper.allgather_bucket_size,
+        )
+        for index in range(len(wrapper.bit16_groups)):
+            wrapper._update_model_bit16_weights(index)
+
+    def _overflows(self) -> bool:
+        """Take the global norm and move the loss scale; whether the step is to be skipped."""
+        wrapper = self._wrapper
+        norms = wrapper.norm_for_param_grads.values()
+        wrapper.local_overflow |= not all(math.isfinite(float(norm)) for norm in norms)
+        wrapper.overflow, self._scaled_norm = False, cast(Any, None)
+        if wrapper.check_grad_overflow:
+            wrapper.check_overflow(partition_gradients=wrapper.partition_gradients)
+        if wrapper.compute_grad_norm and not wrapper.overflow:
+            self._scaled_norm = wrapper.scaled_global_norm()
+            checked = wrapper.dtype != torch.bfloat16 or wrapper.check_grad_overflow
+            wrapper.overflow = checked and self._home.is_invalid_grad_norm(self._scaled_norm)
+        scale = wrapper.loss_scale
+        wrapper._update_scale(wrapper.overflow)
+        wrapper._global_grad_norm = self._unscaled(scale)
+        return bool(wrapper.overflow)
+
+    def _unscaled(self, scale: float) -> Any:
+        if not self._wrapper.compute_grad_norm:
+            return None
+        return float("inf") if self._wrapper.overflow else self._scaled_norm / scale
+
+    def _step_slabs(self, adam: torch.optim.Optimizer) -> None:
+        wrapper, factor = self._wrapper, self._factor()
+        for index, (slab, group) in enumerate(zip(self._slabs, adam.param_groups, strict=True)):
+            rank = self._home.dist.get_rank(group=wrapper.real_dp_process_group[index])
+            target = wrapper.parallel_partitioned_bit16_groups[index][rank]
+            host = target.device.type == "cpu"
+            out = target if host else wrapper.param_buffer_of_bit16_for_cpu_offload_groups[index]
+            step = self._adam.begin(
+                slab, gradient=slab.grad, group=group, factor=factor, out=out.data
+            )
+            step.run(0, slab.numel())
+            if not host:
+                target.data.copy_(out.data, non_blocking=True)
+
+    def _factor(self) -> float:
+        """What DeepSpeed multiplies gradients by, with its roundings."""
+        probe = torch.ones(1)
+        self._wrapper.unscale_and_clip_grads([probe], self._scaled_norm)
+        return float(probe)
+
+
+class ShardedStep(HostStep):
+    """Stage 3: one slab per sub-group, in memory or brought in from NVMe by DeepSpeed."""
+
+    relied_on = (
+        *HostStep.relied_on,
+        "_get_norm_groups",
+        "_offload_grad_partition_at_boundary",
+        "_optimizer_step",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "_swappable_optimizer_subgroup",
+        "_unflatten_partitioned_parameters",
+        "clip_grad",
+        "fp16_groups",
+        "fp16_partitioned_groups_flat",
+        "fp32_partitioned_groups_flat",
+        "grad_position",
+        "gradient_accumulation_dtype",
+        "sub_group_to_group_id",
+        "subgroup_to_device",
+        "unscale_and_clip_grads",
+    )
+
+    @classmethod
+    @override
+    def obstacle(cls, wrapper: Any) -> str | None:
+        if not wrapper.offload_optimizer:
+            return "the optimizer is not in host memory"
+        if any(device != "cpu" for device in wrapper.subgroup_to_device.values()):
+            return "with offload_optimizer.ratio below 1 some sub-groups are not in host memory"
+        return None
+
+    @override
+    def install(self) -> None:
+        wrapper = self._wrapper
+        self._factor = 1.0
+        self._cast: int | None = None
+        self._shrink_gradients()
+        self._original_copy = wrapper._offload_grad_partition_at_boundary
+        self._original_norms = wrapper._get_norm_groups
+        self._original_cast = wrapper._reassign_or_swap_out_partitioned_parameters
+        wrapper._offload_grad_partition_at_boundary = self._take_gradient
+        wrapper._get_norm_groups = self._norm_groups
+        wrapper.unscale_and_clip_grads = self._keep_factor
+        wrapper._optimizer_step = self._step
+        wrapper._reassign_or_swap_out_partitioned_parameters = self._reassign
+
+    @property
+    @override
+    def _slabs(self) -> Sequence[Any]:
+        return cast(Sequence[Any], self._wrapper.fp32_partitioned_groups_flat)
+
+    @override
+    def _swaps(self, index: int) -> bool:
+        return bool(self._wrapper._swappable_optimizer_subgroup(index))
+
+    @override
+    def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        wrapper = self._wrapper
+        for index, parameters in enumerate(wrapper.fp16_groups):
+            if self._swaps(index):
+                continue
+            for parameter in parameters:
+                _, offset, numel = wrapper.grad_position[wrapper.get_param_id(parameter)]
+                yield parameter, self._slabs[index].grad.narrow(0, offset, numel)
+
+    def _take_gradient(
+        self, param: torch.nn.Parameter, grad_buffer: torch.Tensor, gradients: Any, offsets: Any
+    ) -> None:
+        """Copy a gradient to its buffer and take its norm."""
+        wrapper = self._wrapper
+        key = wrapper.get_param_id(param)
+        index, offset, _ = wrapper.grad_position[key]
+        if self._swaps(index):
+            self._original_copy(param, grad_buffer, gradients, offsets)
+            return
+        source = grad_buffer.view(-1)
+        into = self._slabs[index].grad.narrow(0, offset, source.numel())
+        together = source.device.type == "cpu" and source.dtype == into.dtype
+        wrapper.norm_for_param_grads[key] = self._norm_of(source, into=into if together else None)
+        if not together:
+            into.copy_(source.to(into.dtype), non_blocking=True)
+
+    def _norm_groups(self) -> Any:
+        self._read_norms()
+        self._forget_unused()
+        return self._original_norms()
+
+    def _keep_factor(self, _sub_group: int, total_norm: torch.Tensor) -> None:
+        """As DeepSpeed's clipping, but for the multiplication."""
+        wrapper = self._wrapper
+        scale = wrapper.loss_scale
+        if wrapper.clip_grad > 0.0:
+            clip = ((total_norm / wrapper.loss_scale) + 1e-6) / wrapper.clip_grad
+            scale = torch.clamp(clip, min=1.0) * wrapper.loss_scale
+        self._factor = float(1.0 / scale)
+
+    def _step(self, sub_group: int) -> None:
+        wrapper = self._wrapper
+        slab, adam = self._slabs[sub_group], wrapper.optimizer
+        group = adam.param_groups[wrapper.sub_group_to_group_id[sub_group]]
+        out = wrapper.fp16_partitioned_groups_flat[sub_group]
+        # Low-precision weights on a device or on NVMe are written by DeepSpeed.
+        here = out is not None and out.device.type == "cpu" and self._op.knows(out.dtype)
+
+        def run(_adam: torch.optim.Optimizer) -> None:
+            step = self._adam.begin(
+                slab,
+                gradient=slab.grad,
+                group=group,
+                factor=self._factor,
+                out=out.data if here else None,
+            )
+            step.run(0, slab.numel())
+
+        group["params"] = [slab]
+        try:
+            torch.optim.Optimizer.profile_hook_step(run)(adam)
+        finally:
+            group["params"] = []
+        self._cast = sub_group if here else None
+
+    def _reassign(self, sub_group: int) -> None:
+        cast_already, self._cast = self._cast == sub_group, None
+        if cast_already:
+            self._wrapper._unflatten_partitioned_parameters(sub_group)
+        else:
+            self._original_cast(sub_group)
+
+
+_STEPS: Final[dict[str, type[HostStep]]] = {
+    "DeepSpeedZeroOptimizer": PartitionedStep,
+    "DeepSpeedZeroOptimizer_Stage3": ShardedStep,
+}
+
+
+def _taken_with_the_copy(_param: torch.nn.Parameter) -> None:
+    """Norm and overflow are known once the gradient has been copied."""

@@ -1,0 +1,228 @@
+// The host step's arithmetic, in one pass over memory.
+//
+// Element by element what DeepSpeedCPUAdam (clip, update), a cast and torch's lerp_ do one after
+// the other, with the same roundings: every fma below is one of theirs, so the build must not
+// contract any other (-ffp-contract=off). Plain C functions on plain pointers: nothing of torch or
+// Python is compiled, and ctypes lets go of the interpreter's lock while they run.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t BLOCK = 1024;  // Of every stream; all streams of one block stay in the L1 cache.
+
+enum Kind : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
+
+inline float from_bf16(uint16_t x)
+{
+    uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+inline uint16_t to_bf16(float value)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : static_cast<uint16_t>(rounded);
+}
+
+template <int KIND>
+struct Number;
+
+template <>
+struct Number<FP32> {
+    using type = float;
+    static float get(float x) { return x; }
+    static float put(float x) { return x; }
+};
+
+template <>
+struct Number<BF16> {
+    using type = uint16_t;
+    static float get(uint16_t x) { return from_bf16(x); }
+    static uint16_t put(float x) { return to_bf16(x); }
+};
+
+#ifdef __FLT16_MANT_DIG__
+template <>
+struct Number<FP16> {
+    using type = _Float16;
+    static float get(_Float16 x) { return static_cast<float>(x); }
+    static _Float16 put(float x) { return static_cast<_Float16>(x); }
+};
+#define WITH_FP16(CALL) CALL(FP16)
+#else
+#define WITH_FP16(CALL)
+#endif
+
+#define FOR_KIND(KIND, CALL)                                                                       \
+    switch (KIND) {                                                                                \
+        case FP32: CALL(FP32); break;                                                              \
+        case BF16: CALL(BF16); break;                                                              \
+        case FP16: WITH_FP16(CALL); break;                                                         \
+        default: break;                                                                            \
+    }
+
+}  // namespace
+
+extern "C" {
+
+struct Adam {
+    float factor;       // of the gradient: clips and undoes the loss scale
+    float beta1;
+    float beta2;
+    float one_minus_beta1;
+    float one_minus_beta2;
+    float inverse_root;  // 1 / sqrt(1 - beta2^t)
+    float eps;
+    float step_size;     // -lr / (1 - beta1^t)
+    float decay;         // -lr * weight decay, or the weight decay itself where it is L2
+    int32_t decays;      // 0: not at all; 1: decoupled; 2: L2
+};
+
+struct Average {
+    float* shadow;
+    float weight;
+};
+
+}  // extern "C"
+
+namespace {
+
+template <int KIND, int DECAYS>
+void update(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v,
+            const void* gradients, const Adam& a)
+{
+    const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        float grad = Number<KIND>::get(g[i]) * a.factor;
+        float weight = w[i];
+        if (DECAYS == 2) grad = __builtin_fmaf(weight, a.decay, grad);
+        const float first = __builtin_fmaf(grad, a.one_minus_beta1, m[i] * a.beta1);
+        const float second = __builtin_fmaf(grad * grad, a.one_minus_beta2, v[i] * a.beta2);
+        const float root = __builtin_fmaf(__builtin_sqrtf(second), a.inverse_root, a.eps);
+        if (DECAYS == 1) weight = __builtin_fmaf(weight, a.decay, weight);
+        w[i] = __builtin_fmaf(first / root, a.step_size, weight);
+        m[i] = first;
+        v[i] = second;
+    }
+}
+
+template <int KIND>
+void update_as(int64_t n, float* w, float* m, float* v, const void* g, const Adam& a)
+{
+    if (a.decays == 0) update<KIND, 0>(n, w, m, v, g, a);
+    else if (a.decays == 1) update<KIND, 1>(n, w, m, v, g, a);
+    else update<KIND, 2>(n, w, m, v, g, a);
+}
+
+void average(int64_t n, const float* __restrict w, const Average& into)
+{
+    // torch counts from the nearer end.
+    const bool is_small = std::fabs(into.weight) < 0.5f;
+    const float coefficient = is_small ? into.weight : into.weight - 1.0f;
+    float* __restrict shadow = into.shadow;
+    if (is_small) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++)
+            shadow[i] = __builtin_fmaf(coefficient, w[i] - shadow[i], shadow[i]);
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++)
+            shadow[i] = __builtin_fmaf(coefficient, w[i] - shadow[i], w[i]);
+    }
+}
+
+template <int KIND>
+void cast(int64_t n, const float* __restrict w, void* out)
+{
+    auto* __restrict o = static_cast<typename Number<KIND>::type*>(out);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) o[i] = Number<KIND>::put(w[i]);
+}
+
+template <int KIND>
+double squares(int64_t n, const void* source)
+{
+    const auto* __restrict x = static_cast<const typename Number<KIND>::type*>(source);
+    double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) {
+        const double value = Number<KIND>::get(x[i]);
+        sum += value * value;
+    }
+    return sum;
+}
+
+inline int64_t width(int32_t kind) { return kind == FP32 ? 4 : 2; }
+
+inline const char* at(const void* start, int64_t element, int32_t kind)
+{
+    return static_cast<const char*>(start) + element * width(kind);
+}
+
+inline char* at(void* start, int64_t element, int32_t kind)
+{
+    return static_cast<char*>(start) + element * width(kind);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Whether numbers of that kind can be read and written here.
+int32_t zerotune_knows(int32_t kind)
+{
+#ifdef __FLT16_MANT_DIG__
+    return kind >= FP32 && kind <= FP16;
+#else
+    return kind == FP32 || kind == BF16;
+#endif
+}
+
+// Adam on n weights, every average of them, and their cast into `out` where that is not null.
+void zerotune_adam(int64_t n, float* w, float* m, float* v, const void* g, int32_t gradient_kind,
+                   const Adam* adam, int32_t averages, const Average* into, void* out,
+                   int32_t out_kind, int32_t threads)
+{
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t start = block * BLOCK;
+        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+        const char* gradients = at(g, start, gradient_kind);
+#define UPDATE(KIND) update_as<KIND>(size, w + start, m + start, v + start, gradients, *adam)
+        FOR_KIND(gradient_kind, UPDATE)
+        for (int32_t i = 0; i < averages; i++)
+            average(size, w + start, Average{into[i].shadow + start, into[i].weight});
+        if (out == nullptr) continue;
+        char* target = at(out, start, out_kind);
+#define CAST(KIND) cast<KIND>(size, w + start, target)
+        FOR_KIND(out_kind, CAST)
+    }
+}
+
+// Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.
+double zerotune_take(int64_t n, const void* source, int32_t kind, void* target, int32_t threads)
+{
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    double sum = 0.0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : sum) if (threads > 1)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t start = block * BLOCK;
+        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+        const char* from = at(source, start, kind);
+#define SQUARES(KIND) sum += squares<KIND>(size, from)
+        FOR_KIND(kind, SQUARES)
+        if (target != nullptr) std::memcpy(at(target, start, kind), from, size * width(kind));
+    }
+    return sum;
+}
+
+}  // extern "C"

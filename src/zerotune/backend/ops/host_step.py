@@ -1,0 +1,259 @@
+"""``HostStepOp``: the one op of zerotune's own, Adam, averages and cast in one pass over memory.
+
+``torch.compile`` makes a pass of it too, 10 % slower in the pilot and with a kernel for every
+combination of averages, dtypes and thread counts; and which of its products it contracts into an
+fma, on which the last bit stands, is the compiler's to say. So it is 200 lines of C++ (beside this
+file), which use neither torch nor Python and compile in a second, into the folder where DeepSpeed's
+ops are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+import torch
+
+from zerotune.backend.ops.build import OpState, OpStatus, same_ninja
+from zerotune.backend.ops.diagnose import (
+    BuildLock,
+    Diagnosis,
+    build_folder,
+    built_library,
+    diagnose_build,
+    missing_compiler,
+    missing_ninja,
+    summary,
+)
+from zerotune.errors import PlatformError
+from zerotune.platform.toolchain import Toolchain, detect_toolchain
+
+NAME: Final = "host_step"
+PURPOSE: Final = "Adam and AdamW in host memory in one pass: clip, update, EMA, cast"
+_SOURCE: Final = Path(__file__).with_name("host_step.cpp")
+_FLAGS: Final = (
+    "-O3",
+    "-fopenmp",
+    # Every fma is written out; another one would round differently from DeepSpeed's Adam.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+_ARCHITECTURE: Final = {
+    "x86_64": ("-march=native", "-mprefer-vector-width=512"),
+    "AMD64": ("-march=native", "-mprefer-vector-width=512"),
+}
+_KINDS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+class _Adam(ctypes.Structure):
+    _fields_ = [
+        ("factor", ctypes.c_float),
+        ("beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("one_minus_beta1", ctypes.c_float),
+        ("one_minus_beta2", ctypes.c_float),
+        ("inverse_root", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("step_size", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("decays", ctypes.c_int32),
+    ]
+
+
+class _Average(ctypes.Structure):
+    _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
+
+
+@attrs.frozen(kw_only=True)
+class AdamNumbers:
+    """What one step of Adam does to every element; fp32 numbers, whatever Python holds."""
+
+    factor: float
+    """Of the gradient: clips it and undoes the loss scale."""
+    beta1: float
+    beta2: float
+    one_minus_beta1: float
+    one_minus_beta2: float
+    inverse_root: float
+    """``1 / sqrt(1 - beta2 ** step)``."""
+    eps: float
+    step_size: float
+    """``-lr / (1 - beta1 ** step)``."""
+    decay: float
+    """``-lr * weight_decay``, or ``weight_decay`` itself where it is L2."""
+    decays: int
+    """0: not at all; 1: decoupled; 2: L2."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Average:
+    """A shadow that follows the weights: ``shadow.lerp_(weights, weight)``."""
+
+    shadow: torch.Tensor
+    """fp32, 1-D, contiguous, on the CPU."""
+    weight: float
+
+
+class HostStepOp:
+    """The compiled functions, called with tensors.
+
+    Calls let go of the interpreter's lock. Every tensor is 1-D, contiguous and on the CPU.
+
+    Args:
+        library: The compiled library.
+    """
+
+    def __init__(self, *, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.zerotune_take.restype = ctypes.c_double
+
+    def knows(self, dtype: torch.dtype) -> bool:
+        """Whether gradients and weights may have this dtype."""
+        kind = _KINDS.get(dtype, 0)
+        return bool(kind and self._library.zerotune_knows(ctypes.c_int32(kind)))
+
+    def adam(
+        self,
+        *,
+        weight: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        numbers: AdamNumbers,
+        averages: Sequence[Average] = (),
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """Update fp32 weights and moments, then the averages and the cast of the weights.
+
+        Args:
+            weight: fp32.
+            exp_avg: fp32.
+            exp_avg_sq: fp32.
+            gradient: fp32, bf16 or fp16.
+            numbers: Of this step.
+            averages: Shadows, as long as ``weight``.
+            out: Receives the weights in its own dtype.
+        """
+        list_of = _Average * max(len(averages), 1)
+        into = list_of(*(_Average(a.shadow.data_ptr(), a.weight) for a in averages))
+        adam = _Adam(*attrs.astuple(numbers))
+        self._library.zerotune_adam(
+            ctypes.c_int64(weight.numel()),
+            _pointer(weight),
+            _pointer(exp_avg),
+            _pointer(exp_avg_sq),
+            _pointer(gradient),
+            ctypes.c_int32(_KINDS[gradient.dtype]),
+            ctypes.byref(adam),
+            ctypes.c_int32(len(averages)),
+            into,
+            _pointer(out),
+            ctypes.c_int32(0 if out is None else _KINDS[out.dtype]),
+            ctypes.c_int32(torch.get_num_threads()),
+        )
+
+    def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
+        """Copy a gradient and sum up its squares, exactly (in fp64), in one pass.
+
+        Args:
+            source: fp32, bf16 or fp16.
+            into: Of the same dtype and length; nothing is copied when not given.
+
+        Returns:
+            The sum of squares; not finite if and only if an element is not.
+        """
+        total: float = self._library.zerotune_take(
+            ctypes.c_int64(source.numel()),
+            _pointer(source),
+            ctypes.c_int32(_KINDS[source.dtype]),
+            _pointer(into),
+            ctypes.c_int32(torch.get_num_threads()),
+        )
+        return total
+
+
+def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+@cache
+def load_host_step() -> HostStepOp:
+    """The op, compiled first if need be.
+
+    Raises:
+        PlatformError: It cannot be compiled or loaded here; the reason is the root cause.
+    """
+    with same_ninja():
+        status = host_step_status()
+        if not status.usable and status.state != "locked":
+            raise PlatformError(
+                status.cause or "it cannot be built here", key=f"op {NAME}", fix=status.fix
+            )
+        try:
+            return HostStepOp(library=_compiled())
+        except Exception as error:
+            # Whatever a compiler, a linker or the loader does ends here, under many types.
+            diagnosis = diagnose_build(str(error)) or Diagnosis(cause=summary(error))
+            raise PlatformError(diagnosis.cause, key=f"op {NAME}", fix=diagnosis.fix) from error
+
+
+def host_step_status(*, toolchain: Toolchain | None = None) -> OpStatus:
+    """Whether the op is built, can be, or why not. Nothing is compiled.
+
+    Args:
+        toolchain: Compilers and libraries; those of this machine by default.
+    """
+    folder = build_folder(_build_name())
+    library, lock = built_library(folder), BuildLock.on(folder)
+    state: OpState = "buildable" if library is None else "built"
+    found: Diagnosis | None = None
+    if lock is not None:
+        state, found = "locked", lock.diagnose()
+    else:
+        tools = toolchain or detect_toolchain()
+        # torch asks for ninja even where there is nothing to compile.
+        found = missing_ninja(tools)
+        found = found or (missing_compiler(tools) if library is None else None)
+        state = "blocked" if found else state
+    return OpStatus(
+        name=NAME,
+        purpose=PURPOSE,
+        state=state,
+        cause=found.cause if found else None,
+        fix=found.fix if found else None,
+        path=None if library is None else str(library),
+    )
+
+
+def _compiled() -> Path:
+    from torch.utils import cpp_extension
+
+    folder: Any = build_folder(_build_name())
+    folder.mkdir(parents=True, exist_ok=True)
+    cpp_extension.load(
+        name=_build_name(),
+        sources=[str(_SOURCE)],
+        extra_cflags=_flags(),
+        extra_ldflags=["-fopenmp"],
+        build_directory=str(folder),
+        is_python_module=False,
+    )
+    return Path(folder) / f"{_build_name()}.so"
+
+
+def _flags() -> list[str]:
+    return [*_FLAGS, *_ARCHITECTURE.get(platform.machine(), ("-mcpu=native",))]
+
+
+@cache
+def _build_name() -> str:
+    """Named after its source: another version is another library, never a stale one."""
+    digest = hashlib.sha256(_SOURCE.read_bytes() + " ".join(_flags()).encode())
+    return f"zerotune_{NAME}_{digest.hexdigest()[:12]}"
