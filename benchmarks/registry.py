@@ -8,7 +8,7 @@ from typing import Final
 
 from benchmarks.framework import Benchmark
 
-CPU: Final = ("ema", "data", "offload", "memory", "checkpoint", "overhead")
+CPU: Final = ("ema", "data", "offload", "memory", "checkpoint", "step", "overhead")
 """Those that say something on a machine without a GPU, shortest first."""
 GPU: Final = ("sdxl", "flux")
 """Those made for a GPU; elsewhere ``--quick`` shows that they work."""

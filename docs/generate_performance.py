@@ -25,7 +25,7 @@ from benchmarks.framework.tables import (  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 TARGET = ROOT / "docs" / "performance.md"
-ORDER = ("sdxl", "flux", "overhead", "checkpoint", "ema", "offload", "data", "memory")
+ORDER = ("sdxl", "flux", "overhead", "checkpoint", "step", "ema", "offload", "data", "memory")
 UNMEASURED = "not measured yet"
 
 INTRODUCTION = """\

@@ -75,3 +75,10 @@ def test_overhead(tmp_path):
 def test_checkpoint(tmp_path):
     (case,) = measured("checkpoint", tmp_path).values()
     assert case["facts"]["goes on exactly as it did"]["zerotune Trainer"]
+
+
+@pytest.mark.deepspeed
+def test_step(tmp_path):
+    cases = measured("step", tmp_path)
+    assert len(cases["step alone"]["contestants"]) == 7
+    assert cases["ZeRO-2 with EMA"]["facts"]["losses are equal bit for bit"]

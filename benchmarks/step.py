@@ -1,0 +1,325 @@
+"""Adam in host memory: one pass against DeepSpeed's chain, alone and in training."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from benchmarks.ema import Stack
+from benchmarks.framework import Benchmark, Case, Context, Goal, Measured, Worker, alternate, timed
+from benchmarks.loops import alone
+
+CHAIN, PASS, COPY = "DeepSpeed's chain", "one pass", "memory copy"
+BY_HAND, THEIRS, OURS = "DeepSpeed by hand", "zerotune, host_step=False", "zerotune"
+AVERAGES: Mapping[str, int] = {"": 0, ", one EMA": 1, ", two EMAs": 2}
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "ZeRO-2 with EMA": {"stage": 2, "offload": "cpu", "precision": "bf16"},
+    "ZeRO-3 with EMA": {
+        "stage": 3,
+        "offload": "cpu",
+        "precision": "bf16",
+        "stage3_param_persistence_threshold": 0,
+    },
+}
+DECAY = 0.999
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    alone_in_memory = {"parameters": 2**20 if quick else 6 * 2**24, "rounds": 2 if quick else 15}
+    size = (
+        {"layers": 2, "width": 256, "rounds": 2, "steps": 1}
+        if quick
+        else {"layers": 24, "width": 1410, "rounds": 15, "steps": 2}
+    )
+    names = list(PLANS)[:1] if quick else list(PLANS)
+    return (
+        Case(name="step alone", settings=alone_in_memory, measure=step_alone),
+        *(
+            Case(name=name, settings={"plan": dict(PLANS[name]), **size}, measure=training)
+            for name in names
+        ),
+    )
+
+
+def step_alone(settings: Mapping[str, Any], context: Context) -> Measured:
+    """Clip, AdamW, cast and averages of one slab whose gradient is there."""
+    with Worker(Slab, dict(settings)) as worker:
+        context.log("  alone")
+        samples: dict[str, dict[str, list[float]]] = worker.call("measure")
+        facts = worker.call("facts")
+    return Measured(samples=samples, baseline=CHAIN + ", one EMA", facts=facts)
+
+
+class Slab:
+    """96 million weights with a bf16 gradient, twice: for the chain and for the pass."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.deepspeed.host_adam import HostAdam
+        from zerotune.backend.deepspeed.start import require_deepspeed
+        from zerotune.backend.ops.host_step import Average, load_host_step
+
+        require_deepspeed(accelerator="cpu")
+        self._settings = settings
+        self._count = count = settings["parameters"]
+        self._chain, self._pass = (_cpu_adam(count) for _ in range(2))
+        self._host = HostAdam(op=load_host_step(), adam=self._pass)
+        self._average = Average
+        self._gradient = torch.randn(count).bfloat16()
+        self._out = torch.empty(count, dtype=torch.bfloat16)
+        self._shadows = [torch.randn(count) for _ in range(2)]
+        # The chain begins where DeepSpeed has copied the gradient into its fp32 buffer.
+        _only(self._chain).grad = self._gradient.float()
+        self._factor = torch.tensor(0.999)
+
+    def measure(self) -> dict[str, dict[str, list[float]]]:
+        """Seconds of both, by the number of averages, and of a copy of as many fp32 numbers."""
+        target = torch.empty(self._count)
+        running: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(self._shadows[0])}
+        for name, count in AVERAGES.items():
+            running[CHAIN + name] = functools.partial(self._step_in_turns, count)
+            running[PASS + name] = functools.partial(self._step_at_once, count)
+        samples = alternate(
+            {name: timed(act) for name, act in running.items()}, rounds=self._settings["rounds"]
+        )
+        moved = {COPY: 8} | {PASS + name: 28 + 8 * count for name, count in AVERAGES.items()}
+        return {
+            name: {
+                **found,
+                **(
+                    {"bytes_per_second": [moved[name] * self._count / s for s in found["seconds"]]}
+                    if name in moved
+                    else {}
+                ),
+            }
+            for name, found in samples.items()
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What was measured."""
+        return {
+            "parameters": self._count,
+            "threads": torch.get_num_threads(),
+            "bytes moved per parameter by the pass": 28,
+            "more per EMA": 8,
+        }
+
+    @torch.no_grad()
+    def _step_in_turns(self, averages: int) -> None:
+        weight = _only(self._chain)
+        assert weight.grad is not None
+        weight.grad.mul_(self._factor)
+        self._chain.step()
+        self._out.copy_(weight)
+        for shadow in self._shadows[:averages]:
+            shadow.lerp_(weight, 1 - DECAY)
+
+    def _step_at_once(self, averages: int) -> None:
+        step = self._host.begin(
+            _only(self._pass),
+            gradient=self._gradient,
+            group=self._pass.param_groups[0],
+            factor=float(self._factor),
+            out=self._out,
+        )
+        shadows = self._shadows[:averages]
+        step.run(0, self._count, [self._average(shadow=s, weight=1 - DECAY) for s in shadows])
+
+
+def _cpu_adam(count: int) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from zerotune.backend.ops.build import same_ninja
+
+    with same_ninja():
+        return DeepSpeedCPUAdam([torch.nn.Parameter(torch.randn(count))], weight_decay=0.01)
+
+
+def _only(adam: Any) -> torch.nn.Parameter:
+    parameter: torch.nn.Parameter = adam.param_groups[0]["params"][0]
+    return parameter
+
+
+def training(settings: Mapping[str, Any], context: Context) -> Measured:
+    """Whole training steps with an average: a model of many weights and little arithmetic."""
+    contestants = {BY_HAND: RawLoop, THEIRS: EngineLoop, OURS: EngineLoop}
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(Worker(loop, {**settings, "host_step": name == OURS}))
+            for name, loop in contestants.items()
+        }
+        context.log(f"  {', '.join(workers)}")
+        samples = alternate(
+            {
+                name: functools.partial(worker.call, "steps", settings["steps"])
+                for name, worker in workers.items()
+            },
+            rounds=settings["rounds"],
+            warm_up=3,
+        )
+        facts = workers[OURS].call("facts")
+        losses = {name: worker.call("losses") for name, worker in workers.items()}
+    same = all(found == losses[BY_HAND] for found in losses.values())
+    return Measured(
+        samples=samples, baseline=BY_HAND, facts={**facts, "losses are equal bit for bit": same}
+    )
+
+
+class _Loop:
+    """Steps of ``Stack``; whoever inherits it has an engine and an average."""
+
+    engine: Any
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        torch.manual_seed(0)
+        self._settings = settings
+        self._model = Stack(settings["layers"], settings["width"])
+        self._count = sum(p.numel() for p in self._model.parameters())
+        self._x_bc = torch.randn(2, settings["width"]).bfloat16()
+        self._losses: list[float] = []
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Seconds of a step, and of its parts."""
+        found = {"seconds": 0.0, "backward_seconds": 0.0, "step_seconds": 0.0, "ema_seconds": 0.0}
+        for _ in range(count):
+            times = [time.perf_counter()]
+            loss = self.engine(self._x_bc).float().square().mean()
+            times.append(time.perf_counter())
+            self.engine.backward(loss)
+            times.append(time.perf_counter())
+            self.engine.step()
+            times.append(time.perf_counter())
+            self.average()
+            times.append(time.perf_counter())
+            self._losses.append(float(loss.detach()))
+            for name, first, last in (
+                ("seconds", 0, 4),
+                ("backward_seconds", 1, 2),
+                ("step_seconds", 2, 3),
+                ("ema_seconds", 3, 4),
+            ):
+                found[name] += (times[last] - times[first]) / count
+        return found
+
+    def average(self) -> None:
+        """Update the average."""
+        raise NotImplementedError
+
+    def losses(self) -> list[float]:
+        """All so far."""
+        return self._losses
+
+    def facts(self) -> dict[str, Any]:
+        """What was measured."""
+        return {"parameters": self._count, "threads": torch.get_num_threads()}
+
+    def _resolved(self) -> Any:
+        from zerotune.optim.resolver import OptimizerResolver
+        from zerotune.plan import DeepSpeedPlan
+        from zerotune.plan.model import ModelFacts
+
+        plan = DeepSpeedPlan.build(
+            **self._settings["plan"],
+            micro_batch_size=2,
+            gradient_clipping=1.0,
+            optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        )
+        resolved = plan.resolve(
+            model=ModelFacts.from_module(self._model), host_step=self._settings["host_step"]
+        )
+        return OptimizerResolver().apply(resolved)
+
+
+class EngineLoop(_Loop):
+    """zerotune's engine and shadow."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.build import build_engine
+        from zerotune.ema import EMAShadow
+
+        super().__init__(settings)
+        self.engine = build_engine(model=self._model, plan=self._resolved())
+        self._ema = EMAShadow(decay=DECAY).attach(self.engine)
+
+    def average(self) -> None:
+        """``EMAShadow.step``."""
+        self._ema.step()
+
+
+class RawLoop(_Loop):
+    """DeepSpeed with the same configuration, and ``lerp_`` on its flat master weights."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        import os
+
+        super().__init__(settings)
+        resolved = self._resolved()
+        os.environ.update({**alone(), "LOCAL_RANK": "0"})
+        from zerotune.backend.deepspeed.start import quiet_deepspeed, require_deepspeed
+        from zerotune.backend.ops.build import same_ninja
+
+        deepspeed = require_deepspeed(accelerator="cpu")
+        quiet_deepspeed()
+        with same_ninja():
+            self.engine, *_ = deepspeed.initialize(
+                model=self._model,
+                model_parameters=list(self._model.parameters()),
+                config=resolved.to_deepspeed(),
+            )
+        wrapper = self.engine.optimizer
+        name = (
+            "fp32_partitioned_groups_flat"
+            if settings["plan"]["stage"] == 3
+            else "single_partition_of_fp32_groups"
+        )
+        self._slabs = getattr(wrapper, name)
+        self._shadows = [slab.detach().clone() for slab in self._slabs]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """``lerp_``, slab by slab."""
+        for shadow, slab in zip(self._shadows, self._slabs, strict=True):
+            shadow.lerp_(slab, 1 - DECAY)
+
+
+BENCHMARK = Benchmark(
+    name="step",
+    title="Adam's step in host memory in one pass against DeepSpeed's chain",
+    cases=cases,
+    goals=(
+        *(
+            Goal(
+                text=f"the pass takes at most 0.65 of the chain{name}",
+                case="step alone",
+                contestant=PASS + name,
+                against=CHAIN + name,
+                quantity="seconds",
+                limit=0.65,
+            )
+            for name in list(AVERAGES)[1:]
+        ),
+        Goal(
+            text="the pass reaches 90 % of a memory copy, one EMA",
+            case="step alone",
+            contestant=PASS + ", one EMA",
+            against=COPY,
+            quantity="bytes_per_second",
+            limit=0.9,
+        ),
+        *(
+            Goal(
+                text=f"{case}: a whole training step takes at most 0.85 of the loop by hand",
+                case=case,
+                contestant=OURS,
+                against=BY_HAND,
+                quantity="seconds",
+                limit=0.85,
+            )
+            for case in PLANS
+        ),
+    ),
+)
