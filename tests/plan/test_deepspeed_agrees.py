@@ -20,8 +20,8 @@ from zerotune.plan import (
     ZeroSection,
 )
 from zerotune.plan import model as known_keys
+from zerotune.plan.fill import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES
 from zerotune.plan.model import modelled
-from zerotune.plan.sizing import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
 pytestmark = pytest.mark.deepspeed

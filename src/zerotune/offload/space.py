@@ -17,7 +17,7 @@ from zerotune.errors import OffloadError
 from zerotune.offload.choosing import Target
 from zerotune.offload.lease import find_leases
 from zerotune.offload.root import SwapRoot
-from zerotune.plan import sizing
+from zerotune.plan.fill import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 from zerotune.plan.memory.states import states_per_element
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def swap_needs(resolved: ResolvedPlan) -> SwapNeeds | None:
     aio = resolved.plan.aio
     block = _given(aio.block_size if aio else None) or _AIO_BLOCK
     threads = _given(aio.intra_op_parallelism if aio else None) or 1
-    least = max(sizing.SMALLEST_SWAP_BYTES, block)
+    least = max(SMALLEST_SWAP_BYTES, block)
     count = _Counter(resolved=resolved, model=model, least=least, unit=_ALIGNMENT * threads)
     files: dict[Target, SwapFiles] = {}
     if resolved.offload_param == "nvme":
@@ -112,8 +112,8 @@ class _Counter:
 
     def _sub_groups(self) -> tuple[int, ...]:
         zero = self.resolved.plan.zero_optimization
-        size = _given(zero.sub_group_size if zero else None) or sizing.SUB_GROUP_NVME
-        return sizing.sub_groups(self.model, self.resolved.world_size, size)
+        size = _given(zero.sub_group_size if zero else None) or SUB_GROUP_NVME
+        return sub_groups(self.model, self.resolved.world_size, size)
 
     def _half_masters(self) -> bool:
         bf16 = self.resolved.plan.bf16

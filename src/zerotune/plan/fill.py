@@ -5,9 +5,12 @@ Rules and estimates ask the same functions, so that each answer is worked out in
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import attrs
@@ -15,13 +18,13 @@ import attrs
 from zerotune._util.numbers import is_number
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanConflictError
-from zerotune.plan import sizing
 from zerotune.plan.model import (
     AUTO,
     PRECISION_SYNONYMS,
     PRECISIONS,
     AioSection,
     Bf16Section,
+    BlockFacts,
     Choice,
     Context,
     Fp16Section,
@@ -413,6 +416,184 @@ def _chosen(precision: str, reason: str) -> Decision:
     return Decision(key="precision", before=None, after=precision, reason=reason)
 
 
+# -- Buffer sizes from the shapes of the parameters, counted in elements.
+#
+# The reasons are the code of DeepSpeed 0.19.8 in ``runtime/zero`` and ``runtime/swap_tensor``.
+
+
+REDUCE_BUCKET: Final = 30_000_000
+"""Elements; 60 MB in bf16, doubled by ``overlap_comm``. DeepSpeed's 5e8 costs up to 2.8 GiB."""
+PREFETCH_BUCKET: Final = 60_000_000
+MAX_LIVE: Final = 120_000_000
+PERSISTENCE_LIMIT: Final = 100_000
+"""DeepSpeed's default threshold, never exceeded."""
+PERSISTENCE_BLIND: Final = 10_000
+"""Threshold while no model is known: biases and norms of any diffusion model."""
+PERSISTENT_SHARE: Final = 0.01
+SUB_GROUP: Final = 100_000_000
+SUB_GROUP_NVME: Final = 50_000_000
+"""Smaller, because the swap pool pins ``buffer_count`` buffers of the largest sub-group."""
+PARAM_BUFFER: Final = 100_000_000
+PARAM_BUFFERS: Final = 5
+LEAF_CLASSES: Final = frozenset({"BasicTransformerBlock", "ResnetBlock2D"})
+"""Blocks that diffusers calls with positional inputs. DeepSpeed sees no others of a leaf module:
+called with keywords, its weights are gone in the backward pass (0.19.8)."""
+SMALLEST_SWAP_BYTES: Final = 1024**2
+"""``MIN_AIO_BYTES``: a smaller partition never leaves host memory."""
+_NUMEL: Final = attrgetter("numel")
+
+
+def reduce_bucket(model: ModelFacts | None) -> int:
+    """Elements reduced at a time: the default or what is trained, and the largest trained tensor.
+
+    A gradient larger than the bucket is reduced on its own, outside the overlapped path.
+    """
+    if model is None or model.trainable_numel == 0:
+        return REDUCE_BUCKET
+    return max(model.largest_trainable, min(REDUCE_BUCKET, model.trainable_numel))
+
+
+def allgather_bucket(model: ModelFacts | None) -> int:
+    """Like ``reduce_bucket``, rounded up to DeepSpeed's ``nccl_start_alignment_factor`` of 2."""
+    size = reduce_bucket(model)
+    return size + size % 2
+
+
+def leaf_blocks(model: ModelFacts | None) -> tuple[BlockFacts, ...]:
+    """Blocks worth fetching as a whole: safe to, and no larger than what is fetched ahead."""
+    if model is None or len(model.trainable) < len(model.parameters):
+        return ()
+    return tuple(
+        block
+        for block in model.blocks
+        if block.class_name in LEAF_CLASSES and block.numel <= PREFETCH_BUCKET
+    )
+
+
+def prefetch_bucket(model: ModelFacts | None) -> int:
+    """Elements fetched ahead: a block where blocks are known, at least the largest tensor."""
+    if model is None or model.numel == 0:
+        return PREFETCH_BUCKET
+    block = max((block.numel for block in leaf_blocks(model)), default=PREFETCH_BUCKET)
+    return max(model.largest, min(block, model.numel))
+
+
+def max_live(model: ModelFacts | None) -> int:
+    """Elements resident at a time: twice what is fetched ahead."""
+    if model is None or model.numel == 0:
+        return MAX_LIVE
+    return max(2 * model.largest, min(2 * prefetch_bucket(model), model.numel))
+
+
+def persistence_threshold(model: ModelFacts | None) -> tuple[int, int]:
+    """The largest threshold that leaves at most 1 % of the elements unpartitioned.
+
+    Returns:
+        The threshold (elements) and the elements it leaves unpartitioned.
+    """
+    if model is None:
+        return PERSISTENCE_BLIND, 0
+    budget = PERSISTENT_SHARE * model.numel
+    threshold = persistent = 0
+    sizes = sorted([parameter.numel for parameter in model.parameters])
+    for size, equals in itertools.groupby(sizes):
+        total = persistent + sum(equals)
+        if size > PERSISTENCE_LIMIT or total > budget:
+            break
+        threshold, persistent = size, total
+    return threshold, persistent
+
+
+def partition(parameter: ParameterFacts, world_size: int) -> int:
+    """Elements of one rank's part of ``parameter``, padding included."""
+    return -(-parameter.numel // world_size)
+
+
+def largest_partition(model: ModelFacts, world_size: int) -> ParameterFacts | None:
+    """The parameter whose part is largest; ``None`` for a model without parameters."""
+    return max(model.parameters, key=lambda p: partition(p, world_size), default=None)
+
+
+@attrs.frozen(kw_only=True)
+class Swapping:
+    """Which parts of a model DeepSpeed writes to NVMe, and which stay in host memory."""
+
+    model: ModelFacts
+    world_size: int
+    element_bytes: int
+    """Bytes of one element of the model's precision."""
+    block_bytes: int
+    """``aio.block_size``."""
+
+    @property
+    def smallest(self) -> int:
+        """Elements of one rank's part from which it is large enough to leave host memory."""
+        return -(-max(SMALLEST_SWAP_BYTES, self.block_bytes) // self.element_bytes)
+
+    def swappable(self, parameter: ParameterFacts) -> bool:
+        """Whether one rank's part is large enough to leave host memory."""
+        return partition(parameter, self.world_size) >= self.smallest
+
+    @property
+    def swapped(self) -> list[ParameterFacts]:
+        """The parameters that are written to files."""
+        least, parts = self.smallest, self.model.parts(self.world_size)
+        every = zip(self.model.parameters, parts, strict=True)
+        return [parameter for parameter, part in every if part >= least]
+
+    def happens(self, max_in_cpu: int) -> bool:
+        """Whether anything is swapped when ``max_in_cpu`` elements may stay in host memory.
+
+        DeepSpeed counts trainable parameters only against that limit; frozen ones always swap.
+        """
+        swapped = self.swapped
+        if sum(self.model.trainable_parts(self.world_size)) > max_in_cpu:
+            return bool(swapped)
+        return len([parameter for parameter in swapped if parameter.trainable]) < len(swapped)
+
+    @property
+    def largest(self) -> ParameterFacts | None:
+        """The largest parameter that is swapped; ``None`` when none is."""
+        return max(self.swapped, key=_NUMEL, default=None)
+
+    @property
+    def buffers(self) -> int:
+        """Buffers for the parameters that are resident at once when nothing is fetched ahead.
+
+        A resident parameter keeps its buffer. Resident are the parameters a module owns itself,
+        while it runs, and those of the modules around it.
+        """
+        owned = Counter([parameter.name.rpartition(".")[0] for parameter in self.swapped])
+        most = max([_with_owners(owned, module) for module in owned], default=0)
+        return max(PARAM_BUFFERS, most + 2)
+
+
+def _with_owners(owned: Counter[str], module: str) -> int:
+    count = owned[module]
+    while module:
+        module = module.rpartition(".")[0]
+        count += owned[module]
+    return count
+
+
+def sub_groups(model: ModelFacts, world_size: int, sub_group_size: int) -> tuple[int, ...]:
+    """Elements of one rank's part of each sub-group: it closes once it reaches its size."""
+    groups: list[int] = []
+    numel = 0
+    for part in model.trainable_parts(world_size):
+        numel += part
+        if numel >= sub_group_size:
+            groups.append(numel)
+            numel = 0
+    return (*groups, numel) if numel else tuple(groups)
+
+
+def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -> int:
+    """Most elements of one rank's part of a sub-group: it closes once it reaches its size."""
+    parts = model.trainable_parts(world_size)
+    return min(sum(parts), sub_group_size + max(parts, default=0))
+
+
 # -- Swap pools for NVMe offload, sized from what they have to hold.
 
 
@@ -421,14 +602,27 @@ OPTIMIZER_BUFFERS = 4
 _AIO_BLOCK = 1_048_576
 
 
+NO_PREFETCH: Final = (
+    "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe (a layer is queued twice at"
+    " the turn to the backward pass)"
+)
+"""Measured (``__prefetch_nvme_param_partitions``): the second step fails with "already assigned
+swap buffer", or the pool runs out ("Not enough buffers")."""
+
+
 def swaps_parameters(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> bool:
     """Whether any parameter really leaves host memory."""
     section = zero.offload_param
-    if section is None or section.device != "nvme":
+    if section is None or section.device != "nvme" or _rounds_swapped(filler):
         return False
     stay = _whole(section.max_in_cpu)
     swapping = _swapping(filler, aio)
     return stay == 0 if swapping is None else swapping.happens(stay)
+
+
+def _rounds_swapped(filler: Filler) -> bool:
+    platform = filler.context.platform
+    return platform is not None and filler.precision == "fp32" and not platform.fp16
 
 
 def without_lossy_swapping(
@@ -444,7 +638,7 @@ def without_lossy_swapping(
     if section is None or section.device != "nvme":
         return zero
     swapping = _swapping(filler, aio)
-    if filler.precision != "fp32" or filler.platform.fp16:
+    if not _rounds_swapped(filler):
         return zero
     if swapping is not None and swapping.largest is None:
         return zero
@@ -458,24 +652,6 @@ def without_lossy_swapping(
         severity="warning",
     )
     return attrs.evolve(zero, offload_param=kept)
-
-
-def without_prefetch(zero: ZeroSection, filler: Filler) -> ZeroSection:
-    """``zero`` with nothing fetched ahead.
-
-    Measured with DeepSpeed 0.19.8 (``__prefetch_nvme_param_partitions``): where the forward
-    pass turns into the backward pass the last layer is queued twice, and the second step fails
-    with "already assigned swap buffer", or the pool runs out ("Not enough buffers").
-    """
-    return filler.force(
-        zero,
-        "zero_optimization",
-        "stage3_prefetch_bucket_size",
-        0,
-        "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe (a layer is queued"
-        " twice at the turn to the backward pass)",
-        severity="note" if zero.stage3_prefetch_bucket_size in (None, AUTO) else "warning",
-    )
 
 
 def fill_nvme_param(
@@ -506,7 +682,7 @@ def fill_nvme_param(
         section,
         path,
         "buffer_count",
-        swapping.buffers if swapping else sizing.PARAM_BUFFERS,
+        swapping.buffers if swapping else PARAM_BUFFERS,
         "one for each parameter resident at once, and two to spare",
     )
     section = filler.fill(
@@ -544,11 +720,11 @@ def optimizer_buffers(section: OffloadSection) -> int:
     return OPTIMIZER_BUFFERS * (1 + overlapped)
 
 
-def _swapping(filler: Filler, aio: AioSection | None) -> sizing.Swapping | None:
+def _swapping(filler: Filler, aio: AioSection | None) -> Swapping | None:
     if filler.model is None:
         return None
     written = aio.block_size if aio else None
-    return sizing.Swapping(
+    return Swapping(
         model=filler.model,
         world_size=filler.world_size,
         element_bytes=filler.element_bytes,
@@ -556,28 +732,26 @@ def _swapping(filler: Filler, aio: AioSection | None) -> sizing.Swapping | None:
     )
 
 
-def _buffer_need(swapping: sizing.Swapping | None, zero: ZeroSection) -> tuple[int, str]:
+def _buffer_need(swapping: Swapping | None, zero: ZeroSection) -> tuple[int, str]:
     """Elements one buffer must hold, and what that is; 0 when nothing is known to swap."""
     largest = swapping.largest if swapping else None
     if swapping is None or largest is None:
         return 0, ""
-    part = sizing.partition(largest, swapping.world_size)
+    part = partition(largest, swapping.world_size)
     what = f"the largest partition, {_describe(largest, swapping.world_size)}"
     optimizer = zero.offload_optimizer
     if optimizer is None or optimizer.device != "nvme" or optimizer.fast_init is not True:
         return part, what
-    group = sizing.largest_sub_group(
-        swapping.model, swapping.world_size, _whole(zero.sub_group_size)
-    )
+    group = largest_sub_group(swapping.model, swapping.world_size, _whole(zero.sub_group_size))
     return max(part, group), (
         "the largest sub-group, because fast_init of offload_optimizer passes whole sub-groups"
         f" (sub_group_size {zero.sub_group_size}) through these buffers"
     )
 
 
-def _default_size(swapping: sizing.Swapping | None) -> tuple[int, str]:
+def _default_size(swapping: Swapping | None) -> tuple[int, str]:
     if swapping is None:
-        return sizing.PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
+        return PARAM_BUFFER, "elements; no model was given, so DeepSpeed's default"
     parts = swapping.model.parts(swapping.world_size)
     why = "elements; no parameter of this model is large enough to leave host memory"
     return max(1, *parts, 1), why
@@ -720,21 +894,21 @@ def _overlap(filler: Filler, zero: ZeroSection) -> tuple[bool, str]:
 
 
 def _persistence(filler: Filler, _zero: ZeroSection) -> tuple[int, str]:
-    threshold, persistent = sizing.persistence_threshold(filler.model)
+    threshold, persistent = persistence_threshold(filler.model)
     model = filler.model
     if model is None:
         return threshold, "no model was given; leaves biases and norms unpartitioned"
     share = persistent / model.numel if model.numel else 0.0
     return threshold, (
         f"leaves {persistent:,} of {model.numel:,} elements ({share:.2%}) unpartitioned,"
-        f" at most {sizing.PERSISTENT_SHARE:.0%}"
+        f" at most {PERSISTENT_SHARE:.0%}"
     )
 
 
 def _sub_group(_filler: Filler, zero: ZeroSection) -> tuple[int, str]:
     if zero.offload_optimizer is not None and zero.offload_optimizer.device == "nvme":
-        return sizing.SUB_GROUP_NVME, "the swap pool pins several buffers of the largest sub-group"
-    return sizing.SUB_GROUP, "bounds the temporaries of the optimizer step"
+        return SUB_GROUP_NVME, "the swap pool pins several buffers of the largest sub-group"
+    return SUB_GROUP, "bounds the temporaries of the optimizer step"
 
 
 def _gather(_filler: Filler, _zero: ZeroSection) -> tuple[bool, str]:
@@ -747,9 +921,9 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "overlap_comm": (_ALL, _overlap),
     "contiguous_gradients": (_ALL, _constant(True)),
     "reduce_scatter": (_ALL, _constant(True)),
-    "reduce_bucket_size": (_ALL, _sized(sizing.reduce_bucket, _BUCKET_WHY)),
+    "reduce_bucket_size": (_ALL, _sized(reduce_bucket, _BUCKET_WHY)),
     "allgather_partitions": (_LOW, _constant(True)),
-    "allgather_bucket_size": (_LOW, _sized(sizing.allgather_bucket, _BUCKET_WHY)),
+    "allgather_bucket_size": (_LOW, _sized(allgather_bucket, _BUCKET_WHY)),
     "use_multi_rank_bucket_allreduce": (_LOW, _constant(True)),
     "round_robin_gradients": (_LOW, _constant(False)),
     "ignore_unused_parameters": (_LOW, _constant(True)),
@@ -758,13 +932,13 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "sub_group_size": (_HIGH, _sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
-        _sized(sizing.prefetch_bucket, "a block ahead; at least the largest tensor"),
+        _sized(prefetch_bucket, "a block ahead; at least the largest tensor"),
     ),
     "stage3_param_persistence_threshold": (_HIGH, _persistence),
     "stage3_model_persistence_threshold": (_HIGH, _constant(sys.maxsize)),
     "stage3_max_live_parameters": (
         _HIGH,
-        _sized(sizing.max_live, "twice what is fetched ahead; two bytes of device memory each"),
+        _sized(max_live, "twice what is fetched ahead; two bytes of device memory each"),
     ),
     "stage3_max_reuse_distance": (
         _HIGH,
@@ -802,7 +976,7 @@ def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> Zero
     if filler.stage == 3:
         zero = without_lossy_swapping(zero, filler, aio)
         if swaps_parameters(zero, filler, aio):
-            zero = without_prefetch(zero, filler)
+            zero = filler.fill(zero, path, "stage3_prefetch_bucket_size", 0, NO_PREFETCH)
     for name, (stages, choose) in _CHOICES.items():
         if filler.stage not in stages:
             zero = filler.drop(zero, path, name, f"has no effect at stage {filler.stage}")
@@ -827,7 +1001,7 @@ def _with_leaf_modules(zero: ZeroSection, filler: Filler, aio: AioSection | None
     model = filler.model
     if written is not None or filler.stage != 3 or model is None:
         return zero
-    blocks = sizing.leaf_blocks(model)
+    blocks = leaf_blocks(model)
     if not blocks or swaps_parameters(zero, filler, aio):
         return zero
     value = {"classes": [block.class_name for block in blocks]}

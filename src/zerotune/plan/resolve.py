@@ -38,7 +38,7 @@ from zerotune.plan.model import (
     ZeroSection,
     evolved,
 )
-from zerotune.plan.rules import FIRST, Finding, check_plan
+from zerotune.plan.rules import FIRST, REPAIRS, Finding, check_plan
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -63,7 +63,7 @@ def resolve(requested: PlanValue, context: Context, *, into: type[ResolvedT]) ->
     for each in FIRST:
         plan = _repaired(plan, each(plan, context), decisions)
     plan = _without_inactive_offload(plan)
-    plan = _repaired(plan, check_plan(plan, context), decisions)
+    plan = _repaired(plan, check_plan(plan, context, rules=REPAIRS), decisions)
     filler = _filler(plan, context)
     plan = _filled(plan, filler, context)
     return into(
@@ -149,8 +149,6 @@ def _repaired(plan: PlanValue, findings: Iterable[Finding], decisions: list[Deci
     for finding in findings:
         if finding.severity == "error":
             raise finding.as_error()
-        if finding.severity == "note" or finding.recorded_elsewhere:
-            continue
         decisions.append(finding.as_decision())
         if finding.after is not UNSET:
             plan = _put(plan, finding.key.split("."), finding.after)

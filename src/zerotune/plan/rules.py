@@ -7,6 +7,7 @@ the table the documentation is made from.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
@@ -18,18 +19,22 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, PlanConflictError, PlanError
 from zerotune.plan import model as known_keys
-from zerotune.plan import sizing
 from zerotune.plan.fill import (
     ACCUMULATION,
     MICRO,
+    NO_PREFETCH,
     OPTIMIZER_BUFFERS,
+    SUB_GROUP_NVME,
+    Filler,
     clipping,
     clipping_sources,
     decide_precision,
+    largest_sub_group,
     optimizer_buffers,
     pins_exactly,
     rehearses_in_bf16,
     solve_batch,
+    swaps_parameters,
 )
 from zerotune.plan.model import (
     AUTO,
@@ -65,8 +70,6 @@ class Finding:
     """What resolution makes of it; ``None``: left out; unset: it stays."""
     because: str = attrs.field(default="", eq=False)
     """Why resolution makes that of it, where reason and fix do not say it."""
-    recorded_elsewhere: bool = attrs.field(default=False, eq=False)
-    """Whether a later step repairs it and records why."""
     error: PlanError | None = attrs.field(default=None, eq=False)
     """The error to raise when it is not the usual ``PlanConflictError``."""
 
@@ -117,10 +120,9 @@ class Rule:
 class Report:
     """Makes the findings of one rule; passed to nobody but rule functions."""
 
-    def __init__(self, rule: str, severity: RuleSeverity, recorded_elsewhere: bool) -> None:
+    def __init__(self, rule: str, severity: RuleSeverity) -> None:
         self._rule = rule
         self._severity: RuleSeverity = severity
-        self._recorded_elsewhere = recorded_elsewhere
 
     def __call__(
         self,
@@ -142,7 +144,6 @@ class Report:
             fix=fix,
             after=after,
             because=because,
-            recorded_elsewhere=self._recorded_elsewhere,
         )
 
     def error(self, error: PlanError) -> Finding:
@@ -162,11 +163,7 @@ _Function = Callable[["PlanValue", Context, Report], Iterator[Finding]]
 
 
 def rule(
-    rule_id: str,
-    severity: RuleSeverity,
-    *,
-    only_deepspeed: bool = True,
-    recorded_elsewhere: bool = False,
+    rule_id: str, severity: RuleSeverity, *, only_deepspeed: bool = True
 ) -> Callable[[_Function], Rule]:
     """Make a rule of a function; ``RULES`` lists it.
 
@@ -176,10 +173,8 @@ def rule(
         rule_id: The rule's name.
         severity: What a finding means; see the module.
         only_deepspeed: Whether it concerns only runs that DeepSpeed trains.
-        recorded_elsewhere: Whether a later step repairs it and knows better why: what fills the
-            plan, or ``zerotune.optim``. A warning of this rule is then no second decision.
     """
-    report = Report(rule_id, severity, recorded_elsewhere)
+    report = Report(rule_id, severity)
 
     def made(function: _Function) -> Rule:
         summary, _, advice = (function.__doc__ or "").strip().partition("\n")
@@ -671,7 +666,7 @@ def _contradicts_itself(plan: PlanValue) -> bool:
     return launched == "fp8" or all(section and section.enabled is True for section in sections)
 
 
-@rule("fp16-on-cpu", "warning", recorded_elsewhere=True)
+@rule("fp16-on-cpu", "warning")
 def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
     """DeepSpeed's CPU accelerator takes fp16 only where torch has native fp16 arithmetic.
 
@@ -783,7 +778,7 @@ def _name(plan: PlanValue) -> str:
     return (name or "").lower()
 
 
-@rule("scheduler-no-warmup", "warning", only_deepspeed=False, recorded_elsewhere=True)
+@rule("scheduler-no-warmup", "warning", only_deepspeed=False)
 def no_warmup(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").
 
@@ -978,7 +973,7 @@ def nvme_sub_group_size(plan: PlanValue, context: Context, report: Report) -> Fi
     buffers = integer(section.buffer_count) or optimizer_buffers(section)
     model = context.model
     world_size = max(1, context.world_size)
-    largest = sizing.largest_sub_group(model, world_size, size) if model else size
+    largest = largest_sub_group(model, world_size, size) if model else size
     pool = buffers * largest * 4
     if pool >= _LARGE_POOL:
         yield report(
@@ -986,28 +981,39 @@ def nvme_sub_group_size(plan: PlanValue, context: Context, report: Report) -> Fi
             size,
             f"the swap pool holds {buffers} buffers of the largest sub-group in fp32, which is"
             f" {format_size(pool)} of host memory on each rank",
-            f'write {sizing.SUB_GROUP_NVME}, or "{AUTO}"',
+            f'write {SUB_GROUP_NVME}, or "{AUTO}"',
         )
 
 
-@rule("nvme-param-prefetch", "warning", recorded_elsewhere=True)
-def nvme_param_prefetch(plan: PlanValue, _context: Context, report: Report) -> Findings:
+@rule("nvme-param-prefetch", "warning")
+def nvme_param_prefetch(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Fetching parameters ahead from NVMe fails in the second step.
 
     Write 0 or ``"auto"``. Where the forward pass turns into the backward pass DeepSpeed 0.19.8
     queues a layer twice ("already assigned swap buffer"); resolution switches it off.
     """
     zero = plan.zero_optimization
-    if zero is None or plan.stage != 3 or plan.offload_param_device != "nvme":
+    written = integer(zero.stage3_prefetch_bucket_size) if zero else None
+    if zero is None or not written or plan.stage != 3 or plan.offload_param_device != "nvme":
         return
-    written = integer(zero.stage3_prefetch_bucket_size)
-    if written:
+    if swaps_parameters(zero, _filler(plan, context), plan.aio):
         yield report(
             "zero_optimization.stage3_prefetch_bucket_size",
             written,
             "DeepSpeed 0.19.8 fails when it fetches parameters ahead from NVMe",
             f'write 0, or "{AUTO}"',
+            after=0,
+            because=NO_PREFETCH,
         )
+
+
+def _filler(plan: PlanValue, context: Context) -> Filler:
+    precision = plan.precision
+    if context.platform is not None:
+        # What contradicts itself is refused by the rules on precision.
+        with contextlib.suppress(PlanError):
+            precision, _ = decide_precision(plan, run=context.run, platform=context.platform)
+    return Filler(stage=int(plan.stage), context=context, precision=precision)
 
 
 # -- Rules on ``zero_optimization``, on removed and on unknown keys.
@@ -1300,13 +1306,22 @@ RULES: Final = (
 FIRST: Final = (stage_auto, offload_without_device)
 """Those whose repair the others build on."""
 
+_LATER: Final = (fp16_on_cpu, no_warmup)
+"""Those whose repair needs more than the plan: filling knows which precision is asked for, and
+``zerotune.optim`` at which peak the schedule starts. They record it."""
+
+REPAIRS: Final = tuple(each for each in RULES if each.severity != "note" and each not in _LATER)
+"""Those that stop a plan or change it while it is resolved."""
+
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, in the order they are checked."""
     return RULES
 
 
-def check_plan(plan: PlanValue, context: Context) -> tuple[Finding, ...]:
+def check_plan(
+    plan: PlanValue, context: Context, *, rules: tuple[Rule, ...] = RULES
+) -> tuple[Finding, ...]:
     """Everything the rules find, errors first, otherwise in the order of the rules."""
-    findings = [finding for each in RULES for finding in each(plan, context)]
+    findings = [finding for each in rules for finding in each(plan, context)]
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))

@@ -31,11 +31,13 @@ def test_precision_that_works_or_is_another_rules_is_left_alone(config, platform
 
 
 def test_fp16_on_the_cpu_is_said_once_by_resolving():
-    assert one("fp16-on-cpu", FP16, platform=CPU).recorded_elsewhere
+    finding = one("fp16-on-cpu", FP16, platform=CPU)
     assert find("fp16-on-cpu", FP16, platform=Platform.synthetic("cpu", fp16=True)) == []
     assert find("fp16-on-cpu", FP16, platform=CUDA) == find("fp16-on-cpu", FP16) == []
     resolved = DeepSpeedPlan.from_dict(FP16).resolve(platform=CPU)
     assert [each.key for each in resolved.decisions].count("fp16.enabled") == 1
+    assert finding.key == "fp16.enabled"
+    assert finding.as_decision() not in resolved.decisions
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import torch
 
 from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.fill import LEAF_MODULE
-from zerotune.plan.sizing import LEAF_CLASSES
+from zerotune.plan.fill import LEAF_CLASSES, LEAF_MODULE
 
 KEY: Final = f"zero_optimization.{LEAF_MODULE}"
 

@@ -11,9 +11,8 @@ import attrs
 
 from zerotune._util.numbers import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan import sizing
 from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.fill import pins_exactly
+from zerotune.plan.fill import Swapping, pins_exactly, sub_groups
 from zerotune.plan.memory.model import (
     ALWAYS,
     EMAPlace,
@@ -200,7 +199,7 @@ class Costing:
         """Elements of this rank's part of each of stage 3's sub-groups."""
         zero = self.resolved.plan.zero_optimization
         size = int(zero.sub_group_size or 0) if zero is not None else 0
-        return sizing.sub_groups(self.model, self.ranks, size or self.trained)
+        return sub_groups(self.model, self.ranks, size or self.trained)
 
 
 def power_of_two(nbytes: int) -> int:
@@ -450,7 +449,7 @@ def _weights_in_files(
     case: Costing, section: OffloadSection, aio: AioSection | None
 ) -> Iterator[MemoryItem]:
     block = aio.block_size if aio is not None and isinstance(aio.block_size, int) else _AIO_BLOCK
-    swapping = sizing.Swapping(
+    swapping = Swapping(
         model=case.model, world_size=case.ranks, element_bytes=case.element, block_bytes=block
     )
     parts = case.model.parts(case.ranks)
