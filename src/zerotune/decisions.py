@@ -9,9 +9,13 @@ from typing import Any, Literal
 
 import attrs
 
+from zerotune.errors import readable, shorten
+
 logger = logging.getLogger("zerotune")
 
 Severity = Literal["note", "warning"]
+
+_LONGEST_VALUE = 1000
 
 _announced: set[tuple[str, str, str]] = set()
 
@@ -32,11 +36,11 @@ class Decision:
     """``"warning"`` when the user would probably object, else ``"note"``."""
 
     def __str__(self) -> str:
-        return f"{self.key}: {_show(self.before)} -> {_show(self.after)} ({self.reason})"
+        return f"{readable(self.key)}: {_show(self.before)} -> {_show(self.after)} ({self.reason})"
 
 
 def _show(value: Any) -> str:
-    return "unset" if value is None else repr(value)
+    return "unset" if value is None else shorten(value, _LONGEST_VALUE)
 
 
 def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
@@ -51,7 +55,7 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
     if rank != 0:
         return
     for decision in decisions:
-        identity = (decision.key, repr(decision.after), decision.reason)
+        identity = (decision.key, shorten(decision.after, _LONGEST_VALUE), decision.reason)
         if identity in _announced:
             continue
         _announced.add(identity)

@@ -32,6 +32,7 @@ Every message reads ``key = value: reason. Fix: what to do``; the parts are also
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 
@@ -45,12 +46,56 @@ class _Unset:
 UNSET: Final = _Unset()
 
 _LONGEST_VALUE = 120
+_LONGEST_NAME = 300
+_DEEPEST = 50
+_LARGEST_WRITTEN_OUT = 12_000
+"""Bits."""
 
 
-def shorten(value: object) -> str:
-    """The ``repr`` of ``value``, cut so that a message stays readable."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+def shorten(value: object, longest: int = _LONGEST_VALUE) -> str:
+    """The ``repr`` of ``value``, cut so that a message stays readable; no more of it is made."""
+    text = ""
+    for piece in _pieces(value, longest):
+        text += piece
+        if len(text) > longest:
+            return f"{text[: longest - 1]}…"
+    return text
+
+
+def _pieces(value: object, longest: int, depth: int = 0) -> Iterator[str]:
+    if depth > _DEEPEST:
+        yield "…"
+    elif isinstance(value, dict) and type(value).__repr__ is dict.__repr__:
+        yield "{"
+        for number, (key, item) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _pieces(key, longest, depth + 1)
+            yield ": "
+            yield from _pieces(item, longest, depth + 1)
+        yield "}"
+    elif isinstance(value, list | tuple) and type(value) in (list, tuple):
+        opening, closing = "[]" if isinstance(value, list) else "()"
+        yield opening
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(item, longest, depth + 1)
+        yield f",{closing}" if opening == "(" and len(value) == 1 else closing
+    elif isinstance(value, str | bytes) and len(value) > longest:
+        yield repr(value[: longest + 1])
+    elif isinstance(value, int) and value.bit_length() > _LARGEST_WRITTEN_OUT:
+        # Python itself refuses to write more than 4300 digits.
+        yield f"{'-' if value < 0 else ''}0x{abs(value) >> (value.bit_length() - 64):x}…"
+    else:
+        yield repr(value)
+
+
+def readable(name: str) -> str:
+    """A key or path as messages show it: of bounded length, without control characters."""
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 1]}…"
+    if name.isprintable():
+        return name
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
 
 
 class ZeroTuneError(Exception):
@@ -78,7 +123,7 @@ class ZeroTuneError(Exception):
         super().__init__(self._message())
 
     def _message(self) -> str:
-        subject = self.key or ""
+        subject = readable(self.key) if isinstance(self.key, str) else ""
         if not isinstance(self.value, _Unset):
             subject = f"{subject} = {shorten(self.value)}" if subject else shorten(self.value)
         sentence = self.reason.rstrip(".") + "."

@@ -12,6 +12,10 @@ from zerotune.errors import InvalidValueError
 # -- Names.
 
 
+_LONGEST_NAME: Final = 100
+"""No name is longer, and comparing takes longer than by the square."""
+
+
 def squash(name: str) -> str:
     """Letters and digits of ``name`` in lower case: ``"0/1-Adam"`` becomes ``"01adam"``."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
@@ -34,6 +38,8 @@ def did_you_mean(
         cutoff: Likeness from 0 to 1 that a candidate must have.
         by: What of a name is compared; ``str.lower`` where ``_`` parts words.
     """
+    if len(word) > _LONGEST_NAME:
+        return []
     import difflib  # Late: most runs never misspell anything.
 
     by_key = {by(candidate): candidate for candidate in candidates}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of the process by default.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal has no sign for is written as an escape; a report never fails on it.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if argv is None else argv
     arguments = _parser(given).parse_args(given)
     try:

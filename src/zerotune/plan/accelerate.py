@@ -265,6 +265,10 @@ def _use_deepspeed(around: dict[Any, Any], decisions: list[Decision]) -> None:
     written = around.get("distributed_type")
     if isinstance(written, str) and written.upper() == "DEEPSPEED":
         return
+    if written is not None and not isinstance(written, str):
+        raise InvalidValueError(
+            "must be text", key="distributed_type", value=written, fix="write DEEPSPEED"
+        )
     around["distributed_type"] = "DEEPSPEED"
     reason = (
         "accelerate refuses a file without it"

@@ -356,34 +356,100 @@ class Anything(Kind):
         return value, None
 
 
-def check_json(value: Any, key: str, *, depth: int = 0) -> None:
+def check_json(value: Any, key: str) -> None:
     """Raise ``InvalidValueError`` unless JSON can hold ``value`` and give it back."""
-    if depth > _DEEPEST:
-        raise InvalidValueError(
-            "is nested too deeply", key=key, fix=f"nest at most {_DEEPEST} levels"
-        )
-    if value is None or isinstance(value, str | bool | int) or is_number(value):
-        return
+    left = [_MOST_VALUES]
+    _check_json(value, key, (), left)
+
+
+def _check_json(value: Any, key: str, path: tuple[str | int, ...], left: list[int]) -> None:
     if isinstance(value, Mapping):
-        for name, item in value.items():
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        _check_scalar(value, _place_of(key, path))
+        return
+    if len(path) > _DEEPEST:
+        raise InvalidValueError(
+            "is nested too deeply", key=_place_of(key, path), fix=f"nest at most {_DEEPEST} levels"
+        )
+    left[0] -= len(value)
+    if left[0] < 0:
+        raise InvalidValueError(
+            "holds too many values for a configuration", key=key, fix="write less"
+        )
+    mapping = isinstance(value, Mapping)
+    for name, item in items:
+        if mapping:
             if not isinstance(name, str):
                 raise InvalidValueError(
-                    "has a key that is not text", key=key, value=name, fix="write it in quotes"
+                    "has a key that is not text",
+                    key=_place_of(key, path),
+                    value=name,
+                    fix="write it in quotes",
                 )
-            check_json(item, f"{key}.{name}", depth=depth + 1)
-        return
-    if isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            check_json(item, f"{key}[{index}]", depth=depth + 1)
-        return
-    raise InvalidValueError(
-        "cannot be written as JSON",
-        key=key,
-        value=value,
-        fix="use only objects, lists, text, finite numbers, true, false and null",
-    )
+            if not name.isascii():
+                check_letters(name, _place_of(key, path))
+        if not _is_plain(item):
+            _check_json(item, key, (*path, name), left)
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold ``value``, for what most of a long list is."""
+    kind = type(value)
+    if kind is str:
+        return bool(value.isascii())
+    if kind is float:
+        return math.isfinite(value)
+    if kind is int:
+        return bool(-_LARGEST_INTEGER <= value <= _LARGEST_INTEGER)
+    return kind is bool or value is None
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of what JSON can hold."""
+    if type(value) is list:
+        return [each if type(each) in _SCALARS else copied(each) for each in value]
+    if isinstance(value, dict):
+        return {
+            name: each if type(each) in _SCALARS else copied(each) for name, each in value.items()
+        }
+    return value if type(value) in _SCALARS else copy.deepcopy(value)
+
+
+def check_letters(text: str, key: str) -> None:
+    """Raise ``InvalidValueError`` for half of a surrogate pair, which no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidValueError(
+            "has one half of a surrogate pair, which is no character",
+            key=key,
+            value=text,
+            fix="write the character itself",
+        ) from None
+
+
+def _check_scalar(value: Any, key: str) -> None:
+    if isinstance(value, str):
+        check_letters(value, key)
+    elif not isinstance(value, bool) and not is_number(value):
+        raise InvalidValueError(
+            "cannot be written as JSON",
+            key=key,
+            value=value,
+            fix="use only objects, lists, text, finite numbers, true, false and null",
+        )
+
+
+def _place_of(key: str, path: tuple[str | int, ...]) -> str:
+    return key + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+
+
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_MOST_VALUES: Final = 2**22
+"""Those of 10 MB of JSON; more is what references to references make."""
 _DEEPEST = 50
 
 
@@ -416,9 +482,9 @@ class Section:
             if value is None:
                 continue
             written[attribute.name] = (
-                value.to_dict() if isinstance(value, Section) else copy.deepcopy(value)
+                value.to_dict() if isinstance(value, Section) else copied(value)
             )
-        written.update(copy.deepcopy(dict(getattr(self, "extra", {}))))
+        written.update(copied(dict(getattr(self, "extra", {}))))
         return written
 
 
@@ -454,8 +520,15 @@ def as_tuple(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
+class _Kept(dict[str, Any]):
+    """Keys a section keeps: looked at and copied once, however often the section is evolved."""
+
+
 def _own_copy(value: Any) -> Any:
-    return copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
+    if isinstance(value, _Kept) or not isinstance(value, Mapping):
+        return value
+    check_json(value, "extra")
+    return _Kept(copied(dict(value)))
 
 
 def _check(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -471,7 +544,6 @@ def _check_extra(instance: Any, attribute: attrs.Attribute[Any], value: Any) -> 
             raise InvalidValueError(
                 "is a modelled key", key=str(key), fix=f"pass it as {key}=… instead of in extra"
             )
-    check_json(value, attribute.name)
 
 
 @attrs.frozen

@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
-from zerotune.errors import PlanFileError, PlanSyntaxError
+from zerotune.errors import PlanFileError, PlanSyntaxError, shorten
+
+# -- How much is read.
+
+
+_LARGEST = ContextVar("largest plan file", default=16 * 1024**2)
+_YAML_SHARE = 128
+"""YAML takes as many times longer to read than JSON, so a file of it may be as much smaller."""
+
+
+@contextmanager
+def reading_at_most(size: int | str) -> Iterator[None]:
+    """Read plan files of up to ``size`` inside; 16 MiB without it.
+
+    Args:
+        size: Bytes, or an amount such as ``"64MiB"``; YAML may have a 128th of it.
+    """
+    token = _LARGEST.set(parse_size(size, key="size"))
+    try:
+        yield
+    finally:
+        _LARGEST.reset(token)
+
+
+def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
+    if size > largest:
+        raise PlanFileError(
+            f"is larger than {format_size(largest)}, too large for a configuration",
+            key=key,
+            value=source,
+            fix="give the file of a configuration, or read it within"
+            " zerotune.plan.source.reading_at_most(…)",
+        )
+
 
 # -- JSON, read so that it is known where things are.
 #
-# ``json`` reports neither duplicated keys with their position nor what people usually mean by a
-# mistake. Comments and trailing commas, which DeepSpeed itself accepts in files, are read and
+# ``json`` reads what is in order, which is fast. It reports neither duplicated keys with their
+# position nor what people usually mean by a mistake: where it stops, a parser of our own looks
+# again. Comments and trailing commas, which DeepSpeed itself accepts in files, are read and
 # reported; everything else that is not JSON is an error with line, column and a hint.
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORD = re.compile(r"[A-Za-z_][\w.]*")
 _HEX = re.compile(r"u([0-9a-fA-F]{4})")
 _LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_PLAIN_TEXT = re.compile(r'[^"\\\x00-\x1f]+')
 _SPACE = re.compile(r"[ \t\r\n]*")
 _LITERALS = {"true": True, "false": False, "null": None}
 _PYTHON = {
@@ -46,6 +85,20 @@ _TEMPLATES = ("{{", "{%")
 _DOUBLE = "use double quotes"
 _DEEPEST = 100
 _LONGEST_NUMBER = 400
+_MOST_LIBERTIES = 20
+"""As many comments and commas are named one by one."""
+_LOOKED_AT_AGAIN = 1024**2
+"""Letters of a text in which the parser that names mistakes is still quick."""
+_SHOWN_OF_A_WORD = 80
+_STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"?'
+_COMMENT = r"(?://[^\n]*|#[^\n]*|/\*.*?\*/)"
+_TEXT_OR_COMMENTS = re.compile(rf"{_STRING}|(?:{_COMMENT}[ \t\r\n]*){{1,1000}}", re.DOTALL)
+_ONE_COMMENT = re.compile(_COMMENT, re.DOTALL)
+_TEXT_OR_LAST_COMMA = re.compile(rf"{_STRING}|,(?=[ \t\r\n]*[}}\]])", re.DOTALL)
+_LONE_SURROGATE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
 
 
 def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
@@ -61,7 +114,133 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
     Raises:
         PlanSyntaxError: Not JSON, comments and trailing commas excepted.
     """
-    return _Parser(text.removeprefix("\ufeff"), source).parse()
+    text = text.removeprefix("\ufeff")
+    _refuse_too_large(len(text), _LARGEST.get(), source, "file")
+    _refuse_half_letters(text, source)
+    try:
+        return _strictly(text), []
+    except (ValueError, RecursionError):
+        plain, liberties = _without_liberties(text)
+    try:
+        return _strictly(plain), liberties
+    except (ValueError, RecursionError) as error:
+        if len(text) > _LOOKED_AT_AGAIN:
+            raise _briefly(error, text, source) from None
+    return _Parser(text, source).parse(), liberties
+
+
+def _refuse_half_letters(text: str, source: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        line, column = _position(text, error.start)
+        raise PlanSyntaxError(
+            _HALF_LETTER, source=source, line=line, column=column, fix=_WHOLE_LETTER
+        ) from None
+
+
+_HALF_LETTER = "has one half of a surrogate pair, which is no character"
+_WHOLE_LETTER = "write the character itself"
+
+
+def _strictly(text: str) -> Any:
+    """What ``json`` makes of it, without what ``json`` lets pass; ``ValueError`` otherwise."""
+    if "\\u" in text and _LONE_SURROGATE.search(text):
+        raise ValueError(_HALF_LETTER)
+    value = _DECODER.decode(text)
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(_DEEPEST):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) is dict or type(inner) is list
+        ]
+        if not level:
+            return value
+    raise ValueError("is nested too deeply")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("has a key twice in one object")
+    return found
+
+
+def _whole_number(literal: str) -> int:
+    if len(literal) > _LONGEST_NUMBER:
+        raise ValueError("has a number that is too long")
+    return int(literal)
+
+
+def _real_number(literal: str) -> float:
+    value = float(literal)
+    if len(literal) > _LONGEST_NUMBER or math.isinf(value):
+        raise ValueError("has a number that is too long or too large")
+    return value
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"has {word}, which JSON does not know")
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique,
+    parse_int=_whole_number,
+    parse_float=_real_number,
+    parse_constant=_no_constant,
+)
+
+
+def _without_liberties(text: str) -> tuple[str, list[str]]:
+    """The text with blanks where its comments and trailing commas are, and where those are."""
+    found: list[tuple[str, int]] = []
+    parts, done = [], 0
+    for match in _TEXT_OR_COMMENTS.finditer(text):
+        if match[0][0] == '"':
+            continue
+        parts += [text[done : match.start()], " " * len(match[0])]
+        done = match.end()
+        if len(found) <= _MOST_LIBERTIES:
+            inside = _ONE_COMMENT.finditer(text, match.start(), match.end())
+            found += [("a comment", each.start()) for each in inside]
+    plain = "".join((*parts, text[done:]))
+    parts, done, commas = [], 0, []
+    for match in _TEXT_OR_LAST_COMMA.finditer(plain):
+        if match[0] == "," and _follows_a_value(plain, match.start()):
+            parts += [plain[done : match.start()], " "]
+            done = match.end()
+            commas.append(("a trailing comma", match.start()))
+    plain = "".join((*parts, plain[done:]))
+    found = sorted((*found, *commas), key=lambda each: each[1])
+    sentences = []
+    for what, at in found[:_MOST_LIBERTIES]:
+        line, column = _position(text, at)
+        sentences.append(f"{what} at line {line}, column {column}")
+    return plain, [*sentences, "and more of them"] if len(found) > _MOST_LIBERTIES else sentences
+
+
+def _follows_a_value(text: str, at: int) -> bool:
+    at -= 1
+    while at >= 0 and text[at] in " \t\r\n":
+        at -= 1
+    return at >= 0 and text[at] not in "[{,:"
+
+
+def _briefly(error: Exception, text: str, source: str) -> PlanSyntaxError:
+    """The error for a text too long to be looked at again: what ``json`` says of it."""
+    at = error.pos if isinstance(error, json.JSONDecodeError) else 0
+    said = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    said = f"is not JSON: {error.msg}" if isinstance(error, json.JSONDecodeError) else said
+    line, column = _position(text, at)
+    return PlanSyntaxError(
+        said, source=source, line=line, column=column, fix="correct it there, or write less"
+    )
+
+
+def _position(text: str, at: int) -> tuple[int, int]:
+    return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
 
 
 class _Parser:
@@ -70,9 +249,8 @@ class _Parser:
         self._source = source
         self._at = 0
         self._depth = 0
-        self._tolerated: list[str] = []
 
-    def parse(self) -> tuple[Any, list[str]]:
+    def parse(self) -> Any:
         self._skip()
         if self._at == len(self._text):
             raise self._error("is empty", "write at least {}")
@@ -82,7 +260,7 @@ class _Parser:
             raise self._error(
                 "has something after its end", "keep one object; check the closing braces"
             )
-        return value, self._tolerated
+        return value
 
     def _value(self) -> Any:
         self._skip()
@@ -118,7 +296,9 @@ class _Parser:
             key = self._key(opened)
             if key in result:
                 self._at = key_at
-                raise self._error(f"has the key {key!r} twice in one object", "keep one of the two")
+                raise self._error(
+                    f"has the key {shorten(key)} twice in one object", "keep one of the two"
+                )
             self._skip()
             if self._peek() != ":":
                 raise self._error("wants a colon after a key", 'write "key": value')
@@ -161,11 +341,7 @@ class _Parser:
             raise self._error("has a bracket that is never closed", f"add the missing {close}")
         if char != ",":
             raise self._error("wants a comma between two entries", "add the missing comma")
-        comma_at = self._at
         self._at += 1
-        self._skip()
-        if self._peek() == close:
-            self._tolerate("a trailing comma", comma_at)
 
     def _string(self) -> str:
         start = self._at
@@ -181,8 +357,13 @@ class _Parser:
                 raise self._error("has text that is never closed", 'add the missing "')
             if char < " ":
                 raise self._error(f"has the control character {char!r} in text", "escape it")
-            self._at += 1
-            parts.append(self._escape() if char == "\\" else char)
+            if char == "\\":
+                self._at += 1
+                parts.append(self._escape())
+                continue
+            plain = _PLAIN_TEXT.match(self._text, self._at)
+            parts.append(plain.group() if plain else char)
+            self._at += len(parts[-1])
 
     def _escape(self) -> str:
         char = self._peek()
@@ -203,6 +384,8 @@ class _Parser:
         if 0xD800 <= code < 0xDC00 and low is not None:
             self._at = low.end()
             return chr(0x10000 + ((code - 0xD800) << 10) + (int(low[1], 16) - 0xDC00))
+        if 0xD800 <= code < 0xE000:
+            raise self._error(_HALF_LETTER, _WHOLE_LETTER)
         return chr(code)
 
     def _number(self) -> int | float:
@@ -234,6 +417,7 @@ class _Parser:
         if word and self._depth == 0 and self._text[self._at + len(word) :].lstrip()[:1] == ":":
             raise self._error("is not JSON; it looks like YAML", "give it the suffix .yaml")
         if word:
+            word = word[:_SHOWN_OF_A_WORD]
             raise self._error(f"has the word {word} without quotes", f'write "{word}"')
         char = self._peek()
         self._refuse_lookalikes("value")
@@ -261,11 +445,9 @@ class _Parser:
             space = _SPACE.match(self._text, self._at)
             self._at = space.end() if space else self._at
             if self._text.startswith("//", self._at) or self._peek() == "#":
-                self._tolerate("a comment", self._at)
                 end = self._text.find("\n", self._at)
                 self._at = len(self._text) if end < 0 else end
             elif self._text.startswith("/*", self._at):
-                self._tolerate("a comment", self._at)
                 end = self._text.find("*/", self._at + 2)
                 if end < 0:
                     raise self._error("has a comment that is never closed", "add the missing */")
@@ -276,15 +458,8 @@ class _Parser:
     def _peek(self) -> str:
         return self._text[self._at : self._at + 1]
 
-    def _tolerate(self, what: str, at: int) -> None:
-        line, column = self._position(at)
-        self._tolerated.append(f"{what} at line {line}, column {column}")
-
-    def _position(self, at: int) -> tuple[int, int]:
-        return self._text.count("\n", 0, at) + 1, at - self._text.rfind("\n", 0, at)
-
     def _error(self, reason: str, fix: str) -> PlanSyntaxError:
-        line, column = self._position(self._at)
+        line, column = _position(self._text, self._at)
         return PlanSyntaxError(reason, source=self._source, line=line, column=column, fix=fix)
 
 
@@ -299,9 +474,15 @@ def parse_yaml(text: str, *, source: str) -> Any:
     """
     import yaml
 
+    _refuse_too_large(len(text), _LARGEST.get() // _YAML_SHARE, source, "file")
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _refuse_growth(node, source)
+        _refuse_duplicates(node, source)
+        return None if node is None else loader.construct_document(node)
+    except PlanSyntaxError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise PlanSyntaxError(
@@ -311,12 +492,60 @@ def parse_yaml(text: str, *, source: str) -> Any:
             column=mark.column + 1 if mark else 1,
             fix="check indentation, colons and quotes at this place",
         ) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    # PyYAML leaves some of these to whoever writes `!!int x` or `!!bool 2`.
+    except (
+        yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
+        RecursionError,
+    ) as error:  # fmt: skip
+        said = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise PlanSyntaxError(
-            f"is not YAML: {error}", source=source, line=1, column=1, fix="save it as plain YAML"
+            f"is not YAML: {said}", source=source, line=1, column=1, fix="save it as plain YAML"
         ) from None
-    _refuse_duplicates(node, source)
-    return content
+
+
+_MOST_REPEATED = 10_000
+"""Values that aliases may add to those that are written."""
+
+
+def _refuse_growth(root: Any, source: str) -> None:
+    """Refuse what takes little to write and much to hold: aliases of aliases, long numbers."""
+    sizes: dict[int, int | None] = {}
+
+    def size_of(node: Any, depth: int) -> int:
+        if id(node) not in sizes:
+            if depth > _DEEPEST:
+                raise _at_node(
+                    node, source, "is nested too deeply", f"nest at most {_DEEPEST} levels"
+                )
+            sizes[id(node)] = None
+            sizes[id(node)] = 1 + sum(size_of(inner, depth + 1) for inner in _inside(node, source))
+        size = sizes[id(node)]
+        if size is None:
+            raise _at_node(node, source, "has an anchor that contains itself", "write it out")
+        if size > len(sizes) + _MOST_REPEATED:
+            raise _at_node(node, source, "is too large: it repeats too much through its aliases", "write it out")
+        return size
+
+    if root is not None:
+        size_of(root, 0)
+
+
+def _inside(node: Any, source: str) -> list[Any]:
+    if node.id == "scalar":
+        numeric = node.tag.endswith((":int", ":float"))
+        if numeric and len(node.value) > _LONGEST_NUMBER:
+            raise _at_node(node, source, "has a number that is too long", "write fewer digits")
+        return []
+    if node.id == "mapping":
+        return [inner for pair in node.value for inner in pair]
+    return list(node.value)
+
+
+def _at_node(node: Any, source: str, reason: str, fix: str) -> PlanSyntaxError:
+    mark = node.start_mark
+    return PlanSyntaxError(
+        reason, source=source, line=mark.line + 1, column=mark.column + 1, fix=fix
+    )
 
 
 def _refuse_duplicates(root: Any, source: str) -> None:
@@ -333,12 +562,11 @@ def _refuse_duplicates(root: Any, source: str) -> None:
         for key, value in node.value:
             name = key.value if isinstance(key.value, str) else ""
             if name and name in seen:
-                raise PlanSyntaxError(
-                    f"has the key {name!r} twice in one block",
-                    source=source,
-                    line=key.start_mark.line + 1,
-                    column=key.start_mark.column + 1,
-                    fix="keep one of the two",
+                raise _at_node(
+                    key,
+                    source,
+                    f"has the key {shorten(name)} twice in one block",
+                    "keep one of the two",
                 )
             seen.add(name)
             pending.extend((key, value))
@@ -378,11 +606,18 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         tried: Other places that were looked at, for the message.
 
     Raises:
-        PlanFileError: The file is missing, a folder, unreadable or not UTF-8.
+        PlanFileError: The file is missing, a folder, unreadable, too large or not UTF-8.
     """
     name = key or "file"
     try:
-        return path.read_text(encoding="utf-8-sig")
+        largest = _LARGEST.get()
+        with path.open("rb") as file:
+            content = file.read(largest + 1)
+        _refuse_too_large(len(content), largest, str(path), name)
+        text = content.decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
+    except PlanFileError:
+        raise
     except FileNotFoundError:
         places = f" (looked at {', '.join(str(place) for place in tried)})" if tried else ""
         raise PlanFileError(

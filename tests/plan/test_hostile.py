@@ -1,0 +1,231 @@
+"""Files that are small to write and large to read, or that Python itself trips over."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerotune import DeepSpeedPlan
+from zerotune.decisions import Decision
+from zerotune.errors import (
+    InvalidValueError,
+    PlanError,
+    PlanFileError,
+    PlanSyntaxError,
+    UnknownKeyError,
+    shorten,
+)
+from zerotune.plan.source import parse_json, parse_yaml, reading_at_most
+
+LONG = "9" * 310
+YAML = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
+
+
+def bomb(levels: int) -> str:
+    lines = ["commands:", "- &a0 [x, x, x, x, x, x, x, x, x]"]
+    for level in range(1, levels):
+        lines.append(f"- &a{level} [" + ", ".join([f"*a{level - 1}"] * 9) + "]")
+    return "\n".join(lines) + f"\nzero_stage: *a{levels - 1}\n"
+
+
+class Huge:
+    """Stands for what takes memory as soon as it is written out."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("written out although no letter of it is shown")
+
+
+class TestYaml:
+    def test_aliases_of_aliases_are_refused_before_they_are_followed(self):
+        with pytest.raises(PlanSyntaxError, match="repeats too much") as caught:
+            parse_yaml(bomb(60), source="x.yaml")
+        assert caught.value.line > 1
+
+    def test_an_alias_or_two_are_read(self):
+        read = parse_yaml("a: &a {b: [1, 2]}\nc: *a\nd:\n  <<: *a\n", source="x")
+        assert read == {"a": {"b": [1, 2]}, "c": {"b": [1, 2]}, "d": {"b": [1, 2]}}
+
+    def test_an_anchor_inside_itself_is_refused(self):
+        with pytest.raises(PlanSyntaxError, match="contains itself"):
+            parse_yaml("a: &a [*a]", source="x")
+
+    @pytest.mark.parametrize("digits", ["0x" + "f" * 6000, "9" * 6000, "1:" * 3000 + "1"])
+    def test_long_numbers_are_refused(self, digits):
+        with pytest.raises(PlanSyntaxError, match="too long"):
+            parse_yaml(f"a: {digits}", source="x")
+
+    @pytest.mark.parametrize("text", ["[" * 3000, "a: " * 3000, "- " * 3000])
+    def test_deep_text_is_refused(self, text):
+        with pytest.raises(PlanSyntaxError):
+            parse_yaml(text, source="x")
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "!!int x",
+            "!!bool 2",
+            "!!float [1]",
+            "!!timestamp x",
+            "!!map 1",
+            "? [a]: b",
+            "!!binary é",
+        ],
+    )
+    def test_what_pyyaml_trips_over_is_a_syntax_error(self, text):
+        with pytest.raises(PlanSyntaxError):
+            parse_yaml(f"a: {text}\n? {text}\n: 1\n", source="x")
+
+    @pytest.mark.parametrize("written", ["-.inf", ".nan", "2020-01-01", "[1]", "{a: 1}", "3"])
+    def test_a_distributed_type_that_is_no_text_is_refused(self, tmp_path, written):
+        file = tmp_path / "a.yaml"
+        file.write_text(YAML.replace("DEEPSPEED", written))
+        with pytest.raises(InvalidValueError, match="must be text"):
+            DeepSpeedPlan.load(file)
+
+
+class TestJson:
+    def test_digits_have_an_end(self):
+        with pytest.raises(PlanSyntaxError, match="too long"):
+            parse_json("9" * 401, source="x")
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            f'{{"train_batch_size": {LONG}}}',
+            f'{{"optimizer": {{"type": "AdamW", "params": {{"lr": {LONG}}}}}}}',
+            f'{{"gradient_clipping": {LONG}}}',
+            f'{{"_remark": [{LONG}]}}',
+            f'{{"fp16": {{"loss_scale": "{"1" * 5000}"}}}}',
+        ],
+    )
+    def test_numbers_without_a_float_are_refused(self, config):
+        with pytest.raises(PlanError):
+            DeepSpeedPlan.from_json(config)
+
+    def test_half_of_a_surrogate_pair_is_refused_with_its_place(self):
+        with pytest.raises(PlanSyntaxError, match="surrogate") as caught:
+            parse_json('{"a": 1,\n "\\ud800": 1}', source="x")
+        assert (caught.value.line, caught.value.column) == (2, 9)
+        with pytest.raises(PlanSyntaxError, match="surrogate"):
+            parse_json('{"\ud800": 1}', source="x")
+        assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]', source="x")[0] == ["😀", "\\ud800"]
+
+    @pytest.mark.parametrize("comment", ["// c\n", "# c\n", "/* c */", "//\n"])
+    def test_many_comments_are_read_and_the_first_are_named(self, comment):
+        read, tolerated = parse_json("{" + comment * 100_000 + '"a": 1}', source="x")
+        assert read == {"a": 1}
+        assert len(tolerated) == 21
+        assert tolerated[-1] == "and more of them"
+
+    @pytest.mark.parametrize("text", ["[,]", "{,}", '{"a":,}', "[1,,]", ",", '{"a",}', "[// x\n,]"])
+    def test_a_comma_after_nothing_is_no_trailing_comma(self, text):
+        with pytest.raises(PlanSyntaxError):
+            parse_json(text, source="x")
+
+    @pytest.mark.parametrize(
+        "text",
+        ['"' + '\\"' * 600_000, "/*" * 600_000, "[1" + " ," * 600_000, "{" * 1_100_000,
+         "[" + "1," * 600_000 + "x]", '{"a": 1, "a": 2, "b": "' + "x" * 1_100_000 + '"}'],
+    )  # fmt: skip
+    def test_long_text_that_is_no_json_is_refused(self, text):
+        with pytest.raises(PlanSyntaxError):
+            parse_json(text, source="x")
+
+    def test_what_is_nested_as_deeply_as_allowed_is_read(self):
+        assert parse_json("[" * 100 + "]" * 100, source="x")
+        for text in ("[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101):
+            with pytest.raises(PlanSyntaxError, match="too deeply"):
+                parse_json(text, source="x")
+
+
+class TestSize:
+    def test_a_file_without_end_is_refused(self):
+        if not Path("/dev/zero").exists():
+            pytest.skip("no /dev/zero")
+        with pytest.raises(PlanFileError, match=r"larger than 16\.00 MiB"):
+            DeepSpeedPlan.from_json("/dev/zero")
+
+    def test_the_bound_can_be_set(self, tmp_path):
+        file = tmp_path / "ds.json"
+        file.write_text('{"_remark": "' + "x" * 2000 + '"}')
+        with reading_at_most(1000), pytest.raises(PlanFileError, match="too large"):
+            DeepSpeedPlan.load(file)
+        assert DeepSpeedPlan.load(file).extra
+
+    def test_yaml_may_be_smaller(self):
+        with pytest.raises(PlanFileError, match="too large"):
+            parse_yaml("#" * 300_000, source="x")
+        with reading_at_most("64MiB"):
+            assert parse_yaml("#" * 300_000, source="x") is None
+
+
+class TestValues:
+    def test_what_refers_to_itself_many_times_is_refused(self):
+        value: object = [1]
+        for _ in range(12):
+            value = [value] * 9
+        with pytest.raises(InvalidValueError, match="too many values"):
+            DeepSpeedPlan.from_dict({"_remark": value})
+        with pytest.raises(InvalidValueError) as caught:
+            DeepSpeedPlan.from_dict({"train_batch_size": value})
+        assert len(str(caught.value)) < 400
+
+    def test_only_what_is_shown_is_written_out(self):
+        assert len(shorten([*range(200), Huge()])) == 120
+        decision = Decision(key="k", before=[*range(2000), Huge()], after=1, reason="r")
+        assert len(str(decision)) < 2000
+
+    @pytest.mark.parametrize(
+        "value",
+        [1, -1, 1.5, True, None, "x", "it's", b"x", (), (1,), (1, 2), [], [1, [2]], {},
+         {"a": {1: ()}}, {1}, object, 10**300],
+    )  # fmt: skip
+    def test_what_is_short_is_shown_as_python_shows_it(self, value):
+        assert shorten(value, 1000) == repr(value)
+
+    def test_a_number_python_does_not_write_is_shown(self):
+        assert shorten(-(2**40_000)) == "-0x8000000000000000…"
+
+    def test_a_list_inside_itself_is_shown(self):
+        value: list[object] = []
+        value.append(value)
+        assert len(shorten(value)) <= 120
+
+    def test_keys_are_shown_at_bounded_length_and_without_control_characters(self):
+        with pytest.raises(UnknownKeyError) as caught:
+            DeepSpeedPlan.from_dict({"k" * 100_000: 1})
+        assert len(str(caught.value)) < 600
+        with pytest.raises(UnknownKeyError, match=r"a\\x1b\[2Jb"):
+            DeepSpeedPlan.from_dict({"a\x1b[2Jb": 1})
+
+    def test_a_section_keeps_its_own_copy_of_what_it_is_given(self):
+        config = {
+            "_remark": {"a": [1]},
+            "optimizer": {"type": "AdamW", "params": {"betas": [0, 0]}},
+        }
+        before = copy.deepcopy(config)
+        plan = DeepSpeedPlan.from_dict(config)
+        config["_remark"]["a"].append(2)
+        plan.to_dict()["_remark"]["a"].append(3)
+        assert plan.to_dict() == before
+
+
+def test_an_ascii_terminal_gets_escapes(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"träin": 1}), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "zerotune", "plan", "check", str(file)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "tr\\xe4in" in done.stdout
+    assert "Traceback" not in done.stderr
