@@ -523,7 +523,8 @@ def _refuse_growth(root: Any, source: str) -> None:
         if size is None:
             raise _at_node(node, source, "has an anchor that contains itself", "write it out")
         if size > len(sizes) + _MOST_REPEATED:
-            raise _at_node(node, source, "is too large: it repeats too much through its aliases", "write it out")
+            why = "is too large: it repeats too much through its aliases"
+            raise _at_node(node, source, why, "write it out")
         return size
 
     if root is not None:
