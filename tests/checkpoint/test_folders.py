@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +152,119 @@ def test_links_are_never_followed(tmp_path):
     publish(step_folder(root, 1))
     prune(root, keep=1)
     assert (precious / "thesis.txt").read_text() == "text"
+
+
+def test_a_checkpoint_moved_away_and_linked_back_stays_whole(tmp_path):
+    archive, root = tmp_path / "archive", tmp_path / "root"
+    archive.mkdir()
+    steps(root, 1, 2, 3)
+    step_folder(root, 1).rename(archive / "first")
+    step_folder(root, 1).symlink_to(archive / "first")
+    assert prune(root, keep=1) == (step_folder(root, 2),)
+    assert verify_checkpoint(archive / "first").extra == {"epoch": 1}
+    assert names(root) == ["step-00000001", "step-00000003"]
+
+
+def test_a_link_called_newest_is_not_counted(tmp_path, caplog):
+    made = steps(tmp_path, 1, 2)
+    elsewhere = publish(tmp_path / "elsewhere")
+    step_folder(tmp_path, 9).symlink_to(elsewhere)
+    assert prune(tmp_path, keep=1) == (made[0],)
+    assert latest_checkpoint(tmp_path) == made[1]
+    assert "step-00000009: is a symbolic link" in caplog.text
+    assert names(tmp_path) == ["elsewhere", "step-00000002", "step-00000009"]
+
+
+def test_a_link_hides_no_stand_in_of_its_name(tmp_path):
+    made = steps(tmp_path, 1)
+    publish(step_folder(tmp_path, 5)).rename(tmp_path / "step-00000005.old-000000000001")
+    step_folder(tmp_path, 5).symlink_to(tmp_path / "nowhere")
+    assert latest_checkpoint(tmp_path) == made[0]
+    assert prune(tmp_path, keep=1) == ()
+    assert made[0].exists()
+
+
+def test_what_the_user_put_into_a_checkpoint_stays(tmp_path):
+    final = publish(tmp_path / "last", extra={"number": 1})
+    (final / "notes.txt").write_text("the good one")
+    (final / "samples").mkdir()
+    (final / "samples" / "1.png").write_bytes(b"image")
+    publish(final, extra={"number": 2})
+    assert verify_checkpoint(final).extra == {"number": 2}
+    assert (final / "notes.txt").read_text() == "the good one"
+    assert (final / "samples" / "1.png").read_bytes() == b"image"
+    assert names(tmp_path) == ["last"]
+
+
+def test_a_file_in_the_way_of_the_users_is_kept_beside_it(tmp_path, monkeypatch):
+    final = publish(tmp_path / "last")
+    (final / "weights.old").write_text("mine")
+    staging = Staging(final)
+    fill(staging.path)
+    (staging.path / "weights.old").write_text("new")
+    staging.publish()
+    kept = [p for p in final.iterdir() if p.name.startswith("weights.old.former-")]
+    assert [p.read_text() for p in kept] == ["mine"]
+
+
+def test_the_users_files_survive_a_kill_before_the_former_is_removed(tmp_path):
+    final = publish(tmp_path / "last")
+    (final / "notes.txt").write_text("text")
+    final.rename(tmp_path / "last.old-000000000001")
+    publish(final)
+    assert (final / "notes.txt").read_text() == "text"
+    assert names(tmp_path) == ["last"]
+
+
+def test_of_a_damaged_former_only_what_saving_writes_is_removed(tmp_path):
+    final = publish(tmp_path / "last")
+    (final / "manifest.json").write_text("{")
+    (final / "weights-00001-of-00001.safetensors").write_bytes(b"old")
+    (final / "notes.txt").write_text("text")
+    publish(final)
+    assert "notes.txt" in names(final)
+    assert "weights-00001-of-00001.safetensors" not in names(final)
+
+
+def test_a_fifo_in_place_of_a_file_is_skipped(tmp_path, caplog):
+    good, fifo, piped = steps(tmp_path, 1, 2, 3)
+    (fifo / "manifest.json").unlink()
+    os.mkfifo(fifo / "manifest.json")
+    size = (piped / "rank-0.safetensors").stat().st_size
+    assert size
+    (piped / "rank-0.safetensors").unlink()
+    os.mkfifo(piped / "rank-0.safetensors")
+    assert latest_checkpoint(tmp_path) == good
+    assert caplog.text.count("is no regular file") == 2
+
+
+def test_what_this_user_may_not_read_is_skipped(tmp_path, caplog, monkeypatch):
+    good, closed = steps(tmp_path, 1, 2)
+    real = Path.stat
+
+    def refusing(path, **arguments):
+        if closed in path.parents:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, **arguments)
+
+    monkeypatch.setattr(Path, "stat", refusing)
+    assert latest_checkpoint(tmp_path) == good
+    assert "cannot be read (Permission denied)" in caplog.text
+
+
+def test_folders_inside_each_other_are_no_endless_search(tmp_path):
+    deep = tmp_path
+    for _ in range(60):
+        deep = deep / "step-00000001"
+    deep.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no manifest"):
+        find_checkpoint(tmp_path)
+    assert latest_checkpoint(tmp_path) is None
+
+
+def test_a_name_with_a_null_byte_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be the name"):
+        find_checkpoint(f"{tmp_path}/a\0b")
 
 
 @pytest.mark.parametrize("keep", [0, -1])

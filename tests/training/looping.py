@@ -168,7 +168,7 @@ def averaged(folder: str) -> dict[str, Any]:
         return EMAShadows(shadows={"fast": EMAShadow(decay=0.5), "slow": EMAShadow(decay=0.9)})
 
     losses = Losses()
-    saving = SaveEveryInBackground(steps=2, root=folder, keep=1)
+    saving = SaveEveryInBackground(steps=2, root=folder, keep=2)
     background = BackgroundEMA(shadow=emas())
     with trainer(False, ema=background, callbacks=[saving, losses]) as running:
         report = running.fit(steps=5)

@@ -196,6 +196,7 @@ def saves_every_two_steps(folder: str) -> tuple[list[str], list[str]]:
     callbacks = [SaveEvery(steps=2, root=folder, keep=2), losses]
     with trainer(False, callbacks=callbacks) as running:
         running.fit(steps=7)
+        running.fit(steps=7)
         running.engine.group.barrier("looking at the folder")
         return losses.events, sorted(path.name for path in Path(folder).iterdir())
 

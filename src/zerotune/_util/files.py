@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -50,6 +52,22 @@ def write_synced(path: Path, content: bytes) -> None:
     with path.open("xb") as file:
         file.write(content)
         sync_file(file)
+
+
+@contextmanager
+def reading_regular(path: Path) -> Iterator[IO[bytes]]:
+    """A file opened for reading that is a regular one: whoever opens a FIFO waits for a writer.
+
+    Raises:
+        OSError: It cannot be opened, or is something else.
+    """
+    # Windows has neither FIFOs in folders nor this flag.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
 
 
 def sync_file(file: IO[Any]) -> None:

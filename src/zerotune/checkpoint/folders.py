@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,10 @@ logger = logging.getLogger("zerotune")
 
 _STEP: Final = re.compile(r"step-(\d{8,})", re.ASCII)
 _LEFTOVER: Final = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]{12})", re.ASCII)
+_WRITTEN: Final = re.compile(
+    r"(weights|optimizer\..+|shadow\..+|rank)-\d{5}-of-\d{5}\.safetensors", re.ASCII
+)
+"""Files that saving makes, also where no manifest tells of them."""
 _FREE_MARGIN: Final = 2**24
 """Bytes left free beside what will be written, for the file system's own bookkeeping."""
 
@@ -44,13 +49,13 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
         CheckpointError: It is a symbolic link, or one of the names used while writing.
     """
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - Path.absolute keeps "..".
-    if path.is_symlink():
+    if "\0" not in str(path) and path.is_symlink():
         raise CheckpointError(
             "is a symbolic link; replacing it would not replace what it points to",
             key=str(path),
             fix=f"give the folder itself, {os.path.realpath(path)}",
         )
-    if not path.name or _LEFTOVER.fullmatch(path.name):
+    if not path.name or "\0" in str(path) or _LEFTOVER.fullmatch(path.name):
         raise CheckpointError("cannot be the name of a checkpoint", key=str(path))
     return path
 
@@ -83,7 +88,7 @@ class Staging:
         sync(self._final.parent)
         self._release()
         if former is not None:
-            _remove(former)
+            _retire(former, self._final)
         remove_leftovers(self._final.parent, name=self._final.name)
 
     def abandon(self) -> None:
@@ -124,10 +129,26 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
         CheckpointCorruptError: Its manifest cannot be read.
     """
     path = checked_path(directory)
-    if (path / MANIFEST).exists():
-        return path, Manifest.read(path)
-    if path.exists():
+    found = _located(path)
+    if found is None:
         raise _no_checkpoint(path)
+    return found
+
+
+def _located(path: Path) -> tuple[Path, Manifest] | None:
+    """As ``find_checkpoint``; ``None`` of something else under that name."""
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            return None
+        (path / MANIFEST).lstat()
+        return path, Manifest.read(path)
+    except (FileNotFoundError, NotADirectoryError):
+        if path.exists():
+            return None
+    except OSError as error:
+        raise CheckpointCorruptError(
+            f"cannot be read ({error.strerror})", key=str(path), fix="use another checkpoint"
+        ) from error
     beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
     for sibling in sorted(beside, key=_written, reverse=True):
         if (manifest := _whole(sibling)) is not None:
@@ -144,19 +165,19 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     """The newest whole ``step-…`` checkpoint in ``root``.
 
     Whole: its manifest is intact and every file has its size. Contents are checked on loading.
+    Links are not followed.
 
     Returns:
-        Its path, or ``None`` when there is none. A folder that is not whole is skipped with a
-        warning.
+        Its path, or ``None`` when there is none. What is not whole, cannot be read or is a link is
+        skipped with a warning.
+
+    Raises:
+        CheckpointError: The folder itself cannot be read.
     """
-    for _, path in _steps(Path(root)):
-        try:
-            folder, manifest = find_checkpoint(path)
-            check_files(folder, manifest)
-        except CheckpointError as error:
-            logger.warning("skipping a checkpoint that is not whole: %s", error)
-            continue
-        return path
+    for path, outcome in _checkpoints(Path(root)):
+        if isinstance(outcome, Manifest):
+            return path
+        logger.warning("skipping a checkpoint that is not whole: %s", outcome)
     return None
 
 
@@ -164,7 +185,7 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
     """Remove all but the newest whole ``step-…`` checkpoints, and what killed saves left behind.
 
     Not collective: call it on one rank, after the new checkpoint is saved. Folders that are no
-    whole checkpoint are left for you to look at.
+    whole checkpoint are left for you to look at; links are neither followed, counted nor removed.
 
     Args:
         root: The folder of checkpoints.
@@ -176,12 +197,11 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
     if keep < 1:
         raise CheckpointError("must be a whole number, 1 or more", key="keep", value=keep)
     folder = Path(root)
-    removed, kept = [], 0
-    for _, path in _steps(folder):
-        if _whole(path) is None:
-            continue
-        kept += 1
-        if kept > keep:
+    whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
+    removed = []
+    for path in whole[keep:]:
+        # A stand-in for a checkpoint that was never renamed is there under its own name alone.
+        if _is_folder(path):
             trash = _sibling(path, "trash")
             path.rename(trash)
             _remove(trash)
@@ -200,11 +220,16 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     for record in manifest.files:
         path = folder / record.name
         try:
-            nbytes = path.stat().st_size
+            status = path.stat()
         except OSError as error:
             raise CheckpointCorruptError(
                 f"is missing ({error.strerror})", key=str(path), fix="use another checkpoint"
             ) from None
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointCorruptError(
+                "is no regular file", key=str(path), fix="use another checkpoint"
+            )
+        nbytes = status.st_size
         if nbytes != record.nbytes:
             raise CheckpointCorruptError(
                 f"has {nbytes} bytes instead of {record.nbytes}",
@@ -227,14 +252,49 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
             continue
         with _unused(path) as unused:
             if unused:
-                _remove(path)
+                _retire(path, base)
+
+
+def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
+    """What is called like a step's checkpoint, newest first: its manifest, or what is wrong."""
+    for _, path in _steps(root):
+        try:
+            # Without find_checkpoint's suggestions, which look for checkpoints themselves.
+            found = _located(checked_path(path))
+            if found is None:
+                raise CheckpointError(f"has no {MANIFEST} in it", key=str(path))
+            check_files(*found)
+        except CheckpointError as error:
+            yield path, error
+        else:
+            yield path, found[1]
 
 
 def _steps(root: Path) -> list[tuple[int, Path]]:
-    """Steps and paths of the checkpoints in a folder, newest first."""
-    names = {_base(path) for path in root.iterdir()} if root.is_dir() else set()
+    """Steps and paths of what is called like a step's checkpoint in a folder, newest first."""
+    names = {_base(path) for path in _entries(root)}
     found = [(match, root / match[0]) for name in names if (match := _STEP.fullmatch(name))]
     return sorted(((int(match[1]), path) for match, path in found), reverse=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a folder; nothing when there is none.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot be read ({error.strerror})",
+            key=str(folder),
+            fix="give this user the right to read it, or name another folder of checkpoints",
+        ) from error
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _base(path: Path) -> str:
@@ -246,10 +306,10 @@ def _leftovers(
     parent: Path, *, name: str | None = None, kinds: tuple[str, ...] = ("tmp", "old", "trash")
 ) -> list[Path]:
     found = []
-    for path in parent.iterdir() if parent.is_dir() else ():
+    for path in _entries(parent):
         match = _LEFTOVER.fullmatch(path.name)
         wanted = match and match[2] in kinds and name in (None, match[1])
-        if wanted and path.is_dir() and not path.is_symlink():
+        if wanted and _is_folder(path):
             found.append(path)
     return found
 
@@ -299,6 +359,27 @@ def _remove(folder: Path) -> None:
     # Without its manifest nothing takes a half removed folder for a checkpoint.
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder)
+
+
+def _retire(former: Path, successor: Path) -> None:
+    """Remove a replaced checkpoint; what is not part of it goes to the one in its place."""
+    if former.name.startswith(f"{successor.name}.old-") and _is_folder(successor):
+        for path in _foreign(former):
+            kept = successor / path.name
+            if os.path.lexists(kept):
+                kept = kept.with_name(f"{kept.name}.former-{secrets.token_hex(6)}")
+            logger.info("%s is no part of the checkpoint it lies in and is kept", kept)
+            path.rename(kept)
+    _remove(former)
+
+
+def _foreign(folder: Path) -> list[Path]:
+    """What lies in a checkpoint's folder without being part of it."""
+    try:
+        own = {MANIFEST, *(record.name for record in Manifest.read(folder).files)}
+    except CheckpointError:
+        own = {MANIFEST}
+    return [p for p in _entries(folder) if p.name not in own and not _WRITTEN.fullmatch(p.name)]
 
 
 def _lock(folder: Path) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.files import reading_regular
 from zerotune.backend.engine import EngineState
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -187,7 +188,8 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            text = path.read_text(encoding="utf-8")
+            with reading_regular(path) as file:
+                text = file.read().decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise _corrupt(str(path), f"cannot be read ({error})") from error
         return cls.from_json(text, source=str(path))

@@ -31,7 +31,7 @@ _KEY: Final = "trainer"
 
 
 class SaveEvery(Callback):
-    """Saves ``root/step-…`` every few steps or minutes, and when a run is stopped early.
+    """Saves ``root/step-…`` every few steps or minutes, and when a run ends, early or not.
 
     Args:
         steps: Optimizer steps between two checkpoints.
@@ -64,19 +64,27 @@ class SaveEvery(Callback):
         self._steps, self._minutes = steps, minutes
         self._root, self._keep = Path(root), keep
         self._since = time.monotonic()
+        self._moved = False
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Start the clock."""
         self._since = time.monotonic()
+        self._moved = False
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Save when it is time."""
+        self._moved = True
         if self._due(trainer, metrics.step):
             self._save(trainer)
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
         """Save what was reached since the latest checkpoint."""
         if not is_saved(trainer, self._root):
+            self._save(trainer)
+
+    def on_finish(self, trainer: RunView) -> None:
+        """Save the last steps, unless there were none."""
+        if self._moved and not is_saved(trainer, self._root):
             self._save(trainer)
 
     def _save(self, trainer: RunView) -> None:
@@ -113,6 +121,12 @@ class SaveEveryInBackground(SaveEvery):
         """Save what was reached, and wait: nothing is left to overlap with."""
         self._settle(trainer)
         super().on_stop(trainer, reason)
+        self._settle(trainer)
+
+    def on_finish(self, trainer: RunView) -> None:
+        """Save the last steps, and wait."""
+        self._settle(trainer)
+        super().on_finish(trainer)
         self._settle(trainer)
 
     def on_fit_end(self, trainer: RunView) -> None:
