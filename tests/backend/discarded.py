@@ -94,6 +94,36 @@ def trained(case: Case, *, bad_at: int | None) -> tuple[dict[str, Any], dict[str
     }
 
 
+def poisoned(case: Case) -> dict[str, Any]:
+    """What one gradient that is NaN, on the last rank, does to a step."""
+    engine = start(case, HostileNet(scalar=False))
+
+    def take(number: int, factor: float) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(4, 7, 7, generator=generator).to(engine.device, engine.dtype)
+        loss = (engine(x).float() - 0.5).pow(2).mean()
+        # Finite itself: 0 * sqrt(0) has an infinite derivative.
+        last = engine.group.rank == engine.group.world_size - 1
+        spoiled = (loss - loss.detach()).abs().sqrt() * 1e30 if factor and last else 0.0
+        engine.backward(loss + spoiled)
+        return engine.step()
+
+    take(1, 0.0)
+    before = everything(engine)
+    outcome = take(2, 1.0)
+    unlike = [key for key in _unlike(before, everything(engine)) if key != "applied"]
+    good = take(3, 0.0)
+    found = {
+        "unlike": unlike,
+        "applied": (outcome.applied, good.applied),
+        "finite": all(bool(f.value.isfinite().all()) for f in engine.master_weights.read()),
+        "skipped": (engine.state.global_step, engine.state.skipped_steps),
+        "norm": good.grad_norm,
+    }
+    engine.close()
+    return found
+
+
 def differences(cases: tuple[Case, ...]) -> list[tuple[str, list[str], dict[str, Any]]]:
     """For each plan what differs between a run with a dropped window and one without."""
     found = []

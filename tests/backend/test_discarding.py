@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backend.discarded import CASES, STAGE_3, differences
+from tests.backend.discarded import CASES, STAGE_3, differences, poisoned
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case
 
@@ -25,6 +25,36 @@ def check(ranks, cases):
 @pytest.mark.world_size(2)
 def test_the_next_step_is_as_if_the_window_had_not_been():
     check(run_ranks(differences, CASES, world_size=2), CASES)
+
+
+UNCHECKED = tuple(
+    Case(deepspeed=deepspeed, stage=stage, clipping=clipping, precision=precision)
+    for deepspeed, stage, clipping, precision in (
+        (False, 0, 0.0, "fp32"),
+        (True, 0, 0.0, "fp32"),
+        (True, 0, 1.0, "fp32"),
+        (True, 0, 0.0, "bf16"),
+        (True, 2, 0.0, "fp32"),
+        (True, 2, 0.0, "bf16"),
+        (True, 3, 0.0, "fp32"),
+    )
+)
+
+
+def all_poisoned():
+    return [poisoned(case) for case in UNCHECKED]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_a_gradient_that_is_not_finite_is_applied_nowhere():
+    for ranks in run_ranks(all_poisoned, world_size=2):
+        for case, found in zip(UNCHECKED, ranks, strict=True):
+            assert found["unlike"] == [], case
+            assert found["applied"] == (False, True), case
+            assert found["finite"], case
+            assert found["skipped"] == (3, 1), case
+            assert found["norm"] > 0, case
 
 
 @pytest.mark.deepspeed

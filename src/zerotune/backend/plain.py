@@ -18,7 +18,7 @@ from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
-from zerotune.backend.running import RunningEngine
+from zerotune.backend.running import RunningEngine, gradient_norm
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import announce
 from zerotune.errors import EngineError
@@ -142,13 +142,12 @@ class PlainEngine(RunningEngine):
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group.
 
-        A gradient that is not finite is not applied, as under DeepSpeed; known where
-        ``gradient_clipping`` asks for its norm.
+        A gradient that is not finite is not applied, as under DeepSpeed.
         """
         boundary, grad_norm, applied = self._at_boundary, None, False
         self._close_micro_batch()
         if boundary:
-            grad_norm = self._clip()
+            grad_norm = self._gradient_norm()
             applied = self._update(grad_norm)
             self._optimizer.zero_grad()
             self._global_step += 1
@@ -197,11 +196,14 @@ class PlainEngine(RunningEngine):
         self._optimizer.step()
         return not self._optimizer.step_was_skipped
 
-    def _clip(self) -> float | None:
+    def _gradient_norm(self) -> float | None:
+        """Norm of the gradients, which are clipped to it; ``None``: the loss scaler looks at it."""
         limit = self._plan.gradient_clipping
-        if limit <= 0:
+        if limit > 0:
+            return float(self._accelerator.clip_grad_norm_(self._parameters, limit))
+        if self._accelerator.scaler is not None:
             return None
-        return float(self._accelerator.clip_grad_norm_(self._parameters, limit))
+        return gradient_norm(self._parameters)
 
     def _checks(self) -> Checks:
         choice = self._plan.optimizer

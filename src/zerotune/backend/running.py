@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -77,3 +77,9 @@ class RunningEngine(Closing):
     @abstractmethod
     def _checks(self) -> Checks:
         """What runs now, compared with the plan."""
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
+    """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return float(torch.nn.utils.get_total_norm(found))

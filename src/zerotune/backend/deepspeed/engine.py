@@ -8,6 +8,7 @@ plan that is already resolved needs none of that. See docs/engines.md for the me
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any, Final
@@ -41,7 +42,7 @@ from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
-from zerotune.backend.running import RunningEngine
+from zerotune.backend.running import RunningEngine, gradient_norm
 from zerotune.decisions import Decision, announce
 from zerotune.plan.api import ResolvedPlan
 
@@ -140,10 +141,18 @@ class ZeROEngine(RunningEngine):
         self._engine.backward(loss)
 
     def step(self) -> StepOutcome:
-        """Close a micro batch; update the weights when it is the last of its group."""
+        """Close a micro batch; update the weights when it is the last of its group.
+
+        A gradient that is not finite is not applied, also where DeepSpeed would.
+        """
         boundary = bool(self._engine.is_gradient_accumulation_boundary())
+        norm = self._unchecked_norm() if boundary else None
+        if norm is not None and not math.isfinite(norm):
+            self.discard()
+            return StepOutcome(applied=False, boundary=True, grad_norm=norm)
         self._engine.step()
-        norm = self._engine.get_global_grad_norm() if boundary else None
+        if boundary and norm is None:
+            norm = self._engine.get_global_grad_norm()
         return StepOutcome(
             applied=boundary and bool(self._engine.was_step_applied()),
             boundary=boundary,
@@ -153,6 +162,18 @@ class ZeROEngine(RunningEngine):
     def discard(self) -> None:
         """Drop the accumulation window under way; it counts as a skipped step."""
         discard_gradients(self._engine)
+
+    def _unchecked_norm(self) -> float | None:
+        """Norm of the gradients where DeepSpeed steps whatever they are: at stage 0 in fp32."""
+        engine = self._engine
+        if hasattr(engine.optimizer, "overflow") or engine.torch_autocast_z0_gradscaler:
+            return None
+        norm = gradient_norm(self._module.parameters())
+        if not engine.enable_backward_allreduce:
+            # 1-bit optimizers: each rank has gradients of its own, and all must do the same.
+            bad = self._group.any(not math.isfinite(norm))
+            norm = math.nan if bad else norm
+        return norm
 
     def _train(self, mode: bool) -> None:
         self._engine.train(mode)
