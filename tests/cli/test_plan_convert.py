@@ -43,8 +43,12 @@ def test_python_is_a_script_that_builds_the_plan(folder, capsys):
     assert namespace["plan"] == DeepSpeedPlan.load("ds.json")
 
 
-def test_what_the_format_cannot_hold_is_said(folder, capsys):
-    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
+def test_what_the_format_cannot_hold_is_refused_unless_it_is_named(folder, capsys):
+    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", "-o", "x.json"]) == 2
+    assert "--lossy num_processes" in capsys.readouterr().err
+    assert not (folder / "x.json").exists()
+    named = ["--lossy", "num_processes,gpu_ids"]
+    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", *named]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"zero_optimization": {"stage": 2}}
     assert printed.err.startswith("zerotune: [warning] launch.num_processes: 2 -> unset")
@@ -70,3 +74,14 @@ def test_the_format_must_be_one_there_is(folder):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "convert", "ds.json", "--to", "toml"])
     assert stopped.value.code == 2
+
+
+def test_precision_accumulation_and_clipping_are_said_in_deepspeeds_words(folder, capsys):
+    around = {"mixed_precision": "bf16", "gradient_accumulation_steps": 4, "max_grad_norm": 0.5}
+    (folder / "config.json").write_text(json.dumps({**around, "deepspeed_config": {}}))
+    assert cli.main(["plan", "convert", "config.json", "--to", "deepspeed"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+    }

@@ -99,17 +99,22 @@ class TestSave:
             plan.save(tmp_path / "ds.toml", format="toml")
         assert not list(tmp_path.iterdir())
 
-    def test_settings_of_a_launcher_that_the_format_has_no_place_for_are_reported(self, tmp_path):
+    def test_settings_of_a_launcher_find_their_place_or_are_named_as_lost(self, tmp_path):
         plan = DeepSpeedPlan(
             launch=LaunchSection(
                 distributed_type="DEEPSPEED", num_processes=2, mixed_precision="bf16"
             )
         )
-        saved = plan.save(tmp_path / "ds.json")
+        with pytest.raises(InvalidValueError, match="--lossy num_processes") as caught:
+            plan.save(tmp_path / "ds.json")
+        assert caught.value.key == "launch.num_processes"
+        assert not list(tmp_path.iterdir())
+        saved = plan.save(tmp_path / "ds.json", lossy=["num_processes"])
         assert [(d.key, d.severity) for d in saved.decisions] == [
-            ("launch.mixed_precision", "warning"),
+            ("launch.mixed_precision", "note"),
             ("launch.num_processes", "warning"),
         ]
+        assert json.loads((tmp_path / "ds.json").read_text()) == {"bf16": {"enabled": True}}
 
     def test_accelerates_json_is_not_written_over_as_something_else(self, plan, tmp_path):
         file = tmp_path / "default_config.json"

@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, LaunchSection, plan_document
 
 # What `accelerate launch` sets for a configuration file, and what the script then gets.
@@ -65,9 +66,9 @@ def with_launch(plan, launch):
     return plan.with_overrides({"launch": launch})
 
 
-def written(config, launch=None):
+def written(config, launch=None, lossy=()):
     plan = with_launch(DeepSpeedPlan.from_dict(config), launch or {})
-    return plan, plan_document(plan, "accelerate")
+    return plan, plan_document(plan, "accelerate", lossy=lossy)
 
 
 def reread(document, tmp_path):
@@ -182,7 +183,8 @@ def test_a_precision_beside_a_configuration_goes_into_it(
     config, precision, becomes, severity, tmp_path
 ):
     big = {"zero_optimization": {"stage": 2}, "train_batch_size": 8}
-    _, document = written({**big, **config}, {"mixed_precision": precision})
+    lossy = ["mixed_precision"] if precision == "fp8" else []
+    _, document = written({**big, **config}, {"mixed_precision": precision}, lossy)
     content = yaml.safe_load(document.text)
     assert "mixed_precision" not in content
     held = json.loads(content["deepspeed_config"]["deepspeed_config_file"])
@@ -211,9 +213,11 @@ def test_what_a_trainer_says_beside_its_configuration_finds_its_place():
     ]
 
 
-def test_a_setting_accelerate_refuses_is_left_out_with_a_warning():
+def test_a_setting_accelerate_refuses_is_left_out_only_where_it_is_named():
     plan = DeepSpeedPlan(launch=LaunchSection(extra={"brand_new": 1}))
-    document = plan_document(plan, "accelerate")
+    with pytest.raises(InvalidValueError, match="brand_new"):
+        plan_document(plan, "accelerate")
+    document = plan_document(plan, "accelerate", lossy=["launch.brand_new"])
     assert "brand_new" not in document.text
     assert [d.severity for d in document.decisions] == ["warning"]
 
@@ -221,7 +225,9 @@ def test_a_setting_accelerate_refuses_is_left_out_with_a_warning():
 def test_what_was_changed_for_accelerate_is_logged(caplog):
     config = {"train_batch_size": 31}
     plan = with_launch(DeepSpeedPlan.from_dict(config), {"mixed_precision": "fp8"})
-    plan.to_yaml()
+    with pytest.raises(InvalidValueError, match="fp8"):
+        plan.to_yaml()
+    plan.to_yaml(lossy=["mixed_precision"])
     assert "launch.mixed_precision: 'fp8' -> unset" in caplog.text
 
 

@@ -202,6 +202,12 @@ class FormState:
         return {name: to_wire(getattr(self, name)) for name in ("config", "launch", "setup")}
 
 
+def told_as_lost(plan: DeepSpeedPlan) -> tuple[str, ...]:
+    """The launch settings whose loss the page tells beside the text: all but the precision."""
+    launch = plan.launch.to_dict() if plan.launch else {}
+    return tuple(key for key in launch if key != "mixed_precision")
+
+
 @attrs.frozen(kw_only=True)
 class Reading:
     """A plan read from the form, and what was wrong."""

@@ -13,7 +13,7 @@ import attrs
 from zerotune._util.numbers import as_number, whole
 from zerotune._util.text import parse_size
 from zerotune._util.versions import installed_versions
-from zerotune.builder.forms import FormState, as_choice, is_written, read_plan
+from zerotune.builder.forms import FormState, as_choice, is_written, read_plan, told_as_lost
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
@@ -370,7 +370,7 @@ def _outputs(preview: Preview) -> dict[str, Any]:
     if preview.plan is not None:
         for format_, name in _FORMATS:
             try:
-                document = plan_document(preview.plan, format_)
+                document = plan_document(preview.plan, format_, lossy=told_as_lost(preview.plan))
             except ZeroTuneError as error:
                 found[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
                 continue

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.builder.forms import FormState, read_plan
+from zerotune.builder.forms import FormState, read_plan, told_as_lost
 from zerotune.builder.opening import Root, open_file
 from zerotune.errors import PlanConflictError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, plan_document
@@ -142,9 +142,10 @@ def save_inside(
     """
     chosen = format_ or format_of(path)
     existing = path if chosen == "trainer" and path.exists() else None
-    for beside in plan_document(plan, chosen, existing=existing).beside:
+    lossy = told_as_lost(plan)
+    for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:
         root.inside(str(beside.resolve()), key="deepspeed_config")
-    return plan.save(path, format=chosen)
+    return plan.save(path, format=chosen, lossy=lossy)
 
 
 def version_of(path: Path) -> str:

@@ -273,20 +273,28 @@ def _configure_convert(parser: argparse.ArgumentParser) -> None:
         metavar="OUT",
         help="file to write, its predecessor kept as OUT.bak; printed when left out",
     )
+    parser.add_argument(
+        "--lossy",
+        metavar="KEYS",
+        default="",
+        help="launch settings that may be lost where the format has no place for them"
+        " (num_processes,gpu_ids)",
+    )
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    """Convert; 0 also when the format cannot hold everything, which is said on stderr."""
+    """Convert; 0 also when what ``--lossy`` names was lost, which is said on stderr."""
     from zerotune.plan import DeepSpeedPlan
     from zerotune.plan.write import plan_document
 
     plan = DeepSpeedPlan.load(arguments.file)
+    lossy = arguments.lossy.split(",")
     if arguments.output is None:
-        document = plan_document(plan, arguments.to)
+        document = plan_document(plan, arguments.to, lossy=lossy)
         _tell_decisions((*plan.decisions, *document.decisions))
         print_text(document.text)
         return 0
-    saved = plan.save(arguments.output, format=arguments.to)
+    saved = plan.save(arguments.output, format=arguments.to, lossy=lossy)
     _tell_decisions((*plan.decisions, *saved.decisions))
     for path in saved.paths:
         tell(f"wrote {path}")
@@ -574,7 +582,7 @@ _COMMANDS: Final[
         _check,
     ),
     "convert": (
-        "Write a configuration in another format, and say what that format cannot hold.",
+        "Write a configuration in another format, without changing what trains.",
         _configure_convert,
         _convert,
     ),

@@ -283,12 +283,18 @@ class DeepSpeedPlan(PlanValue):
         """The configuration as written, as JSON text."""
         return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
 
-    def to_yaml(self) -> str:
+    def to_yaml(self, *, lossy: Collection[str] = ()) -> str:
         """The YAML of ``accelerate config`` that says this plan.
 
         What had to be said in another way is logged; ``plan_document`` gives it as data.
+
+        Args:
+            lossy: Launch settings that may be lost where accelerate has no place for them.
+
+        Raises:
+            InvalidValueError: accelerate has no place for another one.
         """
-        document = write.plan_document(self, "accelerate")
+        document = write.plan_document(self, "accelerate", lossy=lossy)
         announce(document.decisions)
         return document.text
 
@@ -296,7 +302,13 @@ class DeepSpeedPlan(PlanValue):
         """A Python expression equal to this plan, given the names of ``zerotune.plan``."""
         return write.python_expression(self)
 
-    def save(self, path: str | os.PathLike[str], *, format: str | None = None) -> write.SavedPlan:  # noqa: A002
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002
+        lossy: Collection[str] = (),
+    ) -> write.SavedPlan:
         """Write the plan to a file, which is whole or not there; what it replaces is kept.
 
         Args:
@@ -305,12 +317,15 @@ class DeepSpeedPlan(PlanValue):
                 ``config.json`` with a ``deepspeed_config``: everything else of an existing file
                 is kept, and the form in which it holds the configuration); by default from the
                 suffix and from what the file holds.
+            lossy: Launch settings that may be lost where the format has no place for them.
 
         Raises:
+            InvalidValueError: The format has no place for a launch setting that ``lossy`` does
+                not name; nothing is written.
             PlanFileError: The file cannot be written.
             PlanError: An existing file that must be kept in part cannot be read.
         """
-        return write.save_plan(self, path, format=format)
+        return write.save_plan(self, path, format=format, lossy=lossy)
 
     def normalised(self) -> DeepSpeedPlan:
         """The plan in canonical spelling, as reading gives it; what changes is recorded.

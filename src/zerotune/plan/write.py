@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,11 +12,12 @@ import attrs
 
 from zerotune._util.files import sync, write_atomically
 from zerotune._util.numbers import is_integer, is_number
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import FILE, GATHER, LAUNCH_IN_BLOCK, TOP_LEVEL, is_accelerate
 from zerotune.plan.model import (
     AUTO,
+    PRECISIONS,
     Bf16Section,
     Fp16Section,
     PlanValue,
@@ -76,7 +77,7 @@ class PlanDocument:
     """``"deepspeed"``, ``"accelerate"``, ``"trainer"`` or ``"python"``."""
     text: str
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """What had to be said in another way, and what the format has no place for."""
+    """What had to be said in another way, and what was given up because ``lossy`` names it."""
     beside: Mapping[Path, str] = attrs.field(factory=dict)
     """Further files that the text refers to, with what belongs in them."""
 
@@ -99,25 +100,31 @@ def plan_document(
     format: str = "deepspeed",  # noqa: A002
     *,
     existing: Path | None = None,
+    lossy: Collection[str] = (),
 ) -> PlanDocument:
-    """A plan as text of one format.
+    """A plan as text of one format, which trains the same when it is read again.
+
+    Whatever has a place in the format goes there, under its name there.
 
     Args:
         plan: The plan.
         format: ``"deepspeed"`` (its JSON), ``"accelerate"`` (YAML), ``"trainer"`` (a
             ``config.json`` that holds ``deepspeed_config``) or ``"python"`` (a script).
         existing: A trainer's file to keep everything else of.
+        lossy: Launch settings that may be lost where the format has no place for them
+            (``"num_processes"``).
 
     Raises:
-        InvalidValueError: There is no such format.
+        InvalidValueError: There is no such format, or it has no place for a setting that
+            ``lossy`` does not name.
         PlanError: ``existing`` cannot be read, or holds no object.
     """
     if format == "deepspeed":
-        return _deepspeed(plan)
+        return deepspeed_document(plan, lossy=lossy)
     if format == "accelerate":
-        return accelerate_document(plan)
+        return accelerate_document(plan, lossy=lossy)
     if format == "trainer":
-        return trainer_document(plan, existing=existing)
+        return trainer_document(plan, existing=existing, lossy=lossy)
     if format == "python":
         return PlanDocument(format=format, text=python_script(plan))
     raise InvalidValueError(
@@ -133,12 +140,13 @@ def save_plan(
     path: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002
+    lossy: Collection[str] = (),
 ) -> SavedPlan:
     """Write a plan to a file; see ``DeepSpeedPlan.save``."""
     target = Path(path)
     format = format or format_of(target)  # noqa: A001
     existing = target if format == "trainer" and target.exists() else None
-    document = plan_document(plan, format, existing=existing)
+    document = plan_document(plan, format, existing=existing, lossy=lossy)
     files = {**document.beside, target: document.text}
     backups = [_replace(each, text) for each, text in files.items()]
     return SavedPlan(
@@ -173,28 +181,210 @@ def format_of(path: Path) -> str:
     return "trainer"
 
 
-def lost(plan: PlanValue, keys: Mapping[str, Any], where: str) -> list[Decision]:
-    """One decision for each launch setting that a format has no place for."""
-    return [
-        Decision(
-            key=f"launch.{key}",
-            before=value,
-            after=None,
-            reason=f"{where} has no place for it",
-            severity="warning",
-        )
-        for key, value in keys.items()
-        if plan.launch is not None
-    ]
+def deepspeed_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> PlanDocument:
+    """DeepSpeed's own JSON; what a launcher's file says of training is said in its words.
 
-
-def _deepspeed(plan: PlanValue) -> PlanDocument:
-    launched = plan.launch.to_dict() if plan.launch else {}
-    for where_read in ("distributed_type", "deepspeed_config_file"):
-        launched.pop(where_read, None)
+    Raises:
+        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
+    """
+    where = "DeepSpeed's own configuration"
+    decisions: list[Decision] = []
+    plan = _settled_inside(plan, where, decisions)
+    plan = _precision_inside(plan, f"{where} says it itself", decisions)
     text = json.dumps(plan.to_dict(), indent=2, allow_nan=False) + "\n"
-    decisions = lost(plan, launched, "DeepSpeed's own configuration")
+    decisions += _given_up(plan, _launched(plan), f"{where} has no place for it", lossy)
     return PlanDocument(format="deepspeed", text=text, decisions=decisions)
+
+
+# -- What a format has no place for.
+
+
+_WHERE_READ: Final = ("distributed_type", FILE)
+"""Launch settings that only say where the plan was read from."""
+_UNSAID: Final[Mapping[str, Any]] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "deepspeed_multinode_launcher": "standard",
+    "fsdp_config": {},
+    "machine_rank": 0,
+    "main_process_ip": "",
+    "main_training_function": "main",
+    "megatron_lm_config": {},
+    "num_machines": 1,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+"""Launch setting to the value ``accelerate config`` writes where nobody chose one."""
+
+
+def _launched(plan: PlanValue) -> dict[str, Any]:
+    """The launch settings that must find a place."""
+    launched = plan.launch.to_dict() if plan.launch else {}
+    return {key: value for key, value in launched.items() if key not in _WHERE_READ}
+
+
+def _given_up(
+    plan: PlanValue, left: Mapping[str, Any], why: str, lossy: Collection[str]
+) -> list[Decision]:
+    """One decision for each setting that is left over.
+
+    Raises:
+        InvalidValueError: One that says something is not among ``lossy``.
+    """
+    unsaid = {key: value for key, value in left.items() if _says_nothing(plan, key, value)}
+    lost = {key: value for key, value in left.items() if key not in unsaid}
+    named = {name.strip().removeprefix("launch.") for name in lossy}
+    refused = [key for key in lost if key not in named]
+    if refused:
+        others = f" (nor for {', '.join(refused[1:])})" if refused[1:] else ""
+        names = ",".join(lost)
+        known = (TOP_LEVEL | LAUNCH_IN_BLOCK) - {"mixed_precision"}
+        keep = "write accelerate's format, which has one, or " if known.issuperset(refused) else ""
+        raise InvalidValueError(
+            f"{why}{others}",
+            key=f"launch.{refused[0]}",
+            value=lost[refused[0]],
+            fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
+            f" lossy={names.split(',')} in Python",
+        )
+    decisions = [_moved(key, value, None, why, "warning") for key, value in lost.items()]
+    if unsaid:
+        reason = "these say nothing that is not so without them"
+        decisions.append(
+            Decision(key="launch", before=", ".join(unsaid), after=None, reason=reason)
+        )
+    return decisions
+
+
+def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
+    if key == "zero3_init_flag":
+        return plan.stage in (0, 1, 2)
+    if value is None or value in ({}, []):
+        return True
+    return key in _UNSAID and _UNSAID[key] == value and type(_UNSAID[key]) is type(value)
+
+
+# -- What stands beside a configuration, said inside it.
+
+
+def _settled_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+    plan = _batch_settings_inside(plan, where, decisions)
+    plan = _swap_folders_inside(plan, where, decisions)
+    return _automatic_precision_inside(plan, where, decisions)
+
+
+def _batch_settings_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+    """Move what a trainer's file says beside its configuration into the configuration."""
+    for key in ("gradient_accumulation_steps", "gradient_clipping"):
+        launched = getattr(plan.launch, key) if plan.launch else None
+        if plan.launch is None or launched is None:
+            continue
+        written = getattr(plan, key)
+        plan = evolved(plan, launch=evolved(plan.launch, **{key: None}))
+        if key == "gradient_accumulation_steps" and _accumulation_follows(plan):
+            reason = "it follows from the two batch sizes, so that this says nothing"
+            decisions.append(_moved(key, launched, None, reason))
+        elif written in (None, AUTO):
+            plan = evolved(plan, **{key: launched})
+            reason = f"{where} has one place for it; written as {key}"
+            decisions.append(_moved(key, launched, launched, reason))
+        else:
+            reason = f"{where} has one place for it, and {key} = {written} stands before it"
+            decisions.append(_moved(key, launched, None, reason))
+    return plan
+
+
+def _accumulation_follows(plan: PlanValue) -> bool:
+    sizes = (plan.train_batch_size, plan.train_micro_batch_size_per_gpu)
+    return plan.gradient_accumulation_steps in (None, AUTO) and all(map(is_integer, sizes))
+
+
+def _swap_folders_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+    """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
+    launch = plan.launch
+    if launch is None:
+        return plan
+    folders = {
+        "param": launch.offload_param_path,
+        "optimizer": launch.offload_optimizer_path or launch.offload_param_path,
+    }
+    for part, folder in folders.items():
+        zero = plan.zero_optimization
+        section = getattr(zero, f"offload_{part}") if zero else None
+        if zero is None or folder is None or section is None or section.device != "nvme":
+            continue
+        inside = evolved(section, nvme_path=folder)
+        plan = evolved(plan, zero_optimization=evolved(zero, **{f"offload_{part}": inside}))
+        reason = f"{where} calls it nvme_path"
+        path = f"zero_optimization.offload_{part}.nvme_path"
+        decisions.append(Decision(key=path, before=section.nvme_path, after=folder, reason=reason))
+    for name in ("offload_param_path", "offload_optimizer_path"):
+        written = getattr(launch, name)
+        if written is not None:
+            reason = f"{where} names swap folders where something is swapped, and only there"
+            decisions.append(_moved(name, written, None, reason))
+    bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
+    return evolved(plan, launch=bare)
+
+
+def _automatic_precision_inside(
+    plan: PlanValue, where: str, decisions: list[Decision]
+) -> PlanValue:
+    launch = plan.launch
+    if launch is None or launch.mixed_precision != AUTO:
+        return plan
+    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
+    reason = f"{where} does not know it"
+    bf16 = plan.bf16.enabled if plan.bf16 else None
+    fp16 = plan.fp16.enabled if plan.fp16 else None
+    if bf16 is None and fp16 not in (True, AUTO):
+        plan = evolved(plan, bf16=evolved(plan.bf16 or Bf16Section(), enabled=AUTO))
+        reason += '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
+    decisions.append(_moved("mixed_precision", AUTO, None, reason, "warning"))
+    return plan
+
+
+def _precision_inside(plan: PlanValue, why: str, decisions: list[Decision]) -> PlanValue:
+    """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
+    launch = plan.launch
+    asked = launch.mixed_precision if launch else None
+    if launch is None or asked is None:
+        return plan
+    written = {
+        "bf16": plan.bf16.enabled if plan.bf16 else None,
+        "fp16": plan.fp16.enabled if plan.fp16 else None,
+    }
+    stands = True in written.values() or written.get(asked) is False
+    if not stands and asked not in PRECISIONS:
+        return plan
+    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
+    if written.get(asked) is True:
+        reason = f"{why}; the configuration's own {asked}.enabled says the same"
+        decisions.append(_moved("mixed_precision", asked, None, reason))
+        return plan
+    if stands:
+        reason = f"{why}, and the configuration's own precision stands before it"
+        decisions.append(_moved("mixed_precision", asked, None, reason, "warning"))
+        return plan
+    for name, cls in (("bf16", Bf16Section), ("fp16", Fp16Section)):
+        if name == asked or written[name] == AUTO:
+            section = getattr(plan, name) or cls()
+            plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
+    reason = f"{why}; the configuration's own bf16 and fp16 say the same"
+    decisions.append(_moved("mixed_precision", asked, None, reason))
+    return plan
+
+
+def _moved(key: str, before: Any, after: Any, reason: str, severity: Severity = "note") -> Decision:
+    return Decision(
+        key=f"launch.{key}", before=before, after=after, reason=reason, severity=severity
+    )
 
 
 def _replace(path: Path, text: str) -> Path | None:
@@ -224,38 +414,43 @@ def _replace(path: Path, text: str) -> Path | None:
 # from whatever folder it is launched.
 
 
-_WRITTEN_AFRESH: Final = ("distributed_type", FILE)
 _UNSAFE: Final = " ;<>"
 """What may not be in a variable that accelerate passes to other machines
 (``convert_dict_to_env_variables``); it drops the variable otherwise."""
 
 
-def accelerate_document(plan: PlanValue) -> PlanDocument:
+def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> PlanDocument:
     """The YAML that ``accelerate launch --config_file`` takes.
 
     accelerate's own keys are used where they can say the whole plan: a stage, offload to the
     CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
     not among them, because ``accelerate launch`` loses those.
+
+    Raises:
+        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
     """
     decisions: list[Decision] = []
-    plan = _batch_settings_inside(plan, decisions)
-    plan = _automatic_precision_inside(plan, decisions)
+    plan = _settled_inside(plan, "accelerate", decisions)
     block = _as_block(plan)
-    if block is None:
-        plan = _precision_inside(plan, decisions)
-        block = {FILE: _config_text(plan)}
-    launched = plan.launch.to_dict() if plan.launch else {}
+    refused: dict[str, Any] = {}
     content: dict[str, Any] = {"distributed_type": "DEEPSPEED"}
+    launched = plan.launch.to_dict() if plan.launch else {}
+    if block is None:
+        plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", decisions)
+        block = {FILE: _config_text(plan)}
+        launched = plan.launch.to_dict() if plan.launch else {}
+        if "mixed_precision" in launched:
+            refused["mixed_precision"] = launched.pop("mixed_precision")
     for key, value in launched.items():
-        if key in _WRITTEN_AFRESH:
+        if key in _WHERE_READ:
             continue
         if key in LAUNCH_IN_BLOCK:
             block[key] = value
         elif key in TOP_LEVEL:
             content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
         else:
-            reason = "accelerate refuses settings it does not know"
-            decisions.append(_moved(key, value, None, reason, "warning"))
+            refused[key] = value
+    decisions += _given_up(plan, refused, "accelerate refuses it there", lossy)
     content["deepspeed_config"] = block
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
 
@@ -306,73 +501,6 @@ def _config_text(plan: PlanValue) -> str:
     for char in _UNSAFE:
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text
-
-
-def _batch_settings_inside(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
-    """Move what a trainer's file says beside its configuration into the configuration."""
-    for key in ("gradient_accumulation_steps", "gradient_clipping"):
-        launched = getattr(plan.launch, key) if plan.launch else None
-        if plan.launch is None or launched is None:
-            continue
-        written = getattr(plan, key)
-        plan = evolved(plan, launch=evolved(plan.launch, **{key: None}))
-        if written in (None, AUTO):
-            plan = evolved(plan, **{key: launched})
-            reason = f"accelerate has one place for it; written as {key}"
-            decisions.append(_moved(key, launched, launched, reason))
-        else:
-            reason = f"accelerate has one place for it, and {key} = {written} stands before it"
-            decisions.append(_moved(key, launched, None, reason))
-    return plan
-
-
-def _automatic_precision_inside(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
-    launch = plan.launch
-    if launch is None or launch.mixed_precision != AUTO:
-        return plan
-    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
-    reason = "accelerate does not know it"
-    if plan.bf16 is None and plan.fp16 is None:
-        plan = evolved(plan, bf16=Bf16Section(enabled=AUTO))
-        reason += '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
-    decisions.append(_moved("mixed_precision", AUTO, None, reason, "warning"))
-    return plan
-
-
-def _precision_inside(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
-    """Settle the precision in the configuration, beside which accelerate refuses it."""
-    launch = plan.launch
-    asked = launch.mixed_precision if launch else None
-    if launch is None or asked is None:
-        return plan
-    written = {
-        "bf16": plan.bf16.enabled if plan.bf16 else None,
-        "fp16": plan.fp16.enabled if plan.fp16 else None,
-    }
-    plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
-    refused = f"accelerate refuses it beside a {FILE}"
-    stands = True in written.values() or written.get(asked) is False or asked == "fp8"
-    if stands:
-        reason = f"{refused}, and the configuration's own precision stands before it"
-        decisions.append(_moved("mixed_precision", asked, None, reason, "warning"))
-        return plan
-    for name, cls in (("bf16", Bf16Section), ("fp16", Fp16Section)):
-        if name == asked or written[name] == AUTO:
-            section = getattr(plan, name) or cls()
-            plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
-    reason = f"{refused}; the configuration's own bf16 and fp16 say the same"
-    decisions.append(_moved("mixed_precision", asked, None, reason))
-    return plan
-
-
-def _moved(key: str, before: Any, after: Any, reason: str, severity: str = "note") -> Decision:
-    return Decision(
-        key=f"launch.{key}",
-        before=before,
-        after=after,
-        reason=reason,
-        severity="warning" if severity == "warning" else "note",
-    )
 
 
 class _Readable(str):
@@ -468,7 +596,9 @@ _NEW_KEYS: Final = {
 """Launch setting to the key written when the file has none yet."""
 
 
-def trainer_document(plan: PlanValue, *, existing: Path | None = None) -> PlanDocument:
+def trainer_document(
+    plan: PlanValue, *, existing: Path | None = None, lossy: Collection[str] = ()
+) -> PlanDocument:
     """A trainer's file that holds the plan.
 
     Everything else of ``existing`` is kept, and so is the form in which it holds its
@@ -477,6 +607,7 @@ def trainer_document(plan: PlanValue, *, existing: Path | None = None) -> PlanDo
     where the plan says something else.
 
     Raises:
+        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
         PlanError: ``existing`` cannot be read, or holds no object.
     """
     decisions: list[Decision] = []
@@ -492,7 +623,8 @@ def trainer_document(plan: PlanValue, *, existing: Path | None = None) -> PlanDo
     wrapper = wrapper_of(content) or _WRAPPER
     beside = _put_config(plan, content, wrapper, existing)
     dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
-    _put_launch(plan, content, dashes, decisions)
+    left = _put_launch(plan, content, dashes, decisions)
+    decisions += _given_up(plan, left, "a trainer's file has no place for it", lossy)
     if text is None or content != before:
         text = _json(content, indent=2)
         decisions += _lost_comments(sentences, existing)
@@ -535,10 +667,9 @@ def _put_config(
 
 def _put_launch(
     plan: PlanValue, content: dict[str, Any], dashes: str, decisions: list[Decision]
-) -> None:
-    launched = plan.launch.to_dict() if plan.launch else {}
-    for where_read in ("distributed_type", "deepspeed_config_file"):
-        launched.pop(where_read, None)
+) -> dict[str, Any]:
+    """Put the launch settings where ``content`` has them; return those without a place."""
+    launched = _launched(plan)
     for setting, new_key in _NEW_KEYS.items():
         if setting not in launched:
             continue
@@ -553,7 +684,7 @@ def _put_launch(
                     Decision(key=key, before=content[key], after=value, reason="the plan says so")
                 )
             content[key] = value
-    decisions.extend(lost(plan, launched, "a trainer's file"))
+    return launched
 
 
 def _json(value: Any, *, indent: int | None) -> str:

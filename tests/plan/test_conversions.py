@@ -1,0 +1,170 @@
+"""Converting does not change what trains: the same run in every format, or a refusal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+
+import zerotune.plan
+from tests.plan.conftest import REFERENCE_A, REFERENCE_B, REFERENCE_C
+from tests.plan.styles import ACCELERATE, DEEPSPEED, TRAINERS
+from tests.plan.test_properties import CONFIGS, SLOW
+from tests.plan.test_round_trips import (
+    GOOD_CONFIGS,
+    GOOD_LAUNCHES,
+    SMALL_CONFIGS,
+    from_yaml_text,
+    plan_of,
+)
+from zerotune.errors import InvalidValueError, PlanError
+from zerotune.offload.choosing import Roots, choose_root
+from zerotune.plan import DeepSpeedPlan, plan_document
+from zerotune.platform import Platform
+
+ROOT = Path(__file__).parents[2]
+MACHINES = (
+    Platform.synthetic("cuda"),
+    Platform.synthetic("cuda", bf16=False),
+    Platform.synthetic("mps", deepspeed=False),
+)
+NAMES = {name: getattr(zerotune.plan, name) for name in zerotune.plan.__all__}
+
+
+def from_script(text):
+    namespace: dict[str, object] = {}
+    exec(text, namespace)
+    return namespace["plan"]
+
+
+READERS = {
+    "deepspeed": DeepSpeedPlan.from_json,
+    "accelerate": from_yaml_text,
+    "trainer": DeepSpeedPlan.from_json,
+    "python": from_script,
+}
+
+
+def run(plan, machine, world_size):
+    """What would run, where it swaps to included, or ``None`` where the plan is refused."""
+    try:
+        resolved = plan.resolve(platform=machine, world_size=world_size)
+    except PlanError:
+        return None
+    config = resolved.plan.to_dict()
+    roots = {}
+    for part in resolved.nvme_paths:
+        config["zero_optimization"][f"offload_{part}"].pop("nvme_path", None)
+        root = choose_root(part, arguments=Roots(), resolved=resolved, environ={})
+        roots[part] = root.path
+    return config, roots, resolved.precision
+
+
+def runs(plan):
+    return {
+        (machine.accelerator, machine.bf16, size): run(plan, machine, size)
+        for machine in MACHINES
+        for size in (1, 2)
+    }
+
+
+def converted(plan, to, lossy=()):
+    """The plan read again from text of a format; ``None`` where that is refused by key."""
+    try:
+        document = plan_document(plan, to, lossy=lossy)
+    except InvalidValueError as error:
+        refusal = error
+    else:
+        return READERS[to](document.text)
+    assert refusal.key.startswith("launch.")
+    assert "--lossy" in refusal.fix
+    return None
+
+
+def assert_same(plan, again):
+    expected, found = runs(plan), runs(again)
+    for where, one in expected.items():
+        # A plan that cannot run may be made one that can, by what is said in its decisions.
+        assert one is None or found[where] == one, where
+
+
+def assert_every_way(plan, lossy=()):
+    for first, second in itertools.product(READERS, READERS):
+        once = converted(plan, first, lossy)
+        if once is None:
+            continue
+        assert_same(plan, once)
+        twice = converted(once, second, lossy)
+        if twice is not None:
+            assert_same(plan, twice)
+
+
+@SLOW
+@given(GOOD_CONFIGS | SMALL_CONFIGS | CONFIGS, GOOD_LAUNCHES)
+@example({"bf16": {}}, {"mixed_precision": "auto"})
+@example({"fp16": {"enabled": False}}, {"mixed_precision": "auto"})
+@example(
+    {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, {"gradient_accumulation_steps": 2}
+)
+def test_any_plan_converted_to_any_format_runs_the_same_or_is_refused(config, launch):
+    plan = plan_of(config, launch)
+    if plan is None:
+        return
+    for to in READERS:
+        again = converted(plan, to)
+        if again is not None:
+            assert_same(plan, again)
+
+
+FILES = {
+    **{f"deepspeed: {name}": (DeepSpeedPlan.from_json, text) for name, text in DEEPSPEED.items()},
+    **{f"trainer: {name}": (DeepSpeedPlan.from_json, text) for name, text in TRAINERS.items()},
+    **{f"accelerate: {name}": (from_yaml_text, text) for name, text in ACCELERATE.items()},
+    "reference a": (DeepSpeedPlan.from_dict, REFERENCE_A),
+    "reference b": (DeepSpeedPlan.from_dict, REFERENCE_B),
+    "reference c": (from_yaml_text, REFERENCE_C),
+    **{
+        str(file.relative_to(ROOT)): (DeepSpeedPlan.from_json, file)
+        for folder in ("tests/plan/golden", "examples/plans")
+        for file in sorted((ROOT / folder).glob("*.json"))
+    },
+}
+
+
+def test_there_are_files_enough():
+    assert len({*DEEPSPEED, *TRAINERS, *ACCELERATE}) >= 40
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_runs_the_same_whatever_it_is_converted_to(name):
+    read, content = FILES[name]
+    plan = read(content)
+    assert any(found is not None for found in runs(plan).values())
+    assert_every_way(plan, () if plan.launch is None else (*plan.launch.to_dict(),))
+
+
+@pytest.mark.parametrize("name", ACCELERATE)
+def test_a_precision_is_never_among_what_may_be_lost(name):
+    plan = from_yaml_text(ACCELERATE[name])
+    lossy = set(plan.launch.to_dict()) - {"mixed_precision"}
+    document = plan_document(plan, "deepspeed", lossy=lossy)
+    again = DeepSpeedPlan.from_json(document.text)
+    assert again.precision == plan.precision
+    assert "mixed_precision" not in json.loads(document.text)
+
+
+def test_what_nobody_chose_is_left_out_without_a_question():
+    plan = from_yaml_text(ACCELERATE["the questionnaire, no precision"])
+    document = plan_document(plan, "deepspeed")
+    assert json.loads(document.text) == {"zero_optimization": {"stage": 1}}
+    assert {d.severity for d in document.decisions} == {"note"}
+
+
+def test_a_precision_without_a_place_is_refused():
+    plan = DeepSpeedPlan().with_overrides({"launch": {"mixed_precision": "fp8"}})
+    with pytest.raises(InvalidValueError, match="--lossy mixed_precision"):
+        plan_document(plan, "deepspeed")
+    assert converted(plan, "trainer") == plan
