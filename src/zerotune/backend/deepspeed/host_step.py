@@ -36,6 +36,8 @@ _OTHER_STEPS: Final = (
     "use_muon",
 )
 """What makes more of DeepSpeed's own step than this one is."""
+_SCATTER: Final = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+"""A private method of stage 3, under the name Python gives it."""
 
 
 def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tuple[Decision, ...]]:
@@ -336,7 +338,9 @@ class ShardedStep(HostStep):
 
     relied_on = (
         *HostStep.relied_on,
+        _SCATTER,
         "_get_norm_groups",
+        "_get_param_partition_group",
         "_offload_grad_partition_at_boundary",
         "_optimizer_step",
         "_reassign_or_swap_out_partitioned_parameters",
@@ -348,6 +352,7 @@ class ShardedStep(HostStep):
         "fp32_partitioned_groups_flat",
         "grad_position",
         "gradient_accumulation_dtype",
+        "gradient_predivide_factor",
         "sub_group_to_group_id",
         "subgroup_to_device",
         "unscale_and_clip_grads",
@@ -376,6 +381,8 @@ class ShardedStep(HostStep):
         wrapper.unscale_and_clip_grads = self._keep_factor
         wrapper._optimizer_step = self._step
         wrapper._reassign_or_swap_out_partitioned_parameters = self._reassign
+        self._original_scatter = getattr(wrapper, _SCATTER)
+        setattr(wrapper, _SCATTER, self._scatter)
 
     @property
     @override
@@ -412,6 +419,16 @@ class ShardedStep(HostStep):
         wrapper.norm_for_param_grads[key] = self._norm_of(source, into=into if together else None)
         if not together:
             into.copy_(source.to(into.dtype), non_blocking=True)
+
+    def _scatter(self, params: list[torch.nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Of one rank alone, all gradients are its own: what DeepSpeed joins, divides and sends."""
+        wrapper = self._wrapper
+        ranks = self._home.dist.get_world_size(group=wrapper._get_param_partition_group(params[0]))
+        same = dtype == wrapper.dtype == wrapper.gradient_accumulation_dtype
+        if ranks > 1 or not same or wrapper.gradient_predivide_factor != 1.0:
+            found: list[torch.Tensor] = self._original_scatter(params, dtype)
+            return found
+        return [cast(torch.Tensor, param.grad).reshape(-1) for param in params]
 
     def _norm_groups(self) -> Any:
         self._read_norms()
