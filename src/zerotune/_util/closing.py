@@ -31,6 +31,9 @@ class Closable(ABC):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:  # noqa: ARG002 - for those that ask
         self.close()
 
 
@@ -63,18 +66,14 @@ class Closing(Closable):
     @override
     def close(self) -> None:
         """End it, then what it depends on. May be repeated."""
-        self.__exit__(None, None, None)
+        self._leave(None)
 
     @override
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _leave(self, error: BaseException | None) -> None:
         try:
             if not self._closed:
                 self._closed = True
                 self._release()
         finally:
-            self.resources.__exit__(kind, error, traceback)
+            traceback = None if error is None else error.__traceback__
+            self.resources.__exit__(None if error is None else type(error), error, traceback)

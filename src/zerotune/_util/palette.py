@@ -1,13 +1,16 @@
-"""The colours of every picture: one for each component of memory and each phase of a step.
+"""What every picture is drawn on and with: an empty figure, and a colour for each thing shown.
 
-Any two components, and any two phases, are told apart by readers with protanopia and deuteranopia
-too: CIEDE2000 differences of at least 15, in each way of seeing. A test simulates them.
+Each component of memory and each phase of a step has one. Any two components, and any two phases,
+are told apart by readers with protanopia and deuteranopia too: CIEDE2000 differences of at least
+15, in each way of seeing. A test simulates them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
+
+from zerotune.errors import MissingDependencyError
 
 COMPONENTS: Final[Mapping[str, str]] = {
     "weights": "#357545",
@@ -52,6 +55,27 @@ STRONG: Final = "#08519c"
 BASELINE: Final = "#5b7f95"
 CONTESTANT: Final = "#d98b3a"
 _SPARE: Final = ("#c9a0dc", "#555555", "#ee9a6a", "#8fa68f")
+
+
+def empty_figure(**how: Any) -> Any:
+    """A figure of matplotlib, which is loaded only now, with its canvas.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"plots are drawn by matplotlib ({error})",
+            key="matplotlib",
+            fix="pip install 'zerotune[plot]'",
+        ) from error
+    # Not pyplot: that would choose a backend for the whole process and keep the figure.
+    figure = Figure(**how)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def component_colours(components: Iterable[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, expected_groups
@@ -18,7 +19,7 @@ from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
-from zerotune.backend.running import RunningEngine, gradient_norm
+from zerotune.backend.running import StartedEngine, gradient_norm
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import announce
 from zerotune.errors import EngineError
@@ -36,7 +37,7 @@ _ACCELERATE_CONFIGURATION = (
 )
 
 
-class PlainEngine(RunningEngine):
+class PlainEngine(StartedEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
     bf16 and fp16 run as autocast over fp32 weights. Several processes run as
@@ -52,13 +53,7 @@ class PlainEngine(RunningEngine):
         VerificationError: What accelerate built is not what the plan says.
     """
 
-    def __init__(
-        self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
-    ) -> None:
-        super().__init__()
-        with self._starting():
-            self._start(model, plan, timeout_s)
-
+    @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         choice = chosen_optimizer(plan)
         self._plan = plan

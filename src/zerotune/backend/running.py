@@ -79,6 +79,27 @@ class RunningEngine(Closing):
         """What runs now, compared with the plan."""
 
 
+class StartedEngine(RunningEngine):
+    """An engine that starts what it runs, and gives all of it back when that fails.
+
+    Args:
+        model: The model, in fp32.
+        plan: A resolved plan whose optimizer has been chosen.
+        timeout_s: Seconds after which a collective gives up.
+    """
+
+    def __init__(
+        self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
+    ) -> None:
+        super().__init__()
+        with self._starting():
+            self._start(model, plan, timeout_s)
+
+    @abstractmethod
+    def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
+        """Start it, and verify what runs."""
+
+
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
     """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]

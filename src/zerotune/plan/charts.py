@@ -24,9 +24,9 @@ from zerotune._util.palette import (
     PAPER,
     ROOM,
     component_colours,
+    empty_figure,
     ink_on,
 )
-from zerotune.errors import MissingDependencyError
 from zerotune.plan.memory.model import EstimateValue
 from zerotune.plan.text import (
     PLACE_NAMES,
@@ -244,19 +244,10 @@ def _panel(estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Me
 
 
 def _figure() -> tuple[Any, Measure]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.font_manager import FontProperties
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"plots are drawn by matplotlib ({error})",
-            key="matplotlib",
-            fix="pip install 'zerotune[plot]'",
-        ) from error
-    # Not pyplot: that would choose a backend for the whole process and keep the figure.
-    figure = Figure(dpi=100, facecolor=PAPER)
-    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure = empty_figure(dpi=100, facecolor=PAPER)
+    from matplotlib.font_manager import FontProperties
+
+    renderer = figure.canvas.get_renderer()
     font = FontProperties(size=_FONT)
 
     def measure(text: str) -> float:

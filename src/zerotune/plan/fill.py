@@ -63,10 +63,16 @@ class Batch:
     accumulation: int
 
 
-class _Partial(NamedTuple):
+class _Known(NamedTuple):
+    """What is written, what else there is to go by, and what was decided from it."""
+
     train: int | None
     micro: int | None
     accumulation: int | None
+    plan: PlanValue
+    run: RunFacts
+    world_size: int
+    decisions: list[Decision]
 
 
 def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Batch, list[Decision]]:
@@ -79,19 +85,23 @@ def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Bat
         PlanConflictError: The written numbers contradict each other at this world size.
     """
     decisions: list[Decision] = []
-    known = _Partial(
+    known = _Known(
         _number(plan.train_batch_size),
         _number(plan.train_micro_batch_size_per_gpu),
         _number(plan.gradient_accumulation_steps),
+        plan,
+        run,
+        world_size,
+        decisions,
     )
     if known.train is None:
-        batch = _solve_without_train(plan, run, world_size, known, decisions)
+        batch = _solve_without_train(known)
     elif known.micro is not None and known.accumulation is not None:
         batch = Batch(train=known.train, micro=known.micro, accumulation=known.accumulation)
         if batch.train != batch.micro * batch.accumulation * world_size:
             raise contradiction(batch.train, batch.micro, batch.accumulation, world_size)
     else:
-        batch = _solve_from_train(plan, run, world_size, known, decisions)
+        batch = _solve_from_train(known)
     decisions.extend(_overruled(batch, run))
     return batch, decisions
 
@@ -119,14 +129,8 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
     )
 
 
-def _solve_without_train(
-    plan: PlanValue,
-    run: RunFacts,
-    world_size: int,
-    known: _Partial,
-    decisions: list[Decision],
-) -> Batch:
-    _, micro, accumulation = known
+def _solve_without_train(known: _Known) -> Batch:
+    _, micro, accumulation, plan, run, world_size, decisions = known
     if micro is None:
         micro, reason = _first((run.micro_batch_size, "the run says so"), default=1)
         decisions.append(_filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason))
@@ -138,14 +142,9 @@ def _solve_without_train(
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
-def _solve_from_train(
-    plan: PlanValue,
-    run: RunFacts,
-    world_size: int,
-    known: _Partial,
-    decisions: list[Decision],
-) -> Batch:
-    train, micro, accumulation = known.train or 0, known.micro, known.accumulation
+def _solve_from_train(known: _Known) -> Batch:
+    written_train, micro, accumulation, plan, run, world_size, decisions = known
+    train = written_train or 0
     if micro is None and accumulation is None:
         micro = run.micro_batch_size
         if micro is None:

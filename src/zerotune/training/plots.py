@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.palette import HEADER, LINE, PALE, PAPER, STRONG
-from zerotune.errors import DataError, MissingDependencyError
+from zerotune._util.palette import HEADER, LINE, PALE, PAPER, STRONG, empty_figure
+from zerotune.errors import DataError
 
 _WINDOW: Final = 20
 _PIXELS_PER_INCH: Final = 120
@@ -87,19 +87,7 @@ def plot_tables(path: str | os.PathLike[str], tables: Sequence[TablePicture]) ->
 
 
 def _figure(*, width: float, height: float) -> Any:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"plots are drawn by matplotlib ({error})",
-            key="matplotlib",
-            fix="pip install 'zerotune[plot]'",
-        ) from error
-    # Not pyplot: that would choose a backend for the whole process and keep the figure.
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return empty_figure(figsize=(width, height), layout="constrained")
 
 
 def _draw(axes: Any, wanted: TablePicture) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
+from typing_extensions import override
 
 from zerotune.backend.checks import Checks, RunningGroup, expected_groups
 from zerotune.backend.deepspeed.fixes import (
@@ -42,7 +43,7 @@ from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
-from zerotune.backend.running import RunningEngine, gradient_norm
+from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm
 from zerotune.decisions import Decision, announce
 from zerotune.plan.api import ResolvedPlan
 
@@ -182,7 +183,7 @@ class ZeROEngine(RunningEngine):
         return compare(self._engine, self._plan, module=self._module, groups=self._expected_groups)
 
 
-class DeepSpeedEngine(ZeROEngine):
+class DeepSpeedEngine(StartedEngine, ZeROEngine):
     """An ``Engine`` whose weights, gradients and states DeepSpeed partitions and offloads.
 
     Args:
@@ -197,13 +198,7 @@ class DeepSpeedEngine(ZeROEngine):
         VerificationError: What DeepSpeed built is not what the plan says.
     """
 
-    def __init__(
-        self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
-    ) -> None:
-        super().__init__()
-        with self._starting():
-            self._start(model, plan, timeout_s)
-
+    @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         check_plan(plan)
         self._plan, self._module = plan, model

@@ -46,6 +46,23 @@ def call_diffusers_model(
     return prediction_of(output, like=noisy)
 
 
+def call_unet(
+    model: Denoiser,
+    noisy: Tensor,
+    timesteps: Tensor,
+    conditioning: Conditioning,
+    **added: Any,
+) -> Tensor:
+    """Call a U-Net on latents with ``prompt_embeds`` as ``encoder_hidden_states``."""
+    output = model(
+        to_model(noisy, model),
+        timesteps.to(model.device),
+        encoder_hidden_states=to_model(conditioning["prompt_embeds"], model),
+        **added,
+    )
+    return prediction_of(output, like=noisy)
+
+
 def prediction_of(output: Any, *, like: Tensor) -> Tensor:
     """The prediction in what a diffusers model returned.
 

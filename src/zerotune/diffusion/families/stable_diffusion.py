@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune.diffusion.families.base import prediction_of, to_model
+from zerotune.diffusion.families.base import call_unet
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.family import Conditioning, Denoiser
 from zerotune.diffusion.pipeline import FrozenParts
@@ -43,9 +43,4 @@ class StableDiffusion(TextToImage):
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
         """Call the U-Net with ``encoder_hidden_states``."""
-        output = model(
-            to_model(noisy, model),
-            timesteps.to(model.device),
-            encoder_hidden_states=to_model(conditioning["prompt_embeds"], model),
-        )
-        return prediction_of(output, like=noisy)
+        return call_unet(model, noisy, timesteps, conditioning)

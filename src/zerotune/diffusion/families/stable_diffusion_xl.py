@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from zerotune.diffusion.families.base import prediction_of, to_model
+from zerotune.diffusion.families.base import call_unet, to_model
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.family import Conditioning, Denoiser
 from zerotune.diffusion.pipeline import FrozenParts
@@ -69,17 +69,12 @@ class StableDiffusionXL(TextToImage):
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
         """Call the U-Net with its added conditions."""
-        output = model(
-            to_model(noisy, model),
-            timesteps.to(model.device),
-            encoder_hidden_states=to_model(conditioning["prompt_embeds"], model),
-            added_cond_kwargs={
-                "text_embeds": to_model(conditioning["pooled_prompt_embeds"], model),
-                # Exact sizes: bf16 would round 1023 to 1024.
-                "time_ids": conditioning["time_ids"].to(model.device),
-            },
-        )
-        return prediction_of(output, like=noisy)
+        added = {
+            "text_embeds": to_model(conditioning["pooled_prompt_embeds"], model),
+            # Exact sizes: bf16 would round 1023 to 1024.
+            "time_ids": conditioning["time_ids"].to(model.device),
+        }
+        return call_unet(model, noisy, timesteps, conditioning, added_cond_kwargs=added)
 
     def _time_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
         if all(name in batch for name in _SIZES):
