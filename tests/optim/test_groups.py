@@ -199,9 +199,9 @@ def test_explain_and_the_decision_show_sizes_and_arguments(resolve, decisions_fo
 
 
 def test_different_rates_need_a_schedule_that_knows_groups(resolve, decisions_for):
-    same = resolve(ParameterGroups.no_decay())
+    same = resolve(ParameterGroups.no_decay(), scheduler="auto")
     assert same.scheduler.source == "deepspeed"
-    parts = resolve(ParameterGroups.per_part({"unet": {"lr": 1e-5}}))
+    parts = resolve(ParameterGroups.per_part({"unet": {"lr": 1e-5}}), scheduler="auto")
     assert parts.scheduler.source == "zerotune"
     assert "scaled for each group" in decisions_for(parts, "scheduler.type")[-1].reason
 

@@ -494,7 +494,7 @@ def test_a_number_written_as_text_is_read_with_a_note(resolve, decisions_for):
 
 
 def test_apply_fills_the_plan(make_plan):
-    plan = make_plan("AdamW", ADAMW)
+    plan = make_plan("AdamW", ADAMW, scheduler="auto")
     applied = OptimizerResolver().apply(plan)
     resolution = OptimizerResolver().resolve(plan)
     assert applied.optimizer == resolution.optimizer
@@ -526,7 +526,7 @@ def test_resolving_twice_gives_the_same(make_plan):
 
 def test_choices_survive_a_second_resolution(make_plan):
     """What was settled, written back as a configuration, settles to itself."""
-    first = OptimizerResolver().resolve(make_plan("Adam", ADAMW))
+    first = OptimizerResolver().resolve(make_plan("Adam", ADAMW, scheduler="auto"))
     again = OptimizerResolver(on_unsupported="error").resolve(
         make_plan(
             first.optimizer.name,
@@ -541,7 +541,9 @@ def test_choices_survive_a_second_resolution(make_plan):
 
 
 def test_explain_reads(make_plan):
-    text = OptimizerResolver().explain(make_plan("Adam", ADAMW, run=RunFacts(total_steps=1000)))
+    text = OptimizerResolver().explain(
+        make_plan("Adam", ADAMW, scheduler="auto", run=RunFacts(total_steps=1000))
+    )
     assert "Adam, runs as DeepSpeedCPUAdam (built by DeepSpeed)" in text
     assert "weight decay: decoupled" in text
     assert "states per parameter: exp_avg, exp_avg_sq" in text

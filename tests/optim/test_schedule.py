@@ -20,8 +20,24 @@ def schedule(make_plan):
     return run
 
 
-def test_the_default_is_warmup_to_the_optimizers_lr(schedule, decisions_for):
+def test_without_a_section_the_rate_is_constant_as_in_deepspeed(schedule, decisions_for):
     resolution = schedule()
+    assert resolution.scheduler is None
+    (decision,) = decisions_for(resolution, "scheduler.type")
+    assert "stays constant" in decision.reason
+    assert [item for item in resolution.decisions if item.key.startswith("scheduler.params")] == []
+
+
+def test_a_warm_up_that_nothing_does_is_a_warning(schedule, decisions_for):
+    resolution = schedule(run=RunFacts(warmup_steps=37))
+    assert resolution.scheduler is None
+    (decision,) = decisions_for(resolution, "run.warmup_steps")
+    assert (decision.severity, decision.before) == ("warning", 37)
+    assert "scheduler.type" in decision.reason
+
+
+def test_the_default_is_warmup_to_the_optimizers_lr(schedule, decisions_for):
+    resolution = schedule("auto")
     assert resolution.scheduler.name == "WarmupLR"
     assert dict(resolution.scheduler.params) == {
         "warmup_min_lr": 0.0,
@@ -45,7 +61,7 @@ def test_the_default_is_warmup_to_the_optimizers_lr(schedule, decisions_for):
     ],
 )
 def test_the_default_warm_up_fits_the_run(schedule, decisions_for, run, steps):
-    resolution = schedule(run=run)
+    resolution = schedule("auto", run=run)
     assert resolution.scheduler.params["warmup_num_steps"] == steps
     (decision,) = decisions_for(resolution, "scheduler.params.warmup_num_steps")
     assert (decision.before, decision.after) == (None, steps)
@@ -54,7 +70,7 @@ def test_the_default_warm_up_fits_the_run(schedule, decisions_for, run, steps):
 @pytest.mark.parametrize("run", [RunFacts(total_steps=5), RunFacts(warmup_steps=0)])
 def test_a_run_too_short_for_a_warm_up_starts_at_the_peak(schedule, run):
     """DeepSpeed's shortest warm-up would waste two updates at a learning rate of 0."""
-    resolution = schedule(run=run)
+    resolution = schedule("auto", run=run)
     assert [lr_at(resolution.scheduler, step, 1e-4) for step in range(5)] == [1e-4] * 5
     assert all(item.severity == "note" for item in resolution.decisions)
 

@@ -22,12 +22,14 @@ ABSENT: Final = "absent"
 
 
 def default_plan() -> DeepSpeedPlan:
-    """What an empty form says: the common case, the optimizer named."""
+    """What an empty form says: the common case, optimizer and warm-up written out."""
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-4, "warmup_num_steps": 500}
     return DeepSpeedPlan.build(
         stage=2,
         offload="cpu",
         precision="bf16",
         optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
+        scheduler={"type": "WarmupLR", "params": warmup},
     )
 
 

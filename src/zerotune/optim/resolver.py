@@ -302,6 +302,8 @@ def _schedule_request(
     if written is None:
         return None
     if written is UNSET:
+        if section is None and not _below(_SCHEDULER, overrides):
+            return None
         written = None if section is None else section.type
     if is_auto(written):
         written = None
@@ -336,21 +338,44 @@ def _suggestions(run: RunFacts, schedule: ScheduleRequest | None) -> dict[str, S
 def _settle_schedule(
     request: ScheduleRequest | None, settled: Settled, resolved: ResolvedPlan
 ) -> tuple[SchedulerChoice | None, tuple[Decision, ...]]:
+    own = settled.entry.own_schedule
     if request is None:
-        section = resolved.plan.scheduler
-        decision = Decision(
-            key=SCHEDULER_TYPE,
-            before=None if section is None else section.type,
-            after=None,
-            reason="overrides ask for no schedule: the learning rate stays constant",
-            severity="note" if section is None else "warning",
-        )
-        return None, (decision,)
-    if settled.entry.own_schedule and request.written is None:
+        return None, (_constant(settled.choice.name if own else None, resolved),)
+    if own and request.written is None:
         return None, (_no_schedule(settled.choice.name),)
     scheduler, decisions = settle_schedule(request, settled.choice, resolved.run)
     scheduler, own_curve = per_group_schedule(scheduler, settled.choice)
     return scheduler, (*decisions, *own_curve)
+
+
+def _constant(own_pace: str | None, resolved: ResolvedPlan) -> Decision:
+    """Why there is no schedule, which in DeepSpeed means a constant learning rate."""
+    section, warmup = resolved.plan.scheduler, resolved.run.warmup_steps
+    if section is not None:
+        return Decision(
+            key=SCHEDULER_TYPE,
+            before=section.type,
+            after=None,
+            reason="overrides ask for no schedule: the learning rate stays constant",
+            severity="warning",
+        )
+    if own_pace is not None:
+        return _no_schedule(own_pace)
+    if warmup:
+        return Decision(
+            key="run.warmup_steps",
+            before=warmup,
+            after=None,
+            reason="no scheduler is configured, so the learning rate stays constant and nothing "
+            'warms up; write scheduler.type = "WarmupLR", or "auto"',
+            severity="warning",
+        )
+    return Decision(
+        key=SCHEDULER_TYPE,
+        before=None,
+        after=None,
+        reason="no scheduler is configured: the learning rate stays constant, as in DeepSpeed",
+    )
 
 
 def _no_schedule(name: str) -> Decision:

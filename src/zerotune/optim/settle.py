@@ -621,9 +621,7 @@ def _complete_schedule(
 def _record_schedule(request: ScheduleRequest, filled: Filled) -> None:
     name = request.name
     if request.written is None:
-        filled.record(
-            SCHEDULER_TYPE, None, name, f"no scheduler is configured; {name} is the default"
-        )
+        filled.record(SCHEDULER_TYPE, None, name, f"no scheduler is named; {name} is the default")
     elif request.written != name:
         filled.record(SCHEDULER_TYPE, request.written, name, "another spelling")
 

@@ -377,7 +377,8 @@ class DeepSpeedPlan(PlanValue):
             gradient_accumulation_steps: Forward passes per optimizer step.
             gradient_clipping: Largest gradient norm; 0 switches clipping off.
             optimizer: Name, or ``{"type": …, "params": {…}}``.
-            scheduler: Name, or ``{"type": …, "params": {…}}``.
+            scheduler: Name, or ``{"type": …, "params": {…}}``; ``None``: a constant rate, as in
+                DeepSpeed; ``"auto"``: WarmupLR, as long as fits the run.
             **zero_overrides: Keys of ``zero_optimization``.
 
         Raises:
