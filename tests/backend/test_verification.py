@@ -10,7 +10,7 @@ import torch
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
 from zerotune.backend.checks import Checks, weight_decay_mode
-from zerotune.errors import VerificationError
+from zerotune.errors import EngineError, VerificationError
 from zerotune.plan.model import OptimizerChoice, SchedulerChoice
 
 
@@ -144,3 +144,29 @@ def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
     (messages,) = run_ranks(swap_all, list(expected))
     for name, sentence in expected.items():
         assert sentence in messages[name], name
+
+
+def in_half(places: list[Case], trained: bool) -> list[str]:
+    """What each place says of weights in bf16, all of them or the frozen ones."""
+    found = []
+    for case in places:
+        base = torch.nn.Linear(3, 3, dtype=torch.bfloat16).requires_grad_(trained)
+        try:
+            with start(case, torch.nn.Sequential(base, torch.nn.Linear(3, 3))):
+                found.append("started")
+        except EngineError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("trained", [False, True])
+def test_weights_in_half_precision_do_not_start_under_an_fp32_plan(trained: bool) -> None:
+    cast = [Case(stage=3), Case(stage=2, precision="bf16")]
+    places = [Case(deepspeed=False), Case(stage=0), Case(stage=2), *cast]
+    ((*refused, third, rounded),) = run_ranks(in_half, places, trained)
+    assert (third, rounded) == ("started", "started")
+    for message in refused:
+        assert "model.0.weight = torch.bfloat16" in message
+        assert "load the model in float32" in message
+        assert 'precision="bf16"' in message

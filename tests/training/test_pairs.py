@@ -29,3 +29,12 @@ def test_a_model_is_trained_through_another_that_stays_as_it_is():
         assert len(set(expected)) == 8
         for case, losses in zip(pairs.RIVALS, found, strict=True):
             assert losses == pytest.approx(expected, rel=5e-5), [str(each) for each in case]
+
+
+@pytest.mark.deepspeed
+def test_the_example_of_the_page_trains_u_nets_at_every_stage():
+    (found,) = run_ranks(pairs.page_examples)
+    assert len(found) == len(pairs.STAGES)
+    assert len(set(found[0])) == 6
+    for stage, losses in zip(pairs.STAGES, found, strict=True):
+        assert losses == pytest.approx(found[0], rel=1e-4), stage

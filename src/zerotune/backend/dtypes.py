@@ -7,7 +7,8 @@ from typing import Final
 
 import torch
 
-from zerotune.errors import InvalidValueError
+from zerotune.errors import EngineError, InvalidValueError
+from zerotune.plan.api import ResolvedPlan
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "fp32": torch.float32,
@@ -32,3 +33,31 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
             "is no precision of weights", key=key, value=dtype, fix=f"one of {list(DTYPES)}"
         )
     return chosen
+
+
+def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
+    """Whether the forward pass can run at the plan's precision with the weights as they are.
+
+    DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32; elsewhere an fp32 plan leaves
+    weights as they come, and fp32 inputs meet them in a layer that says "mat1 and mat2 must have
+    the same dtype".
+
+    Raises:
+        EngineError: A weight is in half precision and the plan trains in fp32.
+    """
+    if plan.precision != "fp32" or (plan.uses_deepspeed and plan.stage == 3):
+        return
+    half = {dtype: name for name, dtype in DTYPES.items() if name != "fp32"}
+    found = [(name, p.dtype) for name, p in model.named_parameters() if p.dtype in half]
+    if not found:
+        return
+    name, dtype = found[0]
+    frozen = all(not p.requires_grad for p in model.parameters() if p.dtype in half)
+    train = "" if half[dtype] == "fp16" else f', or train in it: precision="{half[dtype]}"'
+    raise EngineError(
+        f"{len(found)} of the model's weights are in {half[dtype]}, the plan trains in fp32"
+        + (", and frozen weights are not cast" if frozen else ": master weights are fp32"),
+        key=f"model.{name}",
+        value=dtype,
+        fix=f"load the model in float32 (torch_dtype=torch.float32, or model.float()){train}",
+    )

@@ -15,7 +15,7 @@ from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, expected_groups
 from zerotune.backend.deepspeed.layouts import ParameterLayout, require_trainable
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
-from zerotune.backend.dtypes import DTYPES
+from zerotune.backend.dtypes import DTYPES, check_model_dtype
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
@@ -63,6 +63,7 @@ class PlainEngine(StartedEngine):
             backend=communication_backend(self._accelerator.device.type), timeout_s=timeout_s
         )
         self.resources.callback(self._group.close)
+        check_model_dtype(model, plan)
         model.to(self._accelerator.device)
         named = require_trainable(model)
         self._parameters = [parameter for _, parameter in named]

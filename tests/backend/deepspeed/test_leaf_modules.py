@@ -10,6 +10,7 @@ from tests.diffusion.test_activations import flux, inputs, text_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
 from zerotune.backend.deepspeed.leaf_modules import KEY, leaf_modules
+from zerotune.errors import EngineError
 
 OFF = ("leaf_module", {"classes": []})
 PARTITIONED = ("stage3_param_persistence_threshold", 0)
@@ -71,3 +72,48 @@ def test_blocks_called_with_keywords_cannot_be_whole() -> None:
     ((warned, error),) = run_ranks(force, flux, ["FluxTransformerBlock"])
     assert warned == ["warning"]
     assert "must match" in error
+
+
+def twice(make: Any, *overrides: tuple[str, Any]) -> tuple[list[float], int]:
+    model = make()
+    engine = start(Case(stage=3, overrides=(PARTITIONED, *overrides), lr=1e-2), model)
+    losses = []
+    for _ in range(3):
+        called = inputs(model)
+        first = engine(**called, return_dict=False)[0].float()
+        called["timestep"] = called["timestep"] + 1
+        second = engine(**called, return_dict=False)[0].float()
+        loss = (first + 2 * second).pow(2).mean()
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    leaves = len(leaf_modules(model))
+    engine.close()
+    return losses, leaves
+
+
+def both_twice(make: Any) -> tuple[Any, Any]:
+    return twice(make), twice(make, OFF)
+
+
+@pytest.mark.deepspeed
+def test_whole_blocks_may_be_called_twice_before_one_backward_pass() -> None:
+    (((ours, leaves), (layerwise, none)),) = run_ranks(both_twice, text_unet)
+    assert (leaves, none) == (18, 0)
+    assert ours == layerwise
+    assert ours[-1] < ours[0]
+
+
+def blame(make: Any) -> str:
+    try:
+        twice(make, ("leaf_module", {"classes": ["Transformer2DModel"]}))
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.deepspeed
+def test_leaf_modules_that_the_plan_names_are_named_where_they_fail() -> None:
+    (message,) = run_ranks(blame, text_unet)
+    assert "leaf_module.classes = ['Transformer2DModel']" in message
+    assert "an empty list" in message

@@ -28,7 +28,11 @@ from zerotune.backend.deepspeed.layouts import (
     layout_of_deepspeed,
     require_trainable,
 )
-from zerotune.backend.deepspeed.leaf_modules import doubtful_leaf_modules
+from zerotune.backend.deepspeed.leaf_modules import (
+    called_twice,
+    doubtful_leaf_modules,
+    reduce_by_parameter,
+)
 from zerotune.backend.deepspeed.placement import pin_exactly
 from zerotune.backend.deepspeed.start import (
     check_plan,
@@ -39,6 +43,7 @@ from zerotune.backend.deepspeed.start import (
     join,
 )
 from zerotune.backend.deepspeed.verify import compare
+from zerotune.backend.dtypes import check_model_dtype
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
@@ -139,7 +144,13 @@ class ZeROEngine(RunningEngine):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss; DeepSpeed divides by the accumulation steps."""
-        self._engine.backward(loss)
+        try:
+            self._engine.backward(loss)
+        except AssertionError as error:
+            told = called_twice(self._engine)
+            if told is None:
+                raise
+            raise told from error
 
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group.
@@ -206,6 +217,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         check_world(plan, self._group)
         named = require_trainable(model)
         check_shapes(model)
+        check_model_dtype(model, plan)
         rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
         pinned = pin_exactly(plan)
         arguments = initialize_arguments(plan, model)
@@ -219,6 +231,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             *pinned,
             *built,
             *doubtful_leaf_modules(plan, model),
+            *reduce_by_parameter(self._engine),
             *undo_dummy_step(self._engine),
             *align_swapped_gradients(self._engine),
             *stepping,

@@ -19,6 +19,7 @@ from zerotune.backend.deepspeed.layouts import (
     layout_of_deepspeed,
     trainable_parameters,
 )
+from zerotune.backend.deepspeed.leaf_modules import reduce_by_parameter
 from zerotune.backend.deepspeed.start import check_plan, check_world
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
@@ -234,6 +235,7 @@ class AttachedEngine(ZeROEngine):
         self._decisions = (
             *(undo_dummy_step(engine) if fresh else ()),
             *align_swapped_gradients(engine),
+            *(reduce_by_parameter(engine) if fresh and engine.micro_steps == 0 else ()),
             *(_install_schedule(engine, plan) if fresh else ()),
         )
         self._verify(builder="the trainer")

@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from zerotune.decisions import Decision
+from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.fill import LEAF_CLASSES, LEAF_MODULE
 
@@ -29,13 +30,70 @@ def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch
     ]
 
 
+def reduce_by_parameter(engine: Any) -> tuple[Decision, ...]:
+    """Let the gradients of leaf modules be reduced as everybody else's: each once it is whole.
+
+    DeepSpeed reduces all of a leaf module's gradients after each of its backward passes. Called
+    twice before one backward pass, the first reduction finds gradients that are not there yet,
+    fills in zeros, and the second fails on ``assert len(set(…)) == len(params_in_bucket)``. That
+    waiting is meant for experts that may go without a gradient; the blocks zerotune fetches as a
+    whole have one each time, so their weights need it for fetching alone. Other leaf modules stay
+    as they are. Collective.
+
+    Args:
+        engine: DeepSpeed's engine, of any stage.
+    """
+    optimizer = engine.optimizer
+    leaves = getattr(optimizer, "leaf_parameters", {})
+    changed = [leaf for leaf in leaves if type(leaf).__name__ in LEAF_CLASSES]
+    if not changed:
+        return ()
+    for leaf in changed:
+        for parameter in leaves[leaf]:
+            del parameter.ds_z3_leaf_module
+    for hooks in (optimizer._grad_acc_hooks, optimizer._leaf_module_hooks):
+        while hooks:
+            hooks.pop().remove()
+    optimizer.create_reduce_and_remove_grad_hooks()
+    names = sorted({type(leaf).__name__ for leaf in changed})
+    return (
+        Decision(
+            key=f"{KEY}.gradients",
+            before="by module",
+            after="by parameter",
+            reason=f"{', '.join(names)}: fetched as a whole, but reduced one by one, since "
+            "DeepSpeed's way fails where a model is called twice before one backward pass",
+        ),
+    )
+
+
+def called_twice(engine: Any) -> EngineError | None:
+    """What to say of DeepSpeed's bare ``AssertionError`` in a backward pass.
+
+    Args:
+        engine: DeepSpeed's engine.
+
+    Returns:
+        The error, or ``None`` where no leaf modules can have caused it.
+    """
+    leaves = getattr(engine.optimizer, "leaf_parameters", None)
+    if not leaves:
+        return None
+    names = sorted({type(leaf).__name__ for leaf in leaves})
+    return EngineError(
+        "DeepSpeed reduces the gradients of leaf modules after each of their forward passes, and "
+        "cannot where there were several before one backward pass",
+        key=f"{KEY}.classes",
+        value=names,
+        fix="take out those that are called more than once (an empty list: no leaf modules), or "
+        "call the model once, with both batches joined",
+    )
+
+
 def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[Decision, ...]:
     """What DeepSpeed says nothing of.
 
-    A leaf module's gradients are reduced once those of its positional inputs are there, and what
-    is missing then is filled with zeros (``reduce_leaf_module_grads``). Called with keywords, its
-    weights are gone before the backward pass needs them; where its input needs no gradient, since
-    all before it is frozen, its own may come too late.
+    Called with keywords, a leaf module's weights are gone before the backward pass needs them.
     """
     classes = _classes(plan)
     found = {type(module).__name__ for module in named_leaf_modules(plan, model)}
@@ -44,9 +102,6 @@ def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[D
     if found - LEAF_CLASSES:
         why = "DeepSpeed cannot train leaf modules that are called with keywords"
         return (_warning(sorted(found - LEAF_CLASSES), why),)
-    if found and not all(parameter.requires_grad for parameter in model.parameters()):
-        why = "DeepSpeed fills in zeros for gradients of leaf modules whose input needs none"
-        return (_warning(sorted(found), why),)
     return ()
 
 

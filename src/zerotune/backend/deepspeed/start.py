@@ -15,7 +15,7 @@ from zerotune._util.environment import held
 from zerotune.backend.deepspeed.layouts import full_shape, trainable_parameters
 from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
-from zerotune.backend.ops.build import same_ninja
+from zerotune.backend.ops.build import building
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
     chosen_optimizer,
@@ -24,7 +24,7 @@ from zerotune.backend.optimizers.client import (
 )
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
-from zerotune.errors import EngineError
+from zerotune.errors import EngineError, PlatformError
 from zerotune.plan.api import ResolvedPlan
 
 
@@ -164,10 +164,12 @@ def initialize(
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
     try:
-        with same_ninja(), flat_through_host(deepspeed, plan, device=device) as built:
+        with building(), flat_through_host(deepspeed, plan, device=device) as built:
             if plan.stage == 3:
                 shard_from_host(deepspeed, arguments["model"], plan, device=device)
             engine, *_ = deepspeed.initialize(**arguments)
+    except PlatformError:
+        raise  # An op that cannot be had, with its cure.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise EngineError(
             f"DeepSpeed {deepspeed.__version__} refused the plan "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune.backend.ops.build import build_op, same_ninja
+from zerotune.backend.ops.build import build_op, building
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.errors import OffloadError, PlatformError
 
@@ -64,7 +64,7 @@ class AioMeter:
             raise PlatformError(platform.deepspeed.reason, fix=platform.deepspeed.fix)
         require_deepspeed(accelerator=platform.deepspeed.accelerator or platform.accelerator)
         quiet_deepspeed()
-        with same_ninja():
+        with building():
             build_op("async_io")
             from deepspeed.accelerator import get_accelerator
 

@@ -33,6 +33,7 @@ from zerotune.backend.ops.diagnose import (
     summary,
     why_stale,
 )
+from zerotune.backend.ops.locks import living_locks, remove_if_dead
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlatformError
 from zerotune.platform.toolchain import Toolchain, detect_toolchain
 
@@ -152,8 +153,15 @@ def build_op(name: str) -> OpStatus:
         PlatformError: The op cannot be used here, or compiling or loading it failed; the reason
             is the root cause, not the compiler's whole output.
     """
-    with same_ninja():
+    with building():
         return _build(_find(name))
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Inside the block ops are compiled by one ninja, and nobody waits for a dead process."""
+    with same_ninja(), living_locks():
+        yield
 
 
 def same_ninja() -> AbstractContextManager[None]:
@@ -173,6 +181,8 @@ def same_ninja() -> AbstractContextManager[None]:
 def _build(op: _Op) -> OpStatus:
     accelerator = _accelerator()
     toolchain = detect_toolchain()
+    for folder in _folders(op, accelerator):
+        remove_if_dead(folder / "lock")
     before = _status(op, accelerator, toolchain)
     is_waiting = before.state == "locked" and _is_being_built(op, accelerator)
     if not before.usable and not is_waiting:
@@ -181,6 +191,8 @@ def _build(op: _Op) -> OpStatus:
         )
     try:
         accelerator.create_op_builder(op.builder).load(verbose=False)
+    except PlatformError:
+        raise
     except Exception as error:
         # Whatever a compiler, a linker or the loader does ends here, under many types.
         diagnosis = diagnose_build(str(error)) or Diagnosis(cause=summary(error), fix=None)

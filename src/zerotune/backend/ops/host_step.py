@@ -20,7 +20,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from zerotune.backend.ops.build import OpState, OpStatus, same_ninja
+from zerotune.backend.ops.build import OpState, OpStatus, building
 from zerotune.backend.ops.diagnose import (
     BuildLock,
     Diagnosis,
@@ -190,7 +190,7 @@ def load_host_step() -> HostStepOp:
     Raises:
         PlatformError: It cannot be compiled or loaded here; the reason is the root cause.
     """
-    with same_ninja():
+    with building():
         status = host_step_status()
         if not status.usable and status.state != "locked":
             raise PlatformError(
@@ -198,6 +198,8 @@ def load_host_step() -> HostStepOp:
             )
         try:
             return HostStepOp(library=_compiled())
+        except PlatformError:
+            raise
         except Exception as error:
             # Whatever a compiler, a linker or the loader does ends here, under many types.
             diagnosis = diagnose_build(str(error)) or Diagnosis(cause=summary(error))

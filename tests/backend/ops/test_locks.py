@@ -1,0 +1,100 @@
+"""Locks of build folders, held by the living, the dead and the unseen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from zerotune.backend.ops import locks
+from zerotune.backend.ops.locks import LivingLock, living_locks
+from zerotune.errors import PlatformError
+
+HOLD = """
+import sys, time
+from zerotune.backend.ops.locks import LivingLock
+assert LivingLock(sys.argv[1]).try_acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Path:
+    folder = tmp_path / "cpu_adam"
+    folder.mkdir()
+    return folder / "lock"
+
+
+def test_a_lock_is_taken_once_and_given_back(lock: Path) -> None:
+    held = LivingLock(str(lock))
+    assert held.try_acquire()
+    assert lock.read_text().split()[1] == str(os.getpid())
+    held.release()
+    held.release()
+    assert not lock.exists()
+
+
+def test_a_build_that_is_killed_blocks_nobody(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "held"
+        process.send_signal(signal.SIGKILL)
+    assert lock.exists()
+    with caplog.at_level(logging.WARNING, logger="zerotune"):
+        next_one = LivingLock(str(lock))
+        assert next_one.try_acquire()
+    assert f"process {process.pid} died" in caplog.text
+    next_one.release()
+
+
+def test_whoever_waits_says_so(
+    lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(locks, "SILENT_FOR", 0.0)
+    first, second = LivingLock(str(lock)), LivingLock(str(lock), wait_seconds=0.01)
+    assert first.try_acquire()
+    taken = threading.Event()
+
+    def wait() -> None:
+        second.try_acquire()
+        taken.set()
+
+    with caplog.at_level(logging.WARNING, logger="zerotune"):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while "waiting for its lock" not in caplog.text:
+            time.sleep(0.01)
+        assert not taken.is_set()
+        first.release()
+        waiting.join()
+    assert taken.is_set()
+    assert f"process {os.getpid()} has been compiling it" in caplog.text
+    assert str(lock) in caplog.text
+    second.release()
+
+
+def test_an_old_lock_of_nobody_seen_is_an_error_with_its_cure(lock: Path) -> None:
+    lock.touch()
+    os.utime(lock, (0, time.time() - 3600))
+    with pytest.raises(PlatformError, match=f"delete {lock}"):
+        LivingLock(str(lock)).try_acquire()
+    assert lock.exists()
+
+
+def test_torch_compiles_under_it() -> None:
+    from torch.utils import cpp_extension
+
+    before = cpp_extension.FileBaton
+    with living_locks():
+        assert cpp_extension.FileBaton is LivingLock
+    assert cpp_extension.FileBaton is before
