@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,14 @@ from zerotune.optim import OptimizerResolver
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.model import ModelFacts
 from zerotune.platform import detect_platform
+from zerotune.training.inputs import as_plan, check_model, check_resolver
 from zerotune.training.out_of_memory import Situation, advising
 
 if TYPE_CHECKING:
     import torch
 
     from zerotune.backend.engine import Engine
-    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.api import Advice, DeepSpeedPlan
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 def prepare(
     *,
     model: torch.nn.Module,
-    plan: DeepSpeedPlan | ResolvedPlan,
+    plan: DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str],
     optimizer: OptimizerResolver | None = None,
     offload: OffloadManager | None = None,
     run: RunFacts | None = None,
@@ -54,7 +56,8 @@ def prepare(
 
     Args:
         model: The model, in fp32.
-        plan: What is wanted; a ``ResolvedPlan`` is taken as it is.
+        plan: What is wanted: a plan, a DeepSpeed configuration as a dict, or the path of one; a
+            ``ResolvedPlan`` is taken as it is.
         optimizer: Settles optimizer and schedule; ``OptimizerResolver()`` when not given. Not
             asked when a resolved plan has them settled.
         offload: Leases swap folders; ``OffloadManager()`` when not given.
@@ -76,6 +79,9 @@ def prepare(
         OutOfMemoryError: Memory ran out; the message names the plan that fits.
     """
     wanted = Compilation.of(compile)
+    check_model(model)
+    check_resolver(optimizer)
+    plan = as_plan(plan)
     plan = settled(
         plan, model=model, optimizer=optimizer, run=run, platform=platform, deepspeed=deepspeed
     )

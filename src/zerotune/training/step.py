@@ -15,6 +15,7 @@ from zerotune.errors import DataError, TrainingError
 from zerotune.training.events import PHASES, StepMetrics
 from zerotune.training.memory import device_peak, host_peak
 from zerotune.training.nonfinite import NonFinite, RaiseNonFinite, is_finite
+from zerotune.training.streams import check_named
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -172,6 +173,7 @@ class TrainStep:
 
     def _next_batch(self) -> Batch:
         batch = next(self._stream)
+        check_named(batch, key="batch")
         wanted = self._engine.plan.micro_batch_size
         sizes = {name: len(tensor) for name, tensor in batch.items()}
         if any(size != wanted for size in sizes.values()):

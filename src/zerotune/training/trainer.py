@@ -64,8 +64,9 @@ class Trainer(Closing):
 
     Args:
         model: The model, in fp32.
-        plan: What is wanted of ZeRO, offload, precision, batch and optimizer; or the ``Advice``
-            it comes from, which is then followed for the activations as well.
+        plan: What is wanted of ZeRO, offload, precision, batch and optimizer, also as a dict or
+            the path of a file; or the ``Advice`` it comes from, which is then followed for the
+            activations as well.
         optimizer: Settles optimizer and schedule.
         offload: Leases swap folders.
         ema: Follows the weights: an ``EMAShadow``, several as ``EMAShadows``, or either in a
@@ -94,7 +95,7 @@ class Trainer(Closing):
         self,
         *,
         model: torch.nn.Module,
-        plan: DeepSpeedPlan | ResolvedPlan | Advice,
+        plan: DeepSpeedPlan | ResolvedPlan | Advice | Mapping[str, Any] | str | os.PathLike[str],
         optimizer: OptimizerResolver | None = None,
         offload: OffloadManager | None = None,
         ema: EMA | None = None,
@@ -115,7 +116,7 @@ class Trainer(Closing):
         advice = plan if isinstance(plan, Advice) else None
         self.engine: Engine = prepare(
             model=model,
-            plan=plan.plan if isinstance(plan, Advice) else plan,
+            plan=plan,
             optimizer=optimizer,
             offload=offload,
             run=run,

@@ -46,3 +46,21 @@ def test_any_dataset_of_images_is_a_source(cuttings):
     assert [source.item(index).caption for index in range(6)] == [f"class {n}" for n in range(6)]
     assert np.array_equal(pixels(source.image(4)), pixels(cuttings[4]))
     assert len({source.content(index) for index in range(6)}) == 6
+
+
+def test_columns_and_places_may_be_named(cuttings):
+    image = cuttings[0]
+    for samples, place, words in (
+        ([{"picture": image, "text": "a cat"}], "picture", "text"),
+        ([(image, "a cat")], 0, 1),
+    ):
+        source = DatasetImages(samples, image=place, caption=words)
+        assert [source.item(n).caption for n in range(len(source))] == ["a cat"]
+
+
+def test_a_column_that_is_not_there_is_answered(cuttings):
+    samples = [{"picture": cuttings[0], "text": "a cat"}]
+    with pytest.raises(DataError, match=r"image = 'image'.*'picture', 'text'"):
+        DatasetImages(samples, image="image", caption="text")
+    with pytest.raises(DataError, match="caption=lambda sample"):
+        DatasetImages([cuttings[0]], image=lambda s: s, caption="text")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from zerotune.decisions import announce
 from zerotune.diffusion.data.images import BrokenPolicy, ImageCheck, SkipBroken, WholeImage, need
@@ -90,8 +91,8 @@ class DatasetImages(EncodedSource):
 
     Args:
         dataset: With ``__len__`` and ``__getitem__``.
-        image: Takes the image out of a sample.
-        caption: Takes the caption out of a sample.
+        image: Takes the image out of a sample; or the name or place where it is in there.
+        caption: Takes the caption out of a sample; or its name or place.
         on_broken: What becomes of samples that cannot be read.
 
     Raises:
@@ -102,17 +103,19 @@ class DatasetImages(EncodedSource):
         self,
         dataset: Any,
         *,
-        image: Callable[[Any], Image],
-        caption: Callable[[Any], str],
+        image: Callable[[Any], Image] | str | int,
+        caption: Callable[[Any], str] | str | int,
         on_broken: BrokenPolicy | None = None,
     ) -> None:
-        self._dataset, self._image = dataset, image
+        first = dataset[0] if len(dataset) else None
+        picture, words = _taker("image", image, first), _taker("caption", caption, first)
+        self._dataset, self._image = dataset, picture
         captions: dict[str, str] = {}
 
         def encoded(name: str) -> bytes:
             sample = dataset[int(name)]
-            captions[name] = caption(sample)
-            return _png(image(sample))
+            captions[name] = words(sample)
+            return _png(picture(sample))
 
         sizes, self.broken = measure(
             map(str, range(len(dataset))),
@@ -134,6 +137,29 @@ class DatasetImages(EncodedSource):
         """A hash of the pixels."""
         image = self.image(index)
         return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()
+
+
+def _taker(key: str, how: Any, sample: Any) -> Callable[[Any], Any]:
+    """What takes something out of samples like this one.
+
+    Raises:
+        DataError: There is no such place, or it is none.
+    """
+    if callable(how):
+        return cast("Callable[[Any], Any]", how)
+    places: Any = list(sample) if isinstance(sample, Mapping) else ()
+    if isinstance(sample, list | tuple):
+        places = range(len(sample))
+    if isinstance(how, str | int) and (sample is None or how in places):
+        return itemgetter(how)
+    raise DataError(
+        f"is nowhere in the samples, which are of the type {type(sample).__name__}",
+        key=key,
+        value=how,
+        fix=f"one of {', '.join(map(repr, places))}, or a function of a sample"
+        if len(places) > 0
+        else f"write a function of a sample: {key}=lambda sample: …",
+    )
 
 
 def _png(image: Image) -> bytes:

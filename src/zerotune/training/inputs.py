@@ -1,0 +1,84 @@
+"""What people give to ``Trainer`` and ``prepare``, taken or answered before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zerotune.errors import InvalidValueError
+from zerotune.optim import OptimizerResolver
+from zerotune.plan.api import Advice, DeepSpeedPlan, ResolvedPlan
+
+
+def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
+    """A plan, read first where it is a file or a configuration.
+
+    Args:
+        plan: A plan, resolved or not; an ``Advice``; the path of a JSON or YAML file; a dict.
+
+    Raises:
+        PlanError: It cannot be read.
+        InvalidValueError: It is none of these.
+    """
+    if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
+        return plan
+    if isinstance(plan, Advice):
+        return plan.plan
+    if isinstance(plan, str | os.PathLike):
+        return DeepSpeedPlan.load(plan)
+    if isinstance(plan, Mapping):
+        return DeepSpeedPlan.from_dict(plan)
+    raise InvalidValueError(
+        "is no plan",
+        key="plan",
+        value=plan,
+        fix="give a DeepSpeedPlan, a DeepSpeed configuration as a dict, or the path of its file",
+    )
+
+
+def check_model(model: Any) -> None:
+    """Whether this is a module that can be trained.
+
+    Raises:
+        InvalidValueError: A path, a whole pipeline, or something else.
+    """
+    if isinstance(model, torch.nn.Module):
+        return
+    value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
+    if isinstance(model, str | os.PathLike):
+        why = "is where a model lies, not a model"
+        fix = f"load it: loaded = zerotune.load_pretrained({os.fspath(model)!r}), then loaded.model"
+    elif hasattr(model, "components") or hasattr(model, "save_pretrained"):
+        why = "is a whole pipeline; one of its models is trained"
+        fix = "zerotune.load_pretrained(FOLDER) gives model and objective, or give pipeline.unet "
+        fix += "(or pipeline.transformer)"
+    else:
+        why, fix = "is no torch.nn.Module", "give the module that is to be trained"
+    raise InvalidValueError(why, key="model", value=value, fix=fix)
+
+
+def check_resolver(optimizer: Any) -> None:
+    """Whether this settles optimizers, rather than being one.
+
+    Raises:
+        InvalidValueError: It is not; the message says where the optimizer is named.
+    """
+    if optimizer is None or isinstance(optimizer, OptimizerResolver):
+        return
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(kind, torch.optim.Optimizer):
+        name = kind.__name__
+        why = "the engine builds the optimizer itself, over the weights that ZeRO has partitioned"
+    else:
+        name = optimizer if isinstance(optimizer, str) else "AdamW"
+        why = "is no OptimizerResolver"
+    raise InvalidValueError(
+        why,
+        key="optimizer",
+        value=optimizer if isinstance(optimizer, str) else kind.__name__,
+        fix=f'name it in the plan, optimizer={{"type": "{name}", "params": {{"lr": …}}}}, or here: '
+        f'OptimizerResolver(overrides={{"optimizer.type": "{name}", "lr": …}})',
+    )
