@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,9 +10,12 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 from zerotune.diffusion.data import (
     AspectBuckets,
@@ -254,6 +258,90 @@ def test_damaged_and_foreign_files_are_named_and_computed_again(some, tmp_path):
     encoder = Encoder()
     fill(dataset, tmp_path, encoder)
     assert 0 < len(encoder.seen) == 60 - len(again) < 60
+
+
+def flip(path, *, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_an_error_that_names_file_and_entry(some, tmp_path):
+    dataset = dataset_of(some)
+    cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
+    (path,) = cache.folder.glob("*.safetensors")
+    whole = path.read_bytes()
+    data = 8 + int.from_bytes(whole[:8], "little")
+    keys = [CachedImages(dataset, latents=cache).latent_key(i, flipped=False) for i in range(60)]
+    before = {key: cache.read(key) for key in keys}
+    for bit in range(8 * data, 8 * len(whole), 8 * (len(whole) - data) // 23 + 1):
+        path.write_bytes(whole)
+        flip(path, bit=bit)
+        again, errors = TensorCache(tmp_path, settings=LATENTS), {}
+        for key in keys:
+            try:
+                read = again.read(key)
+            except DataError as error:
+                errors[key] = str(error)
+            else:
+                assert all(torch.equal(read[name], before[key][name]) for name in read)
+        ((key, said),) = errors.items()
+        assert key in said
+        assert str(path) in said
+        assert "delete the file and fill the cache again" in said
+    path.unlink()
+    encoder = Encoder()
+    fill(dataset, tmp_path, encoder)
+    assert len(encoder.seen) == 60
+
+
+def test_a_flipped_bit_in_a_header_serves_nothing_wrong(some, tmp_path):
+    dataset = dataset_of(some)
+    cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
+    (path,) = cache.folder.glob("*.safetensors")
+    whole = path.read_bytes()
+    data = 8 + int.from_bytes(whole[:8], "little")
+    keys = [CachedImages(dataset, latents=cache).latent_key(i, flipped=False) for i in range(60)]
+    before = {key: cache.read(key) for key in keys}
+    for bit in range(0, 8 * data, 8 * data // 40 + 1):
+        path.write_bytes(whole)
+        flip(path, bit=bit)
+        again = TensorCache(tmp_path, settings=LATENTS)
+        for key in keys[:: 1 if len(again) else 60]:
+            try:
+                read = again.read(key)
+            except DataError:
+                continue
+            assert all(torch.equal(read[name], before[key][name]) for name in read)
+
+
+def test_a_cache_without_checksums_is_computed_again_and_says_so(some, tmp_path):
+    dataset = dataset_of(some)
+    cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
+    (path,) = cache.folder.glob("*.safetensors")
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    path.write_bytes(save(tensors, metadata={"settings": LATENTS.digest()}))
+    old = TensorCache(tmp_path, settings=LATENTS)
+    assert len(old) == 0
+    assert "kept no checksums" in old.decisions[0].reason
+    encoder = Encoder()
+    fill(dataset, tmp_path, encoder)
+    assert len(encoder.seen) == 60
+
+
+def test_a_cache_that_cannot_be_written_or_read_names_the_file(some, tmp_path, monkeypatch):
+    dataset = dataset_of(some)
+    cache = fill(dataset, tmp_path, Encoder(), shard_size=100)
+    (path,) = cache.folder.glob("*.safetensors")
+    again = TensorCache(tmp_path, settings=LATENTS)
+    path.unlink()
+    with pytest.raises(DataError, match=rf"{path.name}.*cannot be read.*Fix"):
+        CachedImages(dataset, latents=again)[0]
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("zerotune.diffusion.data.cache.write_atomically", Mock(side_effect=full))
+    with pytest.raises(DataError, match=r"cannot be written .No space left on device.*Fix"):
+        fill(dataset, tmp_path, Encoder())
 
 
 def test_encoders_leave_the_device_and_bad_ones_are_refused(some, tmp_path):
