@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,74 @@ def test_a_bad_line_is_named(tmp_path, line):
     with pytest.raises(DataError) as caught:
         read_metrics(path)
     assert caught.value.key == f"{path}:2"
+
+
+class FullDisk:
+    """Opens files to append to on a device that is always full."""
+
+    def __init__(self, monkeypatch):
+        usual = Path.open
+
+        def opened(path, mode="r", *args, **options):
+            return usual(Path("/dev/full") if mode == "a" else path, mode, *args, **options)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+
+def test_a_full_disk_warns_once_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    drive(file, steps=range(1, 3))
+    with monkeypatch.context() as patch:
+        FullDisk(patch)
+        drive(file, steps=range(3, 8))
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert str(file.path) in said
+    assert "No space left on device" in said
+    drive(file, steps=range(8, 10))
+    assert [metrics.step for metrics in read_metrics(file.path)] == [1, 2, 8, 9]
+
+
+def test_a_disk_that_cannot_be_written_warns_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    def refused(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    file = MetricsFile(tmp_path / "deep" / "metrics.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refused)
+        drive(file, steps=range(1, 4))
+    assert "Read-only file system" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_run_keeps_what_an_earlier_one_wrote(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    for loss in (1.0, 2.0, 3.0):
+        drive(MetricsFile(path), steps=range(1, 4), loss=loss)
+    kept = [tmp_path / "metrics.jsonl.1", tmp_path / "metrics.jsonl.2", path]
+    assert [{metrics.loss for metrics in read_metrics(one)} for one in kept] == [
+        {1.0},
+        {2.0},
+        {3.0},
+    ]
+    assert "metrics.jsonl.1" in caplog.text
+    assert "begins at step 0" in caplog.text
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_another_encoding_is_refused_by_name(tmp_path, encoding):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("m\u00e9tr\u00ecques\n", encoding=encoding)
+    before = path.read_bytes()
+    for first in (1, 5):
+        with pytest.raises(InvalidValueError, match=r"metrics\.jsonl.*Fix: name another file"):
+            drive(MetricsFile(path), steps=range(first, 6))
+    with pytest.raises(DataError, match=r"metrics\.jsonl.*not UTF-8"):
+        read_metrics(path)
+    assert path.read_bytes() == before
+
+
+def test_what_is_no_file_is_refused(tmp_path):
+    with pytest.raises(InvalidValueError, match="holds something else than metrics"):
+        drive(MetricsFile(tmp_path), steps=range(1, 2))

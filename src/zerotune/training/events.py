@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 
 from zerotune._util.files import write_atomically
+from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -18,7 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from zerotune.backend.engine import Engine
-    from zerotune.decisions import Decision
     from zerotune.diffusion.objective import Objective
     from zerotune.training.averages import Averages
     from zerotune.training.sampling import SampleOptions
@@ -180,10 +182,15 @@ class MetricsFile(Callback):
     """Appends every step's metrics to a JSON-lines file, on rank 0.
 
     After a resume the lines of steps that will be taken again are removed, so that the file
-    holds each step once.
+    holds each step once. A run that begins at step 0 renames the file of an earlier one to
+    ``NAME.1``, ``NAME.2``, … and begins its own. A disk that is full or cannot be written costs
+    a warning and the lines, not the run.
 
     Args:
         path: The file; its folder is made.
+
+    Raises:
+        InvalidValueError: When ``fit`` begins: the path holds something else than metrics.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -198,30 +205,58 @@ class MetricsFile(Callback):
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Open the file."""
         if trainer.is_main:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._open(trainer.step)
+            _check_ours(self._path)
+            if trainer.step == 0:
+                self._attempt(lambda: _set_aside(self._path))
+            self._attempt(lambda: self._open(trainer.step))
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Write one line."""
-        if self._file is not None:
-            self._file.write(json.dumps(attrs.asdict(metrics)) + "\n")
+        file = self._file
+        if file is not None:
+            line = json.dumps(attrs.asdict(metrics)) + "\n"
+            self._attempt(lambda: file.write(line))
 
     def on_resume(self, trainer: RunView, path: Path) -> None:  # noqa: ARG002
         """Remove the steps that a run which went back will take again."""
         if self._file is not None:
-            self._file.close()
-            self._open(trainer.step)
+            self._close()
+            self._attempt(lambda: self._open(trainer.step))
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close()
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._close()
+            announce((_unwritten(self._path, error),), rank=0)
 
     def _open(self, step: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         _keep_until(self._path, step)
         # Line buffered: a killed run keeps its metrics.
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # What a full disk did not take is tried again here.
+                file.close()
+
+
+def _unwritten(path: Path, error: OSError) -> Decision:
+    return Decision(
+        key="MetricsFile.path",
+        before=str(path),
+        after=None,
+        reason=f"metrics cannot be written ({error.strerror or error}), so training goes on "
+        "without them; free space or make the folder writable, and the next fit or resume "
+        "writes again",
+        severity="warning",
+    )
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
@@ -235,7 +270,15 @@ def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"is no file of metrics: it is not UTF-8 ({error.reason})",
+            key=str(path),
+            fix="name the file that MetricsFile wrote",
+        ) from error
+    for number, line in enumerate(lines, start=1):
         try:
             fields: dict[str, Any] = json.loads(line)
             yield line, StepMetrics(**fields)
@@ -248,23 +291,65 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
             ) from error
 
 
+def _check_ours(path: Path) -> None:
+    """Refuse what can be no file of metrics: a folder, a pipe, a device."""
+    try:
+        strange = path.exists() and not path.is_file()
+    except OSError:
+        return  # Whoever opens it is told why.
+    if strange:
+        raise _not_metrics(path)
+
+
+def _set_aside(path: Path) -> None:
+    """Give the metrics of an earlier run another name: a new one begins at step 0."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    _whole_lines(path)  # Somebody else's file is refused, not renamed.
+    numbers = itertools.count(1)
+    while (aside := path.with_name(f"{path.name}.{next(numbers)}")).exists():
+        pass
+    path.rename(aside)
+    kept = Decision(
+        key="MetricsFile.path",
+        before=str(path),
+        after=str(aside),
+        reason="it holds the steps of an earlier run and this one begins at step 0, so it was "
+        "renamed; resume from a checkpoint to go on in it",
+        severity="warning",
+    )
+    announce((kept,), rank=0)
+
+
 def _keep_until(path: Path, step: int) -> None:
     """Drop lines of later steps, and one that a killed run left half written."""
     if not path.exists():
         return
-    text = path.read_text(encoding="utf-8")
+    kept = [line for line, at in _whole_lines(path) if at <= step]
+    write_atomically(path.resolve(), "".join(f"{line}\n" for line in kept).encode())
+
+
+def _whole_lines(path: Path) -> list[tuple[str, int]]:
+    """Lines and their steps, but for one that a killed run left half written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_metrics(path) from error
     whole = text[: text.rfind("\n") + 1]
-    kept = [line for line in whole.splitlines() if _step_of(line, path) <= step]
-    write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
+    return [(line, _step_of(line, path)) for line in whole.splitlines()]
 
 
 def _step_of(line: str, path: Path) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError) as error:
-        raise InvalidValueError(
-            "holds something else than metrics, so it is not written to",
-            key="MetricsFile.path",
-            value=str(path),
-            fix="name another file",
-        ) from error
+        raise _not_metrics(path) from error
+
+
+def _not_metrics(path: Path) -> InvalidValueError:
+    return InvalidValueError(
+        "holds something else than metrics, so it is not written to",
+        key="MetricsFile.path",
+        value=str(path),
+        fix="name another file",
+    )

@@ -94,7 +94,8 @@ def hash_weights(module: torch.nn.Module) -> str:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # An empty tensor cannot be seen as bytes.
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    content: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(content)
 
 
 def _checksum(name: str, tensor: torch.Tensor) -> str:
