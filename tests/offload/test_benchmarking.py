@@ -95,6 +95,11 @@ class TestSaved:
         with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
             assert measured_decision(lease).severity == "warning"
 
+    def test_a_pipe_in_its_place_is_not_waited_for(self, tmp_path):
+        os.mkfifo(tmp_path / MEASURED_FILE)
+        with OffloadManager(root=tmp_path).lease(swapping_plan()) as lease:
+            assert "is no regular file" in measured_decision(lease).reason
+
     @pytest.mark.parametrize("value", [0, -1, "8", 1.5, True, None])
     def test_settings_that_cannot_be_are_refused(self, tmp_path, disk, value):
         attrs.evolve(disk, queue_depth=value).save(tmp_path)

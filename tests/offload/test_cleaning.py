@@ -204,6 +204,49 @@ def test_a_failure_is_told_with_what_was_freed_before_it(tmp_path, dead, monkeyp
     assert [one.path for one in cleanup_stale_swap(tmp_path).removed] == [folder]
 
 
+@pytest.mark.parametrize("name", [None, f"{DRAFT_PREFIX}x"])
+def test_another_users_folder_is_no_failure(tmp_path, dead, monkeypatch, name):
+    folder = dead()
+    if name is not None:
+        folder = folder.rename(tmp_path / name)
+
+    def refused(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(cleaning, "open_folder", OnlyTheRoot(cleaning.open_folder))
+    monkeypatch.setattr(cleaning, "remove_entry", refused)
+    mine = cleanup_stale_swap(tmp_path)
+    assert [one.reason for one in mine.failures] == ["Permission denied"]
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    report = cleanup_stale_swap(tmp_path)
+    assert report.failures == ()
+    assert report.decisions == ()
+    (kept,) = report.kept
+    assert kept.path == folder
+    assert f"belongs to user {owner}" in kept.reason
+
+
+class OnlyTheRoot:
+    """Opens what is given by its path; nothing inside it is for this user."""
+
+    def __init__(self, usual):
+        self.usual = usual
+
+    def __call__(self, path, *, within=None):
+        if within is not None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return self.usual(path)
+
+
+def test_a_pipe_in_place_of_a_record_keeps_the_folder_and_blocks_nobody(tmp_path, dead):
+    folder = dead()
+    os.mkfifo(folder / "rank1.json")
+    report = cleanup_stale_swap(tmp_path)
+    assert report.failures == report.removed == ()
+    assert "rank1.json cannot be read (is no regular file)" in report.kept[0].reason
+
+
 @pytest.mark.parametrize("moment", range(1, 8))
 def test_an_interrupted_clean_up_is_finished_by_the_next(tmp_path, dead, monkeypatch, moment):
     folder = dead()

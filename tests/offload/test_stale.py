@@ -7,7 +7,7 @@ import attrs
 import pytest
 
 from zerotune.errors import OffloadError
-from zerotune.offload import LeaseRecord, find_leases
+from zerotune.offload import LeaseRecord, cleanup_stale_swap, find_leases
 from zerotune.offload import lease as stale
 from zerotune.offload.lease import lease_name, new_run_id
 
@@ -189,3 +189,32 @@ def test_a_rank_that_is_leaving_does_not_seem_dead(tmp_path, dead, monkeypatch):
 
     monkeypatch.setattr(stale, "_records", lock_of_leaving_rank)
     assert only(tmp_path).state == "stale"
+
+
+@pytest.mark.parametrize("name", ["rank0.json", "rank7.json", "lease.lock"])
+def test_a_pipe_in_place_of_a_record_or_lock_is_not_waited_for(tmp_path, dead, name):
+    folder = dead()
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert only(tmp_path).state == "unknown"
+    assert "is no regular file" in only(tmp_path).reason
+
+
+def test_a_deep_tree_is_measured(tmp_path, dead):
+    folder = dead()
+    before = only(tmp_path).size
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(1500):
+        os.mkdir("deep", dir_fd=here)
+        here, last = os.open("deep", os.O_RDONLY, dir_fd=here), here
+        os.close(last)
+    with os.fdopen(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=here), "wb") as file:
+        file.write(b"x" * 10_000)
+    os.close(here)
+    found = only(tmp_path)
+    assert found.state == "stale"
+    assert found.size >= before + 10_000
+    report = cleanup_stale_swap(tmp_path)
+    assert [one.path for one in report.removed] == [folder]
+    assert report.freed == found.size
+    assert list(tmp_path.iterdir()) == []

@@ -61,13 +61,41 @@ def reading_regular(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OSError: It cannot be opened, or is something else.
     """
-    # Windows has neither FIFOs in folders nor this flag.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(open_regular(path), "rb") as file:
+        yield file
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, within: int | None = None) -> int:
+    """Open a file that anybody may have made; no pipe in its place is waited for.
+
+    Args:
+        path: Its path, or its name when ``within`` is given.
+        flags: As of ``os.open``.
+        within: Descriptor of the folder that holds it.
+
+    Raises:
+        OSError: It cannot be opened; ``EINVAL`` when it is no regular file.
+    """
+    # Windows has neither FIFOs in folders nor these flags.
+    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags, dir_fd=within)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is no regular file", str(path))
-    with os.fdopen(descriptor, "rb") as file:
-        yield file
+    return descriptor
+
+
+def read_record(path: str | Path, *, most: int, within: int | None = None) -> str:
+    """The text of a small file that anybody may have made, its first ``most`` characters.
+
+    Raises:
+        OSError: As of ``open_regular``; ``ELOOP`` when it is a link.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)
+    with os.fdopen(
+        open_regular(path, flags, within=within), encoding="utf-8", errors="replace"
+    ) as file:
+        return file.read(most)
 
 
 def sync_file(file: IO[Any]) -> None:

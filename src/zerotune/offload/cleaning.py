@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from zerotune.offload.lease import (
     run_id_of,
     try_lock,
 )
-from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_entry
+from zerotune.offload.removal import DEEP_PREFIX, Removed, folder_bytes, open_folder, remove_entry
 from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
 
 Kind = Literal["lease", "unfinished", "bare"]
@@ -167,7 +167,7 @@ class _Sweep:
                 self._each(root, name, "lease", self._lease)
             elif is_bare(name):
                 self._each(root, name, "bare", self._bare)
-        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, BENCH_PREFIX)
+        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, BENCH_PREFIX, DEEP_PREFIX)
         unfinished = [name for name in names if name.startswith(prefixes)]
         if unfinished:
             self._unfinished(root, unfinished)
@@ -182,33 +182,25 @@ class _Sweep:
         """Do one thing; note what came of it, what it freed before it failed included."""
         removed = Removed()
         try:
-            with self._within(root, name):
-                gone, nbytes, reason = act(root, name, removed)
+            gone, nbytes, reason = act(root, name, removed)
         except FileNotFoundError:
             # Its run, or another cleaner, was faster.
             return
         except (OSError, OffloadError) as error:
             said = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-            target = self.kept if _is_foreign(error) else self.failures
+            other = _other_owner(root, name) if isinstance(error, PermissionError) else None
+            if other is not None:
+                said = f"belongs to user {other}, whose runs clean it up ({said})"
+            target = self.kept if other is not None or _is_foreign(error) else self.failures
             target.append(self._leftover(name, kind, removed.freed, str(said)))
             return
         (self.removed if gone else self.kept).append(self._leftover(name, kind, nbytes, reason))
-
-    @contextmanager
-    def _within(self, root: int, name: str) -> Iterator[None]:
-        folder = open_folder(name, within=root)
-        try:
-            if mount_identity(folder) != mount_identity(root):
-                raise NotADirectoryError(0, "another file system is mounted here", name)
-        finally:
-            os.close(folder)
-        yield
 
     def _leftover(self, name: str, kind: Kind, nbytes: int, reason: str) -> Leftover:
         return Leftover(path=self.path / name, kind=kind, nbytes=nbytes, reason=reason)
 
     def _lease(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
-        folder = open_folder(name, within=root)
+        folder = _opened(root, name)
         try:
             with judged(folder, self.kind) as verdict:
                 if verdict.state == "empty" and not self.dry_run:
@@ -224,7 +216,7 @@ class _Sweep:
         return gone, size, verdict.reason
 
     def _bare(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
-        folder = open_folder(name, within=root)
+        folder = _opened(root, name)
         try:
             found = survey(folder)
         finally:
@@ -251,23 +243,31 @@ class _Sweep:
             if not alone:
                 self.kept.append(self._leftover(name, "unfinished", 0, reason))
                 continue
-            self._one_unfinished(root, name)
+            self._each(root, name, "unfinished", self._remnant)
 
-    def _one_unfinished(self, root: int, name: str) -> None:
-        removed = Removed()
-        try:
-            before = os.stat(name, dir_fd=root, follow_symlinks=False).st_blocks * 512
-            if not self.dry_run:
-                remove_entry(root, name, mount_identity(root), removed)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            reason = error.strerror or str(error)
-            self.failures.append(self._leftover(name, "unfinished", removed.freed, reason))
-            return
+    def _remnant(self, root: int, name: str, removed: Removed) -> tuple[bool, int, str]:
+        before = os.stat(name, dir_fd=root, follow_symlinks=False).st_blocks * 512
+        if not self.dry_run:
+            remove_entry(root, name, mount_identity(root), removed)
         size = before if self.dry_run else removed.freed
-        reason = "the process that was making it has ended"
-        self.removed.append(self._leftover(name, "unfinished", size, reason))
+        return True, size, "the process that was making it has ended"
+
+
+def _opened(root: int, name: str) -> int:
+    folder = open_folder(name, within=root)
+    if mount_identity(folder) != mount_identity(root):
+        os.close(folder)
+        raise NotADirectoryError(0, "another file system is mounted here", name)
+    return folder
+
+
+def _other_owner(root: int, name: str) -> int | None:
+    """The user a name belongs to, if that is another than ours."""
+    try:
+        owner = os.stat(name, dir_fd=root, follow_symlinks=False).st_uid
+    except OSError:
+        return None
+    return None if owner == os.geteuid() else owner
 
 
 def _is_foreign(error: Exception) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.files import write_atomically
+from zerotune._util.files import read_record, write_atomically
 from zerotune._util.proc import mount_identity
 from zerotune._util.text import disk_size
 from zerotune.decisions import Decision
@@ -38,6 +38,7 @@ TUNED: Final = ("block_size", "queue_depth", "intra_op_parallelism")
 """Keys of ``aio`` that a measurement chooses."""
 
 _FORMAT: Final = 1
+_LONGEST: Final = 65536
 
 
 @attrs.frozen(kw_only=True)
@@ -113,7 +114,7 @@ class MeasuredDisk:
         """
         path = root / MEASURED_FILE
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
+            fields = json.loads(read_record(path, most=_LONGEST))
             if fields.pop("format") != _FORMAT:
                 raise ValueError(f"not of format {_FORMAT}")
             found = cls(**fields)
@@ -121,7 +122,7 @@ class MeasuredDisk:
                 raise ValueError("a setting is no positive whole number")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise OffloadError(
                 f"cannot be used ({error})",
                 key="offload.root",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 
-from zerotune._util.files import sync_file
+from zerotune._util.files import open_regular, read_record, sync_file
 from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _FORMAT: Final = 1
 _RUN_ID: Final = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}", re.ASCII)
 _PREFIX: Final = "zerotune-"
+_LONGEST_RECORD: Final = 65536
 
 
 def new_run_id() -> str:
@@ -362,7 +363,7 @@ def _join(path: Path, record: LeaseRecord) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        lock = os.open(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
     finally:
         os.close(folder)
     try:
@@ -386,7 +387,7 @@ def _join(path: Path, record: LeaseRecord) -> int | None:
 
 def _check_same_plan(path: Path, record: LeaseRecord) -> None:
     for file in sorted(path.glob("rank*.json")):
-        other = LeaseRecord.from_json(file.read_text(encoding="utf-8"))
+        other = _record(file)
         if other.plan_digest != record.plan_digest:
             raise OffloadError(
                 f"rank {record.rank} has another plan than rank {other.rank} "
@@ -615,7 +616,7 @@ def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
         OSError: The folder cannot be examined, or vanished; its lock file may be a link.
     """
     try:
-        lock = os.open(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
     except FileNotFoundError:
         if os.fstat(folder).st_nlink and not os.listdir(folder):
             yield Verdict(state="empty", reason="a removal is under way or was interrupted")
@@ -662,10 +663,20 @@ def _records(folder: int) -> tuple[LeaseRecord, ...]:
     records = []
     for name in os.listdir(folder):
         if is_record(name):
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            with os.fdopen(file, encoding="utf-8", errors="replace") as stream:
-                records.append(LeaseRecord.from_json(stream.read()))
+            records.append(_record(name, within=folder))
     return tuple(sorted(records, key=lambda record: record.rank))
+
+
+def _record(path: str | Path, *, within: int | None = None) -> LeaseRecord:
+    try:
+        text = read_record(path, most=_LONGEST_RECORD, within=within)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(
+            "", f"{Path(path).name} cannot be read ({error.strerror or error})"
+        ) from error
+    return LeaseRecord.from_json(text)
 
 
 def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:

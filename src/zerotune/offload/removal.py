@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Final
 
 import attrs
 
@@ -40,16 +42,59 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
 
 
 def folder_bytes(folder: int) -> int:
-    """Bytes allocated on disk below an open folder; what vanishes meanwhile counts as 0."""
-    total = 0
-    for _, _, names, descriptor in os.fwalk(".", dir_fd=folder, onerror=None):
-        for name in names:
-            try:
-                facts = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            total += facts.st_blocks * 512
+    """Bytes allocated on disk below an open folder; what vanishes meanwhile counts as 0.
+
+    Raises:
+        OSError: The folder cannot be read; ``ESTALE`` when one in it is moved meanwhile.
+    """
+    # However deep the tree, one folder of it is open at a time.
+    here = open_folder(".", within=folder)
+    try:
+        total, names = _look(here)
+        above = [(os.fstat(here), names)]
+        while above:
+            facts, names = above[-1]
+            if not os.path.samestat(os.fstat(here), facts):
+                raise OSError(errno.ESTALE, "was moved while it was measured")
+            if names:
+                child = _entered(here, names.pop())
+                if child is None:
+                    continue
+                nbytes, inner = _look(child)
+                total += nbytes
+                above.append((os.fstat(child), inner))
+            else:
+                above.pop()
+                child = open_folder("..", within=here) if above else os.dup(here)
+            os.close(here)
+            here = child
+    finally:
+        os.close(here)
     return total
+
+
+def _look(folder: int) -> tuple[int, list[str]]:
+    """Bytes of the files directly inside, and the names of its folders."""
+    total, folders = 0, []
+    for name in os.listdir(folder):
+        try:
+            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(facts.st_mode):
+            folders.append(name)
+        else:
+            total += facts.st_blocks * 512
+    return total, folders
+
+
+def _entered(folder: int, name: str) -> int | None:
+    """A folder inside, readable; ``None``: it is gone, or not for us to read."""
+    try:
+        child = open_folder(name, within=folder)
+    except OSError:
+        return None
+    return child
 
 
 def remove_contents(
@@ -70,10 +115,8 @@ def remove_contents(
     """
     removed = Removed() if removed is None else removed
     before = removed.freed
-    home = mount_identity(folder)
-    for name in os.listdir(folder):
-        if name not in keep:
-            remove_entry(folder, name, home, removed)
+    emptying = _Emptying(top=folder, home=mount_identity(folder), removed=removed)
+    emptying.remove(name for name in os.listdir(folder) if name not in keep)
     return removed.freed - before
 
 
@@ -89,25 +132,59 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
     Raises:
         OSError: It could not be removed; ``EXDEV`` when it is a mount.
     """
-    try:
-        facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if stat.S_ISDIR(facts.st_mode):
-            _remove_folder(folder, name, home, removed)
+    _Emptying(top=folder, home=home, removed=removed).remove([name])
+
+
+DEEP_PREFIX: Final = ".zerotune-deep-"
+"""Of a folder that lay deep in a tree which is being removed."""
+
+_DEEPEST: Final = 64
+
+
+@attrs.define(kw_only=True)
+class _Emptying:
+    """Removes names inside a folder, with all below them.
+
+    What lies too deep is moved to the top and removed in its turn, so that no tree needs a deep
+    stack or an open folder per level.
+    """
+
+    top: int
+    home: tuple[int, str | None]
+    removed: Removed
+    waiting: list[str] = attrs.field(factory=list)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove names directly inside the top."""
+        self.waiting.extend(names)
+        while self.waiting:
+            self._entry(self.top, self.waiting.pop(), 0)
+
+    def _entry(self, folder: int, name: str, depth: int) -> None:
+        try:
+            facts = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if stat.S_ISDIR(facts.st_mode):
+                self._folder(folder, name, depth)
+                return
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            # Another remover was faster; the aim is reached.
             return
-        os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        # Another remover was faster; the aim is reached.
-        return
-    if facts.st_nlink == 1:
-        removed.freed += facts.st_blocks * 512
+        if facts.st_nlink == 1:
+            self.removed.freed += facts.st_blocks * 512
 
-
-def _remove_folder(folder: int, name: str, home: tuple[int, str | None], removed: Removed) -> None:
-    child = open_folder(name, within=folder)
-    try:
-        if mount_identity(child) != home:
-            raise OSError(errno.EXDEV, "another file system is mounted here", name)
-        remove_contents(child, removed=removed)
-    finally:
-        os.close(child)
-    os.rmdir(name, dir_fd=folder)
+    def _folder(self, folder: int, name: str, depth: int) -> None:
+        child = open_folder(name, within=folder)
+        try:
+            if mount_identity(child) != self.home:
+                raise OSError(errno.EXDEV, "another file system is mounted here", name)
+            if depth >= _DEEPEST:
+                lifted = f"{DEEP_PREFIX}{secrets.token_hex(6)}"
+                os.rename(name, lifted, src_dir_fd=folder, dst_dir_fd=self.top)
+                self.waiting.append(lifted)
+                return
+            for inner in os.listdir(child):  # noqa: PTH208 - a descriptor.
+                self._entry(child, inner, depth + 1)
+        finally:
+            os.close(child)
+        os.rmdir(name, dir_fd=folder)
