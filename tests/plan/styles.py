@@ -114,6 +114,28 @@ TRAINERS: Final = {
         "offload_param_path": "/a", "deepspeed_config": {"zero_optimization": {"stage": 2}}}""",
 }
 
+SIMPLETUNER: Final = {
+    "its page at stage 3": """{
+        "deepspeed_config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"},
+            "offload_optimizer": {"device": "none"}}, "zero3_init_flag": true,
+            "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": "auto"},
+        "train_batch_size": 4}""",
+    "its page, saving whole": """{
+        "zero_optimization": {"stage": 3}, "zero3_init_flag": true,
+        "zero3_save_16bit_model": true, "bf16": {"enabled": true}}""",
+    "switched off": """{
+        "--deepspeed_config": "", "--mixed_precision": "bf16", "--train_batch_size": 4,
+        "--gradient_accumulation_steps": 2}""",
+    "its batch beside a train batch": """{
+        "train_batch_size": 2, "gradient_accumulation_steps": 9,
+        "deepspeed_config": {"train_batch_size": 16}}""",
+    "its batch beside the configuration's own": """{
+        "train_batch_size": 2, "deepspeed_config": {"train_micro_batch_size_per_gpu": 3}}""",
+    "its batch where the others give it": """{
+        "train_batch_size": 2, "mixed_precision": "bf16",
+        "deepspeed_config": {"train_batch_size": 8, "gradient_accumulation_steps": 1}}""",
+}
+
 _AROUND = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\n"
 _DEFAULTS = (
     f"{_AROUND}debug: false\ndowncast_bf16: 'no'\nenable_cpu_affinity: false\n"

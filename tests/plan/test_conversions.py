@@ -11,7 +11,7 @@ from hypothesis import example, given
 
 import zerotune.plan
 from tests.plan.conftest import REFERENCE_A, REFERENCE_B, REFERENCE_C
-from tests.plan.styles import ACCELERATE, DEEPSPEED, TRAINERS
+from tests.plan.styles import ACCELERATE, DEEPSPEED, SIMPLETUNER, TRAINERS
 from tests.plan.test_properties import CONFIGS, SLOW
 from tests.plan.test_round_trips import (
     GOOD_CONFIGS,
@@ -122,6 +122,10 @@ def test_any_plan_converted_to_any_format_runs_the_same_or_is_refused(config, la
 FILES = {
     **{f"deepspeed: {name}": (DeepSpeedPlan.from_json, text) for name, text in DEEPSPEED.items()},
     **{f"trainer: {name}": (DeepSpeedPlan.from_json, text) for name, text in TRAINERS.items()},
+    **{
+        f"simpletuner: {name}": (DeepSpeedPlan.from_json, text)
+        for name, text in SIMPLETUNER.items()
+    },
     **{f"accelerate: {name}": (from_yaml_text, text) for name, text in ACCELERATE.items()},
     "reference a": (DeepSpeedPlan.from_dict, REFERENCE_A),
     "reference b": (DeepSpeedPlan.from_dict, REFERENCE_B),

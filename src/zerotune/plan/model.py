@@ -913,10 +913,16 @@ _LEGACY_OFFLOAD = {
 }
 
 
+_SAVED_WHOLE: Final = "zero3_save_16bit_model"
+_GATHER: Final = "stage3_gather_16bit_weights_on_model_save"
+_GATHER_ALIASES: Final = tuple(name for name, key in ZERO_ALIASES.items() if key == _GATHER)
+
+
 def normalise_top_level(raw: Mapping[str, Any], decisions: list[Decision]) -> dict[str, Any]:
     """Translate what can only be seen from the top level; the rest is in ``legacy_zero``."""
     config = dict(raw)
     _boolean_zero(config, decisions)
+    _saved_whole(config, decisions)
     for key, member in _SHORTHANDS.items():
         value = config.get(key)
         if isinstance(value, bool | str):
@@ -966,6 +972,32 @@ def _boolean_zero(config: dict[str, Any], decisions: list[Decision]) -> None:
             after=section,
             reason="the old boolean form; DeepSpeed reads true as stage 1",
             severity="warning",
+        )
+    )
+
+
+def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
+    """The name accelerate has for a ZeRO key, which SimpleTuner's page writes at the top level."""
+    value = config.get(_SAVED_WHOLE)
+    zero = config.get("zero_optimization", {})
+    if _SAVED_WHOLE not in config or not isinstance(zero, Mapping):
+        return
+    written = {name: zero[name] for name in (_GATHER, *_GATHER_ALIASES) if name in zero}
+    if any(each != value for each in written.values()):
+        raise PlanConflictError(
+            f"is written as {next(iter(written))!r} in zero_optimization too, with another value",
+            key=_SAVED_WHOLE,
+            value=value,
+            fix=f"keep {_GATHER!r} in zero_optimization",
+        )
+    config["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
+    del config[_SAVED_WHOLE]
+    decisions.append(
+        Decision(
+            key=_SAVED_WHOLE,
+            before=value,
+            after=f"zero_optimization.{_GATHER} = {value}",
+            reason="accelerate's name of this key, which DeepSpeed does not know",
         )
     )
 
@@ -1668,11 +1700,13 @@ def read_launch(
 
 
 def with_launch(plan: PlanT, launch: LaunchSection) -> PlanT:
-    """Attach ``launch``, or nothing when it says nothing."""
-    says_something = launch.extra or any(
-        getattr(launch, attribute.name) is not None for attribute in modelled(LaunchSection)
-    )
-    return attrs.evolve(plan, launch=launch) if says_something else plan
+    """Attach ``launch``; what it leaves open stays as ``plan`` has it."""
+    before = plan.launch.to_dict() if plan.launch else {}
+    around = {**before, **launch.to_dict()}
+    names = {attribute.name for attribute in modelled(LaunchSection)}
+    extra = {key: value for key, value in around.items() if key not in names}
+    said_here = {key: value for key, value in around.items() if key in names}
+    return attrs.evolve(plan, launch=LaunchSection(**said_here, extra=extra)) if around else plan
 
 
 # -- Where a plan is to run.

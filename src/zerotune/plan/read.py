@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.numbers import is_integer
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlanConflictError
@@ -23,12 +24,14 @@ from zerotune.plan.model import (
     PRECISION_SYNONYMS,
     PRECISIONS,
     Choice,
+    Integer,
     LaunchSection,
     Nested,
     PlanT,
     PlanValue,
     Section,
     ZeroSection,
+    is_auto,
     join,
     modelled,
     normalise_top_level,
@@ -37,6 +40,8 @@ from zerotune.plan.model import (
     with_launch,
 )
 from zerotune.plan.source import (
+    INIT_FLAG,
+    MICRO_KEYS,
     TRAINER_KEYS,
     WRAPPERS,
     parse_json,
@@ -81,8 +86,25 @@ def plan_from_mapping(
     _refuse_something_else(config, source, also_known)
     decisions: list[Decision] = []
     raw = normalise_top_level(config, decisions)
+    launch = _launcher_flag(raw, decisions)
     plan = read_section(cls, raw, key="", decisions=decisions, also_known=also_known)
-    return attrs.evolve(plan, decisions=decisions, source=source)
+    return with_launch(attrs.evolve(plan, decisions=decisions, source=source), launch)
+
+
+def _launcher_flag(raw: dict[str, Any], decisions: list[Decision]) -> LaunchSection:
+    """Take out the one launch setting that SimpleTuner's page writes among DeepSpeed's keys."""
+    if INIT_FLAG not in raw:
+        return LaunchSection()
+    value = raw.pop(INIT_FLAG)
+    decisions.append(
+        Decision(
+            key=INIT_FLAG,
+            before=value,
+            after=f"launch.{INIT_FLAG}",
+            reason="DeepSpeed does not know it; it tells the launcher how the model is built",
+        )
+    )
+    return read_launch({INIT_FLAG: value}, decisions)
 
 
 def _refuse_something_else(
@@ -130,35 +152,112 @@ def _unwrapped(
     also_known: Collection[str],
     folder: Path | None,
 ) -> PlanT:
-    inner = config[wrapper]
+    decisions: list[Decision] = []
+    written = config[wrapper]
+    beside: Mapping[Any, Any] = {}
+    if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
+        written, beside = _named_in_block(written, wrapper, decisions)
+    if isinstance(written, str) and not written.strip():
+        decisions.append(_switched_off(wrapper, written))
+        written = {}
     sentences: list[str] = []
-    if isinstance(inner, str):
-        inner, sentences, named, inside = read_named(inner, folder, key=wrapper)
+    if isinstance(written, str):
+        written, sentences, named, inside = read_named(written, folder, key=wrapper)
         source = f"{source} ({wrapper})" if inside is None else named
         folder = inside or folder
     else:
         source = f"{source} ({wrapper})"
-    if not isinstance(inner, Mapping):
+    if not isinstance(written, Mapping):
         raise InvalidValueError(
             "must hold a DeepSpeed configuration",
             key=wrapper,
-            value=inner,
+            value=written,
             fix="write an object, JSON text, or the path of a JSON file",
         )
-    if any(undashed(key) in WRAPPERS for key in inner):
+    if any(undashed(key) in WRAPPERS for key in written):
         raise InvalidValueError(
             "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
         )
-    plan = plan_from_mapping(cls, inner, source=source, also_known=also_known, folder=folder)
-    decisions: list[Decision] = []
+    plan = plan_from_mapping(cls, written, source=source, also_known=also_known, folder=folder)
+    plan = _with_micro_batch(plan, config, decisions)
     around = {
         TRAINER_KEYS[undashed(key)]: _plain_auto(value)
         for key, value in config.items()
         if undashed(key) in TRAINER_KEYS and value is not None
     }
-    launch = read_launch(around, decisions)
+    launch = read_launch({**beside, **around}, decisions)
     found = (*tolerated(sentences, source), *decisions, *plan.decisions)
     return attrs.evolve(with_launch(plan, launch), decisions=found)
+
+
+def _named_in_block(
+    block: Mapping[Any, Any], wrapper: str, decisions: list[Decision]
+) -> tuple[Any, Mapping[Any, Any]]:
+    """The file that a trainer's file names in accelerate's way, and the launch settings beside."""
+    beside = {key: value for key, value in block.items() if key != accelerate.FILE}
+    others = sorted(str(key) for key in beside if key not in accelerate.LAUNCH_IN_BLOCK)
+    if others:
+        raise PlanConflictError(
+            f"names a file, so that nothing else may stand beside it: {', '.join(others)}",
+            key=f"{wrapper}.{accelerate.FILE}",
+            value=block[accelerate.FILE],
+            fix="write them in the file, and remove them here",
+        )
+    decisions.append(
+        Decision(
+            key=wrapper,
+            before=f"an object with {accelerate.FILE}",
+            after=block[accelerate.FILE],
+            reason="SimpleTuner's way of naming a file",
+        )
+    )
+    return block[accelerate.FILE], beside
+
+
+def _switched_off(wrapper: str, written: str) -> Decision:
+    return Decision(
+        key=wrapper,
+        before=written,
+        after="stage 0",
+        reason="empty: this file trains without DeepSpeed; at stage 0 nothing is partitioned or"
+        " offloaded, and resolve(deepspeed=False) does without the engine too",
+        severity="warning",
+    )
+
+
+def _with_micro_batch(plan: PlanT, around: Mapping[Any, Any], decisions: list[Decision]) -> PlanT:
+    """Read a trainer's batch size as it means it: the samples of one pass on one rank."""
+    written = next(
+        (key for key in around if undashed(key) in MICRO_KEYS and around[key] is not None), None
+    )
+    if written is None or is_auto(around[written]):
+        return plan
+    asked, _ = Integer(minimum=1).read(around[written], str(written))
+    name = "train_micro_batch_size_per_gpu"
+    own = plan.train_micro_batch_size_per_gpu
+    both = (plan.train_batch_size, plan.gradient_accumulation_steps)
+    if own == asked:
+        return plan
+    if is_integer(own) or all(map(is_integer, both)):
+        decisions.append(
+            Decision(
+                key=name,
+                before=asked,
+                after=own,
+                reason=f"{written} beside the configuration; its own numbers stand before it",
+                severity="warning",
+            )
+        )
+        return plan
+    decisions.append(
+        Decision(
+            key=name,
+            before=own,
+            after=asked,
+            reason=f"{written} of a trainer counts the samples of one pass on one rank",
+        )
+    )
+    return attrs.evolve(plan, **{name: asked})
 
 
 def _plain_auto(value: Any) -> Any:

@@ -586,6 +586,10 @@ TRAINER_KEYS = {
     "offload_optimizer_path": "offload_optimizer_path",
 }
 """Key of a trainer's own file to the launch setting it is."""
+MICRO_KEYS = ("train_batch_size", "per_device_train_batch_size")
+"""Keys of a trainer's own file for the samples of one pass on one rank."""
+INIT_FLAG = "zero3_init_flag"
+"""The launch setting that SimpleTuner's page writes among DeepSpeed's own keys."""
 
 
 def wrapper_of(config: Mapping[Any, Any]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.files import sync, write_atomically
-from zerotune._util.numbers import is_integer, is_number
+from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import FILE, GATHER, LAUNCH_IN_BLOCK, TOP_LEVEL, is_accelerate
@@ -27,6 +27,8 @@ from zerotune.plan.model import (
     modelled,
 )
 from zerotune.plan.source import (
+    INIT_FLAG,
+    MICRO_KEYS,
     TRAINER_KEYS,
     parse_json,
     read_named,
@@ -263,7 +265,7 @@ def _given_up(
 
 
 def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
-    if key == "zero3_init_flag":
+    if key == INIT_FLAG:
         return plan.stage in (0, 1, 2)
     if value is None or value in ({}, []):
         return True
@@ -649,9 +651,13 @@ def _put_config(
     plan: PlanValue, content: dict[str, Any], wrapper: str, existing: Path | None
 ) -> dict[Path, str]:
     """Put the configuration where ``content`` has it; return the files it lies in."""
-    config = plan.to_dict()
+    config = _trainer_config(plan)
     written = content.get(wrapper)
-    if not isinstance(written, str):
+    if isinstance(written, Mapping) and isinstance(written.get(FILE), str):
+        block = {key: value for key, value in written.items() if key != INIT_FLAG}
+        content[wrapper] = block
+        return _put_config(plan, block, FILE, existing)
+    if not isinstance(written, str) or not written.strip():
         content[wrapper] = config
         return {}
     if written.lstrip().startswith("{"):
@@ -665,11 +671,20 @@ def _put_config(
     return {Path(named.source): _json(config, indent=2)}
 
 
+def _trainer_config(plan: PlanValue) -> dict[str, Any]:
+    """The configuration, with the launch setting that trainers keep in it."""
+    flag = plan.launch.zero3_init_flag if plan.launch else None
+    config = plan.to_dict()
+    return config if flag is None else {**config, INIT_FLAG: flag}
+
+
 def _put_launch(
     plan: PlanValue, content: dict[str, Any], dashes: str, decisions: list[Decision]
 ) -> dict[str, Any]:
     """Put the launch settings where ``content`` has them; return those without a place."""
     launched = _launched(plan)
+    launched.pop(INIT_FLAG, None)  # it is in the configuration
+    _put_micro_batch(plan, content, decisions)
     for setting, new_key in _NEW_KEYS.items():
         if setting not in launched:
             continue
@@ -685,6 +700,15 @@ def _put_launch(
                 )
             content[key] = value
     return launched
+
+
+def _put_micro_batch(plan: PlanValue, content: dict[str, Any], decisions: list[Decision]) -> None:
+    micro = plan.train_micro_batch_size_per_gpu
+    for key in [key for key in content if undashed(key) in MICRO_KEYS]:
+        if is_integer(micro) and as_number(content[key]) != micro:
+            reason = "the plan says so"
+            decisions.append(Decision(key=key, before=content[key], after=micro, reason=reason))
+            content[key] = micro
 
 
 def _json(value: Any, *, indent: int | None) -> str:

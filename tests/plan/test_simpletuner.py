@@ -1,0 +1,152 @@
+"""SimpleTuner's files, read as it means them; each translation is a decision."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.plan.styles import SIMPLETUNER
+from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
+from zerotune.plan import DeepSpeedPlan, plan_document
+
+MICRO = "train_micro_batch_size_per_gpu"
+
+
+def keys(plan):
+    return [decision.key for decision in plan.decisions]
+
+
+def batch(plan, cuda, world_size=2):
+    resolved = plan.resolve(platform=cuda, world_size=world_size)
+    return (
+        resolved.train_batch_size,
+        resolved.micro_batch_size,
+        resolved.gradient_accumulation_steps,
+    )
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_its_page_writes_at_the_top_level_finds_its_place(wrapped):
+    inner = {
+        "zero_optimization": {"stage": 3},
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+    }
+    plan = DeepSpeedPlan.from_dict({"deepspeed_config": inner} if wrapped else inner)
+    assert plan.launch.zero3_init_flag is True
+    assert plan.to_deepspeed() == {
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    }
+    assert keys(plan) == ["zero3_save_16bit_model", "zero3_init_flag"]
+
+
+def test_the_same_key_with_another_value_is_a_conflict():
+    zero = {"stage": 3, "gather_16bit_weights_on_model_save": False}
+    with pytest.raises(PlanConflictError, match="gather_16bit") as caught:
+        DeepSpeedPlan.from_dict({"zero_optimization": zero, "zero3_save_16bit_model": True})
+    assert caught.value.key == "zero3_save_16bit_model"
+
+
+def test_a_trainers_file_keeps_the_flag_where_its_page_had_it():
+    plan = DeepSpeedPlan.from_json(SIMPLETUNER["its page at stage 3"])
+    content = json.loads(plan_document(plan, "trainer").text)
+    assert content["deepspeed_config"]["zero3_init_flag"] is True
+    assert DeepSpeedPlan.from_dict(content) == plan
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "ds2.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": true}')
+    block = {"deepspeed_config_file": "ds2.json", "zero3_init_flag": False}
+    (tmp_path / "config.json").write_text(json.dumps({"seed": 1, "deepspeed_config": block}))
+    return tmp_path
+
+
+def test_its_way_of_naming_a_file_is_read(folder):
+    plan = DeepSpeedPlan.from_json(folder / "config.json")
+    assert plan.stage == 2
+    assert plan.precision == "bf16"
+    assert plan.launch.zero3_init_flag is False
+    assert plan.source == str(folder / "ds2.json")
+    assert keys(plan)[0] == "deepspeed_config"
+
+
+def test_its_way_of_naming_a_file_is_kept(folder):
+    plan = DeepSpeedPlan.from_json(folder / "config.json").with_overrides({"zero_stage": 3})
+    saved = plan.save(folder / "config.json")
+    assert saved.paths == (folder / "ds2.json", folder / "config.json")
+    content = json.loads((folder / "config.json").read_text())
+    assert content["deepspeed_config"]["deepspeed_config_file"] == "ds2.json"
+    assert DeepSpeedPlan.from_json(folder / "config.json") == plan
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ({"deepspeed_config_file": "ds2.json", "zero_stage": 2}, "zero_stage"),
+        ({"deepspeed_config_file": "no.json"}, "no such file"),
+        ({"deepspeed_config_file": {"bf16": {}, "deepspeed": "ds2.json"}}, "wrapped"),
+        ({"deepspeed_config": "ds2.json"}, "wrapped"),
+    ],
+)
+def test_what_is_no_way_of_naming_a_file_is_refused(folder, block, error):
+    (folder / "config.json").write_text(json.dumps({"deepspeed_config": block}))
+    with pytest.raises(PlanError, match=error):
+        DeepSpeedPlan.from_json(folder / "config.json")
+
+
+def test_a_named_file_names_no_other(folder):
+    (folder / "ds2.json").write_text('{"deepspeed_config_file": "ds3.json"}')
+    with pytest.raises(InvalidValueError, match="wrapped"):
+        DeepSpeedPlan.from_json(folder / "config.json")
+
+
+def test_an_empty_configuration_is_deepspeed_switched_off(cuda, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(SIMPLETUNER["switched off"])
+    plan = DeepSpeedPlan.from_json(file)
+    assert plan.stage == 0
+    (found,) = [d for d in plan.decisions if d.key == "--deepspeed_config"]
+    assert found.severity == "warning"
+    assert "without DeepSpeed" in found.reason
+    assert batch(plan, cuda) == (16, 4, 2)
+    plan.with_overrides({"zero_stage": 2}).save(file)
+    assert DeepSpeedPlan.from_json(file).stage == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("its page at stage 3", (8, 4, 1)),
+        ("its batch beside a train batch", (16, 2, 4)),
+        ("its batch beside the configuration's own", (6, 3, 1)),
+        ("its batch where the others give it", (8, 4, 1)),
+    ],
+)
+def test_its_train_batch_size_is_the_micro_batch(cuda, name, expected):
+    plan = DeepSpeedPlan.from_json(SIMPLETUNER[name])
+    assert batch(plan, cuda) == expected
+    assert MICRO in keys(plan)
+
+
+def test_its_batch_is_written_where_the_plan_has_another(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(SIMPLETUNER["its page at stage 3"])
+    plan = DeepSpeedPlan.from_json(file).with_overrides({"micro_batch_size": 6})
+    saved = plan.save(file)
+    assert json.loads(file.read_text())["train_batch_size"] == 6
+    assert [(d.key, d.before, d.after) for d in saved.decisions] == [("train_batch_size", 4, 6)]
+    assert DeepSpeedPlan.from_json(file) == plan
+
+
+@pytest.mark.parametrize("written", [0, -1, 1.5, "four", [4]])
+def test_a_batch_that_is_none_is_refused_by_name(written):
+    with pytest.raises(InvalidValueError) as caught:
+        DeepSpeedPlan.from_dict({"--train_batch_size": written, "deepspeed_config": {}})
+    assert caught.value.key == "--train_batch_size"
+
+
+def test_an_automatic_batch_says_nothing():
+    plan = DeepSpeedPlan.from_dict({"train_batch_size": "auto", "deepspeed_config": {}})
+    assert plan == DeepSpeedPlan()
