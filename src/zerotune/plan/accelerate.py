@@ -265,7 +265,8 @@ def _use_deepspeed(around: dict[Any, Any], decisions: list[Decision]) -> None:
     written = around.get("distributed_type")
     if isinstance(written, str) and written.upper() == "DEEPSPEED":
         return
-    if written is not None and not isinstance(written, str):
+    # YAML reads the word NO as false.
+    if written is not None and not isinstance(written, str | bool):
         raise InvalidValueError(
             "must be text", key="distributed_type", value=written, fix="write DEEPSPEED"
         )
