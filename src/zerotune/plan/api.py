@@ -2,12 +2,12 @@
 
 ``zerotune.plan.model`` and its like hold the values; the modules between say what is done with
 them. Here each verb becomes a method, and every method is one call. Whoever makes a value below
-is told the class to make, so that nothing below knows these classes.
+is told the class to make, so that nothing below knows these classes. What not every caller needs is
+imported by its verb, so that ``zerotune plan check`` starts without it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from zerotune.decisions import announce
-from zerotune.plan import advise, diff, inspection, read, resolve, text, write
-from zerotune.plan.memory import estimate, traffic
+from zerotune.plan import advise, inspection, read, resolve
 from zerotune.plan.memory.model import EMAPlace, EstimateValue, Workload
 from zerotune.plan.model import (
     AUTO,
@@ -32,6 +31,9 @@ from zerotune.plan.model import (
 from zerotune.plan.rules import Finding, check_plan
 
 if TYPE_CHECKING:
+    from zerotune.plan.diff import PlanDifference
+    from zerotune.plan.memory.traffic import SwapTraffic
+    from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
 
 
@@ -55,6 +57,8 @@ class ResolvedPlan(ResolvedValue):
         Raises:
             UnresolvedPlanError: The plan was resolved without a model.
         """
+        from zerotune.plan.memory import estimate
+
         return estimate.estimate_resolved(self, workload, into=MemoryEstimate)
 
     def to_deepspeed(self) -> dict[str, Any]:
@@ -85,22 +89,30 @@ class ResolvedPlan(ResolvedValue):
             content["groups"] = [attrs.asdict(group) for group in self.optimizer.groups]
         if self.scheduler is not None and self.scheduler.source != "deepspeed":
             content["scheduler"] = attrs.asdict(self.scheduler)
+        import hashlib
+
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def explain(self) -> str:
         """What will run and why, as text."""
+        from zerotune.plan import text
+
         return text.resolved_page(self).text()
 
     def explain_markdown(self) -> str:
         """What will run, why, and what the rules have to say about it, as Markdown tables."""
+        from zerotune.plan import text
+
         return text.resolved_markdown(self)
 
     def summary(self) -> dict[str, Any]:
         """What will run, as plain data."""
+        from zerotune.plan import text
+
         return text.resolved_data(self)
 
-    def diff(self, other: ResolvedPlan) -> diff.PlanDifference:
+    def diff(self, other: ResolvedPlan) -> PlanDifference:
         """What runs otherwise in ``other``; false when the same would be trained.
 
         The rendered configurations are compared, with their swap folders, and the engine, the
@@ -110,6 +122,8 @@ class ResolvedPlan(ResolvedValue):
         Raises:
             InvalidValueError: ``other`` is not a ``ResolvedPlan``.
         """
+        from zerotune.plan import diff
+
         return diff.diff_resolved(self, other)
 
 
@@ -122,16 +136,22 @@ class MemoryEstimate(EstimateValue):
         resolved: ResolvedPlan
 
     @property
-    def swap_traffic(self) -> traffic.SwapTraffic:
+    def swap_traffic(self) -> SwapTraffic:
         """What one optimizer step of one rank reads from and writes to swap files."""
+        from zerotune.plan.memory import traffic
+
         return traffic.swap_traffic(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The estimate as plain data that JSON can hold; every number in bytes per rank."""
+        from zerotune.plan import text
+
         return text.estimate_data(self)
 
     def explain(self) -> str:
         """The estimate as text: one bar per place, then its components."""
+        from zerotune.plan import text
+
         return text.explain_estimate(self)
 
 
@@ -164,14 +184,20 @@ class Advice(advise.AdviceValue):
 
     def explain(self) -> str:
         """What was chosen and why, what is left, and why the others were not."""
+        from zerotune.plan import text
+
         return text.explain_advice(self)
 
     def explain_markdown(self) -> str:
         """The same as ``explain``, as Markdown."""
+        from zerotune.plan import text
+
         return text.markdown_advice(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data that JSON can hold; sizes in bytes."""
+        from zerotune.plan import text
+
         return text.advice_data(self)
 
 
@@ -294,12 +320,16 @@ class DeepSpeedPlan(PlanValue):
         Raises:
             InvalidValueError: accelerate has no place for another one.
         """
+        from zerotune.plan import write
+
         document = write.plan_document(self, "accelerate", lossy=lossy)
         announce(document.decisions)
         return document.text
 
     def to_python(self) -> str:
         """A Python expression equal to this plan, given the names of ``zerotune.plan``."""
+        from zerotune.plan import write
+
         return write.python_expression(self)
 
     def save(
@@ -308,7 +338,7 @@ class DeepSpeedPlan(PlanValue):
         *,
         format: str | None = None,  # noqa: A002
         lossy: Collection[str] = (),
-    ) -> write.SavedPlan:
+    ) -> SavedPlan:
         """Write the plan to a file, which is whole or not there; what it replaces is kept.
 
         Args:
@@ -325,6 +355,8 @@ class DeepSpeedPlan(PlanValue):
             PlanFileError: The file cannot be written.
             PlanError: An existing file that must be kept in part cannot be read.
         """
+        from zerotune.plan import write
+
         return write.save_plan(self, path, format=format, lossy=lossy)
 
     def normalised(self) -> DeepSpeedPlan:
@@ -471,22 +503,30 @@ class DeepSpeedPlan(PlanValue):
             world_size: Number of ranks the rules are to think of.
             platform: The machine; rules that need one are skipped without it.
         """
+        from zerotune.plan import text
+
         return text.plan_page(self, world_size=world_size, platform=platform).text()
 
     def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """The same as ``explain``, as Markdown tables."""
+        from zerotune.plan import text
+
         return text.plan_page(self, world_size=world_size, platform=platform).markdown()
 
     def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
         """The same as ``explain``, as plain data that JSON can hold."""
+        from zerotune.plan import text
+
         return text.plan_data(self, world_size=world_size, platform=platform)
 
-    def diff(self, other: DeepSpeedPlan) -> diff.PlanDifference:
+    def diff(self, other: DeepSpeedPlan) -> PlanDifference:
         """What ``other`` says otherwise; false when the plans are equal.
 
         Raises:
             InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
         """
+        from zerotune.plan import diff
+
         return diff.diff_plans(self, other)
 
     @classmethod
@@ -581,6 +621,8 @@ class DeepSpeedPlan(PlanValue):
         Raises:
             PlanError: As ``resolve``; also an unknown family or an impossible size.
         """
+        from zerotune.plan.memory import estimate
+
         return estimate.estimate_plan(
             self,
             model,

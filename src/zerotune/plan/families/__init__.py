@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Final
 
 import attrs
@@ -22,6 +22,7 @@ from zerotune.plan.model import (
     ParameterFacts,
 )
 
+_FOLDER: Final = Path(__file__).parent
 _SUFFIX: Final = ".json"
 
 
@@ -41,7 +42,7 @@ class ModelFamily:
 
 def family_names() -> tuple[str, ...]:
     """Names of all families, in alphabetical order."""
-    names = (entry.name for entry in files(__name__).iterdir())
+    names = (entry.name for entry in _FOLDER.iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
 
@@ -52,7 +53,7 @@ def model_family(name: str) -> ModelFamily:
     Raises:
         InvalidValueError: No such family.
     """
-    entry = files(__name__) / f"{name}{_SUFFIX}"
+    entry = _FOLDER / f"{name}{_SUFFIX}"
     if name not in family_names():
         raise InvalidValueError(
             "is not a model family zerotune knows",
