@@ -24,6 +24,7 @@
     ├── DataError (ValueError)
     ├── CheckpointError (RuntimeError)
     │   ├── CheckpointCorruptError   a file is missing, truncated or altered
+    │   ├── CheckpointNotFiniteError what would be saved holds NaN or infinities
     │   └── CheckpointMismatchError  it belongs to another model, or lacks what was asked for
     └── MissingDependencyError (ImportError)
 
@@ -267,6 +268,10 @@ class CheckpointError(ZeroTuneError, RuntimeError):
 
 class CheckpointCorruptError(CheckpointError):
     """A file of a checkpoint is missing, truncated or altered."""
+
+
+class CheckpointNotFiniteError(CheckpointError):
+    """What would be saved holds NaN or infinities."""
 
 
 class CheckpointMismatchError(CheckpointError):

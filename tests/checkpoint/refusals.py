@@ -19,6 +19,7 @@ from tests.support.models import HostileNet
 from tests.support.runs import PLAIN, Case, start
 from zerotune.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
 from zerotune.checkpoint import tensors as tensorfile
+from zerotune.checkpoint.verify import finite_checkpoint
 from zerotune.ema import EMAShadow
 
 
@@ -127,6 +128,7 @@ def refused(root: str) -> dict[str, Any]:
         tried.refuse("disk too small", lambda: tried.save(path))
     with failing_write(8_000):
         tried.refuse("disk full", lambda: tried.save(tried.good))
+    not_finite(tried, path)
     tried.refuse("no such folder", lambda: tried.load(tried.root / "none"))
     tried.refuse("no checkpoint", lambda: tried.load(tried.root / "mine"))
     tried.refuse("parent", lambda: tried.load(steps_root(tried)))
@@ -134,6 +136,31 @@ def refused(root: str) -> dict[str, Any]:
     tried.refuse("unknown shadow", lambda: tried.load(tried.good, shadows={"slow": other}))
     tried.found["shadow left out"] = [str(d) for d in tried.load(tried.good, shadows={}).decisions]
     return tried.finish()
+
+
+def not_finite(tried: Tried, path: Path) -> None:
+    """What becomes of a save when there is one NaN among the weights and an infinite moment."""
+    poison(tried.engine, float("nan"))
+    tried.refuse("not finite", lambda: tried.save(path))
+    tried.refuse("former stays", lambda: tried.save(tried.good))
+    asked = tried.save(tried.root / "asked" / "step-00000009", allow_not_finite=True)
+    tried.found["asked"] = verify_checkpoint(asked).not_finite
+    shutil.copytree(tried.good, asked.parent / "step-00000001")
+    unknown = asked.parent / "step-00000005"
+    shutil.copytree(asked, unknown)
+    manifest = attrs.evolve(verify_checkpoint(asked), not_finite=None)
+    (unknown / "manifest.json").write_text(manifest.to_json())
+    tried.found["finite"] = str(finite_checkpoint(asked.parent))
+    shutil.rmtree(asked.parent)
+    tried.load(tried.good)
+
+
+def poison(engine: Any, value: float) -> None:
+    with engine.master_weights.editing() as fragments:
+        for fragment in fragments:
+            if fragment.address.numel:
+                fragment.value[0] = value
+                fragment.states["exp_avg"][-1] = -float("inf")
 
 
 def steps_root(tried: Tried) -> Path:

@@ -74,6 +74,16 @@ def test_what_cannot_be_is_refused_with_the_reason(refused, what, message):
     assert re.search(message, refused[what]), refused[what]
 
 
+def test_what_is_not_finite_is_not_published_unless_asked(refused):
+    for name in ("not finite", "former stays"):
+        assert refused[name].startswith("CheckpointNotFiniteError: ")
+        assert "NaN or infinity in weights/" in refused[name]
+        assert "allow_not_finite=True" in refused[name]
+    kinds = {name.split("/")[0] for name in refused["asked"]}
+    assert kinds == {"weights", "optimizer.exp_avg"}
+    assert refused["finite"].endswith("step-00000001"), "unknown ones are read"
+
+
 def test_averaged_weights_are_not_saved_as_trained_ones(refused):
     assert refused["swapped in"].startswith("EMAError: state_dict(): the shadow holds the trained")
 

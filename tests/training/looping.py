@@ -42,6 +42,23 @@ class At(Callback):
             self._work(trainer)
 
 
+class Once(At):
+    """``At`` that does nothing when a run comes there again."""
+
+    def on_step_end(self, trainer, metrics):
+        super().on_step_end(trainer, metrics)
+        if metrics.step == self._step:
+            self._step = -1
+
+
+def poison(trainer: Any) -> None:
+    """Make one weight NaN."""
+    with trainer.engine.master_weights.editing() as fragments:
+        for number, fragment in enumerate(fragments):
+            if number == 0:
+                fragment.value[0] = float("nan")
+
+
 def send(number: int) -> Any:
     return lambda _: os.kill(os.getpid(), number)
 
@@ -282,6 +299,19 @@ def rolled_back(folder: str) -> dict[str, Any]:
         found["position"] = running.stream.position - position
         found["lines"] = [line.step for line in read_metrics(metrics.path)]
         found["weights"] = [torch.equal(saved[name], back.weights[name]) for name in saved]
+    root = Path(folder, "poisoned")
+    policy = RollBackNonFinite(root=root, most=1)
+    callbacks = [Once(3, poison), SaveEvery(steps=1, root=root, keep=2)]
+    with trainer(False, non_finite=policy, callbacks=callbacks) as running:
+        running.fit(steps=4)
+        found["after poison"] = (running.step, policy.rolled_back)
+        found["decided"] = str(running.decisions[-1])
+        finite = [full.isfinite().all() for _, full in running.engine.master_weights.gather()]
+        found["finite"] = all(map(bool, finite))
+    found["kept"] = sorted(path.name for path in root.iterdir())
+    callbacks = [Once(2, poison), SaveEvery(steps=1, root=Path(folder, "raised"))]
+    with trainer(False, callbacks=callbacks) as running:
+        found["raised"] = told(lambda: running.fit(steps=3))
     policy = RollBackNonFinite(root=Path(folder, "x"), after=1)
     with trainer(False, objective=poisoned({1, 2}), non_finite=policy) as running:
         found["nothing to go back to"] = told(lambda: running.fit(steps=3))

@@ -160,6 +160,11 @@ def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_pa
     assert all(found["weights"]), "the checkpoint's"
     assert found["lines"] == [1, 2, 3, 4, 5]
     assert "holds no checkpoint to go back to" in found["nothing to go back to"]
+    assert found["after poison"] == (4, 1), "what is not finite is neither saved nor gone back to"
+    assert found["decided"].startswith("step: 3 -> 2 (not finite at step 3"), found["decided"]
+    assert found["finite"]
+    assert found["kept"] == ["step-00000003", "step-00000004"]
+    assert found["raised"].startswith("TrainingError: weights = nan: not finite at step 2")
 
 
 @pytest.mark.world_size(2)

@@ -216,4 +216,6 @@ def _write(
         filing=filing,
         contents=contents,
         pieces=pieces,
+        # It is somebody's, as it is; the manifest says what of it is not finite.
+        allow_not_finite=True,
     ).run()

@@ -174,11 +174,19 @@ def latest_checkpoint(root: str | os.PathLike[str]) -> Path | None:
     Raises:
         CheckpointError: The folder itself cannot be read.
     """
-    for path, outcome in _checkpoints(Path(root)):
+    return next((path for path, _ in whole_checkpoints(Path(root))), None)
+
+
+def whole_checkpoints(root: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Paths and manifests of the whole ``step-…`` checkpoints in ``root``, newest first.
+
+    What is not whole, cannot be read or is a link is skipped with a warning.
+    """
+    for path, outcome in _checkpoints(root):
         if isinstance(outcome, Manifest):
-            return path
-        logger.warning("skipping a checkpoint that is not whole: %s", outcome)
-    return None
+            yield path, outcome
+        else:
+            logger.warning("skipping a checkpoint that is not whole: %s", outcome)
 
 
 def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:

@@ -131,6 +131,10 @@ class Manifest:
     """Whether the state of the random number generators was saved."""
     extra: Mapping[str, Any]
     """What the caller wanted to keep."""
+    not_finite: tuple[str, ...] | None = attrs.field(
+        converter=attrs.converters.optional(_tuple), default=None
+    )
+    """Tensors with NaN or infinity, such as ``weights/conv.bias``; ``None``: nobody has looked."""
 
     @property
     def nbytes(self) -> int:

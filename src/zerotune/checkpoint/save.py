@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.files import write_synced
+from zerotune._util.text import listing
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.contents import (
@@ -48,7 +49,7 @@ from zerotune.checkpoint.tensors import (
     file_size,
     lay_out,
 )
-from zerotune.errors import CheckpointError
+from zerotune.errors import CheckpointError, CheckpointNotFiniteError
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
@@ -157,6 +158,18 @@ _READERS: Final = 2
 """Files that a rank hashes at once: one thread hashes slower than a fast disk writes."""
 
 
+_MOST_NAMES: Final = 5
+
+
+@attrs.frozen(kw_only=True)
+class _Share:
+    """What one rank has written."""
+
+    own: FileRecord
+    parts: tuple[Written, ...]
+    not_finite: tuple[str, ...]
+
+
 class Writing:
     """One checkpoint being written, as one rank goes through it.
 
@@ -167,6 +180,7 @@ class Writing:
         filing: Its files, laid out.
         contents: What this rank has for its own file.
         pieces: Gives what this rank has for the shared files.
+        allow_not_finite: Also publish what holds NaN or infinities.
     """
 
     def __init__(
@@ -178,10 +192,12 @@ class Writing:
         filing: Filing,
         contents: RankContents,
         pieces: Callable[[], Iterator[Piece]],
+        allow_not_finite: bool,
     ) -> None:
         self._group, self._final = group, final
         self._draft, self._filing = draft, filing
         self._contents, self._pieces = contents, pieces
+        self._allow_not_finite = allow_not_finite
         self._staging: Staging | None = None
         self._folder = Path()
         self._writer: SharedFileWriter | None = None
@@ -196,10 +212,11 @@ class Writing:
         try:
             self._folder = together(group, "make the folder", self._stage)[0]
             written = together(group, "write the weights", self._write)
-            parts = [part for _, each in written for part in each]
+            self._judge(name for each in written for name in each.not_finite)
+            parts = [part for each in written for part in each.parts]
             confirmed = together(group, "read back what was written", lambda: self._confirm(parts))
             files = [file for files in confirmed for file in files]
-            records = [*files, *(record for record, _ in written)]
+            records = [*files, *(each.own for each in written)]
             together(group, "finish the checkpoint", lambda: self._publish(records))
         except BaseException:
             self._abandon()
@@ -219,7 +236,7 @@ class Writing:
             file.create(self._staging.path)
         return self._staging.path
 
-    def _write(self) -> tuple[FileRecord, tuple[Written, ...]]:
+    def _write(self) -> _Share:
         """Write this rank's parts, and its own file."""
         if not self._folder.is_dir():
             raise CheckpointError(
@@ -233,7 +250,20 @@ class Writing:
         if self._group.world_size > 1:
             # Another machine may see it only once it is on the disk.
             writer.sync()
-        return self._write_own(), writer.written
+        return _Share(own=self._write_own(), parts=writer.written, not_finite=writer.not_finite)
+
+    def _judge(self, names: Iterable[str]) -> None:
+        """Refuse what is not finite; every rank is told the same names, and does the same."""
+        found = tuple(dict.fromkeys(names))
+        self._draft = attrs.evolve(self._draft, not_finite=found)
+        if found and not self._allow_not_finite:
+            raise CheckpointNotFiniteError(
+                f"NaN or infinity in {listing(found, most=_MOST_NAMES)}; the checkpoint is not "
+                "published and earlier ones stay",
+                key=str(self._final),
+                fix="go back to an earlier checkpoint with a lower learning rate, or save all the "
+                "same with allow_not_finite=True",
+            )
 
     def _write_own(self) -> FileRecord:
         contents, rank = self._contents, self._group.rank
@@ -285,6 +315,7 @@ def save_checkpoint(
     shadows: Mapping[str, ShadowLike] | None = None,
     rng: bool = True,
     timeout_s: float | None = None,
+    allow_not_finite: bool = False,
 ) -> Path:
     """Write everything that training needs to go on, under this plan or any other.
 
@@ -303,6 +334,8 @@ def save_checkpoint(
         shadows: EMA shadows by name.
         rng: Also save the random number generators of every rank.
         timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+        allow_not_finite: Save NaN and infinities too, to look at them; rolling back passes such a
+            checkpoint over.
 
     Returns:
         The folder's absolute path.
@@ -310,6 +343,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-able, the disk is
             too small, or the folder exists and is no checkpoint.
+        CheckpointNotFiniteError: Weights, states or shadows hold NaN or infinities; nothing is
+            published.
         CheckpointCorruptError: The disk does not hold what was written; the message names the file.
         CollectiveError: A rank did not come, or the arguments differ.
     """
@@ -317,7 +352,7 @@ def save_checkpoint(
     group.barrier(f"saving checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
     save = Save(engine=engine, group=group)
     save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
-    return save.writing().run()
+    return save.writing(allow_not_finite=allow_not_finite).run()
 
 
 class Save:
@@ -363,10 +398,13 @@ class Save:
         """Copy everything into host memory, so that training may go on meanwhile."""
         self._contents = self._contents.copied(self._engine)
 
-    def writing(self, *, group: ProcessGroup | None = None) -> Writing:
+    def writing(
+        self, *, allow_not_finite: bool = False, group: ProcessGroup | None = None
+    ) -> Writing:
         """What writes it.
 
         Args:
+            allow_not_finite: As in ``save_checkpoint``.
             group: Other processes' control channel than that of ``prepare``.
         """
         return Writing(
@@ -376,6 +414,7 @@ class Save:
             filing=self._filing,
             contents=self._contents,
             pieces=lambda: self._contents.read(self._engine),
+            allow_not_finite=allow_not_finite,
         )
 
     def _check(self, directory: str | os.PathLike[str], shadows: Mapping[str, Any]) -> None:
@@ -503,6 +542,7 @@ class BackgroundSaver(Closable):
         shadows: Mapping[str, ShadowLike] | None = None,
         rng: bool = True,
         timeout_s: float | None = None,
+        allow_not_finite: bool = False,
     ) -> PendingCheckpoint:
         """Copy everything and begin to write. Collective; arguments as in ``save_checkpoint``.
 
@@ -519,7 +559,8 @@ class BackgroundSaver(Closable):
         save = Save(engine=self._engine, group=group)
         save.prepare(directory, extra=extra, shadows=shadows, rng=rng)
         save.copy()
-        self._pending = PendingCheckpoint(save.writing(group=self._group))
+        writing = save.writing(allow_not_finite=allow_not_finite, group=self._group)
+        self._pending = PendingCheckpoint(writing)
         return self._pending
 
     def wait(self) -> None:

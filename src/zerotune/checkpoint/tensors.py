@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -234,6 +235,15 @@ def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator
             yield part.cpu().to(dtype or part.dtype).contiguous().view(torch.uint8).numpy().data
 
 
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether there is neither NaN nor infinity in a tensor in host memory."""
+    # A sum is much cheaper; only where that overflows the elements are looked at. numpy's is taken
+    # by this thread alone, while torch's would take the cores from those that train.
+    with np.errstate(all="ignore"):
+        total = float(tensor.float().numpy().sum())
+    return math.isfinite(total) or bool(tensor.isfinite().all())
+
+
 @attrs.frozen(kw_only=True)
 class StoredTensor:
     """A tensor in a file, as the header describes it."""
@@ -389,6 +399,7 @@ class SharedFileWriter(OpensFiles):
         self._places = {(file.subject, key): file for file in files for key in file.offsets}
         self._specs = {(file.subject, spec.key): spec for file in files for spec in file.specs}
         self._written: list[Written] = []
+        self._not_finite: dict[str, None] = {}
 
     def write(self, subject: Subject, name: str, start: int, tensor: torch.Tensor) -> None:
         """Write a part of a tensor.
@@ -410,12 +421,15 @@ class SharedFileWriter(OpensFiles):
                 fix="let nothing train while a checkpoint is saved",
             )
         offset = file.offsets[name] + start * spec.dtype.itemsize
-        crc, first = 0, offset
+        crc, first, finite = 0, offset, True
         for piece in bytes_of(tensor, spec.dtype):
             with naming(self._folder / file.name):
                 write_at(self._descriptor(self._folder / file.name), piece, offset)
             crc = zlib.crc32(piece, crc)
+            finite = finite and all_finite(torch.frombuffer(piece, dtype=spec.dtype))
             offset += len(piece)
+        if not finite:
+            self._not_finite[f"{subject.prefix}/{name}"] = None
         if offset > first:
             self._written.append(
                 Written(file=file.name, offset=first, nbytes=offset - first, crc=crc)
@@ -425,6 +439,11 @@ class SharedFileWriter(OpensFiles):
     def written(self) -> tuple[Written, ...]:
         """What was written so far."""
         return tuple(self._written)
+
+    @property
+    def not_finite(self) -> tuple[str, ...]:
+        """In which tensors there was NaN or infinity, such as ``weights/conv.bias``."""
+        return tuple(self._not_finite)
 
     def sync(self) -> None:
         """Bring everything to disk."""

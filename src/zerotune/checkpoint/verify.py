@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +12,19 @@ from pathlib import Path
 from typing import Final
 
 import attrs
+import torch
 
-from zerotune.checkpoint.folders import check_files, find_checkpoint
+from zerotune._util.files import reading_regular
+from zerotune._util.text import listing
+from zerotune.checkpoint.folders import check_files, find_checkpoint, whole_checkpoints
 from zerotune.checkpoint.manifest import FileRecord, Manifest
-from zerotune.checkpoint.tensors import hash_of
-from zerotune.errors import CheckpointCorruptError
+from zerotune.checkpoint.tensors import all_finite, hash_of, read_header
+from zerotune.errors import CheckpointCorruptError, CheckpointError
 
+logger = logging.getLogger("zerotune")
+
+_PIECE: Final = 2**24
+"""Bytes looked at at a time."""
 _THREADS: Final = 4
 """Files hashed at a time; a core hashes about as fast as a good disk reads a quarter."""
 
@@ -31,6 +40,41 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
     for damage in find_damage(folder, manifest):
         raise damage
     return manifest
+
+
+def finite_checkpoint(root: Path) -> Path | None:
+    """The newest whole ``step-…`` checkpoint in ``root`` without NaN or infinity.
+
+    Not collective. Where the manifest does not tell, the files are read.
+    """
+    for path, manifest in whole_checkpoints(root):
+        found = manifest.not_finite
+        try:
+            if found is None:
+                found = _not_finite(*find_checkpoint(path))
+        except (CheckpointError, OSError) as error:
+            logger.warning("skipping a checkpoint that cannot be read: %s", error)
+            continue
+        if not found:
+            return path
+        logger.warning("skipping %s: NaN or infinity in %s", path, listing(found, most=3))
+    return None
+
+
+def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """The first tensor that is not finite, if any."""
+    for record in manifest.files:
+        path = folder / record.name
+        stored = read_header(path)[0] if record.kind != "rank" else {}
+        with reading_regular(path) as file:
+            for name, tensor in stored.items():
+                file.seek(tensor.offset)
+                left = math.prod(tensor.shape) * tensor.dtype.itemsize
+                while left and (piece := bytearray(file.read(min(left, _PIECE)))):
+                    left -= len(piece)
+                    if not all_finite(torch.frombuffer(piece, dtype=tensor.dtype)):
+                        return (f"{record.name}: {name}",)
+    return ()
 
 
 def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptError, ...]:

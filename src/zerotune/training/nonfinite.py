@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import attrs
 
 from zerotune._util.numbers import whole
-from zerotune.checkpoint import latest_checkpoint
+from zerotune.checkpoint.collective import together
+from zerotune.checkpoint.verify import finite_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.errors import TrainingError
 
@@ -24,7 +25,7 @@ class NonFinite:
 
     step: int
     """Number of the step."""
-    what: Literal["loss", "gradient norm"]
+    what: Literal["loss", "gradient norm", "weights"]
     value: float
     """Mean over the ranks."""
     ranks: tuple[int, ...]
@@ -121,7 +122,8 @@ class SkipNonFinite:
 class RollBackNonFinite:
     """Drops bad steps and, after several in a row, goes back to the newest checkpoint.
 
-    Weights, optimizer, schedule, step and EMA become the checkpoint's. The data and the random
+    Weights, optimizer, schedule, step and EMA become the checkpoint's, which is the newest without
+    NaN or infinity. The data and the random
     numbers go on from where they are: repeating the same batches would end the same way.
 
     Args:
@@ -155,12 +157,19 @@ class RollBackNonFinite:
             return
         if self.rolled_back == self._most:
             raise found.error(because=f", after going back {self._most} times")
-        path = trainer.engine.group.broadcast(latest_checkpoint(self._root))
+        group = trainer.engine.group
+        look = f"look for a checkpoint in {self._root}"
+        path = together(group, look, lambda: self._newest(group.is_main))[0]
         if path is None:
-            raise found.error(because=f", and {self._root} holds no checkpoint to go back to")
+            raise found.error(
+                because=f", and {self._root} holds no checkpoint to go back to that is finite"
+            )
         self.rolled_back += 1
         self._in_a_row, self._latest = 0, None
         trainer.roll_back(path, reason=str(found))
+
+    def _newest(self, is_main: bool) -> Path | None:
+        return finite_checkpoint(self._root) if is_main else None
 
 
 def is_finite(norm: float | None) -> bool:

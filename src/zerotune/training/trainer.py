@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,10 +16,11 @@ from zerotune._util.closing import Closing
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
+from zerotune.errors import CheckpointNotFiniteError, TrainingError
 from zerotune.plan.api import Advice
 from zerotune.training.averages import EMA, Averages
 from zerotune.training.memory import device_peak, host_now, host_peak
-from zerotune.training.nonfinite import NonFinitePolicy, RaiseNonFinite
+from zerotune.training.nonfinite import NonFinite, NonFinitePolicy, RaiseNonFinite
 from zerotune.training.options import Running, RunOptions
 from zerotune.training.out_of_memory import advising
 from zerotune.training.progress import ProgressBar
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.plan.model import RunFacts
     from zerotune.platform import Platform
-    from zerotune.training.events import Callback
+    from zerotune.training.events import Callback, StepMetrics
 
 
 class Trainer(Closing):
@@ -226,14 +228,23 @@ class Trainer(Closing):
         """End ``fit`` before the next step, on all ranks. Not collective: one rank is enough."""
         self._stopping.request(reason)
 
-    def save(self, path: str | os.PathLike[str]) -> Path:
+    def save(self, path: str | os.PathLike[str], *, allow_not_finite: bool = False) -> Path:
         """Write a checkpoint: engine, EMA, data position and random numbers. Collective.
+
+        Args:
+            path: The checkpoint's folder.
+            allow_not_finite: Save NaN and infinities too, to look at them.
 
         Raises:
             CheckpointError: It cannot be written.
+            CheckpointNotFiniteError: It would hold NaN or infinities.
         """
         written = save_checkpoint(
-            path, engine=self.engine, extra=self.extra_state(), shadows=self.averages.shadows
+            path,
+            engine=self.engine,
+            extra=self.extra_state(),
+            shadows=self.averages.shadows,
+            allow_not_finite=allow_not_finite,
         )
         self.note_saved(written, step=self.step)
         return written
@@ -384,8 +395,28 @@ class Trainer(Closing):
     def _take(self, train_step: TrainStep) -> None:
         metrics = train_step.run()
         self.non_finite.settle(self, metrics)
-        if self.step == metrics.step:  # Else it went back, and this step is no part of the run.
+        if self.step != metrics.step:  # It went back, and this step is no part of the run.
+            return
+        try:
             self._tell("on_step_end", metrics)
+        except CheckpointNotFiniteError as error:
+            self._judge_weights(metrics, error)
+
+    def _judge_weights(self, metrics: StepMetrics, error: CheckpointNotFiniteError) -> None:
+        """A save has found what no loss has shown yet; every rank is told."""
+        found = NonFinite(
+            step=metrics.step,
+            what="weights",
+            value=math.nan,
+            ranks=tuple(range(self.engine.group.world_size)),
+            lr=self.engine.lr,
+            weights_changed=True,
+        )
+        try:
+            self.non_finite.judge(found)
+        except TrainingError as refusal:
+            raise refusal from error
+        self.non_finite.settle(self, metrics)
 
     def _end(self, goal: Goal) -> None:
         if self._stopping.reason is None:
