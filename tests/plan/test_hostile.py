@@ -204,6 +204,9 @@ class TestValues:
         with pytest.raises(UnknownKeyError, match=r"a\\x1b\[2Jb"):
             DeepSpeedPlan.from_dict({"a\x1b[2Jb": 1})
 
+    def test_null_is_kept_where_it_is_passed_through(self):
+        assert DeepSpeedPlan.from_dict({"log_level": None}).to_dict() == {"log_level": None}
+
     def test_a_section_keeps_its_own_copy_of_what_it_is_given(self):
         config = {
             "_remark": {"a": [1]},

@@ -128,7 +128,7 @@ BAD_VALUES = [
         "zero_optimization.offload_optimizer.buffer_size",
     ),
     ({"bf16": {"enabled": "perhaps"}}, InvalidValueError, "bf16.enabled"),
-    ({"fp16": {"loss_scale_window": 0}}, InvalidValueError, "fp16.loss_scale_window"),
+    ({"fp16": {"loss_scale_window": -1}}, InvalidValueError, "fp16.loss_scale_window"),
     ({"optimizer": {"params": [1]}}, InvalidValueError, "optimizer.params"),
     ({"optimizer": {"type": "AdamW", "lr": 1}}, UnknownKeyError, "optimizer.lr"),
     ({"aio": {"block_size": "large"}}, InvalidValueError, "aio.block_size"),

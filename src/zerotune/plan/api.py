@@ -431,15 +431,22 @@ class DeepSpeedPlan(PlanValue):
         return cls.from_dict(config, source="code")
 
     def check(
-        self, *, world_size: int = 1, platform: Platform | None = None
+        self,
+        *,
+        world_size: int = 1,
+        platform: Platform | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> tuple[Finding, ...]:
         """Everything the rules have to say about this plan, errors first; raises nothing.
 
         Args:
             world_size: Number of ranks.
             platform: The machine; rules that need one are skipped without it.
+            schema: What ``zerotune.plan_schema()`` says of the installed DeepSpeed, by which the
+                sections that are passed through are judged; by default a copy on file.
         """
-        return check_plan(self, Context(world_size=world_size, platform=platform))
+        context = Context(world_size=world_size, platform=platform, schema=schema)
+        return check_plan(self, context)
 
     def resolve(
         self,

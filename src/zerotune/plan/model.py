@@ -434,7 +434,7 @@ def check_letters(text: str, key: str) -> None:
 def _check_scalar(value: Any, key: str) -> None:
     if isinstance(value, str):
         check_letters(value, key)
-    elif not isinstance(value, bool) and not is_number(value):
+    elif value is not None and not isinstance(value, bool) and not is_number(value):
         raise InvalidValueError(
             "cannot be written as JSON",
             key=key,
@@ -1241,7 +1241,7 @@ class Fp16Section(Section):
     """Fixed scale of the loss; 0: dynamic."""
     initial_scale_power: int | Auto | None = setting(Integer())
     """The dynamic scale starts at two to this power."""
-    loss_scale_window: int | Auto | None = setting(Integer(minimum=1))
+    loss_scale_window: int | Auto | None = setting(Integer())
     """Steps without overflow after which the dynamic scale doubles."""
     hysteresis: int | Auto | None = setting(Integer())
     """Overflows tolerated before the scale is halved."""
@@ -1737,6 +1737,8 @@ class Context:
     run: RunFacts = attrs.field(factory=RunFacts)
     uses_deepspeed: bool = True
     """``False``: the plain engine trains, and what only concerns ZeRO is not looked at."""
+    schema: Mapping[str, Any] | None = None
+    """What ``plan_schema()`` says of the installed DeepSpeed; ``None``: the copy on file."""
 
     @property
     def machine(self) -> Platform:

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune._util.numbers import is_integer, is_number
+from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, PlanConflictError, PlanError
@@ -42,9 +42,12 @@ from zerotune.plan.model import (
     Context,
     OffloadSection,
     PlanValue,
+    Section,
+    join,
     modelled,
     unknown_key,
 )
+from zerotune.plan.schema import faults, passed_schema
 
 RuleContext = Context
 """The name under which rules and their callers know it."""
@@ -1086,6 +1089,89 @@ def unknown_keys(plan: PlanValue, _context: Context, report: Report) -> Findings
             yield report.error(unknown_key(key, value, key, known))
 
 
+_PARALLEL: Final = {
+    ("sequence_parallel_size",): "ranks that share one sequence",
+    ("tensor_parallel", "autotp_size"): "ranks that share one matrix",
+    ("tensor_parallel", "tensor_parallel", "tp_size"): "ranks that share one matrix",
+    ("tensor_parallel", "tp", "tp_size"): "ranks that share one matrix",
+    ("pipeline", "stages"): "stages of a pipeline",
+    ("expert_parallel", "autoep_size"): "ranks that share the experts",
+    ("hybrid_engine", "inference_tp_size"): "ranks that share one matrix",
+}
+"""Key to what it counts; more than one of them need more than data parallelism."""
+
+
+@rule("parallelism", "error", only_deepspeed=False)
+def parallelism(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """Every rank is a data-parallel one: sequences, matrices and layers are not split over ranks.
+
+    Remove the key, or write 1. With ``sequence_parallel_size: 2`` DeepSpeed counts half as many
+    ranks into the train batch, and the model would have to split its sequences itself.
+    """
+    for path, counted in _PARALLEL.items():
+        value: Any = plan.extra
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        number = as_number(value)
+        if number is not None and number > 1:
+            yield report(
+                ".".join(path),
+                value,
+                f"it asks for {value} {counted}, and zerotune trains with data parallelism alone:"
+                " the batch sizes would not hold",
+                "remove this key, or write 1",
+            )
+
+
+@rule("passed-through", "error")
+def passed_through(plan: PlanValue, context: Context, report: Report) -> Findings:
+    """Sections that are passed through must be what DeepSpeed's own models take.
+
+    Write what the fix says. Names, types and ranges are those of the schema that was given to
+    ``check``, else of DeepSpeed 0.19.8.
+    """
+    schema = passed_schema() if context.schema is None else context.schema.get("properties", {})
+    zero = plan.zero_optimization
+    known = schema.get("zero_optimization", {}).get("properties", {})
+    places: list[tuple[str, Section | None, Mapping[str, Any]]] = [
+        ("", plan, schema),
+        ("zero_optimization", zero, known),
+    ]
+    for part in ("offload_optimizer", "offload_param"):
+        inside = known.get(part, {})
+        branches = [inside, *inside.get("anyOf", ())]
+        found: Mapping[str, Any] = next(
+            (each["properties"] for each in branches if "properties" in each), {}
+        )
+        places.append((f"zero_optimization.{part}", getattr(zero, part, None), found))
+    for prefix, section, keys in places:
+        extra: Mapping[str, Any] = {} if section is None else getattr(section, "extra", {})
+        for key, value in extra.items():
+            if prefix.endswith("offload_param") and key not in keys:
+                place = "it belongs to offload_optimizer"
+                yield report(join(prefix, key), value, "DeepSpeed refuses this key here", place)
+            elif key in keys:
+                for fault in faults(value, keys[key], join(prefix, key)):
+                    yield report(*fault)
+
+
+@rule("dynamic-loss-scale", "error")
+def dynamic_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """A dynamic loss scale needs a window and a floor above 0.
+
+    Write at least 1. With fp16 off, or a fixed ``loss_scale``, DeepSpeed does not look at them.
+    """
+    section = plan.fp16
+    if section is None or section.enabled is not True or section.loss_scale not in (None, 0, AUTO):
+        return
+    for key in ("loss_scale_window", "min_loss_scale"):
+        value = getattr(section, key)
+        if value == 0:
+            yield report(
+                f"fp16.{key}", value, "DeepSpeed refuses 0 with a dynamic loss scale", "write 1"
+            )
+
+
 @rule("legacy-stage-1", "error")
 def legacy_stage_1(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine raises.
@@ -1127,19 +1213,25 @@ def gradient_norm(plan: PlanValue, context: Context, report: Report) -> Findings
 
 @rule("gradient-sum", "error")
 def gradient_sum(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """Summing gradients over ranks is refused at stage 3 and with ZenFlow.
+    """Summing gradients over ranks is refused at stage 3, with ZenFlow and with DeepCompile.
 
     Remove ``gradient_allreduce_op``; the mean is the default.
     """
     value = plan.extra.get("gradient_allreduce_op")
     if not isinstance(value, str) or value.lower() != "sum":
         return
-    zenflow = zero_extra(plan, "zenflow") is not None
-    if plan.stage == 3 or zenflow:
+    compiled = plan.extra.get("compile")
+    refusals = {
+        "at stage 3": plan.stage == 3,
+        "with ZenFlow": zero_extra(plan, "zenflow") is not None,
+        "with DeepCompile": isinstance(compiled, Mapping) and compiled.get("deepcompile") is True,
+    }
+    refused = [where for where, holds in refusals.items() if holds]
+    if refused:
         yield report(
             "gradient_allreduce_op",
             value,
-            f"DeepSpeed refuses it {'with ZenFlow' if zenflow else 'at stage 3'}",
+            f"DeepSpeed refuses it {refused[-1]}",
             'remove this key, or write "mean"',
         )
 
@@ -1278,6 +1370,7 @@ RULES: Final = (
     fp16_on_cpu,
     bf16_emulated,
     fixed_loss_scale,
+    dynamic_loss_scale,
     bf16_master_weights,
     no_warmup,
     warmup_too_long,
@@ -1292,6 +1385,8 @@ RULES: Final = (
     stage_auto,
     removed_section,
     unknown_keys,
+    parallelism,
+    passed_through,
     legacy_stage_1,
     gradient_norm,
     gradient_sum,

@@ -1,16 +1,25 @@
-"""Reading the JSON Schema that ``zerotune.plan_schema`` makes, without DeepSpeed."""
+"""Reading the JSON Schema that ``zerotune.plan_schema`` makes, without DeepSpeed.
+
+``passed_schema`` is a part of it on file: what DeepSpeed itself judges of the sections that plans
+pass through. ``faults`` judges as DeepSpeed's models do, which take ``"5"`` and ``5.0`` for 5.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import textwrap
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
 
 import attrs
 
-from zerotune.plan.model import join
+from zerotune._util.numbers import as_number
+from zerotune._util.text import did_you_mean
+from zerotune.plan.model import is_auto, join
 
 HANDLING: Final = "x-zerotune"
 """Keyword of the schema that tells what zerotune does with a key."""
@@ -112,3 +121,138 @@ def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
         value = after.value if isinstance(after, ast.Expr) else None
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             yield field.target.id, " ".join(value.value.split())
+
+
+# -- Judging a value by a schema.
+
+
+@cache
+def passed_schema() -> Mapping[str, Any]:
+    """What DeepSpeed judges of the keys that plans pass through, by key, from the file.
+
+    ``python -m benchmarks.deepspeed_schema`` writes the file anew.
+    """
+    text = (files("zerotune.plan.data") / "deepspeed.json").read_text(encoding="utf-8")
+    properties: Mapping[str, Any] = json.loads(text)["properties"]
+    return properties
+
+
+class Fault(NamedTuple):
+    """One value that a schema refuses."""
+
+    path: str
+    value: Any
+    reason: str
+    fix: str
+
+
+def faults(value: Any, schema: Mapping[str, Any], path: str) -> list[Fault]:
+    """Everything in ``value`` that DeepSpeed would refuse; empty: it takes it."""
+    branches = schema.get("anyOf")
+    if branches is None:
+        return list(_faults(value, schema, path))
+    found = [faults(value, {**branch, **_bounds(schema)}, path) for branch in branches]
+    if [] in found:
+        return []
+    if isinstance(value, Mapping):
+        inside = [each for each in found if all(fault.path != path for fault in each)]
+        if inside:
+            return inside[0]
+    return [Fault(path, value, "DeepSpeed refuses this value", f"write {_words(schema)}")]
+
+
+def _bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: schema[key] for key in _COMPARED if key in schema}
+
+
+_COMPARED: Final[Mapping[str, tuple[str, Callable[[Any, Any], bool]]]] = {
+    "minimum": ("at least", lambda value, bound: value >= bound),
+    "maximum": ("at most", lambda value, bound: value <= bound),
+    "exclusiveMinimum": ("more than", lambda value, bound: value > bound),
+    "exclusiveMaximum": ("less than", lambda value, bound: value < bound),
+}
+_TRUTHS: Final = frozenset(
+    ("0", "1", "off", "on", "f", "t", "false", "true", "n", "y", "no", "yes")
+)
+
+
+def _faults(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Fault]:
+    if "const" in schema:
+        allowed = value == schema["const"] or (schema["const"] == "auto" and is_auto(value))
+    elif "enum" in schema:
+        word = value.lower() if schema.get(HANDLING) and isinstance(value, str) else value
+        allowed = any(word == each and type(word) is type(each) for each in schema["enum"])
+    elif "type" in schema:
+        written = schema["type"]
+        types = [written] if isinstance(written, str) else written
+        allowed = any(_is_of_type(value, each) for each in types)
+    else:
+        allowed = True
+    if not allowed:
+        reason = "DeepSpeed refuses this value"
+        yield Fault(path, value, reason, f"write {_words(schema)}")
+        return
+    number = as_number(int(value) if isinstance(value, bool) else value)
+    for keyword, (_, within) in _COMPARED.items():
+        if keyword in schema and number is not None and not within(number, schema[keyword]):
+            yield Fault(path, value, "is out of DeepSpeed's range", f"write {_words(schema)}")
+    yield from _faults_inside(value, schema, path)
+
+
+def _faults_inside(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[Fault]:
+    if isinstance(value, list | tuple) and "items" in schema:
+        for index, item in enumerate(value):
+            yield from faults(item, schema["items"], f"{path}[{index}]")
+    if not isinstance(value, Mapping) or "properties" not in schema:
+        return
+    known = schema["properties"]
+    for name, item in value.items():
+        if name in known:
+            yield from faults(item, known[name], join(path, name))
+        elif schema.get("additionalProperties") is False:
+            guesses = " or ".join(map(repr, did_you_mean(name, sorted(known), count=2)))
+            fix = f"did you mean {guesses}?" if guesses else "remove it"
+            yield Fault(join(path, name), item, "DeepSpeed does not know this key here", fix)
+
+
+def _is_of_type(value: Any, kind: str) -> bool:
+    """As pydantic takes it, which is generous."""
+    if kind in ("integer", "number"):
+        number = as_number(int(value) if isinstance(value, bool) else value)
+        return number is not None and (kind == "number" or number == int(number))
+    if kind == "boolean":
+        word = str(value).lower() if isinstance(value, str) else value
+        return word in _TRUTHS if isinstance(word, str) else word in (True, False)
+    types: Mapping[str, tuple[type, ...]] = {
+        "string": (str,),
+        "array": (list, tuple),
+        "object": (Mapping,),
+        "null": (type(None),),
+    }
+    return isinstance(value, types[kind])
+
+
+_NAMES: Final = {
+    "boolean": "true or false",
+    "integer": "an integer",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+
+
+def _words(schema: Mapping[str, Any]) -> str:
+    """What a schema takes, as in "an integer of more than 0, or "auto""."""
+    if "anyOf" in schema:
+        return ", or ".join(_words({**each, **_bounds(schema)}) for each in schema["anyOf"])
+    if "const" in schema:
+        return json.dumps(schema["const"])
+    if "enum" in schema:
+        return " or ".join(json.dumps(each) for each in schema["enum"])
+    written = schema.get("type", ())
+    types = [written] if isinstance(written, str) else written
+    bounds = [f"{words} {schema[key]}" for key, (words, _) in _COMPARED.items() if key in schema]
+    names = " or ".join(_NAMES[each] for each in types) or "something else"
+    return f"{names} of {' and '.join(bounds)}" if bounds else names

@@ -85,3 +85,18 @@ def test_a_launchers_fp8_is_one_error():
     plan = read({}, mixed_precision="fp8")
     assert find("precision-unsupported", plan, platform=CUDA) == []
     assert one("precision-conflict", plan).key == "launch.mixed_precision"
+
+
+@pytest.mark.parametrize("key", ["loss_scale_window", "min_loss_scale"])
+@pytest.mark.parametrize(
+    ("section", "found"),
+    [
+        ({"enabled": True}, 1),
+        ({"enabled": True, "loss_scale": 0}, 1),
+        ({"enabled": True, "loss_scale": 128}, 0),
+        ({"enabled": False}, 0),
+    ],
+)
+def test_a_dynamic_loss_scale_needs_a_window_and_a_floor(key, section, found):
+    assert len(find("dynamic-loss-scale", {"fp16": {**section, key: 0}})) == found
+    assert find("dynamic-loss-scale", {"fp16": {**section, key: 1}}) == []

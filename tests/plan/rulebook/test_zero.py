@@ -91,3 +91,81 @@ def test_activation_checkpointing_is_deepspeeds_own():
     config = {"activation_checkpointing": {"partition_activations": True}}
     assert "enable_gradient_checkpointing" in one("activation-checkpointing", config).fix
     assert find("activation-checkpointing", {"activation_checkpointing": {}}) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        ({"tensor_parallel": {"tp": {"tp_size": "4"}}}, "tensor_parallel.tp.tp_size"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
+        ({"expert_parallel": {"autoep_size": 2}}, "expert_parallel.autoep_size"),
+    ],
+)
+def test_other_parallelism_is_refused_for_what_it_is(config, key):
+    batch = {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}
+    assert one("parallelism", {**batch, **config}, world_size=4).key == key
+    assert "data parallelism" in one("parallelism", config).reason
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"sequence_parallel_size": 1}, {"pipeline": {"stages": "auto"}}, {"pipeline": [2]}],
+)
+def test_one_of_everything_is_data_parallelism(config):
+    assert find("parallelism", config) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "fix"),
+    [
+        ({"tensorboard": {"enabled": 3}}, "tensorboard.enabled", "true or false"),
+        ({"tensorboard": {"enable": True}}, "tensorboard.enable", "'enabled'"),
+        ({"comms_logger": []}, "comms_logger", "an object"),
+        ({"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens", "more than 0"),
+        ({"timers": {"throughput": {"on": True}}}, "timers.throughput.on", "remove it"),
+        ({"communication_data_type": "int8"}, "communication_data_type", '"bf16"'),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op", '"sum"'),
+        (zero(zenflow={"topk_ratio": 2}), "zero_optimization.zenflow.topk_ratio", "less than 1"),
+        (zero(zenflow={"select_strategy": "x"}), "zero_optimization.zenflow.select_strategy", ""),
+        (zero(leaf_module={"class": "x"}), "zero_optimization.leaf_module.class", "'classes'"),
+        (
+            zero(offload_optimizer={"device": "cpu", "super_offload": 2}),
+            "zero_optimization.offload_optimizer.super_offload",
+            "true or false",
+        ),
+        (
+            zero(stage=3, offload_param={"device": "cpu", "super_offload": True}),
+            "zero_optimization.offload_param.super_offload",
+            "offload_optimizer",
+        ),
+    ],
+)
+def test_what_is_passed_through_is_judged(config, key, fix):
+    finding = one("passed-through", config)
+    assert finding.key == key
+    assert fix in finding.fix
+
+
+def test_what_deepspeed_takes_passes_through():
+    config = {
+        "tensorboard": {"enabled": "yes", "output_path": "x", "job_name": "auto"},
+        "hybrid_engine": {"max_out_tokens": "512"},
+        "gradient_allreduce_op": "SUM",
+        "communication_data_type": "BF16",
+        "zero_optimization": {"stage": 2, "leaf_module": {"classes": "Block"}},
+    }
+    assert find("passed-through", config) == []
+
+
+def test_a_schema_of_another_deepspeed_can_be_given():
+    plan = DeepSpeedPlan.from_dict({"gradient_allreduce_op": "max"})
+    schema = {"properties": {"gradient_allreduce_op": {"enum": ["max"]}}}
+    assert plan.check()[0].rule == "passed-through"
+    assert all(finding.rule != "passed-through" for finding in plan.check(schema=schema))
+
+
+def test_summing_gradients_is_refused_with_deepcompile():
+    config = {"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}}
+    assert "DeepCompile" in one("gradient-sum", {**config, **zero(stage=1)}).reason

@@ -1,0 +1,1 @@
+"""What was read off DeepSpeed and is on file here."""
