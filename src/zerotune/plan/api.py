@@ -253,7 +253,7 @@ class DeepSpeedPlan(PlanValue):
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
-        """Read the YAML of ``accelerate config``.
+        """Read the YAML of ``accelerate config``, or one with DeepSpeed's own keys.
 
         Raises:
             PlanFileError: The file, or the ``deepspeed_config_file`` it names, is missing.
@@ -296,7 +296,7 @@ class DeepSpeedPlan(PlanValue):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
-        """Read a file by its suffix: ``.yaml`` and ``.yml`` as accelerate's, else JSON."""
+        """Read a file by its suffix: YAML, ``.hjson`` with DeepSpeed's parser, else JSON."""
         file = Path(path)
         yaml = file.suffix.lower() in (".yaml", ".yml")
         return cls.from_yaml(file) if yaml else cls.from_json(file)

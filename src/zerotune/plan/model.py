@@ -923,6 +923,7 @@ def normalise_top_level(raw: Mapping[str, Any], decisions: list[Decision]) -> di
     config = dict(raw)
     _boolean_zero(config, decisions)
     _saved_whole(config, decisions)
+    _never_printed(config, decisions)
     for key, member in _SHORTHANDS.items():
         value = config.get(key)
         if isinstance(value, bool | str):
@@ -998,6 +999,21 @@ def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
             before=value,
             after=f"zero_optimization.{_GATHER} = {value}",
             reason="accelerate's name of this key, which DeepSpeed does not know",
+        )
+    )
+
+
+def _never_printed(config: dict[str, Any], decisions: list[Decision]) -> None:
+    """What accelerate's plugin puts into its live dictionary so that DeepSpeed never prints."""
+    if config.get("steps_per_print") != math.inf:
+        return
+    config["steps_per_print"] = _LARGEST_INTEGER
+    decisions.append(
+        Decision(
+            key="steps_per_print",
+            before="inf",
+            after=_LARGEST_INTEGER,
+            reason="accelerate's word for never; DeepSpeed wants a whole number here",
         )
     )
 

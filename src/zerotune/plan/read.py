@@ -44,6 +44,7 @@ from zerotune.plan.source import (
     MICRO_KEYS,
     TRAINER_KEYS,
     WRAPPERS,
+    parse_hjson,
     parse_json,
     parse_yaml,
     read_named,
@@ -55,6 +56,7 @@ from zerotune.plan.source import (
 
 _ENOUGH_KEYS = 3
 _ENOUGH_TO_JUDGE = 20
+_ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
 
 def plan_from_mapping(
@@ -112,8 +114,7 @@ def _refuse_something_else(
 ) -> None:
     """Refuse a file of another kind as a whole, and not by its first key."""
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
-    known = {attribute.name for attribute in modelled(PlanValue)}
-    known |= {*PlanValue.passed_through, *PlanValue.aliases, *also_known}
+    known = {*_plan_keys(), *also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
         return
     looked_at = names[:_ENOUGH_TO_JUDGE]
@@ -127,18 +128,28 @@ def _refuse_something_else(
     )
 
 
+def _plan_keys() -> frozenset[str]:
+    names = {attribute.name for attribute in modelled(PlanValue)}
+    return frozenset({*names, *PlanValue.passed_through, *PlanValue.aliases})
+
+
 def plan_from_json(cls: type[PlanT], path_or_text: str | os.PathLike[str]) -> PlanT:
     """Read JSON; see ``DeepSpeedPlan.from_json``."""
     if isinstance(path_or_text, str) and path_or_text.lstrip("\ufeff \t\r\n").startswith(
         ("{", "//", "/*", "#", "[")
     ):
-        return _plan_from_text(cls, path_or_text, source="<string>", folder=None)
+        parsed = parse_json(path_or_text, source="<string>")
+        return _plan_from_parsed(cls, *parsed, source="<string>", folder=None)
     path = Path(path_or_text)
-    return _plan_from_text(cls, read_text(path), source=str(path), folder=path.parent)
+    text = read_text(path)
+    hjson = path.suffix.lower() == ".hjson"
+    parsed = (parse_hjson if hjson else parse_json)(text, source=str(path))
+    return _plan_from_parsed(cls, *parsed, source=str(path), folder=path.parent)
 
 
-def _plan_from_text(cls: type[PlanT], text: str, *, source: str, folder: Path | None) -> PlanT:
-    value, sentences = parse_json(text, source=source)
+def _plan_from_parsed(
+    cls: type[PlanT], value: Any, sentences: list[str], *, source: str, folder: Path | None
+) -> PlanT:
     plan = plan_from_mapping(cls, value, source=source, folder=folder)
     return attrs.evolve(plan, decisions=(*tolerated(sentences, source), *plan.decisions))
 
@@ -294,7 +305,21 @@ def plan_from_yaml(cls: type[PlanT], path: str | os.PathLike[str]) -> PlanT:
             value=content,
             fix="make one with `accelerate config`",
         )
+    if _is_plain(content):
+        return plan_from_mapping(cls, content, source=str(file), folder=file.parent)
     return plan_from_settings(cls, content, source=str(file), folder=file.parent)
+
+
+def _is_plain(content: Mapping[Any, Any]) -> bool:
+    """Whether a YAML holds DeepSpeed's own keys, or a trainer's file, and nothing of accelerate."""
+    if any(key in content for key in _ACCELERATES_OWN):
+        return False
+    wrapper = wrapper_of(content)
+    if wrapper is not None:
+        return isinstance(content[wrapper], str) or (
+            wrapper != accelerate.BLOCK and content[wrapper] is not None
+        )
+    return not _plan_keys().isdisjoint(key for key in content if isinstance(key, str))
 
 
 def plan_from_environment(cls: type[PlanT], environ: Mapping[str, str] | None) -> PlanT:

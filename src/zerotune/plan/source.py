@@ -315,7 +315,10 @@ class _Parser:
             raise self._error("has an object that is never closed", "add the missing }")
         self._refuse_lookalikes("key")
         if _WORD.match(self._text, self._at):
-            raise self._error("has a key without quotes", "put the key in double quotes")
+            raise self._error(
+                "has a key without quotes",
+                "put the key in double quotes, or give an HJSON file the suffix .hjson",
+            )
         raise self._error("wants a key in double quotes here", 'write "key": value')
 
     def _array(self) -> list[Any]:
@@ -573,7 +576,73 @@ def _refuse_duplicates(root: Any, source: str) -> None:
             pending.extend((key, value))
 
 
+# -- HJSON, which DeepSpeed reads in every file, and with the same parser.
+
+
+def parse_hjson(text: str, *, source: str) -> tuple[Any, list[str]]:
+    """Parse HJSON as ``parse_json`` does JSON.
+
+    Raises:
+        PlanSyntaxError: Not HJSON, or the parser that DeepSpeed brings is not installed.
+    """
+    try:
+        import hjson
+    except ImportError:
+        raise PlanSyntaxError(
+            "is HJSON, and the package that reads it is not installed",
+            source=source,
+            line=1,
+            column=1,
+            fix="install hjson (DeepSpeed needs it too), or convert the file where it is"
+            " installed: python -m hjson.tool -j FILE",
+        ) from None
+    _refuse_too_large(len(text), _LARGEST.get() // _YAML_SHARE, source, "file")
+    _refuse_half_letters(text, source)
+    try:
+        value = hjson.loads(text, object_pairs_hook=_all_once)
+    except hjson.HjsonDecodeError as error:
+        reason, line, column = error.msg, error.lineno, error.colno
+    except RecursionError:
+        reason, line, column = "it is nested too deeply", 1, 1
+    except ValueError as error:
+        reason, line, column = str(error), 1, 1
+    else:
+        return value, ["HJSON"]
+    raise PlanSyntaxError(
+        f"is not HJSON: {reason}",
+        source=source,
+        line=line,
+        column=column,
+        fix="check braces, colons and line ends at this place",
+    ) from None
+
+
+def _all_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {shorten(repr(twice))} twice in one object")
+    return found
+
+
 # -- Files, and what names them inside a configuration.
+
+
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
+    """Parse the text of a file by its suffix, as ``parse_json`` does.
+
+    Raises:
+        PlanSyntaxError: It is not what its suffix says.
+    """
+    suffix = path.suffix.lower()
+    if suffix in YAML_SUFFIXES:
+        return parse_yaml(text, source=str(path)), []
+    parse = parse_hjson if suffix == ".hjson" else parse_json
+    return parse(text, source=str(path))
 
 
 WRAPPERS = ("deepspeed_config", "deepspeed_config_file", "deepspeed")
@@ -685,7 +754,7 @@ def read_named(written: str, folder: Path | None, *, key: str) -> Named:
     if text is not None:
         return Named(*parse_json(text, source=key), source=f"the text of {key}", folder=None)
     path = find_file(written, folder, key=key)
-    value, sentences = parse_json(read_text(path, key=key), source=str(path))
+    value, sentences = parse_file(read_text(path, key=key), path)
     return Named(value, sentences, source=str(path), folder=path.parent)
 
 
@@ -722,8 +791,8 @@ def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
             key=source,
             before="; ".join(sentences),
             after=None,
-            reason="strict JSON allows no comments and no trailing commas, and accelerate"
-            " refuses them",
+            reason="strict JSON allows no comments, no trailing commas and nothing of HJSON, and"
+            " accelerate refuses them",
             severity="warning",
         )
     ]

@@ -1,0 +1,144 @@
+"""Forms a DeepSpeed configuration has beside JSON: a live dictionary, plain YAML, HJSON."""
+
+from __future__ import annotations
+
+import builtins
+import math
+
+import pytest
+
+from zerotune.errors import InvalidValueError, PlanSyntaxError
+from zerotune.plan import DeepSpeedPlan
+
+LIVE = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "none", "nvme_path": None},
+        "offload_param": {"device": "none", "nvme_path": None},
+        "stage3_gather_16bit_weights_on_model_save": False,
+    },
+    "gradient_clipping": 0.5,
+    "steps_per_print": math.inf,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+}
+PLAIN = """\
+train_micro_batch_size_per_gpu: 2
+bf16: {enabled: true}
+zero_optimization: {stage: 2, reduce_bucket_size: 5e8}
+"""
+HJSON = """\
+{
+  # two cards
+  train_micro_batch_size_per_gpu: 2
+  bf16: {enabled: true}
+  zero_optimization: {
+    stage: 2
+    reduce_bucket_size: 5e8
+  }
+}
+"""
+
+
+def written(folder, name, text):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_accelerates_live_dictionary_is_read(cuda):
+    plan = DeepSpeedPlan.from_dict(LIVE)
+    (found,) = [d for d in plan.decisions if d.key == "steps_per_print"]
+    assert found.before == "inf"
+    rendered = plan.resolve(platform=cuda).to_deepspeed()
+    assert all(step % rendered["steps_per_print"] for step in (1, 10, 10**9))
+    assert (rendered["gradient_accumulation_steps"], rendered["gradient_clipping"]) == (2, 0.5)
+    assert DeepSpeedPlan.from_json(plan.to_json()) == plan
+
+
+def test_the_installed_accelerates_own_dictionary_is_read(monkeypatch):
+    pytest.importorskip("deepspeed")
+    utils = pytest.importorskip("accelerate.utils")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    config = utils.DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=4).deepspeed_config
+    plan = DeepSpeedPlan.from_dict(config)
+    assert (plan.stage, plan.gradient_accumulation_steps) == (2, 4)
+
+
+def test_another_number_that_is_none_is_still_refused():
+    with pytest.raises(InvalidValueError, match="steps_per_print"):
+        DeepSpeedPlan.from_dict({"steps_per_print": -math.inf})
+
+
+@pytest.mark.parametrize("name", ["ds.yaml", "ds.yml"])
+def test_deepspeeds_own_keys_in_yaml_are_read(tmp_path, name):
+    plan = DeepSpeedPlan.load(written(tmp_path, name, PLAIN))
+    assert plan == DeepSpeedPlan.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000},
+        }
+    )
+    assert plan.launch is None
+
+
+@pytest.mark.parametrize("key", ["deepspeed", "deepspeed_config", "--deepspeed_config"])
+def test_a_trainers_yaml_names_its_file(tmp_path, key):
+    written(tmp_path, "ds.yaml", PLAIN)
+    plan = DeepSpeedPlan.load(
+        written(tmp_path, "train.yaml", f"{key}: ds.yaml\nlr: 1.0\nmax_grad_norm: 0.5\n")
+    )
+    assert plan.stage == 2
+    assert plan.launch.gradient_clipping == 0.5
+
+
+def test_accelerates_yaml_without_its_block_is_still_told_so(tmp_path):
+    text = "distributed_type: MULTI_GPU\ngradient_clipping: 1.0\n"
+    with pytest.raises(InvalidValueError) as caught:
+        DeepSpeedPlan.load(written(tmp_path, "a.yaml", text))
+    assert caught.value.key == "deepspeed_config"
+
+
+def test_hjson_is_read_with_deepspeeds_own_parser(tmp_path):
+    pytest.importorskip("hjson")
+    plan = DeepSpeedPlan.load(written(tmp_path, "ds.hjson", HJSON))
+    assert plan == DeepSpeedPlan.load(written(tmp_path, "ds.yaml", PLAIN))
+    assert [d.severity for d in plan.decisions if "HJSON" in str(d.before)] == ["warning"]
+    named = written(tmp_path, "config.json", '{"deepspeed_config": "ds.hjson"}')
+    assert DeepSpeedPlan.from_json(named) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{a: 1", "not HJSON"),
+        ("{stage: 1\nstage: 2}", "twice"),
+        ("[" * 3000, "not HJSON"),
+        ("{train_batch_size: " + "9" * 5000 + "}", "train_batch_size|not HJSON"),
+    ],
+)
+def test_what_is_no_hjson_is_said_with_its_place(tmp_path, text, match):
+    pytest.importorskip("hjson")
+    with pytest.raises((PlanSyntaxError, InvalidValueError), match=match):
+        DeepSpeedPlan.load(written(tmp_path, "ds.hjson", text))
+
+
+def test_without_the_parser_it_is_said_how_to_convert(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *arguments, **keywords):
+        if name == "hjson":
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(PlanSyntaxError, match=r"hjson\.tool"):
+        DeepSpeedPlan.load(written(tmp_path, "ds.hjson", HJSON))
+
+
+def test_hjson_under_another_name_is_told_which_suffix_to_have(tmp_path):
+    with pytest.raises(PlanSyntaxError, match=r"\.hjson"):
+        DeepSpeedPlan.load(written(tmp_path, "ds.json", HJSON))
