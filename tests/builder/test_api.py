@@ -299,3 +299,14 @@ def test_the_schema_is_that_of_the_installed_deepspeed():
     assert by_path["zero_optimization.reduce_bucket_size"]["default"] == 500_000_000
     assert by_path["zero_optimization.overlap_comm"]["doc"]
     assert "zero_optimization" not in by_path
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "x/" + "b" * 300 + ".json", "c/" * 3000])
+def test_a_name_that_is_too_long_is_said(client, name):
+    start = client.get("/api/start").json()["state"]
+    for answer in (
+        client.get("/api/path", params={"path": name}),
+        client.post("/api/open", json={"path": name}),
+        client.post("/api/save", json={"path": name, "state": start}),
+    ):
+        assert 400 <= answer.status_code < 500, answer.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.needs import needs
 from zerotune.cli import main
+from zerotune.errors import InvalidValueError
 
 
 def test_the_help_loads_no_server():
@@ -71,3 +73,55 @@ def test_it_serves_and_another_host_gets_a_token(tmp_path):
         process.terminate()
         process.wait(20)
         process.stdout.close()
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
+    needs("uvicorn")
+    from zerotune.builder.serving import read_token
+
+    file = tmp_path / "token"
+    with pytest.raises(
+        InvalidValueError, match=r"--token-file.*cannot be read from it .No such file"
+    ):
+        read_token(given=None, file=file)
+    file.write_text(" \n")
+    with pytest.raises(InvalidValueError, match="holds no token"):
+        read_token(given=None, file=file)
+    file.write_text("s3cret\n")
+    assert read_token(given=None, file=file) == "s3cret"
+    assert read_token(given=None, file=None) is None
+    monkeypatch.setenv("ZEROTUNE_BUILDER_TOKEN", "other")
+    assert read_token(given=None, file=None) == "other"
+    assert read_token(given=None, file=file) == "s3cret"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nHost: ", b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /"]
+)
+def test_a_half_open_connection_is_closed(monkeypatch, sent):
+    uvicorn = needs("uvicorn")
+    from zerotune.builder import connections
+
+    monkeypatch.setattr(connections, "PATIENCE_S", 0.2)
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def closed():
+        http = connections.PatientProtocol
+        config = uvicorn.Config(app, http=http, lifespan="off", log_level="warning")
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            server = uvicorn.Server(config)
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            reader, writer = await asyncio.open_connection(*listening.getsockname())
+            writer.write(sent)
+            await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(closed())

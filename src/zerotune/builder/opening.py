@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from zerotune.plan.source import (
 
 _YAML_SUFFIXES: Final = (".yaml", ".yml")
 _LARGEST: Final = 1 << 20
+_LONGEST_NAME: Final = 255
+"""Bytes of a name inside a folder, on every file system in use."""
 _TYPICAL: Final = (
     *("zero_optimization", "optimizer", "bf16", "fp16"),
     *("train_batch_size", "train_micro_batch_size_per_gpu"),
@@ -76,6 +79,9 @@ class Root:
             raise InvalidValueError("is no path", key=key, value=written, fix="write a path")
         try:
             path = (self.folder / Path(written.strip()).expanduser()).resolve()
+            path.exists()  # The system refuses what is too long for it, where it looks at all.
+            if any(len(os.fsencode(part)) > _LONGEST_NAME for part in path.parts):
+                raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         except (OSError, ValueError, RuntimeError) as error:
             raise InvalidValueError(
                 f"is no path ({error})", key=key, value=written, fix="write another one"

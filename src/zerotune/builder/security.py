@@ -7,6 +7,7 @@ framed. Each is refused here, before any of the application runs.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Collection, MutableMapping
 from http.cookies import CookieError, SimpleCookie
@@ -20,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "[::1]"})
 LARGEST_BODY: Final = 1 << 20
 """Bytes of a request; the largest public configurations are about ten thousand."""
+PATIENCE_S: Final = 20.0
+"""Seconds in which the body of a request must have come."""
 COOKIE: Final = "zerotune_builder"
 
 _POLICY: Final = (
@@ -66,7 +69,13 @@ class Guard:
         if answer is not None:
             await answer(scope, receive, sender)
             return
-        body = await _body(receive, self._largest)
+        try:
+            body = await asyncio.wait_for(_body(receive, self._largest), PATIENCE_S)
+        except asyncio.TimeoutError:
+            late = _refuse(408, f"the whole request must come within {PATIENCE_S:.0f} seconds")
+            late.headers["connection"] = "close"
+            await late(scope, receive, sender)
+            return
         if body is None:
             too_large = f"a request may have {self._largest} bytes at most"
             await _refuse(413, too_large)(scope, receive, sender)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import secrets
 import socket
 import sys
@@ -13,6 +14,7 @@ from typing import Final
 
 from zerotune.errors import InvalidValueError, MissingDependencyError
 
+TOKEN_VARIABLE: Final = "ZEROTUNE_BUILDER_TOKEN"  # noqa: S105 - the name of a variable
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -42,6 +44,7 @@ def serve(
             fix="pip install 'zerotune[builder]'",
         ) from error
     import zerotune.builder as package
+    from zerotune.builder.connections import PatientProtocol
     from zerotune.builder.security import LOOPBACK
 
     if not is_loopback(host) and not token:
@@ -57,11 +60,40 @@ def serve(
     sys.stdout.flush()
     if open_browser:
         threading.Timer(0.5, webbrowser.open, (address,)).start()
-    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    config = uvicorn.Config(
+        app, http=PatientProtocol, log_level="warning", access_log=False, server_header=False
+    )
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:
         listening.close()
+
+
+def read_token(*, given: str | None, file: Path | None) -> str | None:
+    """The token: the one given, that in a file, else ``ZEROTUNE_BUILDER_TOKEN``.
+
+    Raises:
+        InvalidValueError: The file cannot be read, or holds none.
+    """
+    if given is not None:
+        return given
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidValueError(
+            f"the token cannot be read from it ({reason})",
+            key="--token-file",
+            value=str(file),
+            fix="name a file that holds the token and nothing else",
+        ) from error
+    if not token:
+        raise InvalidValueError(
+            "holds no token", key="--token-file", value=str(file), fix="write one into it"
+        )
+    return token
 
 
 def is_loopback(host: str) -> bool:

@@ -24,7 +24,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=8265, metavar="N", help="8265; 0: a free one")
     parser.add_argument(
-        "--token", metavar="TEXT", help="secret to ask for; made when --host is another address"
+        "--token-file",
+        metavar="FILE",
+        help="holds the secret to ask for; else ZEROTUNE_BUILDER_TOKEN does; made when --host is "
+        "another address",
+    )
+    parser.add_argument(
+        "--token",
+        metavar="TEXT",
+        help="the secret itself, which every user of this machine can read in the process list",
     )
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
 
@@ -38,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         plan_file=None if arguments.plan is None else Path(arguments.plan),
         root=None if arguments.root is None else Path(arguments.root),
-        token=arguments.token,
+        token=serving.read_token(
+            given=arguments.token,
+            file=None if arguments.token_file is None else Path(arguments.token_file),
+        ),
         open_browser=not arguments.no_browser,
     )
     return 0
