@@ -129,7 +129,10 @@ class ZeroTuneError(Exception):
             subject = f"{subject} = {shorten(self.value)}" if subject else shorten(self.value)
         sentence = self.reason.rstrip(".") + "."
         text = f"{subject}: {sentence}" if subject else sentence
-        return f"{text} Fix: {self.fix.rstrip('.')}." if self.fix else text
+        if not self.fix:
+            return text
+        fix = self.fix.rstrip(".")
+        return f"{text} Fix: {fix}" if fix.endswith("?") else f"{text} Fix: {fix}."
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross process boundaries in launchers; the default protocol would call

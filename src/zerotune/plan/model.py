@@ -101,6 +101,8 @@ class Number(_OrAuto):
     """A lower bound that is refused itself."""
     below: float | None = None
     """An upper bound that is refused itself."""
+    remark: str = ""
+    """What a value means that nobody would guess."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept a finite number in range, or ``"auto"`` where allowed."""
@@ -122,7 +124,8 @@ class Number(_OrAuto):
     @property
     def words(self) -> str:
         """What it may be, as in "a number of at least 0 and less than 1"."""
-        return f"a number{self._bounds()}"
+        remark = f" ({self.remark})" if self.remark else ""
+        return f"a number{self._bounds()}{remark}"
 
     def _check_range(self, value: float, key: str) -> None:
         if (
@@ -258,6 +261,8 @@ class Choice(Kind):
     """Lower-case word to the choice it means."""
     null: str | None = None
     """What a written ``null`` means; ``None``: not written."""
+    unoffered: tuple[str, ...] = ()
+    """Choices that are understood, to be refused with better words, and not offered."""
 
     def check(self, value: Any, key: str) -> None:
         """Accept exactly one of the choices."""
@@ -279,7 +284,9 @@ class Choice(Kind):
         return word, None if word == value else "written as DeepSpeed spells it"
 
     def _fix(self) -> str:
-        return "write one of " + ", ".join(repr(choice) for choice in self.choices)
+        return "write one of " + ", ".join(
+            repr(choice) for choice in self.choices if choice not in self.unoffered
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -618,8 +625,11 @@ def read_section(
 
 def _require_object(raw: Any, key: str) -> None:
     if not isinstance(raw, Mapping):
+        form = '{"name": value, …}'
+        if key == "zero_optimization" and is_integer(raw):
+            form = f'{{"stage": {raw}}}'
         raise InvalidValueError(
-            "must be an object", key=key or None, value=raw, fix='write {"name": value, …}'
+            "must be an object", key=key or None, value=raw, fix=f"write {form}"
         )
 
 
@@ -643,7 +653,8 @@ def located(prefix: str) -> Iterator[None]:
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """The error for a key nobody knows, with the nearest known ones."""
     guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
-    meant = _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
+    at_top = _BELONG_BELOW.get(name) if path == name else None
+    meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
     fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
     return UnknownKeyError(
         "neither DeepSpeed nor zerotune knows this key", key=path, value=value, fix=fix
@@ -665,6 +676,16 @@ _COMMON_MISTAKES = {
     "learning_rate": "'optimizer.params.lr'",
     "lr": "'optimizer.params.lr'",
 }
+
+_BELONG_BELOW = {
+    **{
+        name: f"'zero_optimization.{name}'"
+        for name in ("stage", "offload_optimizer", "offload_param", "overlap_comm")
+    },
+    "zero_stage": "'zero_optimization.stage'",
+    "mixed_precision": "'bf16' or 'fp16', as in \"bf16\": {\"enabled\": true}",
+}
+"""Keys written at the top level, and where they belong."""
 
 
 def _canonical_key(
@@ -1253,7 +1274,7 @@ class Fp16Section(Section):
     enabled: bool | Auto | None = setting(Boolean())
     auto_cast: bool | Auto | None = setting(Boolean())
     """Cast the inputs of the model."""
-    loss_scale: float | Auto | None = setting(Number())
+    loss_scale: float | Auto | None = setting(Number(remark="0 means dynamic"))
     """Fixed scale of the loss; 0: dynamic."""
     initial_scale_power: int | Auto | None = setting(Integer())
     """The dynamic scale starts at two to this power."""
@@ -1326,7 +1347,9 @@ class LaunchSection(Section):
 
     distributed_type: str | None = setting(Text())
     mixed_precision: str | None = setting(
-        Choice(choices=(*PRECISIONS, "fp8", "auto"), synonyms=PRECISION_SYNONYMS)
+        Choice(
+            choices=(*PRECISIONS, "fp8", "auto"), synonyms=PRECISION_SYNONYMS, unoffered=("fp8",)
+        )
     )
     """Precision asked from the launcher; fills ``"auto"``."""
     num_processes: int | None = setting(Integer(minimum=-1, auto=False))

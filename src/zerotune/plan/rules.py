@@ -923,6 +923,27 @@ def nvme_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findin
         )
 
 
+@rule("nvme-path-unset", "note")
+def nvme_path_unset(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """Something swaps to NVMe and no folder is written.
+
+    Write ``nvme_path`` on a fast disk. Without it the run leases a folder of its own below the
+    swap root; DeepSpeed alone refuses to start.
+    """
+    for part in ("optimizer", "param"):
+        section = offload_section(plan, part)
+        launched = getattr(plan.launch, f"offload_{part}_path", None)
+        if section is None or section.device != "nvme" or plan.stage != 3 or launched:
+            continue
+        if section.nvme_path in (None, AUTO):
+            yield report(
+                f"zero_optimization.offload_{part}.nvme_path",
+                section.nvme_path,
+                "no folder is written, so the run leases one below the swap root",
+                "write the path of a folder on a fast disk",
+            )
+
+
 @rule("nvme-optimizer-buffers", "error")
 def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """The swap pool of an Adam optimizer needs four buffers.
@@ -1017,6 +1038,24 @@ def _filler(plan: PlanValue, context: Context) -> Filler:
         with contextlib.suppress(PlanError):
             precision, _ = decide_precision(plan, run=context.run, platform=context.platform)
     return Filler(stage=int(plan.stage), context=context, precision=precision)
+
+
+@rule("number-as-text", "note", only_deepspeed=False)
+def number_as_text(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """An argument of the optimizer or the schedule is a number in quotes.
+
+    Write it without quotes. It is read as the number; DeepSpeed alone would hand the text on.
+    """
+    for name in ("optimizer", "scheduler"):
+        section = getattr(plan, name)
+        for key, value in ((section.params if section else None) or {}).items():
+            if isinstance(value, str) and as_number(value) is not None:
+                yield report(
+                    f"{name}.params.{key}",
+                    value,
+                    "is a number in quotes, and is read as the number",
+                    f"write {value.strip()}",
+                )
 
 
 # -- Rules on ``zero_optimization``, on removed and on unknown keys.
@@ -1312,7 +1351,7 @@ def large_bucket(plan: PlanValue, _context: Context, report: Report) -> Findings
     # What resolution will choose where nothing is written.
     overlaps = zero.overlap_comm is True or (zero.overlap_comm is not False and offloads)
     buckets = 2 if overlaps and plan.stage != 3 else 1
-    cost = buckets * size * (2 if plan.precision in ("bf16", "fp16") else 4)
+    cost = buckets * size * (4 if plan.precision == "fp32" else 2)
     if cost >= _LARGE_BUCKET:
         doubled = ", two of them because of overlap_comm" if buckets == 2 else ""
         yield report(
@@ -1378,10 +1417,12 @@ RULES: Final = (
     scheduler_cycle,
     range_test,
     nvme_optimizer,
+    nvme_path_unset,
     nvme_optimizer_buffers,
     nvme_pipeline_buffers,
     nvme_sub_group_size,
     nvme_param_prefetch,
+    number_as_text,
     stage_auto,
     removed_section,
     unknown_keys,

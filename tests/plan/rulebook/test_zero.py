@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.rulebook.findings import find, one, read, zero
+from zerotune.errors import PlanError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.platform import Platform
 
@@ -169,3 +170,41 @@ def test_a_schema_of_another_deepspeed_can_be_given():
 def test_summing_gradients_is_refused_with_deepcompile():
     config = {"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}}
     assert "DeepCompile" in one("gradient-sum", {**config, **zero(stage=1)}).reason
+
+
+def test_swapping_without_a_folder_is_said():
+    config = zero(stage=3, offload_optimizer={"device": "nvme"})
+    assert one("nvme-path-unset", config).key.endswith("offload_optimizer.nvme_path")
+    config["zero_optimization"]["offload_optimizer"]["nvme_path"] = "/nvme"
+    assert find("nvme-path-unset", config) == []
+
+
+def test_a_number_in_quotes_is_said():
+    finding = one("number-as-text", {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}})
+    assert (finding.key, finding.fix) == ("optimizer.params.lr", "write 1e-4")
+    params = {"lr": 1e-4, "betas": "auto", "kind": "cosine"}
+    assert find("number-as-text", {"optimizer": {"type": "AdamW", "params": params}}) == []
+
+
+@pytest.mark.parametrize(("precision", "size"), [("auto", "1.86"), (True, "1.86"), (False, "3.73")])
+def test_the_size_of_a_bucket_is_that_of_its_precision(precision, size):
+    section = {"stage": 2, "reduce_bucket_size": 500_000_000, "overlap_comm": True}
+    config = {"zero_optimization": section, "bf16": {"enabled": precision}}
+    assert size in one("large-reduce-bucket", config).reason
+
+
+@pytest.mark.parametrize(
+    ("config", "fix"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "'zero_optimization.offload_optimizer'?"),
+        ({"stage": 2}, "'zero_optimization.stage'?"),
+        ({"mixed_precision": "bf16"}, '"bf16": {"enabled": true}'),
+        ({"zero_optimization": 2}, 'write {"stage": 2}'),
+        ({"fp16": {"loss_scale": "dynamic"}}, "0 means dynamic"),
+    ],
+)
+def test_what_people_write_gets_the_form_that_works(config, fix):
+    with pytest.raises(PlanError) as caught:
+        DeepSpeedPlan.from_dict(config)
+    assert fix in str(caught.value)
+    assert "?." not in str(caught.value)
