@@ -197,8 +197,10 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def faults(session: nox.Session) -> None:
-    """Kill runs at random moments, thirty by default; nobody else may lose a byte."""
+    """Kill runs at random moments, thirty by default, and damage caches and lease records."""
     training_environment(session)
+    if not session.posargs:
+        run(session, "-m", "tests.offload.campaign", "--minutes", "1")
     run(session, "-m", "tests.offload.faults", *(session.posargs or ["--kills", "30"]))
 
 
