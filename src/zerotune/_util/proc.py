@@ -56,6 +56,32 @@ _BLOCK_DEVICES: Final = Path("/sys/dev/block")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 
+CAP_IPC_LOCK: Final = 14
+"""Number of the capability to lock any amount of memory, ``linux/capability.h``."""
+
+
+def status_field(status: str, name: str) -> str | None:
+    """First word of a field of ``/proc/PID/status``; ``None`` where it is missing.
+
+    Args:
+        status: The file's text.
+        name: The field (``"VmHWM"``, in kilobytes).
+    """
+    found = re.search(rf"^{name}:[ \t]*(\S+)", status, re.MULTILINE)
+    return None if found is None else found.group(1)
+
+
+def has_capability(status: str, bit: int) -> bool:
+    """Whether a process's effective capabilities include one.
+
+    Args:
+        status: The text of its ``/proc/PID/status``.
+        bit: Number of the capability.
+    """
+    held = status_field(status, "CapEff") or ""
+    return re.fullmatch("[0-9a-f]+", held) is not None and bool(int(held, 16) >> bit & 1)
+
+
 @attrs.frozen(kw_only=True)
 class Mount:
     """The file system that holds a folder."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from zerotune._util.proc import CAP_IPC_LOCK, has_capability
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
@@ -23,7 +24,6 @@ KEY: Final = "offload.host_memory"
 BACKEND_VARIABLE: Final = "DS_PIN_MEMORY_BACKEND"
 
 _SECTIONS: Final = ("offload_optimizer", "offload_param")
-_CAP_IPC_LOCK: Final = 1 << 14
 _STATUS: Final = Path("/proc/self/status")
 
 
@@ -155,11 +155,10 @@ def lockable_memory(platform: Platform, *, status: Path = _STATUS) -> int | None
 
 def _may_lock_anything(status: Path) -> bool:
     try:
-        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
+        text = status.read_text(encoding="ascii", errors="replace")
     except OSError:
         return False
-    held = [line.split()[1] for line in lines if line.startswith("CapEff:")]
-    return bool(held) and bool(int(held[0], 16) & _CAP_IPC_LOCK)
+    return has_capability(text, CAP_IPC_LOCK)
 
 
 def _resident() -> int:

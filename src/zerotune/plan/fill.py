@@ -294,7 +294,7 @@ def decide_precision(
         if asked in (None, AUTO) or asked == enabled:
             continue
         if enabled is not None or written.get(asked) is False:
-            decisions.append(_precision_overruled(asked, enabled or "fp32", who))
+            decisions.append(_overruled_precision(asked, enabled or "fp32", who))
             continue
         decisions.append(_chosen(asked, f"the {who} asks for it"))
         return _adapt(asked, who, platform, decisions), decisions
@@ -369,7 +369,7 @@ def _written(plan: PlanValue) -> dict[str, Any]:
     }
 
 
-def _precision_overruled(asked: str, used: str, who: str) -> Decision:
+def _overruled_precision(asked: str, used: str, who: str) -> Decision:
     return Decision(
         key="precision",
         before=asked,

@@ -497,11 +497,11 @@ class Section:
 
 def setting(kind: Kind) -> Any:
     """Declare a modelled key of a section; unset by default."""
-    eq = said if isinstance(kind, Nested) else True
+    eq = comparable if isinstance(kind, Nested) else True
     return attrs.field(default=None, validator=_check, eq=eq, metadata={"kind": kind})
 
 
-def said(section: Section | None) -> Section | None:
+def comparable(section: Section | None) -> Section | None:
     """A section as comparisons see it: an empty one says as little as none at all."""
     return None if section is None or section == type(section)() else section
 
@@ -1647,7 +1647,7 @@ def _launch_said(launch: LaunchSection | None) -> Section | None:
     """What of a launch section matters for "says the same": not the name of a file."""
     if launch is not None:
         launch = attrs.evolve(launch, distributed_type=None, deepspeed_config_file=None)
-    return said(launch)
+    return comparable(launch)
 
 
 @attrs.frozen(kw_only=True)

@@ -561,7 +561,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
 
 def _written_out(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
     if name in _PRECISION_NAMES:
-        return _overrides_precision(plan, name, value)
+        return _precision_settings(plan, name, value)
     if name == _NVME_PATH:
         return _swap_folders(plan, value)
     stage = name == _ZERO and isinstance(value, bool)  # DeepSpeed's old form: true is stage 1
@@ -602,7 +602,7 @@ def _zero_keys() -> frozenset[str]:
     return frozenset({*names, *ZeroSection.aliases, *ZeroSection.passed_through})
 
 
-def _overrides_precision(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
+def _precision_settings(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))

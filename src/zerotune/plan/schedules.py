@@ -201,7 +201,7 @@ def _warmup_steps(params: _Params) -> int:
     return max(2, int(params["warmup_num_steps"]))
 
 
-def _schedules_warmup(
+def _after_warmup(
     params: _Params, step: int, base_lr: float, after: Callable[[int], float]
 ) -> float:
     """``WarmupLR`` and ``WarmupDecayLR``, which differ in the fraction ``after`` the warm-up."""
@@ -217,13 +217,13 @@ def _schedules_warmup(
 
 
 def _warmup_lr(params: _Params, step: int, base_lr: float) -> float:
-    return _schedules_warmup(params, step, base_lr, lambda _: 1.0)
+    return _after_warmup(params, step, base_lr, lambda _: 1.0)
 
 
 def _warmup_decay_lr(params: _Params, step: int, base_lr: float) -> float:
     total = params["total_num_steps"]
     steps = _warmup_steps(params)
-    return _schedules_warmup(
+    return _after_warmup(
         params,
         step,
         base_lr,

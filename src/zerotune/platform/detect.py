@@ -5,12 +5,12 @@ Facts come from a probe, so that a test can be on another machine.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Final
 
 import attrs
 
+from zerotune._util.proc import CAP_IPC_LOCK, has_capability
 from zerotune.decisions import Decision, Severity, announce
 from zerotune.platform.cgroups import cpu_quota, memory_constraint
 from zerotune.platform.facts import (
@@ -34,7 +34,6 @@ _DEEPSPEED_ACCELERATORS: Final = (
 )  # fmt: skip
 _TRAINS_WITHOUT: Final = "zerotune trains with its plain engine instead"
 _DISTRIBUTIONS: Final = ("torch", "deepspeed", "accelerate", "diffusers")
-_CAP_IPC_LOCK: Final = 14
 _BF16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """What Linux calls bf16 arithmetic on x86 (the first two) and on ARM."""
 _INITIAL_NAMESPACE: Final = ["0", "0", "4294967295"]
@@ -114,9 +113,7 @@ def _may_lock_everything(probe: PlatformProbe) -> bool:
     It asks for a capability in the initial user namespace; the same capability inside of a
     rootless container does not count.
     """
-    status = probe.read_text("/proc/self/status") or ""
-    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)\s*$", status, re.MULTILINE)
-    if capabilities is None or not int(capabilities.group(1), 16) >> _CAP_IPC_LOCK & 1:
+    if not has_capability(probe.read_text("/proc/self/status") or "", CAP_IPC_LOCK):
         return False
     return (probe.read_text("/proc/self/uid_map") or "").split() == _INITIAL_NAMESPACE
 

@@ -11,6 +11,7 @@ import attrs
 import psutil
 import torch
 
+from zerotune._util.proc import status_field
 from zerotune.plan.memory.model import EMAPlace, Workload
 
 if TYPE_CHECKING:
@@ -64,9 +65,9 @@ def host_peak() -> int:
     status = Path("/proc/self/status")
     if status.exists():
         # getrusage would report the peak of the process this one was forked from.
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        kilobytes = status_field(status.read_text(), "VmHWM")
+        if kilobytes is not None:
+            return int(kilobytes) * 1024
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
