@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, expected_groups
+from zerotune.backend.deepspeed.given_back import check_not_gone
 from zerotune.backend.deepspeed.layouts import ParameterLayout, require_trainable
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
 from zerotune.backend.dtypes import DTYPES, check_model_dtype
@@ -56,6 +57,7 @@ class PlainEngine(StartedEngine):
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         choice = chosen_optimizer(plan)
+        check_not_gone(model)
         self._plan = plan
         self._module = model
         self._accelerator = _accelerator(plan, timeout_s)

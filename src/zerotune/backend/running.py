@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +16,7 @@ from zerotune.backend.checks import Checks
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.decisions import Decision
+from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
 
 
@@ -88,16 +92,46 @@ class StartedEngine(RunningEngine):
         timeout_s: Seconds after which a collective gives up.
     """
 
+    _open: ClassVar[weakref.WeakSet[StartedEngine]] = weakref.WeakSet()
+    """All that were started, until nobody holds them."""
+    _claimed: frozenset[int] = frozenset()
+    """Ids of the parameters that are trained here."""
+
     def __init__(
         self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
     ) -> None:
         super().__init__()
         with self._starting():
+            self._claim(model)
             self._start(model, plan, timeout_s)
 
     @abstractmethod
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         """Start it, and verify what runs."""
+
+    def _claim(self, model: torch.nn.Module) -> None:
+        """Take a model's parameters for this engine, as long as it is open.
+
+        Raises:
+            EngineError: An open engine trains some of them.
+        """
+        named = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        if self._others(named):
+            gc.collect()  # An engine that was dropped without being closed is none.
+        if others := self._others(named):
+            raise EngineError(
+                "is being trained by an engine that is still open",
+                key="model",
+                value=f"{type(model).__name__}.{named[next(iter(others))]}",
+                fix="close the first trainer or engine (trainer.close(), or a with block), or give "
+                "this one a copy of the model made before",
+            )
+        self._claimed = frozenset(named)
+        self._open.add(self)
+
+    def _others(self, named: Mapping[int, str]) -> set[int]:
+        claims = [each._claimed for each in self._open if not each._closed]
+        return named.keys() & set().union(*claims)
 
 
 def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> float:

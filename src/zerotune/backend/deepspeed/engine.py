@@ -22,6 +22,7 @@ from zerotune.backend.deepspeed.fixes import (
     replay_adam_steps,
     undo_dummy_step,
 )
+from zerotune.backend.deepspeed.given_back import GivenBack, check_not_gone, remove_hooks
 from zerotune.backend.deepspeed.host_step import HostStep, take_over_step
 from zerotune.backend.deepspeed.layouts import (
     inner_optimizer,
@@ -212,6 +213,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         check_plan(plan)
+        check_not_gone(model)
         self._plan, self._module = plan, model
         deepspeed, self._group = join(plan, self.resources, timeout_s=timeout_s)
         check_world(plan, self._group)
@@ -240,7 +242,13 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         announce(self.decisions, rank=self._group.rank)
 
     def _release(self) -> None:
+        back = None
+        if self._plan.stage == 3:
+            back = GivenBack(module=self._module, world_size=self._group.world_size)
         self._engine.destroy()
+        remove_hooks(self._module)
+        if back is not None:
+            back.finish()
 
 
 def _rounding(plan: ResolvedPlan) -> tuple[Decision, ...]:

@@ -1,0 +1,127 @@
+"""What the user's module is after its engine has been closed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.models import HostileNet
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, start
+from zerotune.backend.deepspeed import given_back
+from zerotune.errors import EngineError
+from zerotune.platform import Platform
+
+WHOLE = ("stage3_param_persistence_threshold", 10)
+PLACES = (
+    Case(deepspeed=False),
+    Case(stage=0),
+    Case(stage=2, offload="cpu"),
+    Case(stage=3, overrides=(WHOLE,)),
+    Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)),
+)
+
+
+def trained(engine: Any) -> list[float]:
+    losses = []
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(4, 7, 7, generator=generator).to(engine.device)
+        loss = (engine(x).float() - 0.5).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def in_turn(places: tuple[Case, ...]) -> list[list[float]]:
+    """Losses of one model under one engine after another, and what it is between them."""
+    model = HostileNet(0, scalar=False)
+    names = [set(vars(each)) for each in (*model.modules(), *model.parameters())]
+    found = []
+    for case in places:
+        with start(case, model) as engine:
+            found.append(trained(engine))
+            weights = {name: full.clone() for name, full in engine.master_weights.gather()}
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                assert torch.equal(parameter, weights[name]), (case, name)
+        assert torch.isfinite(model(torch.ones(4, 7, 7))).all()
+        assert all(tensor.numel() for tensor in model.state_dict().values())
+        if case.stage == 3:
+            after = [set(vars(each)) for each in (*model.modules(), *model.parameters())]
+            new = set().union(*(b - a for a, b in zip(names, after, strict=True)))
+            assert not [name for name in new if name.startswith("ds_")]
+            assert not model._forward_hooks
+    return found
+
+
+@pytest.mark.deepspeed
+def test_a_closed_engine_gives_the_module_back_to_the_next() -> None:
+    ((first, *_), (last, *_)) = (run_ranks(in_turn, places)[0] for places in (PLACES, PLACES[::-1]))
+    assert first == pytest.approx(last, rel=5e-5)
+
+
+def two_at_once() -> list[str]:
+    model = HostileNet(0, scalar=False)
+    found = []
+    with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
+        trained(engine)
+        for again in (model, torch.nn.Sequential(model)):
+            try:
+                start(Case(deepspeed=False), again)
+            except EngineError as error:
+                found.append(str(error))
+        assert trained(engine)
+    return found
+
+
+@pytest.mark.deepspeed
+def test_a_model_whose_engine_is_open_is_one_clear_error() -> None:
+    ((alone, inside),) = run_ranks(two_at_once)
+    for message in (alone, inside):
+        assert "still open" in message
+        assert "close the first trainer" in message
+
+
+def after_two_ranks() -> list[str]:
+    model = HostileNet(0, scalar=False)
+    with start(Case(stage=3, overrides=(WHOLE,)), model) as engine:
+        trained(engine)
+    found = []
+    uses = (
+        lambda: model(torch.ones(4, 7, 7)),
+        model.state_dict,
+        lambda: start(Case(stage=2), model),
+    )
+    for use in uses:
+        try:
+            use()
+        except EngineError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_what_several_ranks_had_says_so_when_it_is_used() -> None:
+    for found in run_ranks(after_two_ranks, world_size=2):
+        assert len(found) == 3
+        for message in found:
+            assert "partitioned over 2 ranks" in message
+            assert "trainer.export" in message
+
+
+def test_weights_on_nvme_come_back_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = torch.nn.Linear(1000, 1000)
+    for parameter in model.parameters():
+        parameter.ds_numel = parameter.numel()
+        parameter.ds_tensor = SimpleNamespace(status=SimpleNamespace(name="NOT_AVAILABLE"))
+    small = Platform.synthetic("cpu", ram=2**20)
+    monkeypatch.setattr(given_back, "detect_platform", lambda: small)
+    given_back.GivenBack(module=model, world_size=1).finish()
+    with pytest.raises(EngineError, match=r"on NVMe \(3\.\d+ MiB\) do not fit.*trainer\.export"):
+        model(torch.ones(1, 1000))
