@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -12,6 +12,10 @@ import torch
 from zerotune.errors import VerificationError
 from zerotune.plan.model import OptimizerChoice, SchedulerChoice
 from zerotune.plan.schedules import betas_at, lr_at
+
+if TYPE_CHECKING:
+    from zerotune.backend.distributed import ProcessGroup
+    from zerotune.plan.api import ResolvedPlan
 
 _COMPARED = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon")
 
@@ -181,6 +185,22 @@ class Checks:
             value=first.actual,
             fix="ask for what this engine builds, or report it: training was not started",
         )
+
+
+def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup) -> None:
+    """Whether all ranks train the same model under the same plan. Collective.
+
+    Raises:
+        CollectiveError: They do not; the message names the parameter, or the key of the plan.
+    """
+    # The model first: what is sized by its shapes differs with it in the plan.
+    parameters = {
+        name: f"{parameter.dtype} {list(getattr(parameter, 'ds_shape', parameter.shape))}"
+        + ("" if parameter.requires_grad else ", frozen")
+        for name, parameter in model.named_parameters()
+    }
+    group.agree(parameters, "model", fix="build the same model on every rank")
+    group.agree(plan.content(), "resolved plan", fix="give every rank the same arguments")
 
 
 def weight_decay_mode(optimizer: torch.optim.Optimizer) -> str | None:

@@ -4,20 +4,47 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import os
+import re
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
 import torch.distributed as dist
 
-from zerotune.errors import CollectiveError, EngineError, InvalidValueError
+from zerotune._util.processes import ProcessIdentity
+from zerotune._util.text import listing
+from zerotune.errors import (
+    UNSET,
+    CollectiveError,
+    EngineError,
+    InvalidValueError,
+    ZeroTuneError,
+    shorten,
+)
+
+T = TypeVar("T")
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _DEFAULT_TIMEOUT_S = 600.0
+_SETTLING_S: Final = 2.0
+"""How long a process may take to end once its connections are closed."""
+_ANSWER_S: Final = 3.0
+"""How long the store may take to answer when somebody is missing."""
+_LAST_WORD_S: Final = 1.0
+"""How long rank 0 tries to tell each of the others that a rank is lost."""
+_SHOWN: Final = 3
+_LONGEST_LINE: Final = 200
+_COLLECTIVE: Final = re.compile(
+    r"gloo|NCCL|Connection (closed by peer|reset)|Broken pipe|Socket Timeout|"
+    r"Timed out waiting|pair closure|c10d|ProcessGroup"
+)
 _NCCL: Final = frozenset({"cuda", "rocm"})
 _DEEPSPEED_CACHES: Final = (
     "_WORLD_GROUP",
@@ -124,10 +151,11 @@ class ProcessGroup:
         self.world_size = dist.get_world_size()
         self.local_rank = launch.local_rank if launch.launched else 0
         self._control: Any = None
-        self._met = 0
         if self.world_size > 1:
             # NCCL can neither name a missing rank nor move objects without a GPU.
             self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._roll = _RollCall(self._control.group_name, rank=self.rank)
+            self._roll.members = self.gather(ProcessIdentity.current(), purpose="meet")
 
     @classmethod
     def alone(cls) -> ProcessGroup:
@@ -137,7 +165,6 @@ class ProcessGroup:
         group._owned = False
         group.rank, group.world_size, group.local_rank = 0, 1, 0
         group._control = None
-        group._met = 0
         return group
 
     @property
@@ -157,59 +184,58 @@ class ProcessGroup:
         """
         if self._control is None:
             return
-        timeout = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
-        self._met += 1
-        _arrive(self._key(self.rank))
-        try:
-            dist.monitored_barrier(group=self._control, timeout=timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            # A rank that died closes its connection, and gloo then names an address, no rank.
-            missing = [rank for rank in range(self.world_size) if not _arrived(self._key(rank))]
-            who = f"rank(s) {', '.join(map(str, missing))} missing; " if missing else ""
-            raise CollectiveError(
-                f"not every rank came to {purpose!r} within {timeout.total_seconds():g} s "
-                f"({who}{_first_line(error)})",
-                key=f"rank {self.rank}",
-                fix="call it on every rank, not inside `if rank == 0`, and look in the log of "
-                "the rank named for why it stopped",
-            ) from error
+        with self._meeting(purpose, timeout_s=timeout_s) as deadline:
+            self._meet(deadline)
 
-    def _key(self, rank: int) -> str:
-        return f"zerotune/{self._control.group_name}/{self._met}/{rank}"
+    def broadcast(self, value: Any, *, source: int = 0, purpose: str = "share a value") -> Any:
+        """The picklable ``value`` of rank ``source``, on every rank.
 
-    def broadcast(self, value: Any, *, source: int = 0) -> Any:
-        """The picklable ``value`` of rank ``source``, on every rank."""
+        Raises:
+            CollectiveError: A rank did not come; the message names it.
+        """
         if self._control is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=source, group=self._control)
+        with self._meeting(purpose):
+            dist.broadcast_object_list(box, src=source, group=self._control)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
-        """The picklable ``value`` of every rank, in rank order, on every rank."""
+    def gather(self, value: Any, *, purpose: str = "exchange values") -> list[Any]:
+        """The picklable ``value`` of every rank, in rank order, on every rank.
+
+        Raises:
+            CollectiveError: A rank did not come; the message names it.
+        """
         if self._control is None:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
+        with self._meeting(purpose):
+            dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def agree(self, value: Any, what: str) -> None:
+    def agree(self, value: Any, what: str, *, fix: str = "give every rank the same") -> None:
         """Check that every rank holds the same ``value``.
 
         Raises:
-            CollectiveError: They differ; the message gives every rank's value.
+            CollectiveError: They differ; the message says in what, with every rank's value.
         """
-        values = self.gather(value)
+        purpose = f"compare {what}"
+        # Values may be long, and are needed only where they differ.
+        digests = self.gather(hashlib.sha256(repr(value).encode()).digest(), purpose=purpose)
+        if all(other == digests[0] for other in digests):
+            return
+        values = self.gather(value, purpose=purpose)
         if any(other != values[0] for other in values):
-            each = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
-            raise CollectiveError(
-                f"the ranks disagree ({each})", key=what, fix="give every rank the same arguments"
-            )
+            found = list(_differences(values))
+            shown = "; ".join(_each(path, differing) for path, differing in found[:_SHOWN])
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise CollectiveError(f"the ranks disagree ({shown}{more})", key=what, fix=fix)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add ``tensor`` over all ranks, in place; returns it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            with self.naming("a sum over the ranks"):
+                dist.all_reduce(tensor)
         return tensor
 
     def mean(self, value: float, *, device: torch.device) -> float:
@@ -224,8 +250,103 @@ class ProcessGroup:
         if self._control is None:
             return flag
         found = torch.tensor(int(flag), dtype=torch.uint8)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
+        with self._meeting("ask each other"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
         return bool(found)
+
+    def ended(self) -> dict[int, str]:
+        """Ranks of this machine whose processes have ended or are stopped, and which of it."""
+        return {} if self._control is None else self._roll.ended()
+
+    @contextlib.contextmanager
+    def naming(self, doing: str) -> Iterator[None]:
+        """What torch raises when a rank is lost inside the block becomes one error naming it.
+
+        Args:
+            doing: What the block is, for the message.
+
+        Raises:
+            CollectiveError: A collective failed; other errors stay as they are.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._control is None or not is_collective(error):
+                raise
+            what = f"a rank was lost in {doing}"
+            raise self._lost(what, error, patience=_SETTLING_S) from error
+
+    @contextlib.contextmanager
+    def _meeting(self, purpose: str, *, timeout_s: float | None = None) -> Iterator[float]:
+        """Leave a note of where this rank is; what fails inside names who left none.
+
+        Yields:
+            Until when to wait.
+        """
+        timeout = self._timeout.total_seconds() if timeout_s is None else timeout_s
+        began = time.monotonic()
+        self._roll.here(purpose)
+        try:
+            yield began + timeout
+        except RuntimeError as error:
+            if isinstance(error, CollectiveError):
+                raise
+            waited = time.monotonic() - began
+            late = waited >= 0.95 * timeout
+            when = f" within {timeout:g} s" if late else f", as was clear after {waited:.1f} s"
+            what = f"not every rank came to {purpose!r}{when}"
+            raise self._lost(what, error, patience=0 if late else _SETTLING_S) from error
+
+    def _meet(self, deadline: float) -> None:
+        """Everyone tells rank 0, which tells everyone; each waits no longer than it wants to.
+
+        torch's own ``monitored_barrier`` keeps all ranks but the first for the group's timeout.
+        """
+        token, tag = torch.zeros(1, dtype=torch.uint8), 2 * self._roll.count
+        if not self.is_main:
+            _await(self._send(token, 0, tag), deadline)
+            _await(self._receive(token, 0, tag + 1), deadline)
+            if bool(token):
+                raise RuntimeError("rank 0 has lost another rank")
+            return
+        others = range(1, self.world_size)
+        coming = [self._receive(token.clone(), rank, tag) for rank in others]
+        lost: RuntimeError | None = None
+        for work in coming:
+            try:
+                _await(work, deadline)
+            except RuntimeError as error:
+                lost = lost or error
+        token.fill_(lost is not None)
+        for rank in others:
+            with contextlib.nullcontext() if lost is None else contextlib.suppress(RuntimeError):
+                limit = deadline if lost is None else time.monotonic() + _LAST_WORD_S
+                _await(self._send(token, rank, tag + 1), limit)
+        if lost is not None:
+            raise lost
+
+    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        return dist.isend(tensor, rank, group=self._control, tag=tag)
+
+    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        return dist.irecv(tensor, rank, group=self._control, tag=tag)
+
+    def _lost(self, what: str, error: RuntimeError, *, patience: float) -> CollectiveError:
+        """The error that says who is missing, once it can be known."""
+        absent = self._roll.absent(patience=patience)
+        known = "; ".join(f"rank {rank} {state}" for rank, state in absent.items())
+        who = (
+            f"Rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} failed to come: "
+            f"{known}"
+            if absent
+            else f"by now none is missing, so one gave up or failed before: {_first_line(error)}"
+        )
+        return CollectiveError(
+            f"{what} ({who})",
+            key=f"rank {self.rank}",
+            fix="call it on every rank, not inside `if rank == 0`, and look in the log of "
+            "the rank named for why it stopped",
+        )
 
     def close(self) -> None:
         """Leave the group; the last to leave ends it, if it was started here."""
@@ -301,19 +422,144 @@ def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
     _started.note(launched=False)
 
 
-def _arrive(key: str) -> None:
-    """Leave a note for who may look for this rank."""
-    with contextlib.suppress(RuntimeError):
-        dist.distributed_c10d._get_default_store().set(key, "here")
+class _RollCall:
+    """Who came where: each rank's latest meeting in the store, and what became of its process.
+
+    Args:
+        name: Of the group; the same on every rank, another one for each group.
+        rank: This rank.
+    """
+
+    def __init__(self, name: str, *, rank: int) -> None:
+        self._prefix, self._rank = f"zerotune/{name}", rank
+        self._store = dist.distributed_c10d._get_default_store()
+        self.members: list[ProcessIdentity] = []
+        """Process of each rank."""
+        self.count = 0
+        """Meetings of this group so far."""
+
+    def here(self, purpose: str) -> None:
+        """Leave a note for who may look for this rank."""
+        self.count += 1
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{self._prefix}/{self._rank}", f"{self.count} {purpose}")
+
+    def absent(self, *, patience: float) -> dict[int, str]:
+        """The ranks that are not where this one is, and what is known of each.
+
+        Args:
+            patience: Seconds in which a process that has just lost its connections may still
+                be ending.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            ended = self.ended()
+            if ended or time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
+        # A store whose holder is stopped never answers.
+        return ended or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
+
+    def ended(self) -> dict[int, str]:
+        """The ranks whose processes have ended or are stopped, as far as can be seen from here."""
+        conditions = {rank: process.condition() for rank, process in enumerate(self.members)}
+        return {
+            rank: f"{condition} (process {self.members[rank].pid})"
+            for rank, condition in conditions.items()
+            if condition is not None
+        }
+
+    def _elsewhere(self) -> dict[int, str]:
+        found = {}
+        for rank in range(len(self.members)):
+            key = f"{self._prefix}/{rank}"
+            note = self._store.get(key).decode() if self._store.check([key]) else "0 nothing"
+            count, _, purpose = note.partition(" ")
+            if int(count) < self.count:
+                found[rank] = f"last came to {purpose!r}" if int(count) else "never came"
+        return found
 
 
-def _arrived(key: str) -> bool:
-    try:
-        return bool(dist.distributed_c10d._get_default_store().check([key]))
-    except RuntimeError:
-        return True  # The store is gone with the rank that held it, which gloo names.
+class Asking:
+    """Asks what may never answer, such as a store whose holder is stopped."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def ask(self, question: Callable[[], T], *, seconds: float) -> T | None:
+        """The answer, or ``None``: it failed, or nothing came in time.
+
+        Args:
+            question: What is asked, in a thread that is left behind when it takes longer; until
+                that has ended, nothing else is asked.
+            seconds: How long to wait.
+        """
+        answers: list[T] = []
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError, OSError):
+                answers.append(question())
+
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return None
+        self._thread = threading.Thread(target=run, name="zerotune-asking", daemon=True)
+        self._thread.start()
+        self._thread.join(seconds)
+        return answers[0] if answers else None
+
+
+def is_collective(error: BaseException) -> bool:
+    """Whether torch raised this because processes could not exchange something."""
+    if isinstance(error, ZeroTuneError):
+        return False
+    return isinstance(error, getattr(dist, "DistError", ())) or bool(_COLLECTIVE.search(str(error)))
+
+
+def _await(work: Any, deadline: float) -> None:
+    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+
+def _differences(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+    """Where values differ: the path inside them, and each one's value there."""
+    first = values[0]
+    if all(other == first for other in values):
+        return
+    if all(isinstance(value, Mapping) for value in values) and _wide(values):
+        for key in dict.fromkeys(key for value in values for key in value):
+            inner = [value.get(key, UNSET) for value in values]
+            yield from _differences(inner, f"{path}.{key}" if path else str(key))
+        return
+    lists = all(isinstance(value, (list, tuple)) for value in values)
+    if lists and len({len(value) for value in values}) == 1 and _long(values):
+        for index, items in enumerate(zip(*values, strict=True)):
+            yield from _differences(items, f"{path}[{index}]")
+        return
+    yield path, values
+
+
+def _wide(values: Sequence[Any]) -> bool:
+    return max(map(len, values)) > 1 or _long(values)
+
+
+def _long(values: Sequence[Any]) -> bool:
+    return any(shorten(value) != repr(value) for value in values)
+
+
+def _each(path: str, values: Sequence[Any]) -> str:
+    """Every rank's value; ranks with the same one together."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(shorten(value), []).append(rank)
+    shown = list(ranks.items())[:_SHOWN]
+    told = ", ".join(
+        f"rank{'s' if len(who) > 1 else ''} {listing(who, most=4)}: {value}" for value, who in shown
+    )
+    return f"{path}: {told}" if path else told
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "rank" in line.lower()]
-    return lines[0] if lines else str(error).splitlines()[0]
+    # torch writes the source line it was compiled from in front.
+    line = re.sub(r"^\[[^\]]*\] *", "", (str(error).splitlines() or [""])[0])
+    return line[:_LONGEST_LINE] or type(error).__name__

@@ -12,7 +12,7 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.environment import environment
-from zerotune.backend.checks import Checks, expected_groups
+from zerotune.backend.checks import Checks, check_alike, expected_groups
 from zerotune.backend.deepspeed.given_back import check_not_gone
 from zerotune.backend.deepspeed.layouts import ParameterLayout, require_trainable
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
@@ -66,6 +66,7 @@ class PlainEngine(StartedEngine):
         )
         self.resources.callback(self._group.close)
         check_model_dtype(model, plan)
+        check_alike(plan, model, self._group)
         model.to(self._accelerator.device)
         named = require_trainable(model)
         self._parameters = [parameter for _, parameter in named]

@@ -457,9 +457,11 @@ class PendingCheckpoint:
     """A checkpoint that is being written."""
 
     def __init__(self, writing: Writing) -> None:
-        self._path: Path | None = None
+        self._path = Path()
         self._error: BaseException | None = None
         self._writing: Writing | None = writing
+        # What ``Thread.join`` says is wrong once a signal has interrupted it (CPython 3.10 - 3.12).
+        self._over = threading.Event()
         # Not a daemon: an interpreter that exits waits for the checkpoint.
         self._thread = threading.Thread(target=self._run, name="zerotune-checkpoint")
         self._thread.start()
@@ -467,7 +469,7 @@ class PendingCheckpoint:
     @property
     def done(self) -> bool:
         """Whether it is finished, or has failed."""
-        return not self._thread.is_alive()
+        return self._over.is_set()
 
     @property
     def failed(self) -> bool:
@@ -487,11 +489,10 @@ class PendingCheckpoint:
             CheckpointError: It was not finished in time, or has failed.
             ZeroTuneError: What has failed, here or on another rank.
         """
-        self._thread.join(timeout_s)
+        if not self._over.wait(timeout_s):
+            raise CheckpointError(f"is still being written after {timeout_s:g} s", key="wait()")
         if self._error is not None:
             raise self._error
-        if self._path is None:
-            raise CheckpointError(f"is still being written after {timeout_s:g} s", key="wait()")
         return self._path
 
     def _run(self) -> None:
@@ -503,6 +504,7 @@ class PendingCheckpoint:
         finally:
             # The copies of weights and states are as large as what was copied.
             self._writing = None
+            self._over.set()
 
 
 class BackgroundSaver(Closable):
@@ -522,10 +524,14 @@ class BackgroundSaver(Closable):
     Args:
         engine: What is saved.
         timeout_s: Seconds the threads of different ranks wait for each other.
+
+    Raises:
+        CollectiveError: A rank did not come to make one.
     """
 
     def __init__(self, *, engine: Engine, timeout_s: float = 600.0) -> None:
         self._engine = engine
+        engine.group.barrier("making a BackgroundSaver")
         # A control channel of its own: training's must not meet the thread's.
         self._group = (
             ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
@@ -569,9 +575,15 @@ class BackgroundSaver(Closable):
         Raises:
             ZeroTuneError: What has failed.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        pending = self._pending
+        if pending is None:
+            return
+        try:
             pending.wait()
+        finally:
+            # An interruption ends the waiting, not the writing.
+            if pending.done:
+                self._pending = None
 
     @override
     def close(self) -> None:

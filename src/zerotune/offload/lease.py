@@ -6,6 +6,7 @@ ranks agree on before they share one; the end of a lease.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import json
@@ -27,9 +28,9 @@ import attrs
 
 from zerotune._util.files import open_regular, read_record, sync_file
 from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
+from zerotune._util.processes import ProcessIdentity
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
-from zerotune.offload.processes import ProcessIdentity
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_contents
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class SwapDirectory:
         self.created = created
         self.ranks = ranks
         self._lock: int | None = lock
-        _drop_locks_in_forked_children()
+        _when_processes_fork_or_end()
         _held.add(self)
 
     @classmethod
@@ -502,11 +503,13 @@ def _check_own(folder: int, lock: int, path: Path) -> None:
 
 
 @functools.cache
-def _drop_locks_in_forked_children() -> None:
+def _when_processes_fork_or_end() -> None:
     # A forked data-loading worker shares its parent's lock; if it outlived a killed trainer,
     # the dead lease would count as live. Done at the first lease, so that importing changes
     # nothing in the process.
     os.register_at_fork(after_in_child=_leave_all)
+    # A script that ends by an error outside of any `with` block closes nothing.
+    atexit.register(abandon_held)
 
 
 def _leave_all() -> None:
@@ -841,6 +844,16 @@ def abandon(directories: tuple[SwapDirectory, ...]) -> tuple[Decision, ...]:
     """
     decisions, errors = release(directories, None)
     return (*decisions, *(kept_after(error) for error in errors))
+
+
+def holds_folders() -> bool:
+    """Whether this process holds a folder."""
+    return bool(_held)
+
+
+def abandon_held() -> None:
+    """Leave every folder this process still holds, because it is about to end."""
+    abandon(tuple(_held))
 
 
 def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None:

@@ -79,6 +79,17 @@ class ResolvedPlan(ResolvedValue):
         Raises:
             UnresolvedPlanError: As in ``to_deepspeed``, swap folders excepted.
         """
+        import hashlib
+
+        text = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def content(self) -> dict[str, Any]:
+        """What is trained with: the rendered configuration, and what is settled outside of it.
+
+        Raises:
+            UnresolvedPlanError: As in ``digest``.
+        """
         content: dict[str, Any] = {
             "config": resolve.render(self, folders=False),
             "world_size": self.world_size,
@@ -89,10 +100,7 @@ class ResolvedPlan(ResolvedValue):
             content["groups"] = [attrs.asdict(group) for group in self.optimizer.groups]
         if self.scheduler is not None and self.scheduler.source != "deepspeed":
             content["scheduler"] = attrs.asdict(self.scheduler)
-        import hashlib
-
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return content
 
     def explain(self) -> str:
         """What will run and why, as text."""

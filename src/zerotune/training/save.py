@@ -141,7 +141,7 @@ class SaveEveryInBackground(SaveEvery):
     def _save(self, trainer: RunView) -> None:
         self._settle(trainer)
         if self._saver is None:
-            self._saver = BackgroundSaver(engine=trainer.engine)
+            self._saver = BackgroundSaver(engine=trainer.engine, timeout_s=trainer.timeout_s)
         pending = self._saver.save(
             step_folder(self._root, trainer.step),
             extra=trainer.extra_state(),
@@ -151,11 +151,17 @@ class SaveEveryInBackground(SaveEvery):
         self._since = time.monotonic()
 
     def _settle(self, trainer: RunView) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            step, checkpoint = pending
-            trainer.note_saved(checkpoint.wait(), step=step)
-            self._prune(trainer)
+        if self._pending is None:
+            return
+        step, checkpoint = self._pending
+        try:
+            path = checkpoint.wait()
+        finally:
+            # An interruption ends the waiting, not the writing.
+            if checkpoint.done:
+                self._pending = None
+        trainer.note_saved(path, step=step)
+        self._prune(trainer)
 
 
 def is_saved(trainer: RunView, root: Path) -> bool:

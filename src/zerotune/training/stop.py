@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ import attrs
 from zerotune.checkpoint import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
+from zerotune.offload.lease import abandon_held, holds_folders
 from zerotune.training.events import Callback
 from zerotune.training.save import is_saved
 
@@ -28,7 +30,16 @@ if TYPE_CHECKING:
 
 
 _USUAL: Final = (signal.SIGINT, signal.SIGTERM)
-_DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler)
+
+
+def _give_back(number: int, _: FrameType | None) -> None:
+    """End the process as the signal would, without its swap folders."""
+    abandon_held()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+_DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler, _give_back)
 
 
 class StopOnSignals(Callback):
@@ -75,11 +86,20 @@ class StopOnSignals(Callback):
             trainer.save(step_folder(self._save_to, trainer.step))
 
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
-        """Give the signals back; one that came too late for ``fit`` is sent again."""
-        while self._former:
-            signal.signal(*self._former.popitem())
-        self._trainer = None
+        """Give the signals back; one that came too late for ``fit`` is sent again.
+
+        Not so while an error is on its way out: a launcher sends SIGTERM to the ranks that live
+        when one has failed, and theirs are to give back what they hold, such as a swap folder.
+        """
+        failing = sys.exc_info()[1] is not None
         late, self._received = self._received, None
+        while self._former:
+            number, former = self._former.popitem()
+            ends_it = failing and former == signal.SIG_DFL and holds_folders()
+            if ends_it and number == late:
+                late = None
+            signal.signal(number, _give_back if ends_it else former)
+        self._trainer = None
         if late is not None:
             signal.raise_signal(late)
 

@@ -206,8 +206,12 @@ class Trainer(Closing):
             DataError: There are no data, a batch does not fit, or epochs cannot be counted.
             TrainingError: Loss or gradient are not finite, and ``non_finite`` does not go on.
             OutOfMemoryError: Memory ran out; the message names the plan that fits.
+            CollectiveError: The ranks' data differ, or a rank was lost; the message names it.
         """
         train_step = self._train_step()
+        if self.stream is not None:
+            fix = "give every rank the same data and seed; each takes its own share of them"
+            self.engine.group.agree(self.stream.state_dict(), "data", fix=fix)
         goal = Goal.of(self.engine, self.stream, steps=steps, epochs=epochs, time_limit=time_limit)
         self.engine.module.train()
         self._stopping.begin(goal)
@@ -217,10 +221,11 @@ class Trainer(Closing):
                 ends.callback(callback.on_fit_end, self)
             shadows = self.averages.shadows.values()
             ends.enter_context(advising(lambda: self.running.situation(shadows)))
-            self._tell("on_fit_start", steps=goal.last_step)
-            while not self._stopping.agreed() and self.step != goal.last_step:
-                self._take(train_step)
-            self._end(goal)
+            with self.engine.group.naming("training"):
+                self._tell("on_fit_start", steps=goal.last_step)
+                while not self._stopping.agreed() and self.step != goal.last_step:
+                    self._take(train_step)
+                self._end(goal)
         # What takes a second to measure is not worth it after a few steps.
         return self._report(thorough=self._record.totals["seconds"] > 30)
 
@@ -238,7 +243,10 @@ class Trainer(Closing):
         Raises:
             CheckpointError: It cannot be written.
             CheckpointNotFiniteError: It would hold NaN or infinities.
+            CollectiveError: A rank did not come, as in ``if trainer.is_main: trainer.save(...)``.
         """
+        # Before the first exchange, so that a rank that does not come is told with the folder.
+        self.engine.group.barrier(f"saving checkpoint {os.fspath(path)}")
         written = save_checkpoint(
             path,
             engine=self.engine,
@@ -349,6 +357,7 @@ class Trainer(Closing):
         Raises:
             InvalidValueError: An argument is missing or does not fit.
         """
+        self.engine.group.barrier("drawing images")
         return draw(self.engine, objective=self.objective, averages=self.averages, wanted=wanted)
 
     def report(self) -> Report:

@@ -25,6 +25,9 @@ import attrs
 import torch
 
 from zerotune._util.numbers import positive
+from zerotune.backend.distributed import Asking
+from zerotune.errors import CollectiveError
+from zerotune.offload.lease import abandon_held
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ EXIT_CODE: Final = 75
 _SLOWEST_S: Final = 5.0
 _GRACE_S: Final = 10.0
 """How long the others may go on after a rank has failed: it may be going to be handled."""
+_ANSWER_S: Final = 3.0
+"""How long the store may take to answer; one whose holder is stopped never does."""
+_SILENT_BEATS: Final = 3
+"""Intervals without a word after which a rank counts as silent."""
 _numbers = itertools.count()
 _HOLDERS: Final = ("self", "module", "sub_module", "param")
 """Local names under which torch and DeepSpeed hold the module or parameter they work for."""
@@ -159,12 +166,21 @@ class Beat:
     """Seconds since it last moved."""
     failed: str | None = None
     """The exception it left ``fit`` with."""
+    let_down: bool = False
+    """Whether that exception only says that another rank was lost."""
     done: bool = False
     """Whether it has left ``fit``."""
+    pulse: int = 0
+    """How often it has spoken; a process that is stopped or killed no longer does."""
+    gone: str | None = None
+    """What others know of a rank that no longer speaks for itself; ``None``: it speaks."""
 
     def __str__(self) -> str:
+        if self.gone is not None:
+            return f"rank {self.rank} {self.gone}; it {_was(self.position)}"
         if self.failed is not None:
-            return f"rank {self.rank} failed: {self.failed}; it {_was(self.position)}"
+            verb = "gave up" if self.let_down else "failed"
+            return f"rank {self.rank} {verb}: {self.failed}; it {_was(self.position)}"
         if self.done:
             return f"rank {self.rank} has left fit after step {self.position.step - 1}"
         return f"rank {self.rank} {self.position}, for {self.still_s:.0f} s"
@@ -181,6 +197,9 @@ class Watchdog(Callback):
             ``None``: four fifths of the trainer's ``timeout_s``, so that it speaks first.
         end: Called with the message on each rank; logs it and ends the process by default,
             because a thread that waits in a collective cannot be woken.
+
+    A rank that is killed or stopped says nothing any more: it is known by its silence, and on the
+    same machine by the state of its process.
     """
 
     def __init__(
@@ -206,12 +225,17 @@ class Watchdog(Callback):
 
 
 def end_process(message: str) -> None:
-    """Log a message and end this process at once, whatever its other threads wait for."""
+    """Log a message and end this process at once, whatever its other threads wait for.
+
+    Swap folders it holds are given back.
+    """
     logger.critical("%s", message)
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"zerotune: {message}\n")
         sys.stderr.flush()
         sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        abandon_held()
     logging.shutdown()
     os._exit(EXIT_CODE)
 
@@ -226,13 +250,18 @@ class _Watch:
         self._world = trainer.engine.group.world_size
         self._names = names_of(trainer.engine.module)
         self._thread = threading.get_ident()
-        self._store = _own_store()
+        self._group = trainer.engine.group
+        self._store, self._asking = _own_store(), Asking()
+        self._heard: dict[int, tuple[Beat, float]] = {}
+        self._pulse = 0
         # Every rank makes its watches in the same order, so they share these keys.
         self._prefix = f"zerotune/watchdog/{next(_numbers)}"
         self._mark = 0
         self._moved_at = time.monotonic()
         self._over = threading.Event()
         self._ending = False
+        # A rank that is lost in its first step has said by then where it was.
+        self._exchange(Beat(rank=self._rank, position=self._look(), still_s=0))
         self._watcher = threading.Thread(target=self._run, name="zerotune-watchdog", daemon=True)
         self._watcher.start()
 
@@ -243,26 +272,28 @@ class _Watch:
         position = self._look()
         if error is not None:
             position = look_back(error, self._names, step=position.step, phase=position.phase)
-        failed = None if error is None else f"{type(error).__name__}: {str(error)[:300]}"
-        beat = Beat(rank=self._rank, position=position, still_s=0, failed=failed, done=True)
-        others: list[Beat] = []
-        with contextlib.suppress(RuntimeError, OSError):
-            self._tell(beat)
-            others = [other for other in self._beats() if other.rank != self._rank]
+        beat = Beat(
+            rank=self._rank,
+            position=position,
+            still_s=0,
+            failed=None if error is None else f"{type(error).__name__}: {str(error)[:300]}",
+            let_down=isinstance(error, CollectiveError),
+            done=True,
+        )
+        self._exchange(beat)
         if error is not None:
+            others = [other for other in self._beats() if other.rank != self._rank]
             logger.error("%s", "; ".join(str(one) for one in (beat, *others)))
 
     def _run(self) -> None:
         failed_since: float | None = None
         while not self._over.wait(self._interval_s):
-            try:
-                self._tell_where()
-                beats = self._beats()
-                called = self._store.check([f"{self._prefix}/end"])
-            except (RuntimeError, OSError):
-                continue  # The store is gone or busy; the collective's own timeout remains.
-            others_failed = any(beat.failed for beat in beats)
-            failed_since = (failed_since or time.monotonic()) if others_failed else None
+            position = self._look()
+            still = time.monotonic() - self._moved_at
+            called = self._exchange(Beat(rank=self._rank, position=position, still_s=still))
+            beats = self._beats()
+            lost = any(beat.failed or _has_ended(beat) for beat in beats)
+            failed_since = (failed_since or time.monotonic()) if lost else None
             waited = time.monotonic() - failed_since if failed_since else 0.0
             patience = min(_GRACE_S, self._timeout_s)
             if called or _stuck(beats, self._timeout_s, self._world) or waited > patience:
@@ -276,23 +307,45 @@ class _Watch:
         message = _message(beats, self._world, self._timeout_s)
         # The first to go would break the others' connections, and rank 0 may hold the store:
         # all of them are to have read this before anyone goes.
-        with contextlib.suppress(RuntimeError, OSError):
+        waiting = 4 * self._interval_s
+        ready = [f"{self._prefix}/end/{beat.rank}" for beat in beats if not beat.done]
+
+        def meet() -> None:
             self._store.set(f"{self._prefix}/end", "now")
             self._store.set(f"{self._prefix}/end/{self._rank}", "ready")
-            ready = [f"{self._prefix}/end/{beat.rank}" for beat in beats if not beat.done]
-            deadline = time.monotonic() + 4 * self._interval_s
+            deadline = time.monotonic() + waiting
             while time.monotonic() < deadline and not self._store.check(ready):
                 time.sleep(self._interval_s / 8)
+
+        if not any(beat.gone for beat in beats):
+            self._asking.ask(meet, seconds=waiting + 1)
         self._end(message)
 
-    def _tell_where(self) -> None:
-        position = self._look()
-        still = time.monotonic() - self._moved_at
-        self._tell(Beat(rank=self._rank, position=position, still_s=still))
+    def _exchange(self, mine: Beat) -> bool:
+        """Tell the others, and hear what they said; whether somebody called for the end."""
+        self._pulse += 1
+        mine = attrs.evolve(mine, pulse=self._pulse)
+        keys = {rank: f"{self._prefix}/{rank}" for rank in range(self._world)}
+
+        def exchange() -> tuple[dict[int, Beat], bool]:
+            self._store.set(keys[self._rank], json.dumps(attrs.asdict(mine)))
+            known = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            beats = {rank: _read(self._store.get(key)) for rank, key in known.items()}
+            return beats, bool(self._store.check([f"{self._prefix}/end"]))
+
+        heard, called = self._asking.ask(exchange, seconds=_ANSWER_S) or ({}, False)
+        for rank, beat in (heard | {self._rank: mine}).items():
+            if rank not in self._heard or self._heard[rank][0].pulse != beat.pulse:
+                self._heard[rank] = beat, time.monotonic()
+        return called
 
     def _beats(self) -> list[Beat]:
-        known = [f"{self._prefix}/{rank}" for rank in range(self._world)]
-        return [_read(self._store.get(key)) for key in known if self._store.check([key])]
+        """What every rank last said, as it must be read now."""
+        now, ended = time.monotonic(), self._group.ended()
+        return [
+            _aged(beat, silent_s=now - heard, ended=ended.get(rank), interval_s=self._interval_s)
+            for rank, (beat, heard) in sorted(self._heard.items())
+        ]
 
     def _look(self) -> Position:
         trainer = self._trainer
@@ -306,9 +359,6 @@ class _Watch:
         if mark != self._mark:
             self._mark, self._moved_at = mark, time.monotonic()
         return position
-
-    def _tell(self, beat: Beat) -> None:
-        self._store.set(f"{self._prefix}/{self._rank}", json.dumps(attrs.asdict(beat)))
 
 
 def _own_store() -> Any:
@@ -328,6 +378,21 @@ def _read(text: bytes) -> Beat:
     return Beat(**fields | {"position": Position(**fields["position"])})
 
 
+def _aged(beat: Beat, *, silent_s: float, ended: str | None, interval_s: float) -> Beat:
+    """A beat with what it no longer says itself: a process that is stopped has no last word."""
+    if beat.done or (ended is None and silent_s < _SILENT_BEATS * interval_s + _ANSWER_S):
+        return beat
+    return attrs.evolve(
+        beat,
+        still_s=beat.still_s + silent_s,
+        gone=ended or f"has not been heard of for {silent_s:.0f} s",
+    )
+
+
+def _has_ended(beat: Beat) -> bool:
+    return beat.gone is not None and beat.gone.startswith("has ended")
+
+
 def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
     """Whether nobody moves although somebody is in a step.
 
@@ -343,10 +408,19 @@ def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
 
 
 def _message(beats: list[Beat], world: int, timeout_s: float) -> str:
-    failed = [beat for beat in beats if beat.failed]
+    failed = [beat for beat in beats if beat.failed and not beat.let_down]
+    gone = [beat for beat in beats if beat.gone]
     where = "; ".join(str(beat) for beat in beats)
     if failed:
         return f"{_ranks(failed)} failed and the others wait for it: {where}"
+    if gone:
+        return (
+            f"{_ranks(gone)} stopped or ended without a word and the others wait for it: {where}. "
+            "The kernel's log says whether it was killed for its memory; `kill -CONT` continues "
+            "a process that is stopped."
+        )
+    if any(beat.let_down for beat in beats):
+        return f"a rank was lost and the others wait for it: {where}"
     places = {(beat.position.step, beat.position.phase, beat.position.module) for beat in beats}
     why = (
         "The ranks are in different places: each must run the same modules, as often, in the same "

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
-from zerotune.backend.checks import Checks, RunningGroup, expected_groups
+from zerotune.backend.checks import Checks, RunningGroup, check_alike, expected_groups
 from zerotune.backend.deepspeed.fixes import (
     align_swapped_gradients,
     replay_adam_steps,
@@ -217,6 +217,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         self._plan, self._module = plan, model
         deepspeed, self._group = join(plan, self.resources, timeout_s=timeout_s)
         check_world(plan, self._group)
+        check_alike(plan, model, self._group)
         named = require_trainable(model)
         check_shapes(model)
         check_model_dtype(model, plan)

@@ -9,7 +9,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from zerotune.backend.checks import expected_groups
+from zerotune.backend.checks import check_alike, expected_groups
 from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
 from zerotune.backend.deepspeed.layouts import (
@@ -228,6 +228,7 @@ class AttachedEngine(ZeROEngine):
         self._group = ProcessGroup(backend=dist.get_backend(), timeout_s=timeout_s)
         self.resources.callback(self._group.close)
         check_world(plan, self._group)
+        check_alike(plan, self._module, self._group)
         check_accelerate(self._group.world_size)
         named = trainable_parameters(self._module)
         self._expected_groups = expected_groups(chosen_optimizer(plan), named, None)

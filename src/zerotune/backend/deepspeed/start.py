@@ -76,7 +76,7 @@ def check_shapes(model: torch.nn.Module) -> None:
 
 
 def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    """Whether as many processes run as the plan was resolved for, all with the same plan.
+    """Whether as many processes run as the plan was resolved for.
 
     Raises:
         EngineError: They do not.
@@ -88,7 +88,6 @@ def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
             value=plan.world_size,
             fix=f"plan.resolve(world_size={group.world_size})",
         )
-    group.agree(plan.digest(), "resolved plan")
 
 
 def join(

@@ -1,0 +1,142 @@
+"""When a rank is lost or differs, everybody is told which one, and in what."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.ranks import RanksFailed, free_port, run_ranks
+from tests.training import failing_run, faulty
+from tests.training.test_loop import clean_environment
+from zerotune.checkpoint.save import PendingCheckpoint
+from zerotune.training.watchdog import EXIT_CODE, Beat, Position, _aged, _message, _stuck
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_differs_is_told_in_what():
+    for found in run_ranks(faulty.differing, world_size=2):
+        assert found["model"].startswith("CollectiveError: model: the ranks disagree (weight: ")
+        assert "rank 0: 'torch.float32 [1, 1, 3, 3]'" in found["model"]
+        assert "rank 1: 'torch.float32 [2, 2, 3, 3]'" in found["model"]
+        assert re.search(r"[ (]optimizer\S*\.lr: rank 0: 0.01, rank 1: 0.02[;)]", found["lr"])
+        assert found["data"].startswith("CollectiveError: data: the ranks disagree (")
+        assert "rank 0: 24, rank 1: 28" in found["data"]
+        assert max(map(len, found.values())) < 600
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("saver", [0, 1])
+def test_a_trainer_that_saves_alone_is_told_who_is_missing(tmp_path, saver):
+    error, seconds = run_ranks(faulty.saving_alone, str(tmp_path / "step"), saver, world_size=2)[
+        saver
+    ]
+    assert error.startswith(f"CollectiveError: rank {saver}: not every rank came to 'saving check")
+    assert f"within {faulty.TIMEOUT_S:g} s" in error
+    assert f"Rank {1 - saver} failed to come: rank {1 - saver} last came to" in error
+    assert "not inside `if rank == 0`" in error
+    assert seconds < 2 * faulty.TIMEOUT_S
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
+    with pytest.raises(RanksFailed, match=f"rank {lost}: died with exit code -9"):
+        run_ranks(faulty.losing, str(tmp_path), lost, faulty.KILL, True, world_size=2)
+    pid = (tmp_path / "pid").read_text()
+    seconds, error = (tmp_path / "told").read_text().split(" ", 1)
+    assert float(seconds) < 60
+    assert error.startswith(f"CollectiveError: rank {1 - lost}: a rank was lost in training (")
+    assert f"Rank {lost} failed to come: rank {lost} has ended (process {pid})" in error
+    log = (tmp_path / f"rank{1 - lost}.log").read_text()
+    assert f"rank {1 - lost} gave up: CollectiveError" in log
+    assert f"rank {lost} has ended (process {pid})" in log
+    assert f"rank {1 - lost} failed" not in log
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost):
+    with pytest.raises(RanksFailed, match=f"rank {1 - lost}: died with exit code {EXIT_CODE}"):
+        run_ranks(faulty.losing, str(tmp_path), lost, faulty.STOP, True, world_size=2)
+    pid, message = (tmp_path / "pid").read_text(), (tmp_path / "ended").read_text()
+    assert message.startswith(f"rank {lost} stopped or ended without a word and the others wait")
+    assert f"rank {lost} is stopped (process {pid}); it was" in message
+    assert "kill -CONT" in message
+
+
+@pytest.mark.world_size(2)
+def test_a_stopped_rank_is_named_without_a_watchdog(tmp_path):
+    with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):
+        run_ranks(faulty.losing, str(tmp_path), 0, faulty.STOP, False, world_size=2)
+    pid = (tmp_path / "pid").read_text()
+    seconds, error = (tmp_path / "told").read_text().split(" ", 1)
+    assert float(seconds) < faulty.TIMEOUT_S + 10
+    assert f"Rank 0 failed to come: rank 0 is stopped (process {pid})" in error
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("ending", ["closing", "without closing"])
+def test_an_error_under_torchrun_gives_the_swap_folder_back(tmp_path, ending):
+    root = tmp_path / "swap"
+    root.mkdir()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            *(f"--master-port={free_port()}", "-m", failing_run.__name__, str(root), ending),
+        ],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "ValueError: no such thing" in done.stderr
+    assert list(root.iterdir()) == [], done.stderr[-3000:]
+
+
+def beat(rank, **changes):
+    position = Position(step=3, phase="forward", module=None)
+    return Beat(**({"rank": rank, "position": position, "still_s": 1.0} | changes))
+
+
+def test_a_silent_rank_of_another_machine_is_told_by_its_silence():
+    silent = _aged(beat(1), silent_s=20, ended=None, interval_s=1)
+    assert _stuck([beat(0, still_s=9), silent], 8, 2)
+    text = _message([beat(0, still_s=9), silent], 2, 8)
+    assert text.startswith("rank 1 stopped or ended without a word")
+    assert "rank 1 has not been heard of for 20 s; it was in forward at step 3" in text
+    assert _aged(beat(1), silent_s=2, ended=None, interval_s=1) == beat(1), "a pause is no end"
+    let_down = beat(0, failed="CollectiveError: a rank was lost", let_down=True, done=True)
+    assert _message([let_down, beat(1)], 2, 8).startswith("a rank was lost and the others wait")
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_does_not_end_the_writing():
+    def run():
+        time.sleep(0.4)
+        return Path("step")
+
+    former = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        pending = PendingCheckpoint(SimpleNamespace(run=run))
+        for _ in range(2):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(KeyboardInterrupt):
+                pending.wait()
+            assert not pending.done, "it still writes"
+        assert pending.wait() == Path("step")
+        assert pending.done
+    finally:
+        signal.signal(signal.SIGALRM, former)
