@@ -30,7 +30,12 @@ from zerotune.checkpoint.records import buffer_records, plan_record
 from zerotune.checkpoint.tensors import WEIGHTS, OpensFiles, StoredTensor, Subject, read_header
 from zerotune.checkpoint.verify import check_hashes
 from zerotune.decisions import Decision, announce
-from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from zerotune.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine, EngineState
@@ -111,8 +116,14 @@ class CheckpointReader(OpensFiles):
         """A rank's generator states, under the names they were saved by, and metadata."""
         subject = _rank(rank)
         named = [name for name in self.names(subject) if name.startswith(PREFIX)]
-        (file,) = self._manifest.files_of(subject.kind, subject.of)
-        return {name: self.tensor(subject, name) for name in named}, self._texts[file.name]
+        texts = [self._texts[f.name] for f in self._manifest.files_of(subject.kind, subject.of)]
+        if len(texts) != 1:
+            raise CheckpointCorruptError(
+                f"has {len(texts)} files instead of one",
+                key=subject.prefix,
+                fix="use another checkpoint",
+            )
+        return {name: self.tensor(subject, name) for name in named}, texts[0]
 
     def shadow(
         self, name: str, addresses: Sequence[FragmentAddress], *, rank: int
@@ -126,11 +137,31 @@ class CheckpointReader(OpensFiles):
         """
         return ShadowTensors(self, name, addresses, rank=rank)
 
+    def check(self, subject: Subject, name: str, shape: Sequence[int]) -> None:
+        """Check that a tensor of the weights, a state or a shadow is there, as saving stores it.
+
+        Raises:
+            CheckpointCorruptError: It is missing, or has another dtype or shape.
+        """
+        file, stored = self._place(subject, name)
+        if (stored.dtype, stored.shape) != (torch.float32, tuple(shape)):
+            raise CheckpointCorruptError(
+                f"is {stored.dtype} {stored.shape} instead of torch.float32 {tuple(shape)}",
+                key=f"{file}: {shorten(name)}",
+                fix="use another checkpoint",
+            )
+
     def _tensors(self, subject: Subject) -> dict[str, tuple[str, StoredTensor]]:
         if subject not in self._places:
-            places = {}
+            places: dict[str, tuple[str, StoredTensor]] = {}
             for file in self._manifest.files_of(subject.kind, subject.of):
                 tensors, self._texts[file.name] = read_header(self._folder / file.name)
+                if twice := [name for name in tensors if name in places]:
+                    raise CheckpointCorruptError(
+                        f"is in {places[twice[0]][0]} too",
+                        key=f"{file.name}: {shorten(twice[0])}",
+                        fix="use another checkpoint",
+                    )
                 places.update({name: (file.name, stored) for name, stored in tensors.items()})
             self._places[subject] = places
         return self._places[subject]
@@ -191,6 +222,10 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._addresses) + len(self._others)
+
+
+def _holds(saved: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> bool:
+    return key in saved and saved[key].numel() == tensor.numel()
 
 
 def _rank(rank: int) -> Subject:
@@ -595,6 +630,7 @@ def load_checkpoint(
         group.agree(found[group.rank], "arguments of load_checkpoint")
     decisions = together(group, "compare the checkpoint", lambda: load.compare(rng=rng))[0]
     together(group, "verify the checkpoint", load.verify)
+    together(group, "look at the files' headers", lambda: load.judge(rng=rng))
     together(group, "compare the shadows", load.compare_shadows)
     load.restore()
     together(group, "restore the rest", lambda: load.restore_rest(rng=rng))
@@ -654,12 +690,43 @@ class _Load:
         group = self._engine.group
         check_hashes(self._folder, self.manifest.files[group.rank :: group.world_size])
 
+    def judge(self, *, rng: bool) -> None:
+        """Look at all that the files' headers say, before the first weight is written."""
+        with self._reader() as reader:
+            for record in self.manifest.parameters:
+                reader.check(WEIGHTS, record.name, record.shape)
+                for state in record.states:
+                    reader.check(Subject(kind="optimizer", of=state), record.name, record.shape)
+            shapes = {record.name: record.shape for record in self.manifest.parameters}
+            for shadow in self.manifest.shadows:
+                subject = Subject(kind="shadow", of=shadow)
+                for name in reader.names(subject):
+                    reader.check(subject, name, shapes.get(name, ()))
+            self._judge_own(reader, rng=rng)
+
+    def _judge_own(self, reader: CheckpointReader, *, rng: bool) -> None:
+        """Look at what this rank alone takes up: buffers and generators."""
+        own = reader.names(_rank(self._like))
+        for name, buffer in persistent_buffers(self._engine.module).items():
+            place = (_rank(self._like), BUFFER + name) if BUFFER + name in own else (WEIGHTS, name)
+            stored = reader.stored(*place)
+            if stored.shape != tuple(buffer.shape):
+                raise CheckpointCorruptError(
+                    f"has shape {stored.shape} instead of {tuple(buffer.shape)}",
+                    key=f"{place[0].prefix}/{shorten(place[1])}",
+                    fix="use another checkpoint",
+                )
+        if rng and self.manifest.rng:
+            tensors, metadata = reader.generators(self._like)
+            randomness.check(tensors, metadata.get(randomness.TEXT, ""))
+
     def compare_shadows(self) -> None:
         """Refuse a shadow of other parameters."""
         with self._reader() as reader:
             for name, shadow in self._shadows.items():
-                saved = set(self._shadow(reader, name))
-                missing = [key for key in shadow.state_dict() if key not in saved]
+                saved = self._shadow(reader, name)
+                state = shadow.state_dict()
+                missing = [key for key in state if not _holds(saved, key, state[key])]
                 if missing:
                     raise CheckpointMismatchError(
                         f"the saved shadow {name!r} does not have all of it",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from types import UnionType
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
 from zerotune._util.files import reading_regular
 from zerotune.backend.engine import EngineState
-from zerotune.errors import CheckpointCorruptError, CheckpointError
+from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = "zerotune-checkpoint"
@@ -163,7 +166,7 @@ class Manifest:
             CheckpointError: A newer zerotune wrote it.
         """
         try:
-            content = json.loads(text)
+            content = json.loads(text, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise _corrupt(source, f"is not JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -175,12 +178,12 @@ class Manifest:
                 fix="install the zerotune that wrote it, or a newer one",
             )
         saved = content.pop("sha256", None)
-        if saved != _digest(content):
-            raise _corrupt(source, "was altered after it was written (its hash differs)")
         try:
+            if saved != _digest(content):
+                raise _corrupt(source, "was altered after it was written (its hash differs)")
             return _build(content)
-        except (KeyError, TypeError, ValueError) as error:
-            raise _corrupt(source, f"lacks something ({type(error).__name__}: {error})") from None
+        except (ValueError, RecursionError) as error:
+            raise _corrupt(source, f"is no manifest as zerotune writes it: {error}") from None
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -208,24 +211,106 @@ def _corrupt(source: str, reason: str) -> CheckpointCorruptError:
     return CheckpointCorruptError(reason, key=source, fix="use another checkpoint")
 
 
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+# -- From JSON to records: whatever stands there, and whoever wrote it, is looked at first.
+
+
+_KINDS: Final = ("weights", "optimizer", "shadow", "rank")
+_POSITION: Final = "last_batch_iteration"
+_LARGEST: Final = 2**63 - 1
+_MOST_STEPS: Final = 10**9
+"""More than any run takes; resuming repeats what an optimizer counts."""
+_MOST_DIMENSIONS: Final = 64
+
+
 def _build(content: dict[str, Any]) -> Manifest:
     del content["format"], content["version"]
-    plan = content["plan"]
-    return Manifest(
-        **{
-            **content,
-            "plan": None if plan is None else PlanRecord(**plan),
-            "state": EngineState(**content["state"]),
-            "parameters": [ParameterRecord(**record) for record in content["parameters"]],
-            "frozen": [TensorRecord(**record) for record in content["frozen"]],
-            "buffers": [TensorRecord(**record) for record in content["buffers"]],
-            "files": [_file(record) for record in content["files"]],
-        }
-    )
+    manifest: Manifest = _value(Manifest, content, "the manifest")
+    _check_names(manifest)
+    records: list[ParameterRecord | TensorRecord] = [*manifest.parameters, *manifest.frozen]
+    for record in (*records, *manifest.buffers):
+        if len(record.shape) > _MOST_DIMENSIONS or math.prod(record.shape) > _LARGEST // 8:
+            raise ValueError(f"{record.name!r} has a shape that no tensor has")
+    _check_plan(manifest.plan)
+    _check_state(manifest.state)
+    return manifest
 
 
-def _file(record: Mapping[str, Any]) -> FileRecord:
-    file = FileRecord(**record)
-    if Path(file.name).name != file.name or file.name in ("", ".", ".."):
-        raise ValueError(f"{file.name!r} is not a plain file name")
-    return file
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """A JSON value as a field of this type takes it.
+
+    Raises:
+        ValueError: It is something else; the message says where.
+    """
+    if hint is Any:
+        return value
+    if attrs.has(hint):
+        return _record(hint, value, where)
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None else _value(inner[0], value, where)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(inner[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if origin in (Mapping, dict) and isinstance(value, dict):
+        return {key: _value(inner[1], item, f"{where}.{key}") for key, item in value.items()}
+    plain = type(value) is hint and hint in (str, bool)
+    whole = hint is int and type(value) is int and 0 <= value <= _LARGEST
+    number = hint is float and type(value) in (int, float) and abs(value) <= sys.float_info.max
+    if plain or whole or number:
+        return value
+    raise ValueError(f"{where} cannot be {shorten(value)}")
+
+
+def _record(kind: type[Any], value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} cannot be {shorten(value)}")  # noqa: TRY004 - of the file
+    fields, hints = attrs.fields_dict(kind), get_type_hints(kind)
+    needed = [name for name, field in fields.items() if field.default is attrs.NOTHING]
+    if missing := [name for name in needed if name not in value]:
+        raise ValueError(f"{where} lacks {missing[0]!r}")
+    if unknown := [name for name in value if name not in fields]:
+        raise ValueError(f"{where} has {shorten(unknown[0])}, which this zerotune does not know")
+    return kind(**{n: _value(hints[n], each, f"{where}.{n}") for n, each in value.items()})
+
+
+def _check_names(manifest: Manifest) -> None:
+    for what, names in {
+        "files": [file.name for file in manifest.files],
+        "parameters": [record.name for record in manifest.parameters],
+        "buffers": [record.name for record in manifest.buffers],
+        "shadows": list(manifest.shadows),
+        **{f"states of {record.name}": list(record.states) for record in manifest.parameters},
+    }.items():
+        if len(set(names)) < len(names):
+            raise ValueError(f"{what} holds a name twice")
+    for file in manifest.files:
+        name = file.name
+        plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
+        if not plain or not name.isprintable():
+            raise ValueError(f"{name!r} is not a plain file name")
+        if file.kind not in _KINDS:
+            raise ValueError(f"{name} is of a kind that no file has, {shorten(file.kind)}")
+
+
+def _check_plan(plan: PlanRecord | None) -> None:
+    for what in ("optimizer", "scheduler"):
+        choice = getattr(plan, what, None)
+        if choice is None:
+            continue
+        if not isinstance(choice.get("name"), str) or not isinstance(choice.get("params"), dict):
+            raise ValueError(f"plan.{what} has no name with params")  # noqa: TRY004 - of the file
+
+
+def _check_state(state: EngineState) -> None:
+    if state.global_step > _MOST_STEPS or state.skipped_steps > state.global_step:
+        raise ValueError("state counts steps that no run has taken")
+    position = state.scheduler.get(_POSITION, 0)
+    if type(position) is not int or not -1 - _MOST_STEPS <= position <= _MOST_STEPS:
+        raise ValueError(f"state.scheduler.{_POSITION} cannot be {shorten(position)}")
+    for name, number in state.loss_scaler.items():
+        _value(float | None, float(number) if type(number) is bool else number, name)
+        if isinstance(number, (int, float)) and abs(number) > _LARGEST:
+            raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")

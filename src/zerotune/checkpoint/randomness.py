@@ -45,21 +45,38 @@ def restore(tensors: Mapping[str, torch.Tensor], text: str) -> None:
     Raises:
         CheckpointCorruptError: It is not what ``capture`` returns.
     """
+    python, numpy = check(tensors, text)
+    torch.set_rng_state(tensors[PREFIX + "torch_cpu"].contiguous())
+    random.setstate(python)
+    np.random.set_state(numpy)
+    if PREFIX + "torch_cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors[PREFIX + "torch_cuda"].contiguous())
+
+
+def check(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
+    """The states for Python's and numpy's generators; generators of no use take all of it first.
+
+    Raises:
+        CheckpointCorruptError: It is not what ``capture`` returns.
+    """
     try:
         numbers = json.loads(text)
         kind, position, has_gauss, cached = numbers["numpy"]
         version, gauss_next = numbers["python"]
         keys = _as_numbers(tensors[PREFIX + "numpy"], "<u4")
         state = tuple(int(number) for number in _as_numbers(tensors[PREFIX + "python"], "<u8"))
-        torch.set_rng_state(tensors[PREFIX + "torch_cpu"].contiguous())
-        random.setstate((version, state, gauss_next))
-        np.random.set_state((kind, keys, position, has_gauss, cached))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        python = (version, state, None if gauss_next is None else float(gauss_next))
+        numpy = (kind, keys, position, has_gauss, cached)
+        if type(position) is not int or not 0 <= position <= len(keys):
+            raise ValueError(f"a position of {position!r}")
+        torch.Generator().set_state(tensors[PREFIX + "torch_cpu"].contiguous())
+        random.Random().setstate(python)  # noqa: S311 - nothing is drawn from it
+        np.random.RandomState().set_state(numpy)
+    except (LookupError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise CheckpointCorruptError(
             f"the state of the random number generators cannot be restored ({error})", key=TEXT
         ) from error
-    if PREFIX + "torch_cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors[PREFIX + "torch_cuda"].contiguous())
+    return python, numpy
 
 
 def _as_bytes(numbers: np.ndarray[Any, Any]) -> torch.Tensor:

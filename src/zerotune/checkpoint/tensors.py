@@ -23,9 +23,9 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.closing import Closable
-from zerotune._util.files import sync_file
+from zerotune._util.files import reading_regular, sync_file
 from zerotune.checkpoint.manifest import FileRecord
-from zerotune.errors import CheckpointCorruptError, CheckpointError
+from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 _PIECE: Final = 2**22
 """Elements brought to the CPU and written at a time."""
@@ -253,6 +253,11 @@ class StoredTensor:
     offset: int
     """Where its first byte lies in the file."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Tensors by name, and the metadata, of a safetensors file.
@@ -261,14 +266,18 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         CheckpointCorruptError: It cannot be read or is no safetensors file.
     """
     try:
-        with path.open("rb") as file:
+        with reading_regular(path) as file:
+            nbytes = os.fstat(file.fileno()).st_size
             size = int.from_bytes(file.read(8), "little")
-            if size > path.stat().st_size:
+            if size > nbytes - 8:
                 raise ValueError(f"a header of {size} bytes")
-            entries = json.loads(file.read(size))
+            entries = json.loads(file.read(size), object_pairs_hook=_each_once)
+        if not isinstance(entries, dict):
+            raise TypeError("a header that is no object")
         metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
         tensors = {str(key): _stored(entry, 8 + size) for key, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _check_places(tensors, begin=8 + size, end=nbytes)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(
             f"cannot be read as safetensors ({error})", key=str(path), fix="use another checkpoint"
         ) from error
@@ -276,11 +285,32 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 
 def _stored(entry: Mapping[str, Any], begin: int) -> StoredTensor:
-    return StoredTensor(
-        dtype=_DTYPES[entry["dtype"]],
-        shape=tuple(entry["shape"]),
-        offset=begin + int(entry["data_offsets"][0]),
-    )
+    first, last = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
+        raise ValueError(f"offsets {first!r} to {last!r} and shape {shorten(shape)}")
+    stored = StoredTensor(dtype=_DTYPES[entry["dtype"]], shape=shape, offset=begin + first)
+    if last - first != stored.nbytes:
+        raise ValueError(f"{last - first} bytes for {stored.nbytes}")
+    return stored
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("two tensors share a name")
+    return found
+
+
+def _check_places(tensors: Mapping[str, StoredTensor], *, begin: int, end: int) -> None:
+    """Tensors lie one behind the other, from the header to the end of the file."""
+    position = begin
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if stored.offset != position:
+            raise ValueError(f"{shorten(name)} begins at byte {stored.offset}, not {position}")
+        position += stored.nbytes
+    if position != end:
+        raise ValueError(f"its tensors end at byte {position}, the file at {end}")
 
 
 def hash_of(path: Path) -> str:

@@ -1,0 +1,39 @@
+"""Whatever stands in manifests and headers, there is an error of ours, before anything changes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.checkpoint import crafted
+from tests.support.ranks import run_ranks
+from zerotune.checkpoint.manifest import Manifest
+from zerotune.errors import CheckpointCorruptError
+
+COUNT = int(os.environ.get("ZEROTUNE_CRAFTED", "40"))
+
+
+def campaign(root):
+    return crafted.campaign(root, seed=15, count=COUNT)
+
+
+def test_crafted_checkpoints_are_refused_before_anything_is_changed(tmp_path):
+    (found,) = run_ranks(campaign, str(tmp_path))
+    assert found["foreign"] == []
+    assert found["changed"] == []
+    assert found["refused"] > COUNT // 2
+    assert found["refused"] + found["loaded"] == COUNT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": NaN}',
+        "[" * 100_000,
+        '{"format": "zerotune-checkpoint", "version": 2, "a": 1e999}',
+    ],
+)
+def test_what_json_does_not_hold_is_refused(text):
+    with pytest.raises(CheckpointCorruptError):
+        Manifest.from_json(text)
