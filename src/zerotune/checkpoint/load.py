@@ -127,7 +127,7 @@ class CheckpointReader(OpensFiles):
 
     def shadow(
         self, name: str, addresses: Sequence[FragmentAddress], *, rank: int
-    ) -> Mapping[str, torch.Tensor]:
+    ) -> ShadowTensors:
         """The tensors of a shadow for these fragments, read when they are looked up.
 
         Args:
@@ -216,16 +216,18 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         self._reader.fill(into, self._subject, address.name, address.start)
         return into
 
+    def numel(self, key: str) -> int | None:
+        """Elements of a tensor, which is not read; ``None``: there is none of this name."""
+        if key in self._others:
+            return math.prod(self._reader.stored(self._rank, self._others[key]).shape)
+        return self._addresses[key].numel if key in self._addresses else None
+
     def __iter__(self) -> Iterator[str]:
         yield from self._addresses
         yield from self._others
 
     def __len__(self) -> int:
         return len(self._addresses) + len(self._others)
-
-
-def _holds(saved: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> bool:
-    return key in saved and saved[key].numel() == tensor.numel()
 
 
 def _rank(rank: int) -> Subject:
@@ -726,7 +728,7 @@ class _Load:
             for name, shadow in self._shadows.items():
                 saved = self._shadow(reader, name)
                 state = shadow.state_dict()
-                missing = [key for key in state if not _holds(saved, key, state[key])]
+                missing = [key for key in state if saved.numel(key) != state[key].numel()]
                 if missing:
                     raise CheckpointMismatchError(
                         f"the saved shadow {name!r} does not have all of it",
@@ -774,7 +776,7 @@ class _Load:
     def _reader(self) -> CheckpointReader:
         return CheckpointReader(self._folder, self.manifest)
 
-    def _shadow(self, reader: CheckpointReader, name: str) -> Mapping[str, torch.Tensor]:
+    def _shadow(self, reader: CheckpointReader, name: str) -> ShadowTensors:
         addresses = self._engine.master_weights.addresses
         return reader.shadow(name, addresses, rank=self._like)
 
