@@ -310,7 +310,9 @@ def _check_places(tensors: Mapping[str, StoredTensor], *, begin: int, end: int) 
             raise ValueError(f"{shorten(name)} begins at byte {stored.offset}, not {position}")
         position += stored.nbytes
     if position != end:
-        raise ValueError(f"its tensors end at byte {position}, the file at {end}")
+        raise ValueError(
+            f"it does not hold what it names: tensors end at byte {position}, the file at {end}"
+        )
 
 
 def hash_of(path: Path) -> str:
