@@ -61,15 +61,8 @@ def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
     assert f"rank {1 - lost} failed" not in log
 
 
-RANK_0_HOLDS_THE_STORE = pytest.mark.xfail(
-    reason="the store of a stopped rank 0 may answer too late for the watchdog; then the "
-    "collective's own error names the rank first",
-    strict=False,
-)
-
-
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=RANK_0_HOLDS_THE_STORE), 1])
+@pytest.mark.parametrize("lost", [0, 1])
 def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost):
     with pytest.raises(RanksFailed, match=f"rank {1 - lost}: died with exit code {EXIT_CODE}"):
         run_ranks(faulty.losing, str(tmp_path), lost, faulty.STOP, True, world_size=2)

@@ -260,8 +260,7 @@ class _Watch:
         self._moved_at = time.monotonic()
         self._over = threading.Event()
         self._ending = False
-        # A rank that is lost in its first step has said by then where it was.
-        self._exchange(Beat(rank=self._rank, position=self._look(), still_s=0))
+        self._meet()
         self._watcher = threading.Thread(target=self._run, name="zerotune-watchdog", daemon=True)
         self._watcher.start()
 
@@ -284,6 +283,18 @@ class _Watch:
         if error is not None:
             others = [other for other in self._beats() if other.rank != self._rank]
             logger.error("%s", "; ".join(str(one) for one in (beat, *others)))
+
+    def _meet(self) -> None:
+        """Hear of every rank before any of them takes a step.
+
+        Rank 0 may hold the store and be lost in its first steps; nothing could be asked then.
+        """
+        deadline = time.monotonic() + _GRACE_S
+        while True:
+            self._exchange(Beat(rank=self._rank, position=self._look(), still_s=0))
+            if len(self._heard) == self._world or time.monotonic() >= deadline:
+                return
+            time.sleep(min(0.02, self._interval_s))
 
     def _run(self) -> None:
         failed_since: float | None = None
