@@ -9,15 +9,21 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.checkpoint import export_adapters, export_merged, export_pipeline
+from zerotune.checkpoint.save import Writing
+from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
-from zerotune.training import Watchdog
+from zerotune.training import SaveEveryInBackground, Watchdog
 from zerotune.training.watchdog import EXIT_CODE
 
 TIMEOUT_S = 3.0
+ALONE_S = 0.5
 
 
 def small(*, channels: int = 1, count: int = 24, lr: float = 1e-2, **changes: Any) -> Trainer:
@@ -56,16 +62,80 @@ def differing() -> dict[str, str]:
     return found
 
 
-def saving_alone(folder: str, saver: int) -> tuple[str, float]:
+def alone(folder: str, caller: int, what: str) -> tuple[str, float]:
     """``if trainer.is_main: trainer.save(...)``."""
-    trainer = small()
+    trainer = small(ema=EMAShadow(decay=0.9))
     trainer.fit(steps=1)
     began = time.monotonic()
-    if trainer.engine.group.rank != saver:
+    if trainer.engine.group.rank != caller:
         time.sleep(2 * TIMEOUT_S)
         return "", 0.0
-    error = told(lambda: trainer.save(folder))
+    error = told(needing_all(trainer, Path(folder))[what])
     return error, time.monotonic() - began
+
+
+def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
+    """What only all ranks together can do."""
+    engine, ema = trainer.engine, trainer.averages.shadows["ema"]
+    background = SaveEveryInBackground(steps=1, root=root)
+    return {
+        "save": lambda: trainer.save(root / "step"),
+        "resume": lambda: trainer.resume(root / "there"),
+        "roll back": lambda: trainer.roll_back(root / "there", reason="a test"),
+        "export": lambda: trainer.export(root / "model"),
+        "export a pipeline": lambda: export_pipeline(root / "p", engine=engine, base=root),
+        "export adapters": lambda: export_adapters(root / "lora", engine=engine),
+        "merge": lambda: export_merged(root / "merged", engine=engine),
+        "draw": lambda: trainer.sample(count=1),
+        "run on an average": lambda: ema.swapped_in().__enter__(),
+        "gather an average": lambda: next(ema.gather()),
+        "save in the background": lambda: background.on_stop(trainer, "a test"),
+    }
+
+
+class _Came(Exception):
+    """A rank came to a barrier."""
+
+
+def first_meetings() -> dict[str, str]:
+    """Where rank 0 first waits for the others, in whatever needs them."""
+    trainer = small(ema=EMAShadow(decay=0.9))
+    found = {}
+
+    def come(_: Any, purpose: str, **__: Any) -> None:
+        raise _Came(purpose)
+
+    if trainer.is_main:
+        for name, call in needing_all(trainer, Path("nowhere")).items():
+            with mock.patch.object(ProcessGroup, "barrier", come):
+                try:
+                    call()
+                except _Came as came:
+                    found[name] = str(came)
+    trainer.engine.group.barrier("the end")
+    return found
+
+
+def slow_background(folder: str, slow: int) -> tuple[str, float]:
+    """One rank's disk takes longer than the ranks wait for each other."""
+    root, rank = Path(folder), int(os.environ["RANK"])
+    every = SaveEveryInBackground(steps=1, root=root)
+    trainer = small(callbacks=[every], timeout_s=ALONE_S, watchdog=False)
+    write = Writing._write
+
+    def delayed(writing: Writing) -> Any:
+        if rank == slow:
+            time.sleep(4 * ALONE_S)
+        return write(writing)
+
+    began = time.monotonic()
+    with mock.patch.object(Writing, "_write", delayed):
+        error = told(lambda: trainer.fit(steps=1))
+    seconds = time.monotonic() - began
+    (root / f"told-{rank}").touch()
+    while not (root / f"told-{slow}").exists():
+        time.sleep(0.05)
+    return error, seconds
 
 
 def losing(folder: str, lost: int, number: int, watched: bool) -> None:

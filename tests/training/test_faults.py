@@ -32,17 +32,50 @@ def test_a_rank_that_differs_is_told_in_what():
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("saver", [0, 1])
-def test_a_trainer_that_saves_alone_is_told_who_is_missing(tmp_path, saver):
-    error, seconds = run_ranks(faulty.saving_alone, str(tmp_path / "step"), saver, world_size=2)[
-        saver
-    ]
-    assert error.startswith(f"CollectiveError: rank {saver}: not every rank came to 'saving check")
+@pytest.mark.parametrize(
+    ("caller", "what", "purpose"),
+    [(0, "save", "saving check"), (1, "save", "saving check"), (0, "draw", "drawing images")],
+)
+def test_a_call_on_one_rank_only_is_told_who_is_missing(tmp_path, caller, what, purpose):
+    results = run_ranks(faulty.alone, str(tmp_path), caller, what, world_size=2)
+    error, seconds = results[caller]
+    start = f"CollectiveError: rank {caller}: not every rank came to '{purpose}"
+    assert error.startswith(start)
     assert f"within {faulty.TIMEOUT_S:g} s" in error
-    assert f"Rank {1 - saver} failed to come: rank {1 - saver} last came to" in error
+    assert f"Rank {1 - caller} failed to come: rank {1 - caller} last came to" in error
     assert "not inside `if rank == 0`" in error
     assert seconds < 2 * faulty.TIMEOUT_S
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.world_size(2)
+def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is():
+    found = run_ranks(faulty.first_meetings, world_size=2)[0]
+    for name, begins in {
+        "save": "saving checkpoint nowhere/step",
+        "resume": "loading checkpoint nowhere/there",
+        "roll back": "loading checkpoint nowhere/there",
+        "export": "exporting to nowhere/model",
+        "export a pipeline": "exporting to ",
+        "export adapters": "exporting adapters to ",
+        "merge": "merging into nowhere/merged",
+        "draw": "drawing images",
+        "run on an average": "running on averaged weights",
+        "gather an average": "gathering the weights",
+        "save in the background": "making a BackgroundSaver",
+    }.items():
+        assert found.pop(name).startswith(begins), name
+    assert not found
+
+
+@pytest.mark.world_size(2)
+def test_a_background_save_waits_for_a_rank_no_longer_than_the_trainer_does(tmp_path):
+    found = run_ranks(faulty.slow_background, str(tmp_path), 1, world_size=2)
+    error, seconds = found[0]
+    assert error.startswith("CollectiveError: rank 0: not every rank came to 'write the weights'")
+    assert f"within {faulty.ALONE_S:g} s" in error
+    assert seconds < 4 * faulty.ALONE_S + 10
+    assert found[1][0].startswith("CollectiveError: "), "the slow one is told that it was given up"
 
 
 @pytest.mark.world_size(2)

@@ -271,7 +271,7 @@ class MasterWeights:
             yield fragments
         finally:
             fragments.close()
-            with torch.no_grad():
+            with torch.no_grad(), self._group.naming("refreshing the model's weights"):
                 self._layout.refresh()
 
     def _editable(self) -> Generator[EditableFragment, None, None]:
@@ -338,7 +338,11 @@ class MasterWeights:
 
         Yields:
             Name and full fp32 tensor in the parameter's shape, on the CPU.
+
+        Raises:
+            CollectiveError: A rank did not come; the message names it.
         """
+        self._group.barrier("gathering the weights")
         pick = source or _value_of
         fragments = self.read()
         pending = next(fragments, None)

@@ -177,8 +177,11 @@ class EMAShadow:
 
         Raises:
             EMAError: Not attached, or swapped in already.
+            CollectiveError: A rank did not come, as in ``if trainer.is_main: ...``.
         """
         master = self._ready("swapped_in()")
+        # Before anything moves: a rank that waits for others must still have its own weights.
+        master.group.barrier("running on averaged weights")
         try:
             self._swapped = True
             self._exchange(master, to_shadow=True)
@@ -218,7 +221,7 @@ class EMAShadow:
             apart += squared_distance(shadow, value)
             norm += squared_norm(value)
         if not master.replicated:
-            parts = master.group.gather((apart, norm))
+            parts = master.group.gather((apart, norm), purpose="measure how far an average is")
             apart, norm = sum(part[0] for part in parts), sum(part[1] for part in parts)
         return math.sqrt(apart / norm) if norm else math.sqrt(apart)
 

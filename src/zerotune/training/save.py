@@ -210,7 +210,7 @@ def trainer_state(
         _KEY: {
             "seed": seed,
             "data": None if stream is None else stream.state_dict(),
-            "generators": group.gather(generator_to_text(generator)),
+            "generators": group.gather(generator_to_text(generator), purpose="save random numbers"),
         }
     }
 
