@@ -103,6 +103,52 @@ def test_the_engine_is_built_through_the_host(case: Case) -> None:
     assert found["apart"], "master weights that share the weights' memory would be rounded"
 
 
+def sizes_when_the_cache_is_emptied() -> list[int]:
+    """Elements of all trained weights each time the device's allocator gives back what is free."""
+    from deepspeed.accelerator import get_accelerator
+
+    model = HostileNet(scalar=False)
+    seen: list[int] = []
+    type(get_accelerator()).empty_cache = lambda _self: seen.append(
+        sum(p.numel() for p in model.parameters() if p.requires_grad)
+    )
+    start(Case(stage=2, offload="cpu"), model).close()
+    return seen
+
+
+@pytest.mark.deepspeed
+def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
+    """Else the allocator holds them as small blocks, beside the large one: twice the weights."""
+    (seen,) = run_ranks(sizes_when_the_cache_is_emptied)
+    assert 0 in seen, f"the cache was emptied only while weights were held: {seen}"
+
+
+def order_of_devices() -> list[Any]:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    asked, calls = accelerator.current_device_name, []
+    accelerator.set_device = lambda _self, index: calls.append(index)
+
+    def current(self: Any) -> str:
+        calls.append("read")
+        return str(asked(self))
+
+    accelerator.current_device_name = current
+    pin = flattening._pins
+    flattening._pins = lambda plan: calls.append("pin") or pin(plan)  # type: ignore[func-returns-value]
+    start(Case(stage=2, offload="cpu"), HostileNet(scalar=False)).close()
+    return calls
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_each_rank_takes_its_own_device_before_anything_is_placed() -> None:
+    for rank, calls in enumerate(run_ranks(order_of_devices, world_size=2)):
+        assert {"pin", "read"} <= set(calls)
+        assert calls[0] == rank, f"the device was used before it was chosen: {calls[:4]}"
+
+
 def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
     flattening._KNOWN = ()  # type: ignore[misc]
     return train_unet(case, steps)

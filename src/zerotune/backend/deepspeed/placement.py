@@ -82,7 +82,11 @@ def flat_through_host(
     ) -> torch.Tensor:
         flat = flatten_on_host(
             tensor_list, alignment=alignment, padding=param_padding, moved=use_cpu_data
-        ).to(device)
+        )
+        # What the weights took lies in the allocator's cache, in pieces that cannot hold one large
+        # block: without this the device would hold the weights twice all the same.
+        deepspeed.accelerator.get_accelerator().empty_cache()
+        flat = flat.to(device)
         clones.watch(flat)
         return flat
 

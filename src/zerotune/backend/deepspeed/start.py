@@ -93,7 +93,7 @@ def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
 def join(
     plan: ResolvedPlan, resources: ExitStack, *, timeout_s: float
 ) -> tuple[ModuleType, ProcessGroup]:
-    """Import DeepSpeed for the plan's accelerator and meet the other processes.
+    """Import DeepSpeed for the plan's accelerator, take this rank's device, meet the others.
 
     Args:
         plan: A plan for DeepSpeed.
@@ -114,6 +114,9 @@ def join(
     # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it; without it
     # accelerate leaves DeepSpeed's communication out, and without a group DeepSpeed looks for MPI.
     resources.enter_context(held("LOCAL_RANK", str(launch.local_rank)))
+    # DeepSpeed's engine does the same, but weights are flattened and memory is page-locked before
+    # that, and every rank would do so on the first device.
+    deepspeed.accelerator.get_accelerator().set_device(launch.local_rank)
     group = ProcessGroup(
         backend=communication_backend(accelerator), launch=launch, timeout_s=timeout_s
     )
