@@ -16,6 +16,7 @@ from benchmarks.framework import (
     CaseRefused,
     Context,
     Measured,
+    TimeIsUp,
     Worker,
     WorkerError,
 )
@@ -100,13 +101,13 @@ def emulate(settings: Mapping[str, Any], context: Context) -> Measured:
 
 
 def check_time(context: Context) -> None:
-    """End the run when its time is up; what was measured is kept.
+    """End the benchmark when its time is up; what was measured is kept.
 
     Raises:
-        SystemExit: It is.
+        TimeIsUp: It is.
     """
     if time.monotonic() - context.began > BUDGET_S:
-        raise SystemExit("the time of one run is up; run it again to go on")
+        raise TimeIsUp("the time of one run is up; run it again to go on")
 
 
 def out_of_memory(error: WorkerError) -> bool:
@@ -130,7 +131,7 @@ def _run(made: str, settings: Mapping[str, Any], context: Context, name: str) ->
             about["start_seconds"] = time.perf_counter() - begun
             samples = worker.call("run", settings["steps"])
         about |= worker.call("memory")
-    samples["host_bytes"] = [float(memory.growth)]
+    samples["host_bytes"] = [host_bytes(memory.growth, about)]
     for quantity in [key for key in about if key.endswith("_bytes")]:
         samples[quantity] = [float(about.pop(quantity))]
     seconds = sum(samples["seconds"]) / len(samples["seconds"])
@@ -138,6 +139,17 @@ def _run(made: str, settings: Mapping[str, Any], context: Context, name: str) ->
     told = ", ".join(f"{key.removesuffix('_bytes')} {gib:.2f} GiB" for key, gib in sizes.items())
     context.log(f"  {name}: {seconds:.3g} s, {told}")
     return {**about, "samples": samples}
+
+
+def host_bytes(grown: int, about: dict[str, Any]) -> float:
+    """Host memory of a contestant: what its own data grew by, and page-locked memory beside it.
+
+    Args:
+        grown: Of its anonymous memory, bytes.
+        about: What it told at the end; ``pinned_apart`` is taken out of it.
+    """
+    apart = about.pop("pinned_apart", False)
+    return float(grown) + (about["pinned_bytes"] if apart else 0.0)
 
 
 def make(name: str, settings: Mapping[str, Any]) -> Any:

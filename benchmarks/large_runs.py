@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from benchmarks.framework import anon_bytes
 from benchmarks.loops import alone
 
 SEED: Final = 0
@@ -36,7 +37,7 @@ class Contestant:
         import zerotune.training
 
         _ = accelerate.Accelerator, diffusers.UNet2DConditionModel, zerotune.training.Trainer
-        self._context_bytes = limit_memory(self._settings.get("cap_gib"))
+        limit_memory(self._settings.get("cap_gib"))
         self._model = build(self._settings["config"])
         self._model.train()
         self._parameters = sum(p.numel() for p in self._model.parameters())
@@ -67,9 +68,9 @@ class Contestant:
             self._step(split=True)
         return {"seconds": whole, **{f"{name}_seconds": self._clock[name] for name in self._clock}}
 
-    def memory(self) -> dict[str, float]:
+    def memory(self) -> dict[str, Any]:
         """Peaks since the process began; the whole device's use, the context included."""
-        return device_memory(self._context_bytes)
+        return device_memory()
 
     def _step(self, *, split: bool) -> None:
         loss = self._timed("forward", split, self._forward)
@@ -322,26 +323,31 @@ def _on_meta(config: Mapping[str, Any]) -> Any:
     return model.to(torch.bfloat16)
 
 
-def limit_memory(cap_gib: float | None) -> int:
+def limit_memory(cap_gib: float | None) -> None:
     """Let this process take no more of the GPU than a card of that size has.
-
-    Returns:
-        Bytes of the GPU that are in use before any tensor: the context, on an idle card.
 
     Raises:
         RuntimeError: The card is smaller than that.
     """
-    if not torch.cuda.is_available():
-        return 0
-    torch.zeros(1, device="cuda")
+    if not torch.cuda.is_available() or cap_gib is None:
+        return
+    _load_libraries()
     free, total = torch.cuda.mem_get_info()
-    taken = total - free
-    if cap_gib is not None:
-        left = int(cap_gib * 2**30) - taken
-        if left > free:
-            raise RuntimeError(f"this GPU has less than {cap_gib:g} GiB left")
-        torch.cuda.set_per_process_memory_fraction(left / total)
-    return int(taken)
+    # Nothing but the context and the libraries is held yet, on an idle card.
+    left = int(cap_gib * 2**30) - (total - free - torch.cuda.memory_reserved())
+    if left > free:
+        raise RuntimeError(f"this GPU has less than {cap_gib:g} GiB left")
+    torch.cuda.set_per_process_memory_fraction(left / total)
+
+
+def _load_libraries() -> None:
+    """What cuBLAS and cuDNN take, they take when they are first used."""
+    ones = torch.ones(1, 64, 64, 64, device="cuda", dtype=torch.bfloat16)
+    torch.nn.functional.conv2d(ones, ones.new_ones(64, 64, 3, 3)).flatten(2).matmul(
+        ones.new_ones(62 * 62, 64)
+    )
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def synchronize() -> None:
@@ -355,15 +361,21 @@ def device_peak() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def device_memory(context: int) -> dict[str, float]:
-    """Peaks of the GPU's memory, set-up included, and page-locked host memory."""
+def device_memory() -> dict[str, Any]:
+    """Peaks of the GPU's memory, set-up included, and page-locked host memory.
+
+    To be asked at the end: the driver's figure has all libraries in it only then.
+    """
     if not torch.cuda.is_available():
         return {}
-    statistics = torch.cuda.host_memory_stats()
-    reserved = torch.cuda.max_memory_reserved()
+    from zerotune.training.memory import DeviceFigures, counted_apart, locked_peak
+
+    figures = DeviceFigures.now(torch.device("cuda", torch.cuda.current_device()))
     return {
         "allocated_bytes": float(torch.cuda.max_memory_allocated()),
-        "reserved_bytes": float(reserved),
-        "device_bytes": float(reserved + context),
-        "pinned_bytes": float(statistics.get("allocated_bytes.peak", 0)),
+        "reserved_bytes": float(figures.most_reserved),
+        "device_bytes": float(figures.peak),
+        "beside_bytes": float(figures.beside),
+        "pinned_bytes": float(locked_peak()),
+        "pinned_apart": counted_apart(anon_bytes),
     }

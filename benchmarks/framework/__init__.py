@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from benchmarks.framework.running import alternate, run, timed
-from benchmarks.framework.values import Benchmark, Case, CaseRefused, Context, Goal, Measured
+from benchmarks.framework.values import (
+    Benchmark,
+    Case,
+    CaseRefused,
+    Context,
+    Goal,
+    Measured,
+    TimeIsUp,
+)
 from benchmarks.framework.workers import AnonPeak, Worker, WorkerError, anon_bytes, device_bytes
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "Context",
     "Goal",
     "Measured",
+    "TimeIsUp",
     "alternate",
     "run",
     "timed",

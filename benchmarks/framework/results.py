@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,9 @@ SCHEMA: Final = 1
 class ResultFile:
     """The result of one benchmark on disk; whole after every case.
 
-    Cases measured on the same machine, with the same versions and settings, are kept.
+    Cases measured on the same machine, with the same versions and settings, are kept. A file of
+    another machine, or of other versions, is laid beside this one under that machine's name, and
+    taken up again there.
 
     Args:
         path: The JSON file.
@@ -49,7 +53,12 @@ class ResultFile:
             raise SystemExit(
                 f"{self.path} holds a full measurement; give another --output for a quick one"
             )
-        if not fresh and all(stored.get(key) == self._head[key] for key in _SAME):
+        if not _same(stored, self._head):
+            beside(self.path, stored).write_bytes(self.path.read_bytes())
+            earlier = beside(self.path, self._head)
+            stored = json.loads(earlier.read_text(encoding="utf-8")) if earlier.exists() else {}
+            self.path.unlink()
+        if not fresh and stored:
             self._cases = {case["name"]: case for case in stored["cases"]}
 
     def has(self, case: Case) -> bool:
@@ -82,6 +91,23 @@ class ResultFile:
 
 
 _SAME: Final = ("schema", "quick", "hardware", "versions", "environment")
+
+
+def _same(stored: Mapping[str, Any], head: Mapping[str, Any]) -> bool:
+    return all(stored.get(key) == head[key] for key in _SAME)
+
+
+def beside(path: Path, stored: Mapping[str, Any]) -> Path:
+    """Where a result lies while the file of that name is another machine's."""
+    decisive = {key: stored.get(key) for key in _SAME}
+    digest = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:8]
+    return path.with_name(f"{path.stem}@{machine_name(stored['hardware'])}-{digest}.json")
+
+
+def machine_name(of: Mapping[str, Any]) -> str:
+    """A machine's device, or its processor, as part of a file's name."""
+    devices = of.get("devices") or [{"name": of.get("processor") or "unknown"}]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", str(devices[0]["name"])).strip("-")
 
 
 def described(measured: Measured) -> dict[str, Any]:

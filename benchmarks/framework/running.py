@@ -15,7 +15,14 @@ from benchmarks.framework.hardware import hardware, load_average
 from benchmarks.framework.plots import plot
 from benchmarks.framework.results import ResultFile
 from benchmarks.framework.tables import markdown
-from benchmarks.framework.values import Benchmark, Case, CaseRefused, Context, Measured
+from benchmarks.framework.values import (
+    Benchmark,
+    Case,
+    CaseRefused,
+    Context,
+    Measured,
+    TimeIsUp,
+)
 
 Contestant = Callable[[], Mapping[str, float]]
 """Runs once and gives one sample of each quantity."""
@@ -92,7 +99,11 @@ def run(
             _say(f"{benchmark.name}: {case.name} is there already")
             continue
         _say(f"{benchmark.name}: {case.name}")
-        _measure(case, file, output, began=began)
+        try:
+            _measure(case, file, output, began=began)
+        except TimeIsUp as end:
+            _say(f"  {end}")
+            break
     file.write(names)
     result = file.data(names)
     present(result, output)

@@ -29,6 +29,13 @@ class CaseRefused(Exception):  # noqa: N818 - it is a finding, not an error
     """
 
 
+class TimeIsUp(Exception):  # noqa: N818 - an end, not an error
+    """A benchmark has had its time: what was measured is kept, the next run goes on from there.
+
+    Others that were asked for with it still run.
+    """
+
+
 @attrs.frozen(kw_only=True)
 class Context:
     """What a case runs in."""

@@ -7,6 +7,7 @@ import json
 import os
 import time
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,12 +19,14 @@ from benchmarks.framework import (
     CaseRefused,
     Goal,
     Measured,
+    TimeIsUp,
     Worker,
     WorkerError,
     alternate,
     run,
     timed,
 )
+from benchmarks.framework.hardware import hardware
 from benchmarks.framework.results import ratio, summary
 from benchmarks.framework.tables import amount, markdown, span, title
 from benchmarks.registry import CPU, available, load
@@ -96,14 +99,40 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     assert COUNTS["calls"] == 5
 
 
-def test_another_machine_keeps_nothing(tmp_path):
+def test_results_of_two_machines_lie_beside_each_other(tmp_path, monkeypatch):
+    machine = hardware() | {"devices": [{"name": "NVIDIA H200", "gib": 140.0}]}
+    monkeypatch.setattr("benchmarks.framework.results.hardware", lambda: machine)
     run(benchmark(), output=tmp_path)
-    path = tmp_path / "example.json"
-    stored = json.loads(path.read_text())
-    stored["hardware"]["processor"] = "another"
-    path.write_text(json.dumps(stored))
+    first = json.loads((tmp_path / "example.json").read_text())
+    machine["devices"][0]["name"] = "NVIDIA H100 80GB HBM3"
     run(benchmark(), output=tmp_path)
-    assert COUNTS["calls"] == 4
+    assert COUNTS["calls"] == 4, "what another machine measured is not taken for this one's"
+    (other,) = tmp_path.glob("example@*.json")
+    assert other.name.startswith("example@NVIDIA-H200-")
+    assert json.loads(other.read_text()) == first
+    machine["devices"][0]["name"] = "NVIDIA H200"
+    run(benchmark(), output=tmp_path)
+    assert COUNTS["calls"] == 4, "back on the first machine, its cases are there"
+    assert json.loads((tmp_path / "example.json").read_text())["cases"] == first["cases"]
+    assert {path.name[:19] for path in tmp_path.glob("example@*.json")} == {
+        "example@NVIDIA-H100",
+        "example@NVIDIA-H200",
+    }
+
+
+def test_the_end_of_one_benchmarks_time_is_no_error(tmp_path):
+    def late(_settings, _context):
+        raise TimeIsUp("run it again to go on")
+
+    whole = benchmark()
+    first, second = whole.cases(False)
+    cut = attrs.evolve(
+        whole, cases=lambda _quick: (first, Case(name="second", settings={}, measure=late))
+    )
+    assert [case["name"] for case in run(cut, output=tmp_path)["cases"]] == ["first"]
+    assert len(run(whole, output=tmp_path)["cases"]) == 2
+    assert COUNTS["calls"] == 2
+    assert second.name == "second"
 
 
 def test_an_interrupted_run_goes_on(tmp_path):
@@ -145,8 +174,6 @@ def test_a_quick_run_does_not_replace_a_full_one(tmp_path):
 
 def test_a_benchmark_for_a_gpu_says_so(tmp_path):
     pytest.importorskip("torch")
-    from benchmarks.framework.hardware import hardware
-
     if hardware()["devices"]:
         pytest.skip("there is a GPU")
     whole = benchmark()

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.__main__ import main
 from benchmarks.families import SDXL
 from benchmarks.flux import DOUBLE, SINGLE, depth
-from benchmarks.framework import CaseRefused, Context, WorkerError
-from benchmarks.large import BUDGET_S, PLANS, REFERENCE, compare, last_line
+from benchmarks.framework import CaseRefused, Context, TimeIsUp, WorkerError
+from benchmarks.large import BUDGET_S, PLANS, REFERENCE, compare, host_bytes, last_line
 from benchmarks.sdxl import BENCHMARK, TINY
 from zerotune.plan.families import family
 
@@ -91,5 +91,13 @@ def test_a_case_without_memory_is_a_finding(
 def test_a_run_ends_before_ten_minutes_and_goes_on_later(tmp_path: Path) -> None:
     long_ago = time.monotonic() - BUDGET_S - 1
     context = Context(scratch=tmp_path, log=lambda _line: None, began=long_ago)
-    with pytest.raises(SystemExit, match="run it again"):
+    with pytest.raises(TimeIsUp, match="run it again"):
         compare({"plans": PLANS, "turn": 0, "steps": 1}, context)
+
+
+def test_page_locked_memory_is_counted_where_the_system_leaves_it_out() -> None:
+    about = {"pinned_bytes": 5.0, "pinned_apart": True}
+    assert host_bytes(10, about) == 15.0
+    assert about == {"pinned_bytes": 5.0}, "a flag is no figure"
+    assert host_bytes(10, {"pinned_bytes": 5.0, "pinned_apart": False}) == 10.0
+    assert host_bytes(10, {}) == 10.0

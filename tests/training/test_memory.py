@@ -11,10 +11,16 @@ from tests.support.models import digits_batch, tiny_unet
 from zerotune import ImageTensors
 from zerotune.errors import UnresolvedPlanError
 from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts
-from zerotune.platform import Platform
-from zerotune.training import expected_memory
+from zerotune.platform import GIB, Platform
+from zerotune.training import expected_memory, memory
 from zerotune.training.activations import known_activations
-from zerotune.training.memory import device_peak, host_now, host_peak
+from zerotune.training.memory import (
+    DeviceFigures,
+    counted_apart,
+    device_peak,
+    host_now,
+    host_peak,
+)
 
 MODEL = ModelFacts.from_shapes([("a", (2, 5)), ("b", (5,))])
 
@@ -74,3 +80,42 @@ def test_measured_memory_moves_with_what_is_allocated():
         assert host_now() > before + 2**25
         assert host_peak() >= before + len(held) // 2
     assert device_peak(torch.device("cpu")) is None
+
+
+def figures(**changed):
+    known = {"total": 80 * GIB, "free": 70 * GIB, "reserved": 8 * GIB, "most_reserved": 9 * GIB}
+    return DeviceFigures(**known | changed)
+
+
+def test_the_devices_peak_counts_what_libraries_took_after_the_start():
+    """A context of 0.5 GiB at the start, 2 GiB beside the tensors once all kernels are loaded."""
+    assert figures().beside == 2 * GIB
+    assert figures().peak == 11 * GIB
+    assert figures(others=GIB).peak == 10 * GIB
+    assert figures(free=75 * GIB).peak == 9 * GIB, "figures of two moments never go below zero"
+
+
+@pytest.mark.parametrize(("visible", "apart"), [(0, True), (1, False)])
+def test_page_locked_memory_that_the_system_does_not_see_is_noticed(visible, apart):
+    held = [100]
+
+    def lock(nbytes):
+        held[0] += visible * nbytes
+
+    assert counted_apart(lambda: held[0], lock=lock) is apart
+
+
+def test_the_hosts_peak_has_page_locked_memory_once(monkeypatch):
+    alone = host_peak()
+    monkeypatch.setattr(memory, "locked_peak", lambda: GIB)
+    monkeypatch.setattr(memory, "_counted_apart_here", lambda: True)
+    assert host_peak() >= alone + GIB
+    monkeypatch.setattr(memory, "_counted_apart_here", lambda: False)
+    assert host_peak() < alone + GIB
+
+
+@pytest.mark.gpu
+def test_a_gpus_peak_is_more_than_its_tensors():
+    device = torch.device("cuda")
+    torch.ones(256, 256, device=device).matmul(torch.ones(256, 256, device=device))
+    assert device_peak(device) > torch.cuda.max_memory_reserved(device) + 64 * 2**20

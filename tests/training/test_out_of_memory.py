@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 
+import attrs
 import pytest
 import torch
 
@@ -97,6 +98,26 @@ def test_running_out_is_recognised_however_it_is_wrapped(error):
     wrapped = EngineError("DeepSpeed refused the plan")
     wrapped.__cause__ = error
     assert out_of_memory(wrapped) is error
+
+
+PAGE_LOCKING = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to ..."
+
+
+def test_a_failed_page_locked_allocation_is_the_hosts():
+    """torch's allocator says much more of the device; this is the driver, page-locking."""
+    where = situation(offload="cpu", ram=32)
+    with_room = attrs.evolve(where, limits=attrs.evolve(where.limits, device_free=20 * GIB))
+    for told_of in (where, with_room):
+        found = told(RuntimeError(PAGE_LOCKING), told_of)
+        assert found.key == "memory.host"
+        assert "no host memory is left" in str(found)
+        assert "a page-locked allocation failed: CUDA error: out of memory" in str(found)
+
+
+def test_the_driver_on_a_full_device_is_not_the_hosts():
+    where = situation()
+    full = attrs.evolve(where, limits=attrs.evolve(where.limits, device_free=10 * 2**20))
+    assert told(RuntimeError(PAGE_LOCKING), full).key == "memory.device"
 
 
 def test_other_errors_pass_as_they_are():

@@ -53,7 +53,7 @@ class StepMetrics:
     host_peak: int
     """Most RAM this process has ever held, bytes."""
     device_peak: int | None
-    """Most GPU memory torch has allocated, bytes; ``None`` without a GPU."""
+    """Most GPU memory this process has taken, context included, bytes; ``None`` without a GPU."""
 
 
 class RunView(Protocol):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import psutil
@@ -17,6 +20,9 @@ from zerotune.plan.memory.model import EMAPlace, Workload
 if TYPE_CHECKING:
     from zerotune.plan.api import MemoryEstimate, ResolvedPlan
     from zerotune.plan.model import ActivationFacts
+
+_PROBE: Final = 16 * 2**20
+"""Bytes that are page-locked to see where they are counted."""
 
 
 def expected_memory(
@@ -61,7 +67,13 @@ def expected_memory(
 
 
 def host_peak() -> int:
-    """Most RAM this process has ever held, bytes."""
+    """Most RAM this process has ever held, bytes, page-locked memory included."""
+    locked = locked_peak()
+    apart = bool(locked) and _counted_apart_here()
+    return _resident_peak() + (locked if apart else 0)
+
+
+def _resident_peak() -> int:
     status = Path("/proc/self/status")
     if status.exists():
         # getrusage would report the peak of the process this one was forked from.
@@ -79,6 +91,97 @@ def host_now() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def locked_peak() -> int:
+    """Most host memory torch has page-locked for a GPU in this process, bytes."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+
+
+def counted_apart(count: Callable[[], int], *, lock: Callable[[int], object] | None = None) -> bool:
+    """Whether page-locked memory is missing from what the system says of this process.
+
+    Some drivers map it as a device's memory, which belongs to nobody; others as shared or
+    anonymous pages. Page-locks 16 MiB to see which.
+
+    Args:
+        count: The system's figure, bytes.
+        lock: Page-locks and fills so many bytes; torch does by default.
+    """
+    before = count()
+    block = (lock or _lock)(_PROBE)
+    grown = count() - before
+    del block
+    return grown < _PROBE // 2
+
+
+def _lock(nbytes: int) -> torch.Tensor:
+    return torch.ones(nbytes, dtype=torch.uint8).pin_memory()
+
+
+@functools.cache
+def _counted_apart_here() -> bool:
+    return counted_apart(host_now)
+
+
+@attrs.frozen(kw_only=True)
+class DeviceFigures:
+    """What the driver and torch's allocator say of one device, bytes."""
+
+    total: int
+    free: int
+    """Of the whole device, now."""
+    reserved: int
+    """What torch's allocator holds now."""
+    most_reserved: int
+    """What it has held at most."""
+    others: int = 0
+    """What other processes hold, as far as the driver tells."""
+
+    @classmethod
+    def now(cls, device: torch.device) -> DeviceFigures:
+        """Ask both."""
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(
+            total=total,
+            free=free,
+            reserved=torch.cuda.memory_reserved(device),
+            most_reserved=torch.cuda.max_memory_reserved(device),
+            others=_others(device),
+        )
+
+    @property
+    def beside(self) -> int:
+        """What this process holds beside torch's allocator: context, kernels, libraries.
+
+        It only grows: cuBLAS, cuDNN and NCCL load when they are first used.
+        """
+        return max(0, self.total - self.free - self.reserved - self.others)
+
+    @property
+    def peak(self) -> int:
+        """The most this process has taken of the device."""
+        return self.most_reserved + self.beside
+
+
+@functools.cache
+def _others(device: torch.device) -> int:
+    """Asked once: a step must not wait for it."""
+    try:
+        pynvml = importlib.import_module("pynvml")
+        handle = torch.cuda._get_pynvml_handler(device)
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except Exception:  # noqa: BLE001 - a library that may be missing, of a driver that may not tell
+        return 0
+    held = {one.pid: one.usedGpuMemory or 0 for one in running}
+    # In a container the driver may number processes as the machine does: then none is known to be
+    # another's, and nothing is taken off.
+    return sum(held.values()) - held[os.getpid()] if os.getpid() in held else 0
+
+
 def device_peak(device: torch.device) -> int | None:
-    """Most GPU memory torch has allocated in this process, bytes; ``None`` without a GPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    """Most GPU memory this process has taken, bytes; ``None`` without a GPU.
+
+    With the context and all libraries, as the driver counts them now: what a card must have.
+    """
+    return DeviceFigures.now(device).peak if device.type == "cuda" else None

@@ -34,6 +34,10 @@ _WORDS: Final = re.compile(
     re.IGNORECASE,
 )
 _ON_DEVICE: Final = re.compile(r"\b(CUDA|HIP|XPU|MPS|CUDNN|CUBLAS)", re.IGNORECASE)
+_BY_THE_DRIVER: Final = re.compile(r"\b(CUDA|HIP) error: out of memory", re.IGNORECASE)
+"""What the driver itself says. torch's allocator of device memory says more, so this is a
+page-locked allocation, unless the device is full: then it may be the context or a library."""
+_PAGE_LOCKED: Final = "a page-locked allocation failed: "
 
 
 @attrs.frozen(kw_only=True)
@@ -87,17 +91,22 @@ def out_of_memory(error: BaseException) -> BaseException | None:
     return None
 
 
-def _place(error: BaseException) -> Place:
-    if isinstance(error, torch.OutOfMemoryError) or _ON_DEVICE.search(str(error)):
+def _place(error: BaseException, limits: Limits) -> Place:
+    if isinstance(error, torch.OutOfMemoryError):
         return "device"
-    return "host"
+    if _BY_THE_DRIVER.search(str(error)):
+        room = limits.device_free is None or limits.device_free > CONTEXT
+        return "host" if room else "device"
+    return "device" if _ON_DEVICE.search(str(error)) else "host"
 
 
 def _explained(error: BaseException, situation: Situation) -> OutOfMemoryError:
-    place = _place(error)
     estimate = situation.estimate or _estimate(situation.plan)
     limits = situation.limits or Limits.now(situation.plan)
+    place = _place(error, limits)
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if place == "host" and _BY_THE_DRIVER.search(said):
+        said = _PAGE_LOCKED + said
     parts = [f"no {place} memory is left in {situation.doing} ({said[:160]})"]
     if estimate is not None:
         peak = estimate.peak(_counted(situation.plan, place))

@@ -56,7 +56,7 @@ class Report:
     host_peak: int
     """Most RAM this process has ever held, bytes; libraries included."""
     device_peak: int | None
-    """Most GPU memory torch has allocated, bytes; ``None`` without a GPU."""
+    """Most GPU memory this process has taken, context included, bytes; ``None`` without a GPU."""
     estimate: MemoryEstimate | None
     """What the plan says each component takes, per rank; ``None``: the model is not known."""
     copy_rate: float | None = None
@@ -95,7 +95,7 @@ class Report:
                 rows.append(("expected peak", PLACE_NAMES[place], size, when))
         if self.device_peak is not None:
             size = brief_size(self.device_peak)
-            rows.append(("measured peak", "device", size, "allocated by torch, without context"))
+            rows.append(("measured peak", "device", size, "whole process, context included"))
         before = brief_size(self.host_before)
         rows.append(("measured before", "host", before, "libraries, model and data"))
         rows.append(("measured peak", "host", brief_size(self.host_peak), "whole process"))
