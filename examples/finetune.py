@@ -11,8 +11,10 @@ All weights of the U-Net or transformer, or adapters beside it:
 
 MODEL is a folder or a hub id, such as stabilityai/stable-diffusion-xl-base-1.0; what it is stands
 in its model_index.json. PHOTOS holds images, each with its caption beside it (cat.png, cat.txt).
-The same command goes on after a stop, also under another plan or number of GPUs. Which plan fits
-your card: ``zerotune plan advise --family sdxl --vram 12GiB``.
+The same command goes on after a stop, also under another plan or number of GPUs, and with more
+--steps after the end. A run that was stopped exports nothing unless --export-stopped asks for it;
+an export takes the place of that of an earlier run. Which plan fits your card:
+``zerotune plan advise --family sdxl --vram 12GiB``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         if checkpoint := latest_checkpoint(options.output / "checkpoints"):
             trainer.resume(checkpoint)
         report = trainer.fit(steps=options.steps)
-        export(trainer, loaded, options)
+        if report.stopped is None or options.export_stopped:
+            export(trainer, loaded, options)
         if trainer.is_main:
             print(report.render())
     return list(report.losses)
@@ -99,6 +102,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--base-dtype", default="bf16", help="of the weights beside adapters")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--export-stopped", action="store_true", help="also after a signal")
     parser.add_argument("--area", type=int, default=1024 * 1024, help="most pixels of an image")
     parser.add_argument("--bucket-step", type=int, default=64)
     parser.add_argument("--draw-steps", type=int, default=30)

@@ -59,12 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         if checkpoint := latest_checkpoint(checkpoints):
             trainer.resume(checkpoint)
         report = trainer.fit(steps=options.steps)
-        export_pipeline(
-            options.output / "pipeline",
-            engine=trainer.engine,
-            base=loaded.folder,
-            weights=trainer.ema,
-        )
+        if report.stopped is None:
+            export_pipeline(
+                options.output / "pipeline",
+                engine=trainer.engine,
+                base=loaded.folder,
+                weights=trainer.ema,
+            )
     return list(report.losses)
 
 

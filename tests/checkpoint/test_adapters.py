@@ -10,6 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.diffusion.adapting import (
     PLAIN_RUN,
@@ -347,13 +348,24 @@ def test_a_model_without_adapters_has_none_to_export(export, fresh, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_exists_is_not_replaced(runs, tmp_path):
+def test_somebody_elses_file_is_not_replaced(runs, tmp_path):
     engine, _ = runs("sd3")
     file = export_adapters(tmp_path, engine=engine)
+    save_file(load_file(file), file, metadata={"format": "pt"})
     content = file.path.read_bytes()
     with pytest.raises(CheckpointError, match="exists and is not replaced"):
         export_adapters(tmp_path, engine=engine)
     assert file.path.read_bytes() == content
+
+
+def test_an_earlier_export_is_replaced(runs, tmp_path):
+    engine, _ = runs("sd3")
+    first = export_adapters(tmp_path, engine=engine)
+    second = export_adapters(tmp_path, engine=engine, dtype="bf16")
+    assert second.path == first.path
+    assert second.nbytes < first.nbytes
+    assert list(tmp_path.iterdir()) == [second.path]
+    assert second.path.stat().st_size == second.nbytes
 
 
 @pytest.mark.parametrize("damage", ["flip", "short"])

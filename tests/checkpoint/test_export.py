@@ -30,7 +30,7 @@ def test_plain_diffusers_loads_what_was_exported(name, world_size, tmp_path):
     expected = ["base", "ema", "ema-disk", "from-disk", "small.safetensors", "step", "swap"]
     assert found["left"] == [*expected, "trained"]
     for rank in results:
-        assert "trained: " in rank["errors"]["taken"]
+        assert "mine: " in rank["errors"]["taken"]
         assert "exists and is not replaced" in rank["errors"]["taken"]
         assert "No space left on device" in rank["errors"]["full"]
         assert rank["errors"]["dtype"].startswith("InvalidValueError: dtype = 'int8'")

@@ -23,14 +23,15 @@ def exported(root: str) -> dict[str, Any]:
     if engine.group.is_main:
         DDPMPipeline(unet=unet(seed=1), scheduler=DDPMScheduler()).save_pretrained(base)
     engine.group.barrier("the base is there")
-    for step in range(2):
+    target = folder / "exported"
+    for step in range(2):  # The second takes the place of the first.
         engine.backward(unet_loss(engine, step))
         engine.step()
-    target = folder / "exported"
-    export_pipeline(target, engine=engine, base=base)
+        export_pipeline(target, engine=engine, base=base)
     trained = dict(engine.master_weights.gather())
     errors = {
-        "taken": told(lambda: export_pipeline(target, engine=engine, base=base)),
+        "taken": told(lambda: export_pipeline(base, engine=engine, base=target)),
+        "itself": told(lambda: export_pipeline(base, engine=engine, base=base)),
         "other": told(
             lambda: export_pipeline(folder / "x", engine=engine, base=base, component="vae")
         ),
@@ -57,5 +58,6 @@ def test_a_pipeline_has_the_trained_model_and_the_rest_of_the_old(tmp_path):
         assert found["index"] == "DDPMPipeline"
         assert found["scheduler"] == "DDPMScheduler"
         assert "exists and is not replaced" in found["errors"]["taken"]
+        assert "the export is made from it" in found["errors"]["itself"]
         assert found["errors"]["other"].startswith("CheckpointMismatchError: component = 'vae'")
         assert "not the folder of a diffusers pipeline" in found["errors"]["none"]

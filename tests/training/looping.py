@@ -155,6 +155,8 @@ def goals(folder: str) -> dict[str, Any]:
         found["one epoch"] = running.fit(epochs=1).steps
         found["two epochs"] = running.fit(epochs=2).steps
         found["earliest"] = running.fit(epochs=9, steps=7).steps
+        # A second, so that a run which does not see that it is over ends all the same.
+        found["fewer"] = running.fit(steps=3, time_limit=1).steps
         found["nothing"] = told(running.fit)
         found["negative"] = told(lambda: running.fit(time_limit=-1))
         found["half a step"] = told(lambda: running.fit(steps=1.5))

@@ -94,6 +94,7 @@ def test_when_to_stop(tmp_path):
     assert found["one epoch"] == math.ceil(22 / 8)
     assert found["two epochs"] == math.ceil(44 / 8)
     assert found["earliest"] == 7
+    assert found["fewer"] == 7, "there is nothing left to do"
     assert found["nothing"].startswith("InvalidValueError: fit: nothing says when to stop")
     assert found["negative"].startswith("InvalidValueError: fit(time_limit) = -1")
     assert found["half a step"].startswith("InvalidValueError: fit(steps) = 1.5")

@@ -24,6 +24,7 @@ from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.export import Gatherable
+from zerotune.checkpoint.exported import Mark, check_replaceable
 from zerotune.checkpoint.folders import check_space
 from zerotune.checkpoint.tensors import (
     TensorFileWriter,
@@ -57,24 +58,20 @@ class AdapterFileWriter:
     """Writes a LoRA file tensor by tensor.
 
     Args:
-        path: The file; must not exist.
+        path: The file; one that an earlier export wrote is replaced.
         specs: The tensors, in the order they will come.
         settings: JSON text of the adapters' settings.
 
     Raises:
-        CheckpointError: The file exists, or the disk is too small.
+        CheckpointError: The file is somebody else's, or the disk is too small.
     """
 
     def __init__(self, path: Path, *, specs: Sequence[TensorSpec], settings: str) -> None:
-        if path.exists() or path.is_symlink():
-            raise CheckpointError(
-                "exists and is not replaced",
-                key=str(path),
-                fix="choose another name, or remove it yourself",
-            )
+        check_replaceable(path)
         self.path = path
         self._specs = tuple(specs)
-        self._metadata = {"format": "pt", SETTINGS: settings}
+        mark = Mark(files={path.name: None})
+        self._metadata = {"format": "pt", SETTINGS: settings, **mark.metadata}
         path.parent.mkdir(parents=True, exist_ok=True)
         check_space(path.parent, file_size(specs, self._metadata))
         self._draft = draft_of(path)
@@ -99,7 +96,7 @@ class AdapterFileWriter:
         """
         nbytes, sha256 = self._writer.finish()
         _check(self._draft, self._specs, self._metadata, nbytes=nbytes, sha256=sha256)
-        self._draft.rename(self.path)
+        self._draft.replace(self.path)
         sync(self.path.parent)
         return nbytes, sha256
 
@@ -345,7 +342,7 @@ def export_adapters(
 
     Args:
         path: A folder, in which the file is ``pytorch_lora_weights.safetensors``, or the file
-            itself, ending with ``.safetensors``. The file must not exist.
+            itself, ending with ``.safetensors``. A file of an earlier export is replaced.
         engine: What trains a model with adapters, or ``TrainedParts`` with some.
         weights: An attached EMA shadow; the trained master weights when not given.
         dtype: Of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
@@ -361,7 +358,7 @@ def export_adapters(
         CheckpointMismatchError: The model trains no adapters, or trains something besides them.
         CheckpointCorruptError: Adapters are not finite or have learned nothing, or the disk does
             not hold what was written.
-        CheckpointError: The file exists, or cannot be written.
+        CheckpointError: The file is somebody else's, or cannot be written.
         CollectiveError: A rank did not come, or the arguments differ.
     """
     group, chosen, target = engine.group, checked_dtype(dtype), _file(path)

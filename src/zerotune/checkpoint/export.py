@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import attrs
 import torch
 
 from zerotune._util.files import sync, write_synced
@@ -19,8 +21,9 @@ from zerotune.backend.unpartitioned import whole_parameter
 from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.contents import persistent_buffers
+from zerotune.checkpoint.exported import Mark, check_apart
 from zerotune.checkpoint.folders import (
-    Staging,
+    ExportStaging,
     check_files,
     check_space,
     checked_path,
@@ -49,22 +52,34 @@ CONFIG: Final = "config.json"
 SHARD_SIZE: Final = 10 * 2**30
 """Most bytes of tensors in one file, as diffusers itself splits them."""
 _STEMS: Final = ("diffusion_pytorch_model", "model")
-_METADATA: Final = {"format": "pt"}
+
+
+@attrs.frozen(kw_only=True)
+class Whole:
+    """A pipeline's folder that a model folder becomes a part of."""
+
+    part: str
+    """Name of the part."""
+    others: Mapping[str, str]
+    """SHA-256 (hex) of the files beside it, by their path from the pipeline's folder."""
 
 
 class ModelFolderWriter:
     """Writes ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
 
-    A path that ends with ``.safetensors`` becomes a single file instead.
+    A path that ends with ``.safetensors`` becomes a single file instead. What an earlier export
+    wrote there is replaced when all of the new one is on the disk; files of others in its folder
+    stay.
 
     Args:
-        path: The folder or file; must not exist.
+        path: The folder or file.
         config: The model's configuration; ``None`` of a model that is not diffusers'.
         specs: Every tensor, in the order they will come.
         shard_size: Most bytes of tensors in a file.
+        whole: What it becomes a part of.
 
     Raises:
-        CheckpointError: The path is taken, or the disk is too small.
+        CheckpointError: The path is taken by something else, or the disk is too small.
     """
 
     def __init__(
@@ -74,24 +89,21 @@ class ModelFolderWriter:
         config: Mapping[str, Any] | None,
         specs: Sequence[TensorSpec],
         shard_size: int = SHARD_SIZE,
+        whole: Whole | None = None,
     ) -> None:
         self._final = checked_path(path)
         self._single = self._final.suffix == ".safetensors"
-        if self._final.exists() and not _empty(self._final):
-            raise CheckpointError(
-                "exists and is not replaced",
-                key=str(self._final),
-                fix="choose another name, or remove it yourself",
-            )
         self._config = config
         self._shards = _split(specs, None if self._single else shard_size)
         self._names = self._file_names()
-        self._staging = Staging(self._final)
+        self._metadata = {"format": "pt", **self._mark(whole).metadata}
+        self._staging = ExportStaging(self._final)
         self._writers: list[TensorFileWriter] = []
         self._left = 0
         with ExitStack() as undo:
             undo.callback(self.abandon)
-            check_space(self._staging.path, sum(file_size(s, _METADATA) for s in self._shards))
+            sizes = (file_size(shard, self._metadata) for shard in self._shards)
+            check_space(self._staging.path, sum(sizes))
             undo.pop_all()
 
     def append(self, key: str, tensor: torch.Tensor) -> None:
@@ -115,16 +127,14 @@ class ModelFolderWriter:
         """
         folder = self._staging.path
         for name, specs in zip(self._names, self._shards, strict=True):
-            _check_shard(folder / name, specs)
+            _check_shard(folder / name, specs, self._metadata)
         if self._single:
             (folder / self._names[0]).rename(self._final)
             sync(self._final.parent)
             self._staging.abandon()
             return self._final
-        if self._config is not None:
-            _write_json(folder / CONFIG, self._config)
-        if len(self._names) > 1:
-            _write_json(folder / f"{self._stem}.safetensors.index.json", self._index())
+        for name, content in self._texts().items():
+            write_synced(folder / name, content)
         self._staging.publish()
         return self._final
 
@@ -138,6 +148,23 @@ class ModelFolderWriter:
     def _stem(self) -> str:
         return _STEMS[0] if self._config is not None else _STEMS[1]
 
+    def _mark(self, whole: Whole | None) -> Mark:
+        if self._single:
+            return Mark(files={self._final.name: None})
+        part = "" if whole is None else f"{whole.part}/"
+        texts = {
+            f"{part}{name}": hashlib.sha256(content).hexdigest()
+            for name, content in self._texts().items()
+        }
+        weights = dict.fromkeys(f"{part}{name}" for name in self._names)
+        return Mark(files={**weights, **texts, **({} if whole is None else whole.others)})
+
+    def _texts(self) -> dict[str, bytes]:
+        texts = {} if self._config is None else {CONFIG: _json(self._config)}
+        if len(self._names) > 1:
+            texts[f"{self._stem}.safetensors.index.json"] = _json(self._index())
+        return texts
+
     def _file_names(self) -> list[str]:
         count = len(self._shards)
         if count == 1:
@@ -150,7 +177,7 @@ class ModelFolderWriter:
             raise CheckpointError("more tensors than were announced", key=str(self._final))
         specs = self._shards[index]
         path = self._staging.path / self._names[index]
-        self._writers.append(TensorFileWriter(path, specs=specs, metadata=_METADATA))
+        self._writers.append(TensorFileWriter(path, specs=specs, metadata=self._metadata))
         self._left = len(specs)
 
     def _index(self) -> dict[str, Any]:
@@ -232,11 +259,11 @@ def _split(specs: Sequence[TensorSpec], most: int | None) -> list[list[TensorSpe
     return shards
 
 
-def _check_shard(path: Path, specs: Sequence[TensorSpec]) -> None:
+def _check_shard(path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
     stored, _ = read_header(path)
     wanted = {spec.key: (spec.dtype, spec.shape) for spec in specs}
     there = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
-    nbytes, expected = path.stat().st_size, file_size(specs, _METADATA)
+    nbytes, expected = path.stat().st_size, file_size(specs, metadata)
     if wanted != there or nbytes != expected:
         raise CheckpointCorruptError(
             f"holds {len(there)} tensors in {nbytes} bytes, not the {len(wanted)} in {expected} "
@@ -246,13 +273,8 @@ def _check_shard(path: Path, specs: Sequence[TensorSpec]) -> None:
         )
 
 
-def _empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    write_synced(path, text.encode())
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
 # -- From an engine, or from a checkpoint on disk, to a model that plain diffusers loads.
@@ -285,8 +307,8 @@ def export_model(
     folder gets its name.
 
     Args:
-        path: The folder, which must not exist or be empty. A name that ends with
-            ``.safetensors`` becomes a single file.
+        path: The folder; an earlier export there is replaced when the new one is whole. A name
+            that ends with ``.safetensors`` becomes a single file.
         engine: The model, with its frozen parameters and buffers.
         weights: What to export of the trained parameters: an attached EMA shadow; the fp32
             master weights when not given.
@@ -299,10 +321,36 @@ def export_model(
         The absolute path.
 
     Raises:
-        CheckpointError: The path is taken, the disk is too small, or writing fails.
+        CheckpointError: The path is taken by something else than an export, the disk is too
+            small, or writing fails.
         CheckpointCorruptError: The disk does not hold what was written.
         CheckpointMismatchError: The model trains adapters.
         CollectiveError: A rank did not come, or the arguments differ.
+    """
+    return export_part(
+        path,
+        engine=engine,
+        weights=weights,
+        dtype=dtype,
+        shard_size=shard_size,
+        timeout_s=timeout_s,
+    )
+
+
+def export_part(
+    path: str | os.PathLike[str],
+    *,
+    engine: Engine,
+    weights: Gatherable | None,
+    dtype: str | torch.dtype,
+    shard_size: int,
+    timeout_s: float | None = None,
+    whole: Whole | None = None,
+) -> Path:
+    """``export_model`` of what becomes part of a whole, which rank 0 alone must know. Collective.
+
+    Raises:
+        ZeroTuneError: As ``export_model``.
     """
     group, chosen = engine.group, checked_dtype(dtype)
     _refuse_adapters(engine)
@@ -313,7 +361,8 @@ def export_model(
     if group.is_main:
         specs = _cast(outline, chosen)
         config = model_config(engine.module)
-        output.attempt(lambda: output.open(path, config=config, specs=specs, shard_size=shard_size))
+        writing = partial(output.open, path, config=config, specs=specs, shard_size=shard_size)
+        output.attempt(partial(writing, whole=whole))
     together(group, "begin the export", output.reraise)
     try:
         for name, tensor in _tensors(engine, weights or engine.master_weights):
@@ -359,7 +408,7 @@ def export_checkpoint(
         The absolute path.
 
     Raises:
-        CheckpointError: There is no checkpoint, or the path is taken.
+        CheckpointError: There is no checkpoint, or the path is taken by something else.
         CheckpointMismatchError: It has no such shadow, or ``base`` lacks a frozen parameter.
         CheckpointCorruptError: A file is damaged.
     """
@@ -372,6 +421,8 @@ def export_checkpoint(
             key="shadow",
             value=shadow,
         )
+    if base is not None:
+        check_apart(Path(path), Path(base))
     frozen = None if base is None else ModelFolderReader(Path(base))
     _check_frozen(manifest, frozen)
     outline = _outline_of(manifest)
@@ -404,9 +455,12 @@ class ModelOutput(Attempts):
         config: Mapping[str, object] | None,
         specs: Sequence[TensorSpec],
         shard_size: int,
+        whole: Whole | None = None,
     ) -> None:
         """Make the folder."""
-        self._writer = ModelFolderWriter(path, config=config, specs=specs, shard_size=shard_size)
+        self._writer = ModelFolderWriter(
+            path, config=config, specs=specs, shard_size=shard_size, whole=whole
+        )
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor."""

@@ -20,8 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from zerotune._util.files import sync
+from typing_extensions import override
+
+from zerotune._util.files import exchange, sync
 from zerotune._util.text import disk_size
+from zerotune.checkpoint.exported import check_replaceable, files_of_export
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
@@ -71,7 +74,7 @@ class Staging:
     """
 
     def __init__(self, final: Path) -> None:
-        _check_replaceable(final)
+        self._check(final)
         self._final = final
         final.parent.mkdir(parents=True, exist_ok=True)
         self.path = _sibling(final, "tmp")
@@ -81,10 +84,7 @@ class Staging:
     def publish(self) -> None:
         """Give the folder its final name; a former checkpoint goes only after that."""
         sync(self.path)
-        former = _sibling(self._final, "old") if self._final.exists() else None
-        if former is not None:
-            self._final.rename(former)
-        self.path.rename(self._final)
+        former = self._take_place()
         sync(self._final.parent)
         self._release()
         if former is not None:
@@ -97,10 +97,49 @@ class Staging:
         if self.path.exists():
             _remove(self.path)
 
+    def _check(self, final: Path) -> None:
+        _check_replaceable(final)
+
+    def _take_place(self) -> Path | None:
+        """Take the final name; where what had it before lies now."""
+        former = _sibling(self._final, "old") if self._final.exists() else None
+        if former is not None:
+            self._final.rename(former)
+        self.path.rename(self._final)
+        return former
+
     def _release(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+class ExportStaging(Staging):
+    """The same for an export, which has nobody who finds it under another name meanwhile.
+
+    So the two swap their names in one step, where the file system can.
+
+    Raises:
+        CheckpointError: ``final`` exists and is no export, or was changed.
+    """
+
+    @override
+    def _check(self, final: Path) -> None:
+        check_replaceable(final)
+
+    @override
+    def _take_place(self) -> Path | None:
+        if not self._final.exists():
+            return super()._take_place()
+        former = _sibling(self._final, "old")
+        # First, so that a kill behind the swap leaves the former one under this name.
+        self.path.rename(former)
+        try:
+            exchange(former, self._final)
+        except OSError:
+            former.rename(self.path)
+            return super()._take_place()
+        return former
 
 
 def check_space(folder: Path, nbytes: int) -> None:
@@ -256,7 +295,8 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
     """
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
-        if not path.name.startswith(f"{base.name}.trash-") and not base.exists() and _whole(path):
+        trash = path.name.startswith(f"{base.name}.trash-")
+        if not trash and not base.exists() and (_whole(path) or files_of_export(path)):
             continue
         with _unused(path) as unused:
             if unused:
@@ -373,21 +413,38 @@ def _retire(former: Path, successor: Path) -> None:
     """Remove a replaced checkpoint; what is not part of it goes to the one in its place."""
     if former.name.startswith(f"{successor.name}.old-") and _is_folder(successor):
         for path in _foreign(former):
-            kept = successor / path.name
+            kept = successor / path.relative_to(former)
             if os.path.lexists(kept):
                 kept = kept.with_name(f"{kept.name}.former-{secrets.token_hex(6)}")
-            logger.info("%s is no part of the checkpoint it lies in and is kept", kept)
+            logger.info("%s is no part of what it lies in and is kept", kept)
+            kept.parent.mkdir(parents=True, exist_ok=True)
             path.rename(kept)
     _remove(former)
 
 
 def _foreign(folder: Path) -> list[Path]:
-    """What lies in a checkpoint's folder without being part of it."""
+    """What lies in the folder of a checkpoint or an export without being part of it."""
+    exported = files_of_export(folder)
+    if exported is not None:
+        return list(_besides(folder, exported))
     try:
-        own = {MANIFEST, *(record.name for record in Manifest.read(folder).files)}
+        own = frozenset(record.name for record in Manifest.read(folder).files)
     except CheckpointError:
-        own = {MANIFEST}
-    return [p for p in _entries(folder) if p.name not in own and not _WRITTEN.fullmatch(p.name)]
+        own = frozenset()
+    others = _besides(folder, own | {MANIFEST})
+    return [path for path in others if not _WRITTEN.fullmatch(path.name)]
+
+
+def _besides(folder: Path, own: frozenset[str]) -> Iterator[Path]:
+    """What lies in a folder but for some files; folders whole, where none of those are in them."""
+    for path in _entries(folder):
+        inside = frozenset(
+            name.removeprefix(f"{path.name}/") for name in own if name.startswith(f"{path.name}/")
+        )
+        if inside and _is_folder(path):
+            yield from _besides(path, inside)
+        elif path.name not in own:
+            yield path
 
 
 def _lock(folder: Path) -> int | None:

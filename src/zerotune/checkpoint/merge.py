@@ -29,6 +29,7 @@ from zerotune.checkpoint.export import (
     ModelFolderWriter,
     ModelOutput,
 )
+from zerotune.checkpoint.exported import check_apart
 from zerotune.checkpoint.records import model_config
 from zerotune.checkpoint.tensors import TensorSpec, read_header
 from zerotune.errors import CheckpointMismatchError, InvalidValueError, MissingDependencyError
@@ -172,7 +173,7 @@ def export_merged(
     Raises:
         CheckpointMismatchError: The model trains no adapters.
         InvalidValueError: ``TrainedParts`` needs a component.
-        CheckpointError: The path is taken, or writing fails.
+        CheckpointError: The path is taken by something else, or writing fails.
         MissingDependencyError: peft is not installed.
         CollectiveError: A rank did not come, or the arguments differ.
     """
@@ -218,7 +219,7 @@ def merge_adapters(
 
     Args:
         adapters: The file, or a folder that holds it under its usual name.
-        path: The folder to write; must not exist.
+        path: The folder to write, as for ``export_model``.
         base: The model folder the adapters were trained on, such as ``<pipeline>/unet``.
         component: What the file calls the model.
         scale: Strength of the adapters; 1 is as trained. Must be 1 with DoRA.
@@ -230,10 +231,11 @@ def merge_adapters(
 
     Raises:
         CheckpointMismatchError: The file has nothing for this component, or not all of it fits.
-        CheckpointError: A file is missing, or the path is taken.
+        CheckpointError: A file is missing, or the path is taken by something else.
         MissingDependencyError: peft is not installed.
     """
     file, chosen = find_adapters(adapters), checked_dtype(dtype)
+    check_apart(Path(path), Path(base))
     with ModelFolderReader(file) as stored, ModelFolderReader(Path(base)) as origin:
         folds = _folds(stored, component, scale=scale)
         _check_base(origin)

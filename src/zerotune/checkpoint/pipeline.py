@@ -13,8 +13,11 @@ import torch
 from zerotune._util.files import sync
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.checkpoint.collective import together
-from zerotune.checkpoint.export import SHARD_SIZE, Gatherable, export_model
-from zerotune.errors import CheckpointError, CheckpointMismatchError
+from zerotune.checkpoint.export import SHARD_SIZE, Gatherable, Whole, export_part
+from zerotune.checkpoint.exported import check_apart
+from zerotune.checkpoint.folders import ExportStaging, checked_path
+from zerotune.checkpoint.tensors import hash_of
+from zerotune.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -38,10 +41,10 @@ def export_pipeline(
     """Write a pipeline: that of ``base`` with the engine's model in place of one part. Collective.
 
     The other parts (VAE, text encoders, tokenizers, scheduler) are copied as they are. The folder
-    gets its name when all of it is on the disk.
+    gets its name when all of it is on the disk, and then takes the place of an earlier export.
 
     Args:
-        path: The folder, which must not exist.
+        path: The folder.
         engine: The model.
         base: Folder of the pipeline training began from.
         component: Part to replace (``"unet"``, ``"transformer"``); found by the model's class
@@ -56,33 +59,82 @@ def export_pipeline(
 
     Raises:
         CheckpointMismatchError: ``base`` is no pipeline, or has no such part.
-        CheckpointError: The path is taken, or writing fails.
+        CheckpointError: The path is taken by something else than an export, or writing fails.
         CollectiveError: A rank did not come, or the arguments differ.
     """
     target, origin, group = Path(path).absolute(), Path(base), engine.group
     checked_dtype(dtype)
     group.barrier(f"exporting to {target}", timeout_s=timeout_s)
     group.agree((str(target), str(origin), component), "export_pipeline")
-    partial = target.with_name(f".{target.name}.partial")
+    pipeline = _Pipeline(target, base=origin)
 
-    def begin() -> str | None:
+    def begin() -> Path | None:
         if not group.is_main:
             return None
-        part = _component(origin, component, engine.module)
-        _copy_others(origin, partial, target, part)
-        return part
+        pipeline.begin(_component(origin, component, engine.module))
+        return pipeline.part
 
-    part = together(group, "begin the pipeline", begin)[0]
     try:
-        export_model(
-            partial / str(part), engine=engine, weights=weights, dtype=dtype, shard_size=shard_size
+        part = together(group, "begin the pipeline", begin)[0]
+        export_part(
+            Path(str(part)),
+            engine=engine,
+            weights=weights,
+            dtype=dtype,
+            shard_size=shard_size,
+            whole=pipeline.whole,
         )
-        together(group, "finish the pipeline", lambda: _publish(group.is_main, partial, target))
+        together(group, "finish the pipeline", pipeline.publish)
     except BaseException:
-        if group.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+        pipeline.abandon()
         raise
     return target
+
+
+class _Pipeline:
+    """The folder as rank 0 writes it; on other ranks nothing happens."""
+
+    def __init__(self, target: Path, *, base: Path) -> None:
+        self._target, self._base = target, base
+        self._staging: ExportStaging | None = None
+        self.whole: Whole | None = None
+
+    @property
+    def part(self) -> Path | None:
+        """Where the trained model goes."""
+        if self._staging is None or self.whole is None:
+            return None
+        return self._staging.path / self.whole.part
+
+    def begin(self, part: str) -> None:
+        """Copy what was not trained."""
+        check_apart(self._target, self._base)
+        self._staging = ExportStaging(checked_path(self._target))
+        folder, top = self._staging.path, str(self._base)
+        shutil.copytree(
+            self._base,
+            folder,
+            ignore=lambda where, _names: [part] if where == top else [],
+            dirs_exist_ok=True,
+        )
+        others = {path.relative_to(folder).as_posix(): hash_of(path) for path in _files(folder)}
+        self.whole = Whole(part=part, others=others)
+
+    def publish(self) -> None:
+        """Bring everything to disk and give it its name."""
+        if self._staging is not None:
+            for path in _files(self._staging.path):
+                sync(path)
+            self._staging.publish()
+
+    def abandon(self) -> None:
+        """Remove what was written so far."""
+        if self._staging is not None:
+            self._staging.abandon()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
 def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
@@ -109,20 +161,3 @@ def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
             fix="name the part that was trained",
         )
     return found[0]
-
-
-def _copy_others(base: Path, partial: Path, target: Path, part: str) -> None:
-    if target.exists():
-        raise CheckpointError("exists and is not replaced", key="path", value=str(target))
-    shutil.rmtree(partial, ignore_errors=True)
-    top = str(base)
-    shutil.copytree(base, partial, ignore=lambda folder, _names: [part] if folder == top else [])
-
-
-def _publish(is_main: bool, partial: Path, target: Path) -> None:
-    if is_main:
-        for folder, _, names in os.walk(partial):
-            for name in names:
-                sync(Path(folder) / name)
-        partial.rename(target)
-        sync(target.parent)

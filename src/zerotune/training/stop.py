@@ -197,6 +197,10 @@ class Goal:
             ends.append(_step_of_epoch(epochs, engine=engine, stream=stream))
         return cls(last_step=min(ends, default=None), seconds=time_limit)
 
+    def reached(self, step: int) -> bool:
+        """Whether a run at this step has taken the last one."""
+        return self.last_step is not None and step >= self.last_step
+
 
 class Stopping:
     """Requests to stop early, agreed between the ranks: one of them may be the only to know.

@@ -189,8 +189,9 @@ class Trainer(Closing):
         """Train until the earliest of what is given; steps and epochs count from the beginning.
 
         Collective. After ``resume`` it goes on from there, so the same call finishes a run that
-        was interrupted. It also ends, after the step under way, at SIGINT or SIGTERM (see
-        ``StopOnSignals``) and by ``request_stop``; ``report.stopped`` then says why.
+        was interrupted, and takes no step when they are all taken. It also ends, after the step
+        under way, at SIGINT or SIGTERM (see ``StopOnSignals``) and by ``request_stop``;
+        ``report.stopped`` then says why.
 
         Args:
             steps: The number of the last step.
@@ -223,7 +224,7 @@ class Trainer(Closing):
             ends.enter_context(advising(lambda: self.running.situation(shadows)))
             with self.engine.group.naming("training"):
                 self._tell("on_fit_start", steps=goal.last_step)
-                while not self._stopping.agreed() and self.step != goal.last_step:
+                while not self._stopping.agreed() and not goal.reached(self.step):
                     self._take(train_step)
                 self._end(goal)
         # What takes a second to measure is not worth it after a few steps.

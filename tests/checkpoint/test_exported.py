@@ -1,0 +1,269 @@
+"""Exports take the place of earlier ones, and of nothing else: without an engine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from zerotune.checkpoint import folders, prune
+from zerotune.checkpoint import tensors as tensorfile
+from zerotune.checkpoint.export import ModelFolderReader, ModelFolderWriter, Whole
+from zerotune.checkpoint.tensors import TensorSpec
+from zerotune.errors import CheckpointError
+
+NAMES = ("a", "b", "c")
+CONFIG = {"_class_name": "UNet2DModel"}
+
+
+def export(path: Path, value: float, *, whole: Whole | None = None) -> Path:
+    """Write three tensors of 4 KiB into three files."""
+    tensors = {name: torch.full((1024,), value) for name in NAMES}
+    specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
+    writer = ModelFolderWriter(path, config=CONFIG, specs=specs, shard_size=4096, whole=whole)
+    try:
+        for name, tensor in tensors.items():
+            writer.append(name, tensor)
+        return writer.publish()
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def values(path: Path) -> set[float]:
+    """What an export holds; every tensor is read."""
+    with ModelFolderReader(path) as reader:
+        return {float(v) for name in NAMES for v in reader.tensor(name)}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_the_later_export_takes_the_place_of_the_earlier(tmp_path):
+    before = names(export(tmp_path / "unet", 1.0))
+    assert names(export(tmp_path / "unet", 2.0)) == before
+    assert values(tmp_path / "unet") == {2.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["unet"]
+
+
+def test_the_same_export_has_the_same_bytes(tmp_path):
+    first, second = export(tmp_path / "1", 3.0), export(tmp_path / "2", 3.0)
+    assert {p.name: p.read_bytes() for p in first.iterdir()} == {
+        p.name: p.read_bytes() for p in second.iterdir()
+    }
+
+
+def test_a_single_file_is_replaced_too(tmp_path):
+    export(tmp_path / "unet.safetensors", 1.0)
+    export(tmp_path / "unet.safetensors", 2.0)
+    assert values(tmp_path / "unet.safetensors") == {2.0}
+    save_file(load_file(tmp_path / "unet.safetensors"), tmp_path / "unet.safetensors")
+    with pytest.raises(CheckpointError, match=r"unet\.safetensors: exists and is not replaced"):
+        export(tmp_path / "unet.safetensors", 3.0)
+
+
+def test_files_of_others_in_an_export_stay(tmp_path):
+    folder = export(tmp_path / "unet", 1.0)
+    (folder / "README.md").write_text("a card")
+    (folder / "samples").mkdir()
+    (folder / "samples" / "cat.png").write_bytes(b"cat")
+    # As files of a checkpoint are called.
+    (folder / "weights-00001-of-00002.safetensors").write_bytes(b"mine")
+    export(folder, 2.0)
+    assert values(folder) == {2.0}
+    assert (folder / "README.md").read_text() == "a card"
+    assert (folder / "samples" / "cat.png").read_bytes() == b"cat"
+    assert (folder / "weights-00001-of-00002.safetensors").read_bytes() == b"mine"
+
+
+def edited_config(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "mine": 1}))
+    return "config.json in it has changed"
+
+
+def resaved_weights(folder: Path) -> str:
+    file = min(folder.glob("*.safetensors"))
+    save_file(load_file(file), file, metadata={"format": "pt"})
+    return f"{file.name} in it has changed"
+
+
+def another_export(folder: Path) -> str:
+    other = export(folder.parent / "other.safetensors", 5.0)
+    file = max(folder.glob("*.safetensors"))
+    other.replace(file)
+    return f"{file.name} in it has changed"
+
+
+def replaced_by_a_link(folder: Path) -> str:
+    file = folder / "config.json"
+    file.rename(folder.parent / "config.json")
+    file.symlink_to(folder.parent / "config.json")
+    return "config.json in it has changed"
+
+
+def of_diffusers(folder: Path) -> str:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    save_file({"a": torch.ones(3)}, folder / "diffusion_pytorch_model.safetensors")
+    return "zerotune did not write it"
+
+
+def no_model(folder: Path) -> str:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    return "zerotune did not write it"
+
+
+def a_damaged_file(folder: Path) -> str:
+    shutil.rmtree(folder)
+    folder.write_bytes(b"\xff" * 64)
+    return "zerotune did not write it"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edited_config,
+        resaved_weights,
+        another_export,
+        replaced_by_a_link,
+        of_diffusers,
+        no_model,
+        a_damaged_file,
+    ],
+)
+def test_what_zerotune_did_not_write_is_not_replaced(change, tmp_path):
+    folder = export(tmp_path / "unet", 1.0)
+    reason = change(folder)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=f"exists and is not replaced: {reason}"):
+        export(folder, 2.0)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("content", ['"text"', "[]", "{}", '{"files": 3}', "[" * 3000])
+def test_a_crafted_mark_is_none(content, tmp_path):
+    file = tmp_path / "unet.safetensors"
+    save_file({"a": torch.ones(3)}, file, metadata={"zerotune": content})
+    with pytest.raises(CheckpointError, match="zerotune did not write it"):
+        export(file, 2.0)
+
+
+def test_parts_of_a_pipeline_know_the_rest(tmp_path):
+    pipeline = tmp_path / "sdxl"
+
+    def write(part: str, value: float, others: Path) -> None:
+        """As ``export_pipeline``: what was not trained is copied from another one."""
+        staging = folders.ExportStaging(pipeline)
+        kept = shutil.ignore_patterns(part)
+        shutil.copytree(others, staging.path, ignore=kept, dirs_exist_ok=True)
+        files = [path for path in staging.path.rglob("*") if path.is_file()]
+        digests = {p.relative_to(staging.path).as_posix(): tensorfile.hash_of(p) for p in files}
+        export(staging.path / part, value, whole=Whole(part=part, others=digests))
+        staging.publish()
+
+    base = tmp_path / "base"
+    export(base / "unet", 0.0)
+    export(base / "text_encoder", 0.0)
+    write("unet", 1.0, base)
+    write("unet", 2.0, base)
+    assert values(pipeline / "unet") == {2.0}
+    pipeline.rename(tmp_path / "unet-trained")
+    write("text_encoder", 3.0, tmp_path / "unet-trained")
+    # Its U-Net still has the mark of the pipeline it comes from.
+    write("text_encoder", 4.0, tmp_path / "unet-trained")
+    assert values(pipeline / "unet") == {2.0}
+    assert values(pipeline / "text_encoder") == {4.0}
+    assert [path.name for path in pipeline.rglob("*former*")] == []
+    (pipeline / "unet" / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"is not replaced: .* in it has changed"):
+        write("text_encoder", 5.0, base)
+
+
+def cannot_exchange(one: Path, other: Path) -> None:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+MOMENTS = (
+    (os, "fsync"),
+    (Path, "mkdir"),
+    (Path, "rename"),
+    (shutil, "rmtree"),
+    (folders, "exchange"),
+    (tensorfile, "write_at"),
+)
+
+
+def die_at(moment: int) -> None:
+    left = [moment]
+
+    def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return act
+
+    for owner, name in MOMENTS:
+        setattr(owner, name, deadly(getattr(owner, name)))
+
+
+def export_and_die(path: Path, value: float, moment: int) -> bool:
+    """Whether a child process came to the end of an export."""
+    child = os.fork()
+    if child == 0:
+        try:
+            die_at(moment)
+            export(path, value)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFEXITED(status) or os.WTERMSIG(status) == signal.SIGKILL
+    return os.WIFEXITED(status)
+
+
+def test_a_whole_export_is_there_after_every_kill(tmp_path):
+    path, moment, complete, seen = tmp_path / "unet", 0, False, [0.0]
+    export(path, 0.0)
+    (path / "README.md").write_text("a card")
+    while not complete:
+        complete = export_and_die(path, moment + 1.0, moment)
+        (value,) = values(path)
+        assert value in (moment + 1.0, seen[-1])
+        cards = [found.read_text() for found in tmp_path.rglob("README.md")]
+        assert cards == ["a card"]
+        seen.append(value)
+        moment += 1
+    assert moment > 15, "the kills did not come in the midst of the export"
+    assert len(set(seen)) > 2, "no kill came behind the swap"
+    assert [found.name for found in tmp_path.iterdir()] == ["unet"]
+    assert (path / "README.md").read_text() == "a card"
+
+
+def test_where_names_cannot_be_swapped_it_is_done_in_two_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "exchange", cannot_exchange)
+    export(tmp_path / "unet", 1.0)
+    export(tmp_path / "unet", 2.0)
+    assert values(tmp_path / "unet") == {2.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["unet"]
+
+
+def test_an_export_that_lost_its_name_is_no_leftover(tmp_path):
+    export(tmp_path / "unet", 1.0).rename(tmp_path / "unet.old-0123456789ab")
+    prune(tmp_path, keep=1)
+    assert values(tmp_path / "unet.old-0123456789ab") == {1.0}
+    export(tmp_path / "unet", 2.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["unet"]
