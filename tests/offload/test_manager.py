@@ -413,10 +413,19 @@ class TestRanks:
         wire = Wire()
         with self.lease(tmp_path, wire, 0) as first:
             other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
-            with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0"):
+            with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0") as caught:
                 other.__enter__()
+            assert "optimizer.params.lr: rank 0: 0.0001, rank 1: 0.0003" in caught.value.reason
             assert first.path.exists()
         assert list(tmp_path.iterdir()) == []
+
+    def test_another_plan_is_refused_where_only_the_run_id_is_shared(self, tmp_path):
+        wire = Wire()
+        with self.lease(tmp_path, wire, 0):
+            wire.text = wire.text.split()[0]
+            other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
+            with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0"):
+                other.__enter__()
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_share_is_needed(self, tmp_path, rank):

@@ -13,13 +13,16 @@ from unittest import mock
 
 import torch
 
+from tests.offload.plans import swapping_plan
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.checkpoint import export_adapters, export_merged, export_pipeline
 from zerotune.checkpoint.save import Writing
 from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
+from zerotune.offload import OffloadManager
 from zerotune.training import SaveEveryInBackground, Watchdog
+from zerotune.training.setup import leased
 from zerotune.training.watchdog import EXIT_CODE
 
 TIMEOUT_S = 3.0
@@ -53,7 +56,10 @@ def told(work: Any) -> str:
 def differing() -> dict[str, str]:
     """One rank has another model, rate or data."""
     rank = int(os.environ["RANK"])
-    found = {
+    swapping = swapping_plan(world_size=2, lr=1e-2 * (1 + rank))
+    with contextlib.ExitStack() as resources:
+        found = {"swap": told(lambda: leased(swapping, OffloadManager(), resources, 30.0))}
+    found |= {
         "model": told(lambda: small(channels=1 + rank)),
         "lr": told(lambda: small(lr=1e-2 * (1 + rank))),
     }

@@ -26,6 +26,8 @@ def test_a_rank_that_differs_is_told_in_what():
         assert "rank 0: 'torch.float32 [1, 1, 3, 3]'" in found["model"]
         assert "rank 1: 'torch.float32 [2, 2, 3, 3]'" in found["model"]
         assert re.search(r"[ (]optimizer\S*\.lr: rank 0: 0.01, rank 1: 0.02[;)]", found["lr"])
+        assert found["swap"].startswith("CollectiveError: resolved plan: the ranks disagree (")
+        assert "optimizer.params.lr: rank 0: 0.01, rank 1: 0.02" in found["swap"]
         assert found["data"].startswith("CollectiveError: data: the ranks disagree (")
         assert "rank 0: 24, rank 1: 28" in found["data"]
         assert max(map(len, found.values())) < 600

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from zerotune.errors import InvalidValueError
+from zerotune.errors import UNSET, InvalidValueError, shorten
 
 # -- Names.
 
@@ -51,6 +51,62 @@ def listing(names: Collection[object], *, most: int = 3) -> str:
     """The first ``most`` names, sorted as given, and how many more: ``"a, b, c and 4 more"``."""
     shown = ", ".join([str(name) for name in names][:most]) or "nothing"
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+# -- In what values differ.
+
+
+_MOST_DIFFERENCES: Final = 3
+
+
+def differences(values: Mapping[int, Any]) -> str:
+    """Where the ranks' values differ, down to the key or the item, and each one's value there.
+
+    Args:
+        values: By rank; mappings and lists are compared inside.
+    """
+    found = list(_differences(list(values.values())))
+    ranks, more = list(values), len(found) - _MOST_DIFFERENCES
+    shown = "; ".join(_each(path, each, ranks) for path, each in found[:_MOST_DIFFERENCES])
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _differences(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+    """Where values differ: the path inside them, and each one's value there."""
+    first = values[0]
+    if all(other == first for other in values):
+        return
+    if all(isinstance(value, Mapping) for value in values) and _wide(values):
+        for key in dict.fromkeys(key for value in values for key in value):
+            inner = [value.get(key, UNSET) for value in values]
+            yield from _differences(inner, f"{path}.{key}" if path else str(key))
+        return
+    lists = all(isinstance(value, (list, tuple)) for value in values)
+    if lists and len({len(value) for value in values}) == 1 and _long(values):
+        for index, items in enumerate(zip(*values, strict=True)):
+            yield from _differences(items, f"{path}[{index}]")
+        return
+    yield path, values
+
+
+def _wide(values: Sequence[Any]) -> bool:
+    return max(map(len, values)) > 1 or _long(values)
+
+
+def _long(values: Sequence[Any]) -> bool:
+    return any(shorten(value) != repr(value) for value in values)
+
+
+def _each(path: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
+    """Every rank's value; ranks with the same one together."""
+    same: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        same.setdefault(shorten(value), []).append(rank)
+    shown = list(same.items())[:_MOST_DIFFERENCES]
+    told = ", ".join(
+        f"rank{'s' if len(who) > 1 else ''} {listing(who, most=4)}: {value}" for value, who in shown
+    )
+    return f"{path}: {told}" if path else told
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

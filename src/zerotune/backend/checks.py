@@ -200,6 +200,15 @@ def check_alike(plan: ResolvedPlan, model: torch.nn.Module, group: ProcessGroup)
         for name, parameter in model.named_parameters()
     }
     group.agree(parameters, "model", fix="build the same model on every rank")
+    check_same_plan(plan, group)
+
+
+def check_same_plan(plan: ResolvedPlan, group: ProcessGroup) -> None:
+    """Whether all ranks have the same plan. Collective.
+
+    Raises:
+        CollectiveError: They do not; the message names the key and each rank's value.
+    """
     group.agree(plan.content(), "resolved plan", fix="give every rank the same arguments")
 
 

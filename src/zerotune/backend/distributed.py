@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -19,14 +19,12 @@ import torch
 import torch.distributed as dist
 
 from zerotune._util.processes import ProcessIdentity
-from zerotune._util.text import listing
+from zerotune._util.text import differences
 from zerotune.errors import (
-    UNSET,
     CollectiveError,
     EngineError,
     InvalidValueError,
     ZeroTuneError,
-    shorten,
 )
 
 T = TypeVar("T")
@@ -39,7 +37,6 @@ _ANSWER_S: Final = 3.0
 """How long the store may take to answer when somebody is missing."""
 _LAST_WORD_S: Final = 1.0
 """How long rank 0 tries to tell each of the others that a rank is lost."""
-_SHOWN: Final = 3
 _LONGEST_LINE: Final = 200
 _COLLECTIVE: Final = re.compile(
     r"gloo|NCCL|Connection (closed by peer|reset)|Broken pipe|Socket Timeout|"
@@ -226,10 +223,8 @@ class ProcessGroup:
             return
         values = self.gather(value, purpose=purpose)
         if any(other != values[0] for other in values):
-            found = list(_differences(values))
-            shown = "; ".join(_each(path, differing) for path, differing in found[:_SHOWN])
-            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            raise CollectiveError(f"the ranks disagree ({shown}{more})", key=what, fix=fix)
+            told = differences(dict(enumerate(values)))
+            raise CollectiveError(f"the ranks disagree ({told})", key=what, fix=fix)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add ``tensor`` over all ranks, in place; returns it."""
@@ -519,44 +514,6 @@ def is_collective(error: BaseException) -> bool:
 
 def _await(work: Any, deadline: float) -> None:
     work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-
-
-def _differences(values: Sequence[Any], path: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
-    """Where values differ: the path inside them, and each one's value there."""
-    first = values[0]
-    if all(other == first for other in values):
-        return
-    if all(isinstance(value, Mapping) for value in values) and _wide(values):
-        for key in dict.fromkeys(key for value in values for key in value):
-            inner = [value.get(key, UNSET) for value in values]
-            yield from _differences(inner, f"{path}.{key}" if path else str(key))
-        return
-    lists = all(isinstance(value, (list, tuple)) for value in values)
-    if lists and len({len(value) for value in values}) == 1 and _long(values):
-        for index, items in enumerate(zip(*values, strict=True)):
-            yield from _differences(items, f"{path}[{index}]")
-        return
-    yield path, values
-
-
-def _wide(values: Sequence[Any]) -> bool:
-    return max(map(len, values)) > 1 or _long(values)
-
-
-def _long(values: Sequence[Any]) -> bool:
-    return any(shorten(value) != repr(value) for value in values)
-
-
-def _each(path: str, values: Sequence[Any]) -> str:
-    """Every rank's value; ranks with the same one together."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(shorten(value), []).append(rank)
-    shown = list(ranks.items())[:_SHOWN]
-    told = ", ".join(
-        f"rank{'s' if len(who) > 1 else ''} {listing(who, most=4)}: {value}" for value, who in shown
-    )
-    return f"{path}: {told}" if path else told
 
 
 def _first_line(error: Exception) -> str:

@@ -8,7 +8,6 @@ checkpoint under one of the three names, and ``find_checkpoint`` knows them.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -16,13 +15,14 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from typing_extensions import override
 
 from zerotune._util.files import exchange, sync
+from zerotune._util.ownership import try_lock
 from zerotune._util.text import disk_size
 from zerotune.checkpoint.exported import check_replaceable, files_of_export
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
@@ -450,12 +450,14 @@ def _besides(folder: Path, own: frozenset[str]) -> Iterator[Path]:
 def _lock(folder: Path) -> int | None:
     """A lock on a folder that ends with this process; ``None`` where folders cannot be locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    held = False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        with suppress(OSError):
+            held = try_lock(descriptor, exclusive=True)
+    finally:
+        if not held:
+            os.close(descriptor)
+    return descriptor if held else None
 
 
 @contextmanager

@@ -11,24 +11,22 @@ import errno
 import functools
 import json
 import os
-import re
-import secrets
 import shutil
 import tempfile
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import attrs
+from typing_extensions import override
 
-from zerotune._util.files import open_regular, read_record, sync_file
+from zerotune._util import ownership
+from zerotune._util.files import open_regular
+from zerotune._util.ownership import OwnerRecord, is_run_id, new_run_id
 from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.text import differences
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_contents
@@ -37,21 +35,7 @@ if TYPE_CHECKING:
     from zerotune.plan.api import ResolvedPlan
 
 
-_FORMAT: Final = 1
-_RUN_ID: Final = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}", re.ASCII)
 _PREFIX: Final = "zerotune-"
-_LONGEST_RECORD: Final = 65536
-
-
-def new_run_id() -> str:
-    """A run id no other run has: UTC time for the reader, 48 random bits for uniqueness."""
-    moment = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-    return f"{moment}-{secrets.token_hex(6)}"
-
-
-def is_run_id(text: str) -> bool:
-    """Whether ``text`` could come from :func:`new_run_id` (and so is safe in a path)."""
-    return _RUN_ID.fullmatch(text) is not None
 
 
 def lease_name(run_id: str) -> str:
@@ -71,72 +55,46 @@ def run_id_of(name: str) -> str | None:
 
 
 @attrs.frozen(kw_only=True)
-class LeaseRecord:
+class LeaseRecord(OwnerRecord):
     """Who holds a lease, since when and for which plan; one per rank.
 
     The lock decides who lives. The record tells a reader whose folder it is and how much it may
     grow, and guards against a file system whose locks lie.
     """
 
-    run_id: str
-    """Shared by all ranks of a run."""
     rank: int
     """Global rank of the process, from 0."""
     world_size: int
     """Number of ranks in the run."""
     plan_digest: str
     """``ResolvedPlan.digest()`` of the plan the run was started with."""
-    created: str
-    """UTC time, ISO 8601."""
-    reserved: int
+    reserved: int = 0
     """Bytes this rank will write here at most; 0: not known."""
-    filesystem: str | None
-    """Kind of the file system as this rank saw it; ``None`` outside Linux."""
-    owner: ProcessIdentity
-    """The process that holds it."""
+
+    _types: ClassVar[dict[str, tuple[type, ...]]] = {
+        **OwnerRecord._types,
+        "rank": (int,),
+        "world_size": (int,),
+        "plan_digest": (str,),
+        "reserved": (int,),
+    }
+
+    @property
+    @override
+    def who(self) -> str:
+        """The owner, for messages."""
+        return f"process {self.owner.pid} of rank {self.rank}"
 
     @classmethod
-    def for_this_process(
-        cls,
-        *,
-        run_id: str,
-        rank: int,
-        world_size: int,
-        plan_digest: str,
-        reserved: int = 0,
-        filesystem: str | None = None,
-    ) -> LeaseRecord:
-        """The record of the calling process."""
-        return cls(
-            run_id=run_id,
-            rank=rank,
-            world_size=world_size,
-            plan_digest=plan_digest,
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            reserved=reserved,
-            filesystem=filesystem,
-            owner=ProcessIdentity.current(),
+    @override
+    def damaged(cls, text: str, reason: str) -> OffloadError:
+        """The error of a record that is none."""
+        return OffloadError(
+            reason,
+            key="lease record",
+            value=text,
+            fix="leave the folder alone unless you know that its run has ended; then delete it",
         )
-
-    def to_json(self) -> str:
-        """One JSON object, indented for a human reader."""
-        return json.dumps({"format": _FORMAT, **attrs.asdict(self)}, indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> LeaseRecord:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            OffloadError: It is not a record of a format this version knows.
-        """
-        try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise _unreadable(text, f"is not JSON ({error})") from None
-        if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
-            raise _unreadable(text, f"is not a lease record of format {_FORMAT}")
-        owner = _read(ProcessIdentity, fields.pop("owner", None), _OWNER_TYPES, text)
-        return cls(owner=ProcessIdentity(**owner), **_read(cls, fields, _RECORD_TYPES, text))
 
     def write(self, folder: Path) -> None:
         """Write ``rank<N>.json`` so that a reader sees all of it or nothing.
@@ -144,51 +102,7 @@ class LeaseRecord:
         Raises:
             OSError: The file system refuses.
         """
-        draft = folder / f".rank{self.rank}.json.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(self.to_json())
-            sync_file(file)
-        draft.replace(folder / f"rank{self.rank}.json")
-
-
-_OWNER_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "host": (str,),
-    "boot_id": (str, type(None)),
-    "pid": (int,),
-    "pid_start": (int, type(None)),
-    "pid_namespace": (int, type(None)),
-}
-_RECORD_TYPES: Final[dict[str, tuple[type, ...]]] = {
-    "run_id": (str,),
-    "rank": (int,),
-    "world_size": (int,),
-    "plan_digest": (str,),
-    "created": (str,),
-    "reserved": (int,),
-    "filesystem": (str, type(None)),
-}
-
-
-def _read(
-    cls: type, fields: object, types: dict[str, tuple[type, ...]], text: str
-) -> dict[str, Any]:
-    if not isinstance(fields, dict) or fields.keys() != types.keys():
-        raise _unreadable(text, f"does not hold exactly {sorted(types)} for {cls.__name__}")
-    for name, value in fields.items():
-        # bool is an int to Python, never to us.
-        if not isinstance(value, types[name]) or isinstance(value, bool):
-            raise _unreadable(text, f"{name} has the wrong type ({type(value).__name__})")
-    return fields
-
-
-def _unreadable(text: str, reason: str) -> OffloadError:
-    return OffloadError(
-        reason,
-        key="lease record",
-        value=text,
-        fix="leave the folder alone unless you know that its run has ended; then delete it",
-    )
+        self.write_to(folder / f"rank{self.rank}.json")
 
 
 # -- Ownership of one run's folder inside a swap root.
@@ -204,7 +118,6 @@ DRAFT_PREFIX: Final = ".zerotune-new-"
 
 _JOIN_PATIENCE: Final = 5.0
 _LEAVE_PATIENCE: Final = 0.5
-_RETRY: Final = 0.005
 
 _held: weakref.WeakSet[SwapDirectory] = weakref.WeakSet()
 
@@ -234,7 +147,8 @@ class SwapDirectory:
         self.created = created
         self.ranks = ranks
         self._lock: int | None = lock
-        _when_processes_fork_or_end()
+        _when_processes_end()
+        ownership.keep_from_children(self)
         _held.add(self)
 
     @classmethod
@@ -299,25 +213,15 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
     """Lock an open file, waiting at most ``patience`` seconds.
 
     Raises:
-        OffloadError: This system or file system has no such locks.
+        OffloadError: This file system has no such locks.
         OSError: Any other failure.
     """
-    fcntl = _locking()
-    mode = (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, mode)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_RETRY)
-        except OSError as error:
-            if error.errno in {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}:
-                raise _no_locks("this file system offers no file locks") from error
-            raise
-        else:
-            return True
+    try:
+        return ownership.try_lock(descriptor, exclusive=exclusive, patience=patience)
+    except OSError as error:
+        if ownership.lacks_locks(error):
+            raise _no_locks("this file system offers no file locks") from error
+        raise
 
 
 def require_locks() -> None:
@@ -326,18 +230,10 @@ def require_locks() -> None:
     Raises:
         OffloadError: It has no ``flock`` (Windows).
     """
-    _locking()
-
-
-def _locking() -> ModuleType:
-    try:
-        # Late: the module exists on POSIX only, and this package must import everywhere.
-        import fcntl
-    except ImportError:
+    if not ownership.has_locks():
         raise _no_locks(
             "this operating system has no flock, so a swap folder cannot be owned safely"
-        ) from None
-    return fcntl
+        )
 
 
 def _no_locks(reason: str) -> OffloadError:
@@ -388,11 +284,10 @@ def _join(path: Path, record: LeaseRecord) -> int | None:
 
 def _check_same_plan(path: Path, record: LeaseRecord) -> None:
     for file in sorted(path.glob("rank*.json")):
-        other = _record(file)
+        other = LeaseRecord.read(file)
         if other.plan_digest != record.plan_digest:
             raise OffloadError(
-                f"rank {record.rank} has another plan than rank {other.rank} "
-                f"({record.plan_digest[:12]} against {other.plan_digest[:12]})",
+                f"rank {record.rank} has another plan than rank {other.rank}, by its digest",
                 key="offload.root",
                 value=str(path),
                 fix="give every rank the same configuration and arguments",
@@ -503,18 +398,9 @@ def _check_own(folder: int, lock: int, path: Path) -> None:
 
 
 @functools.cache
-def _when_processes_fork_or_end() -> None:
-    # A forked data-loading worker shares its parent's lock; if it outlived a killed trainer,
-    # the dead lease would count as live. Done at the first lease, so that importing changes
-    # nothing in the process.
-    os.register_at_fork(after_in_child=_leave_all)
+def _when_processes_end() -> None:
     # A script that ends by an error outside of any `with` block closes nothing.
     atexit.register(abandon_held)
-
-
-def _leave_all() -> None:
-    for directory in list(_held):
-        directory.leave()
 
 
 # -- Find the leases inside a swap root and tell the dead from the living.
@@ -666,40 +552,15 @@ def _records(folder: int) -> tuple[LeaseRecord, ...]:
     records = []
     for name in os.listdir(folder):
         if is_record(name):
-            records.append(_record(name, within=folder))
+            records.append(LeaseRecord.read(name, within=folder))
     return tuple(sorted(records, key=lambda record: record.rank))
-
-
-def _record(path: str | Path, *, within: int | None = None) -> LeaseRecord:
-    try:
-        text = read_record(path, most=_LONGEST_RECORD, within=within)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise _unreadable(
-            "", f"{Path(path).name} cannot be read ({error.strerror or error})"
-        ) from error
-    return LeaseRecord.from_json(text)
 
 
 def _doubt(records: tuple[LeaseRecord, ...], kind: str | None) -> str | None:
     """Why a free lock is no proof of death here, or ``None`` when it is."""
     if not records and kind not in LOCAL_FILESYSTEMS:
         return f"it has no record, and locks on {kind or 'this file system'} prove nothing alone"
-    for record in records:
-        owner = record.owner
-        if owner.visible() and owner.alive():
-            return f"process {owner.pid} of rank {record.rank} is alive without its lock"
-        if kind in LOCAL_FILESYSTEMS and record.filesystem in LOCAL_FILESYSTEMS:
-            # One kernel mounts such a disk at a time, so its locks reach every user of it.
-            continue
-        if not owner.visible():
-            seen = f" (which its owner saw as {record.filesystem})" if record.filesystem else ""
-            return (
-                f"was leased on host {owner.host}, in another container or before a restart, and "
-                f"locks on {kind or 'this file system'}{seen} do not prove that it ended"
-            )
-    return None
+    return next((doubt for record in records if (doubt := record.doubt(kind))), None)
 
 
 # -- What the ranks of a run tell each other before they share a lease.
@@ -720,10 +581,18 @@ class Invitation:
     run_id: str
     aio: Mapping[str, Any] = attrs.field(factory=dict)
     """Measured ``aio`` settings: all ranks must use those of one machine."""
+    plan: Mapping[str, Any] = attrs.field(factory=dict)
+    """``ResolvedPlan.content()`` of rank 0's plan; empty where nobody tells."""
+
+    @classmethod
+    def to_new_run(cls, resolved: ResolvedPlan, *, aio: Mapping[str, Any]) -> Invitation:
+        """An invitation to a run that nobody has joined yet."""
+        return cls(run_id=new_run_id(), aio=aio, plan=resolved.content())
 
     def to_text(self) -> str:
         """One line."""
-        return f"{self.run_id} {json.dumps(dict(self.aio), sort_keys=True)}"
+        told = {"aio": dict(self.aio), "plan": dict(self.plan)}
+        return f"{self.run_id} {json.dumps(told, sort_keys=True)}"
 
     @classmethod
     def from_text(cls, text: str) -> Invitation:
@@ -736,17 +605,33 @@ class Invitation:
             raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILED)}")
         run_id, _, rest = text.partition(" ")
         try:
-            aio = json.loads(rest) if rest else {}
-        except ValueError:
-            aio = None
-        if not is_run_id(run_id) or not isinstance(aio, dict):
+            told = json.loads(rest) if rest else {"aio": {}, "plan": {}}
+            valid = is_run_id(run_id) and all(isinstance(told[k], dict) for k in ("aio", "plan"))
+        except (ValueError, TypeError, KeyError):
+            valid = False
+        if not valid:
             raise OffloadError(
                 "is not a run id; share must return what rank 0 passed",
                 key="OffloadManager.share",
                 value=text,
                 fix="give a collective broadcast from rank 0",
             )
-        return cls(run_id=run_id, aio=aio)
+        return cls(run_id=run_id, aio=told["aio"], plan=told["plan"])
+
+    def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
+        """Whether a rank has the plan of rank 0.
+
+        Raises:
+            OffloadError: It has another; the message says in what.
+        """
+        mine = json.loads(json.dumps(resolved.content()))
+        if self.plan and mine != self.plan:
+            told = differences({0: self.plan, rank: mine})
+            raise OffloadError(
+                f"rank {rank} has another plan than rank 0 ({told})",
+                key="resolved plan",
+                fix="give every rank the same configuration and arguments",
+            )
 
     @staticmethod
     def failure(error: BaseException) -> str:

@@ -29,7 +29,6 @@ from zerotune.offload.lease import (
     kept_after,
     local_ranks,
     need_share,
-    new_run_id,
     release,
     require_locks,
 )
@@ -172,6 +171,7 @@ class OffloadManager:
     ) -> tuple[Lease, _Directories]:
         if rank != 0:
             invitation = Invitation.from_text(need_share(share)(""))
+            invitation.check_plan(resolved, rank=rank)
             return self._claim(resolved, self._roots(resolved, targets), invitation, rank)
         if resolved.world_size == 1:
             return self._begin(resolved, targets)[1]
@@ -196,7 +196,7 @@ class OffloadManager:
         roots = self._roots(resolved, targets)
         first = next(iter(roots.values()))
         settings, decisions = usable_settings(first.path)
-        invitation = Invitation(run_id=new_run_id(), aio=settings)
+        invitation = Invitation.to_new_run(resolved, aio=settings)
         lease, directories = self._claim(resolved, roots, invitation, 0)
         lease.decisions = (*lease.decisions, *decisions)
         return invitation, (lease, directories)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from zerotune.backend.build import build_engine
+from zerotune.backend.checks import check_same_plan
 from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
 from zerotune.offload import OffloadManager
@@ -148,6 +149,8 @@ def leased(
         backend=communication_backend(plan.platform.accelerator), timeout_s=timeout_s
     )
     resources.callback(group.close)
+    # The lease would tell the ranks that differ from rank 0, but not rank 0.
+    check_same_plan(plan, group)
     lease = offload.lease(
         plan,
         rank=group.rank,
