@@ -28,13 +28,17 @@
     │   └── CheckpointMismatchError  it belongs to another model, or lacks what was asked for
     └── MissingDependencyError (ImportError)
 
-Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes.
+Every message reads ``key = value: reason. Fix: what to do``; the parts are also attributes. What is
+read says all its mistakes at once, each in a line: the first is the error, ``others`` has the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class _Unset:
@@ -99,6 +103,9 @@ def readable(name: str) -> str:
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
 
 
+_ErrorT = TypeVar("_ErrorT", bound="ZeroTuneError")
+
+
 class ZeroTuneError(Exception):
     """Base of every error raised by zerotune.
 
@@ -107,7 +114,10 @@ class ZeroTuneError(Exception):
         value: The offending value; ``UNSET`` when there is none.
         reason: Why it cannot be accepted.
         fix: What to write or do instead, or ``None``.
+        others: Further mistakes in what was read.
     """
+
+    others: tuple[ZeroTuneError, ...] = ()
 
     def __init__(
         self,
@@ -123,7 +133,19 @@ class ZeroTuneError(Exception):
         self.fix = fix
         super().__init__(self._message())
 
+    def each(self) -> tuple[ZeroTuneError, ...]:
+        """This mistake alone, and each of the others."""
+        return (self.with_others(()), *self.others) if self.others else (self,)
+
+    def with_others(self, others: Iterable[ZeroTuneError]) -> Self:
+        """The same mistake, with others than before."""
+        state = {**self.__dict__, "others": tuple(others)}
+        return _rebuild(type(self), state) if state["others"] or self.others else self
+
     def _message(self) -> str:
+        return "\n".join([self._sentences(), *map(str, self.others)])
+
+    def _sentences(self) -> str:
         subject = readable(self.key) if isinstance(self.key, str) else ""
         if not isinstance(self.value, _Unset):
             subject = f"{subject} = {shorten(self.value)}" if subject else shorten(self.value)
@@ -140,7 +162,7 @@ class ZeroTuneError(Exception):
         return _rebuild, (type(self), self.__dict__.copy())
 
 
-def _rebuild(cls: type[ZeroTuneError], state: dict[str, Any]) -> ZeroTuneError:
+def _rebuild(cls: type[_ErrorT], state: dict[str, Any]) -> _ErrorT:
     error = cls.__new__(cls)
     error.__dict__.update(state)
     error.args = (error._message(),)

@@ -106,6 +106,33 @@ def test_a_file_that_cannot_be_read_is_status_2(check, content):
     assert err.startswith("zerotune: error: ds.json: ")
 
 
+def test_all_mistakes_are_reported(check):
+    config = {**CLEAN, "train_batch_siz": 8, "gradient_clipping": "x", "train_batch_size": 3,
+              "zero_optimization": {"stage": 2, "foo": 1}, "optimizer": {"type": "AdmaW"},
+              "gradient_accumulation_steps": 2}  # fmt: skip
+    status, out, err = check(config)
+    assert (status, err) == (1, "")
+    told = [line for line in out.splitlines() if line.startswith("[error]")]
+    rules = [line.split()[1] for line in told]
+    assert rules == ["read:", "read:", "read:", "batch-triple:", "optimizer:"]
+
+
+@pytest.mark.parametrize(("content", "line"), [("{", 1), ('{"a": 1,\n,}', 2)])
+def test_a_report_of_a_file_that_cannot_be_read_is_json_too(check, content, line):
+    status, out, err = check(content, "--json")
+    assert (status, err) == (2, "")
+    (finding,) = json.loads(out)["findings"]
+    assert (finding["severity"], finding["rule"], finding["line"]) == ("error", "file", line)
+    assert finding["key"] == "ds.json"
+
+
+def test_a_report_of_a_missing_file_is_json_too(tmp_path, capsys):
+    assert cli.main(["plan", "check", str(tmp_path / "no.json"), "--json"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "no such file" in json.loads(printed.out)["findings"][0]["text"]
+
+
 def test_a_missing_file_is_status_2(tmp_path, capsys):
     assert cli.main(["plan", "check", str(tmp_path / "no.json")]) == 2
     assert "no such file" in capsys.readouterr().err

@@ -7,7 +7,6 @@ travels between the page and Python as JSON, large integers included.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import attrs
 
+from zerotune._util.mistakes import as_far_as_possible
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
@@ -31,7 +31,6 @@ INTEGER: Final = "$int"
 """Key of an object that stands for an integer which JavaScript cannot hold."""
 
 _SAFE: Final = 2**53 - 1
-_MOST_ERRORS: Final = 20
 
 
 # -- Data on the wire.
@@ -221,25 +220,9 @@ class Reading:
 
 
 def read_plan(state: FormState) -> Reading:
-    """The plan a form says; raises nothing.
-
-    One mistake must not hide the next: what is wrong is put aside, and the rest read again.
-    """
-    errors: list[ZeroTuneError] = []
-    config, launch = copy.deepcopy(state.config), dict(state.launch)
-    while len(errors) < _MOST_ERRORS:
-        try:
-            plan = _plan(config, launch)
-        except ZeroTuneError as error:
-            errors.append(error)
-            if not (
-                error.key
-                and (_put_aside(config, error.key) or _put_launch_aside(launch, error.key))
-            ):
-                break
-        else:
-            return Reading(plan=None if errors else plan, rest=plan, errors=tuple(errors))
-    return Reading(plan=None, errors=tuple(errors))
+    """The plan a form says; raises nothing."""
+    plan, errors = as_far_as_possible(lambda: _plan(state.config, state.launch))
+    return Reading(plan=None if errors else plan, rest=plan, errors=errors)
 
 
 def _plan(config: Mapping[str, Any], launch: Mapping[str, Any]) -> DeepSpeedPlan:
@@ -264,19 +247,3 @@ def is_written(config: Any, key: str) -> bool:
             return False
         here = here[name]
     return True
-
-
-def _put_aside(config: dict[str, Any], key: str) -> bool:
-    """Remove the setting at a path; a path may end above what is written."""
-    if not is_written(config, key):
-        return False
-    *sections, name = key.split(".")
-    here: Any = config
-    for section in sections:
-        here = here[section]
-    del here[name]
-    return True
-
-
-def _put_launch_aside(launch: dict[str, Any], key: str) -> bool:
-    return launch.pop(key.removeprefix("launch."), None) is not None

@@ -13,7 +13,14 @@ import attrs
 from zerotune._util.numbers import as_number, whole
 from zerotune._util.text import parse_size
 from zerotune._util.versions import installed_versions
-from zerotune.builder.forms import FormState, as_choice, is_written, read_plan, told_as_lost
+from zerotune.builder.forms import (
+    FormState,
+    Reading,
+    as_choice,
+    is_written,
+    read_plan,
+    told_as_lost,
+)
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
@@ -277,7 +284,7 @@ def understand(state: FormState, machines: Machines) -> Preview:
             more = [Message(severity="error", key="", text=_TOO_LARGE)]
         messages += more
     elif reading.rest is not None:
-        messages += _also_wrong(reading.rest, setup, platform, state)
+        messages += _also_wrong(reading, reading.rest, setup, platform, state)
     return Preview(
         plan=reading.plan,
         resolved=resolved,
@@ -321,23 +328,21 @@ def _resolve(
 
 
 def _also_wrong(
-    rest: DeepSpeedPlan, setup: Setup, platform: Platform, state: FormState
+    reading: Reading, rest: DeepSpeedPlan, setup: Setup, platform: Platform, state: FormState
 ) -> list[Message]:
-    """What is refused among the settings that could be read.
-
-    Only about what is written: the batch, say, may be missing because it was put aside.
-    """
+    """What is refused among the settings that could be read; only about what is written."""
     run, _ = _run(rest, setup)
     try:
         found = rest.inspect(
             RuleContext(world_size=setup.world_size),
             settle=OptimizerResolver(platform=platform).settled,
             resolve_in=RuleContext(world_size=setup.world_size, platform=platform, run=run),
+            mistakes=reading.errors,
         )
     except (OverflowError, RecursionError):
         return [Message(severity="error", key="", text=_TOO_LARGE)]
-    messages = [of_finding(each) for each in found.findings if each.severity == "error"]
-    messages += [of_error(each.error) for each in found.refusals if each.step == "optimizer"]
+    messages = [of_finding(each) for each in found.findings]
+    messages += [of_error(each.error) for each in found.refusals]
     return [each for each in messages if is_written(state.config, each.key)]
 
 

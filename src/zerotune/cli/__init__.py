@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
     except ZeroTuneError as error:
-        sys.stderr.write(f"zerotune: error: {' '.join(str(error).split())}\n")
+        for each in error.each():
+            sys.stderr.write(f"zerotune: error: {' '.join(str(each).split())}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("zerotune: interrupted\n")

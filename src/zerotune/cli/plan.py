@@ -122,10 +122,13 @@ class Problem(NamedTuple):
 
     severity: Literal["error", "warning", "note"]
     rule: str
-    """Id of the rule, or ``"read"``, ``"resolve"``, ``"optimizer"``."""
+    """Id of the rule, or ``"file"``, ``"read"``, ``"resolve"``, ``"optimizer"``."""
     key: str | None
     text: str
     """Key, value, reason and fix in one sentence or two."""
+    line: int | None = None
+    """Of the file, from 1 on, where it is no JSON or YAML."""
+    column: int | None = None
 
 
 def _configure_check(parser: argparse.ArgumentParser) -> None:
@@ -140,10 +143,14 @@ def _configure_check(parser: argparse.ArgumentParser) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     """Check; 0 when nothing is wrong, 1 when something is, 2 for a file that cannot be read."""
-    problems = sorted(
-        _problems_of(arguments.file, world_size=arguments.world_size),
-        key=lambda problem: _ORDER.index(problem.severity),
-    )
+    status = 1
+    try:
+        problems = _problems_of(arguments.file, world_size=arguments.world_size)
+    except (PlanFileError, PlanSyntaxError) as error:
+        if not arguments.json:
+            raise
+        problems, status = [_from_error("file", each) for each in error.each()], 2
+    problems = sorted(problems, key=lambda problem: _ORDER.index(problem.severity))
     counts = {name: sum(p.severity == name for p in problems) for name in _ORDER}
     if arguments.json:
         print_json(
@@ -160,7 +167,7 @@ def _check(arguments: argparse.Namespace) -> int:
         ranks = _counted(arguments.world_size, "process", "processes")
         print_page(_problems_page(f"{head} at {ranks}", problems))
     failed = counts["error"] or (arguments.strict and counts["warning"])
-    return 1 if failed else 0
+    return status if failed else 0
 
 
 def _problems_page(title: str, problems: Iterable[Problem]) -> Page:
@@ -182,15 +189,16 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         PlanFileError: The file is missing or cannot be read.
         PlanSyntaxError: It is neither JSON nor YAML.
     """
+    from zerotune._util.mistakes import as_far_as_possible, raise_all
     from zerotune.plan import DeepSpeedPlan, RuleContext
     from zerotune.platform import Platform
 
-    try:
-        plan = DeepSpeedPlan.load(file)
-    except (PlanFileError, PlanSyntaxError):
-        raise
-    except ZeroTuneError as error:
-        return [_from_error("read", error)]
+    plan, mistakes = as_far_as_possible(lambda: DeepSpeedPlan.load(file))
+    if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
+        raise_all(mistakes)
+    refused = [_from_error("read", error) for error in mistakes]
+    if plan is None:
+        return refused
     inspection = plan.inspect(
         RuleContext(world_size=world_size),
         settle=_settled,
@@ -200,8 +208,9 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
             platform=Platform.synthetic("cuda", device_count=world_size),
             run=_open_run(plan),
         ),
+        mistakes=mistakes,
     )
-    found = [_from_decision("read", decision) for decision in plan.decisions]
+    found = [*refused, *(_from_decision("read", decision) for decision in plan.decisions)]
     found += [_from_finding(finding) for finding in inspection.findings]
     told = {problem.key for problem in found}
     later = [_from_error(refusal.step, refusal.error) for refusal in inspection.refusals]
@@ -246,7 +255,14 @@ def _from_finding(finding: Finding) -> Problem:
 
 
 def _from_error(rule: str, error: ZeroTuneError) -> Problem:
-    return Problem(severity="error", rule=rule, key=error.key, text=str(error))
+    return Problem(
+        severity="error",
+        rule=rule,
+        key=error.key,
+        text=str(error),
+        line=getattr(error, "line", None),
+        column=getattr(error, "column", None),
+    )
 
 
 def _from_decision(rule: str, decision: Decision) -> Problem:

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from zerotune._util.mistakes import noted, together
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import UNSET, OptimizerError, UnknownKeyError
@@ -298,8 +299,10 @@ def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
         OptimizerError: A required argument that nothing gives a value for.
     """
     filled = Filled()
-    for parameter in parameters:
-        _fill_one(parameter, sources, filled)
+    with together():
+        for parameter in parameters:
+            with noted():
+                _fill_one(parameter, sources, filled)
     return filled
 
 
@@ -315,13 +318,14 @@ def reject_unknown(
         if key in known:
             continue
         close = did_you_mean(str(key), known)
-        listed = ", ".join(known)
-        raise UnknownKeyError(
-            f"{owner} has no argument of this name",
-            key=f"{section}.{key}",
-            value=value,
-            fix=f"did you mean {' or '.join(close)}?" if close else f"use {listed}",
-        )
+        there_are = f"write one of {', '.join(known)}" if known else "remove it: there are none"
+        with noted():
+            raise UnknownKeyError(
+                f"{owner} has no argument of this name",
+                key=f"{section}.{key}",
+                value=value,
+                fix=f"did you mean {' or '.join(close)}?" if close else there_are,
+            )
 
 
 def _fill_one(parameter: Parameter, sources: Sources, filled: Filled) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import attrs
 
+from zerotune._util.mistakes import noted, together
 from zerotune._util.numbers import as_number
 from zerotune.decisions import Decision, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
@@ -125,15 +126,18 @@ class OptimizerResolver:
         """
         overrides = _read_overrides(self.overrides)
         situation = Situation.of(resolved)
-        schedule = _schedule_request(resolved, overrides)
-        settled = settle(
-            _request(resolved, overrides),
-            situation,
-            overrides=_below(_OPTIMIZER, overrides),
-            suggestions=_suggestions(resolved.run, schedule),
-            policy=self.on_unsupported,
-            table=self.table,
-        )
+        schedule: ScheduleRequest | None = None
+        with together():
+            with noted():
+                schedule = _schedule_request(resolved, overrides)
+            settled = settle(
+                _request(resolved, overrides),
+                situation,
+                overrides=_below(_OPTIMIZER, overrides),
+                suggestions=_suggestions(resolved.run, schedule),
+                policy=self.on_unsupported,
+                table=self.table,
+            )
         choice, grouping = self._grouped(settled, resolved)
         scheduler, why = _settle_schedule(schedule, attrs.evolve(settled, choice=choice), resolved)
         return OptimizerResolution(

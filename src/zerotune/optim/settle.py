@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
+from zerotune._util.mistakes import noted, together
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
 from zerotune.optim.capability import (
@@ -42,6 +43,7 @@ from zerotune.optim.parameters import (
     reject_unknown,
 )
 from zerotune.optim.schedule import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
+from zerotune.plan.fill import clipping_in_optimizer
 from zerotune.plan.model import OptimizerChoice, RunFacts, SchedulerChoice, is_auto
 from zerotune.plan.schedules import ONE_CYCLE_BETA2
 
@@ -110,14 +112,14 @@ def settle(
         InvalidValueError: An argument of the wrong type or out of range.
     """
     log = Filled()
-    request = _respell_decay(request, log)
-    _check_names(request.params, request.entry, policy)
-    asked = request
-    _check_overrides(overrides, request.entry)
-    _check_installed(request, situation)
-    request, capability = _runnable(request, situation, policy, log, table)
-    request = _without_foreign(request, log)
-    filled = _complete(request, _still_meant(overrides, request.entry, log), suggestions)
+    request = asked = _respell_decay(request, log)
+    with together():
+        _check_names(request.params, request.entry, policy)
+        _check_overrides(overrides, request.entry)
+        _check_installed(request, situation)
+        request, capability = _runnable(request, situation, policy, log, table)
+        request = _without_foreign(request, log)
+        filled = _complete(request, _still_meant(overrides, request.entry, log), suggestions)
     _keep_decay_meaning(request, filled)
     _match_bf16_states(situation, filled)
     implementation = implementation_of(request.entry, filled.values, situation)
@@ -148,28 +150,29 @@ def _choice(
 # -- What is asked for.
 
 
-def _refuse_clipping(params: Mapping[str, Any]) -> None:
-    if "max_grad_norm" in params:
-        raise InvalidValueError(
-            "clipping is not an argument of the optimizer in DeepSpeed",
-            key=f"{OPTIMIZER}.max_grad_norm",
-            value=params["max_grad_norm"],
-            fix="write gradient_clipping at the top level instead",
-        )
+def _refuse_clipping(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without clipping, whose place is elsewhere."""
+    misplaced = clipping_in_optimizer(params)
+    with noted():
+        if misplaced is not None:
+            raise misplaced
+    return {key: value for key, value in params.items() if key != "max_grad_norm"}
 
 
 def _check_names(params: Mapping[str, Any], entry: OptimizerEntry, policy: Policy) -> None:
     """Refuse arguments of no optimizer at all; under ``"error"`` those of others too."""
-    _refuse_clipping(params)
     known = entry.parameter_names
-    for key, value in params.items():
-        if key not in _EVERY_ARGUMENT or policy == "error":
-            reject_unknown({key: value}, known, section=OPTIMIZER, owner=entry.name)
+    written = {
+        key: value
+        for key, value in _refuse_clipping(params).items()
+        if key not in _EVERY_ARGUMENT or policy == "error"
+    }
+    reject_unknown(written, known, section=OPTIMIZER, owner=entry.name)
 
 
 def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry) -> None:
-    _refuse_clipping(overrides)
-    reject_unknown(overrides, entry.parameter_names, section=OPTIMIZER, owner=entry.name)
+    written = _refuse_clipping(overrides)
+    reject_unknown(written, entry.parameter_names, section=OPTIMIZER, owner=entry.name)
 
 
 def _check_installed(request: Request, situation: Situation) -> None:
@@ -601,17 +604,18 @@ def _complete_schedule(
 ) -> Filled:
     entry = request.entry
     log = Filled()
-    params = _scalars(_without_resume(request.params), optimizer)
-    for given in (params, request.overrides):
-        reject_unknown(given, entry.parameter_names, section=SCHEDULER, owner=entry.name)
-    sources = Sources(
-        owner=entry.name,
-        section=SCHEDULER,
-        written=_follow_override(request, params, optimizer, log),
-        overrides=request.overrides,
-        suggestions=_schedule_suggestions(entry, optimizer, run),
-    )
-    filled = fill(entry.parameters, sources)
+    with together():
+        params = _scalars(_without_resume(request.params), optimizer)
+        for given in (params, request.overrides):
+            reject_unknown(given, entry.parameter_names, section=SCHEDULER, owner=entry.name)
+        sources = Sources(
+            owner=entry.name,
+            section=SCHEDULER,
+            written=_follow_override(request, params, optimizer, log),
+            overrides=request.overrides,
+            suggestions=_schedule_suggestions(entry, optimizer, run),
+        )
+        filled = fill(entry.parameters, sources)
     filled.decisions[:0] = log.decisions
     if request.written is None:
         _default_warmup(filled, run)

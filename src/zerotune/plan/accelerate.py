@@ -8,12 +8,13 @@ that is kept, and said.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
+from zerotune._util.mistakes import noted
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, InvalidValueError, PlanConflictError
 from zerotune.plan import model as known_keys
@@ -82,12 +83,19 @@ class Translated:
     """What was said in another way, or kept although accelerate loses it."""
 
 
-def translate(content: Mapping[Any, Any], *, source: str, folder: Path | None) -> Translated:
+def translate(
+    content: Mapping[Any, Any],
+    *,
+    source: str,
+    also_known: Collection[str] = (),
+    folder: Path | None = None,
+) -> Translated:
     """Translate the settings of ``accelerate config``.
 
     Args:
         content: The settings.
         source: Name used in messages.
+        also_known: Paths of further keys to pass through.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
 
     Raises:
@@ -104,12 +112,13 @@ def translate(content: Mapping[Any, Any], *, source: str, folder: Path | None) -
         )
     around = {key: value for key, value in content.items() if key != BLOCK}
     decisions: list[Decision] = []
-    launched, config, config_source, inside = _split(block, folder, decisions)
-    _check_known(around, decisions)
-    _use_deepspeed(around, decisions)
+    launched, config, config_source, inside = _split(block, folder, decisions, also_known)
+    around = _known(around, decisions, also_known)
+    with noted():
+        _use_deepspeed(around, decisions)
     if _names_file(block):
         _precision_beside_file(around, decisions)
-    launch = read_launch({**around, **launched}, decisions)
+    launch = read_launch({**around, **launched}, decisions, also_known)
     return Translated(
         config=config,
         launch=launch,
@@ -146,7 +155,10 @@ def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict
 
 
 def _split(
-    block: Mapping[Any, Any], folder: Path | None, decisions: list[Decision]
+    block: Mapping[Any, Any],
+    folder: Path | None,
+    decisions: list[Decision],
+    also_known: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
     """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
     launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
@@ -154,7 +166,8 @@ def _split(
     inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
     source, inside = None, None
     if _names_file(block):
-        _refuse_beside_file(block)
+        with noted():
+            _refuse_beside_file(block)
         config, source, inside = read_config_file(block[FILE], folder, f"{BLOCK}.{FILE}", decisions)
         if inside is None:  # the settings themselves, which are no name of a file
             del launched[FILE]
@@ -164,7 +177,7 @@ def _split(
             config["zero_optimization"] = zero_from_block(block, decisions)
         _lost_by_accelerate(block, decisions)
     if inline:
-        config = _with_inline(config, inline, decisions)
+        config = _with_inline(config, inline, decisions, also_known)
     return launched, config, source, inside
 
 
@@ -202,36 +215,42 @@ def read_config_file(
 
 
 def _with_inline(
-    config: dict[str, Any], inline: dict[str, Any], decisions: list[Decision]
+    config: dict[str, Any],
+    inline: dict[str, Any],
+    decisions: list[Decision],
+    also_known: Collection[str],
 ) -> dict[str, Any]:
     merged = dict(config)
     for key, value in inline.items():
-        if not isinstance(key, str):
-            raise InvalidValueError(
-                "has a key that is not text", key=BLOCK, value=key, fix="write it in quotes"
-            )
-        if key not in _plan_keys():
-            raise unknown_key(
-                key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | _plan_keys()
-            )
-        if key in merged and merged[key] != value:
-            raise PlanConflictError(
-                "is written both in accelerate's form and in DeepSpeed's own",
-                key=f"{BLOCK}.{key}",
-                value=value,
-                fix="keep one of the two forms",
-            )
-        merged[key] = value
+        with noted():
+            _merge(merged, key, value, also_known)
     decisions.append(
         Decision(
             key=BLOCK,
-            before=f"DeepSpeed's own keys {', '.join(inline)}",
+            before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
             after="kept",
             reason="accelerate would discard them in silence",
             severity="warning",
         )
     )
     return merged
+
+
+def _merge(merged: dict[str, Any], key: Any, value: Any, also_known: Collection[str]) -> None:
+    if not isinstance(key, str):
+        raise InvalidValueError(
+            "has a key that is not text", key=BLOCK, value=key, fix="write it in quotes"
+        )
+    if key not in _plan_keys() and key not in also_known:
+        raise unknown_key(key, value, f"{BLOCK}.{key}", known_keys.ACCELERATE_BLOCK | _plan_keys())
+    if key in merged and merged[key] != value:
+        raise PlanConflictError(
+            "is written both in accelerate's form and in DeepSpeed's own",
+            key=f"{BLOCK}.{key}",
+            value=value,
+            fix="keep one of the two forms",
+        )
+    merged[key] = value
 
 
 def _lost_by_accelerate(block: Mapping[Any, Any], decisions: list[Decision]) -> None:
@@ -302,13 +321,20 @@ def _precision_beside_file(around: Mapping[Any, Any], decisions: list[Decision])
         )
 
 
-def _check_known(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
+def _known(
+    around: Mapping[Any, Any], decisions: list[Decision], also_known: Collection[str]
+) -> dict[Any, Any]:
+    """What of the settings beside the block somebody knows; accelerate's refusals are recorded."""
     known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
+    passed = {f"launch.{name}" for name in (*known, *LaunchSection.aliases)} | {*also_known}
+    kept: dict[Any, Any] = {}
     for key, value in around.items():
         name = key if isinstance(key, str) else repr(key)
-        if name not in known and name not in LaunchSection.aliases:
-            raise unknown_key(name, value, name, known)
-        if name not in TOP_LEVEL:
+        with noted():
+            if f"launch.{name}" not in passed:
+                raise unknown_key(name, value, name, known)
+            kept[key] = value
+        if key in kept and name not in TOP_LEVEL:
             decisions.append(
                 Decision(
                     key=f"launch.{name}",
@@ -318,6 +344,7 @@ def _check_known(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
                     severity="warning",
                 )
             )
+    return kept
 
 
 def _plan_keys() -> frozenset[str]:

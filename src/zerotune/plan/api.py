@@ -31,6 +31,7 @@ from zerotune.plan.model import (
 from zerotune.plan.rules import Finding, check_plan
 
 if TYPE_CHECKING:
+    from zerotune.errors import ZeroTuneError
     from zerotune.plan.diff import PlanDifference
     from zerotune.plan.memory.traffic import SwapTraffic
     from zerotune.plan.write import SavedPlan
@@ -246,48 +247,70 @@ class DeepSpeedPlan(PlanValue):
         )
 
     @classmethod
-    def from_json(cls, path_or_text: str | os.PathLike[str]) -> DeepSpeedPlan:
+    def from_json(
+        cls, path_or_text: str | os.PathLike[str], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
         """Read a JSON file, or JSON text (anything that starts with ``{``).
 
         Comments and trailing commas are accepted with a warning; other mistakes are errors with
         line and column. A trainer's file that holds ``deepspeed_config`` is unwrapped.
+
+        Args:
+            path_or_text: The file, or the text.
+            also_known: As in ``from_dict``.
 
         Raises:
             PlanFileError: The file is missing or cannot be read.
             PlanSyntaxError: Not JSON.
             PlanError: As in ``from_dict``.
         """
-        return read.plan_from_json(cls, path_or_text)
+        return read.plan_from_json(cls, path_or_text, also_known=also_known)
 
     @classmethod
-    def from_yaml(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
+    def from_yaml(
+        cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
         """Read the YAML of ``accelerate config``, or one with DeepSpeed's own keys.
+
+        Args:
+            path: The file.
+            also_known: As in ``from_dict``; ``"launch.new_key"`` for one of accelerate's.
 
         Raises:
             PlanFileError: The file, or the ``deepspeed_config_file`` it names, is missing.
             PlanSyntaxError: Not YAML.
             PlanError: As in ``from_dict``; also a file that does not use DeepSpeed.
         """
-        return read.plan_from_yaml(cls, path)
+        return read.plan_from_yaml(cls, path, also_known=also_known)
 
     @classmethod
     def from_accelerate(
-        cls, settings: Mapping[Any, Any], *, source: str = "dict", folder: Path | None = None
+        cls,
+        settings: Mapping[Any, Any],
+        *,
+        source: str = "dict",
+        also_known: Collection[str] = (),
+        folder: Path | None = None,
     ) -> DeepSpeedPlan:
         """Read the settings of ``accelerate config``, as its YAML file holds them.
 
         Args:
             settings: The settings.
             source: Name used in messages.
+            also_known: As in ``from_yaml``.
             folder: Where a relative ``deepspeed_config_file`` is looked up first.
 
         Raises:
             PlanError: As in ``from_yaml``.
         """
-        return read.plan_from_settings(cls, settings, source=source, folder=folder)
+        return read.plan_from_settings(
+            cls, settings, source=source, also_known=also_known, folder=folder
+        )
 
     @classmethod
-    def from_accelerate_environment(cls, environ: Mapping[str, str] | None = None) -> DeepSpeedPlan:
+    def from_accelerate_environment(
+        cls, environ: Mapping[str, str] | None = None, *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
         """Read the variables that ``accelerate launch`` sets; accelerate itself is not needed.
 
         ``accelerate launch`` does not pass the paths of NVMe folders on: where one is missing, a
@@ -295,19 +318,30 @@ class DeepSpeedPlan(PlanValue):
 
         Args:
             environ: The variables; those of this process by default.
+            also_known: As in ``from_dict``, for a file that they name.
 
         Raises:
             InvalidValueError: They do not ask for DeepSpeed.
             PlanError: As in ``from_yaml``.
         """
-        return read.plan_from_environment(cls, environ)
+        return read.plan_from_environment(cls, environ, also_known=also_known)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> DeepSpeedPlan:
-        """Read a file by its suffix: YAML, ``.hjson`` with DeepSpeed's parser, else JSON."""
+    def load(
+        cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
+        """Read a file by its suffix: YAML, ``.hjson`` with DeepSpeed's parser, else JSON.
+
+        Args:
+            path: The file.
+            also_known: As in ``from_yaml``.
+
+        Raises:
+            PlanError: As in ``from_yaml`` and ``from_json``.
+        """
         file = Path(path)
         yaml = file.suffix.lower() in (".yaml", ".yml")
-        return cls.from_yaml(file) if yaml else cls.from_json(file)
+        return (cls.from_yaml if yaml else cls.from_json)(file, also_known=also_known)
 
     def to_deepspeed(self) -> dict[str, Any]:
         """The configuration as written; may hold ``"auto"``. A fresh, deep copy."""
@@ -495,6 +529,7 @@ class DeepSpeedPlan(PlanValue):
         *,
         settle: Callable[[ResolvedPlan], ResolvedPlan],
         resolve_in: Context | None = None,
+        mistakes: Collection[ZeroTuneError] = (),
     ) -> inspection.Inspection[ResolvedPlan]:
         """Everything that stops this plan or deserves a word, and what it becomes.
 
@@ -506,9 +541,16 @@ class DeepSpeedPlan(PlanValue):
             settle: Settles optimizer and schedule, as ``OptimizerResolver().settled`` does.
             resolve_in: Where it is resolved, instead of ``context``: with a machine and a run
                 that the rules are not to speak of.
+            mistakes: What reading refused, where this plan is what is left without it: then
+                only what is refused besides is told.
         """
         return inspection.inspect(
-            self, context, settle=settle, resolve_in=resolve_in, into=ResolvedPlan
+            self,
+            context,
+            settle=settle,
+            resolve_in=resolve_in,
+            into=ResolvedPlan,
+            mistakes=mistakes,
         )
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:

@@ -9,7 +9,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -256,6 +256,18 @@ def clipping_sources(plan: PlanValue, run: RunFacts) -> tuple[tuple[Any, str], .
             "the launcher's file says so",
         ),
         (params.get("max_grad_norm"), "optimizer.params.max_grad_norm says so"),
+    )
+
+
+def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None:
+    """What is wrong with clipping that stands among the optimizer's arguments, if it does."""
+    if "max_grad_norm" not in params:
+        return None
+    return InvalidValueError(
+        "clipping is not an argument of the optimizer in DeepSpeed",
+        key="optimizer.params.max_grad_norm",
+        value=params["max_grad_norm"],
+        fix="write gradient_clipping at the top level instead",
     )
 
 

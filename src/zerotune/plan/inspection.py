@@ -7,7 +7,7 @@ refuse, the optimizer and the schedule are looked at as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Generic
 
 import attrs
@@ -49,45 +49,64 @@ def inspect(
     resolve_in: Context | None,
     settle: Callable[[ResolvedT], ResolvedT],
     into: type[ResolvedT],
+    mistakes: Collection[ZeroTuneError] = (),
 ) -> Inspection[ResolvedT]:
     """See ``DeepSpeedPlan.inspect``."""
     findings = check_plan(plan, context)
     where = resolve_in or context
-    refusals: tuple[Refusal, ...] = ()
-    if not any(finding.severity == "error" for finding in findings):
+    refusals: list[Refusal] = []
+    if not mistakes and not any(finding.severity == "error" for finding in findings):
+        step = "resolve"
         try:
             resolved = resolve(plan, where, into=into)
+            step = "optimizer"
+            settled = settle(resolved)
         except ZeroTuneError as error:
-            refusals = (Refusal(step="resolve", error=error),)
+            refusals += [Refusal(step=step, error=each) for each in error.each()]
         else:
-            return _settled(findings, resolved, settle)
-    return Inspection(
-        findings=findings, refusals=(*refusals, *_settled_alone(plan, where, settle, into))
-    )
+            decided = settled.decisions[len(resolved.decisions) :]
+            return Inspection(findings=findings, resolved=settled, settled=decided)
+    told = {finding.key for finding in findings if finding.severity == "error"}
+    for refusal in _settled_apart(plan, where, settle, into):
+        same = [one for one in refusals if one.error.key == refusal.error.key]
+        refusals += [] if same or refusal.error.key in told else [refusal]
+    found = Inspection[ResolvedT](findings=findings, refusals=tuple(refusals))
+    return _beside(found, mistakes) if mistakes else found
 
 
-def _settled(
-    findings: tuple[Finding, ...], resolved: ResolvedT, settle: Callable[[ResolvedT], ResolvedT]
-) -> Inspection[ResolvedT]:
-    try:
-        settled = settle(resolved)
-    except ZeroTuneError as error:
-        refusal = Refusal(step="optimizer", error=error)
-        return Inspection(findings=findings, refusals=(refusal,))
-    decided = settled.decisions[len(resolved.decisions) :]
-    return Inspection(findings=findings, resolved=settled, settled=decided)
-
-
-def _settled_alone(
+def _settled_apart(
     plan: PlanValue,
     context: Context,
     settle: Callable[[ResolvedT], ResolvedT],
     into: type[ResolvedT],
-) -> tuple[Refusal, ...]:
-    """What is wrong with the optimizer and the schedule wherever they would run."""
-    alone = type(plan)(optimizer=plan.optimizer, scheduler=plan.scheduler)
-    try:
-        settle(resolve(alone, context, into=into))
-    except ZeroTuneError as error:
-        return (Refusal(step="optimizer", error=error),)
-    return ()
+) -> Iterator[Refusal]:
+    """What is wrong with the optimizer, and with the schedule, wherever they would run."""
+    both = type(plan)(optimizer=plan.optimizer, scheduler=plan.scheduler)
+    for alone in (both, type(plan)(scheduler=plan.scheduler)):
+        try:
+            settle(resolve(alone, context, into=into))
+        except ZeroTuneError as error:
+            yield from (Refusal(step="optimizer", error=each) for each in error.each())
+        else:
+            return
+
+
+def _beside(
+    found: Inspection[ResolvedT], mistakes: Collection[ZeroTuneError]
+) -> Inspection[ResolvedT]:
+    """What is refused besides ``mistakes``, and not because of what they took away."""
+    keys = [error.key for error in mistakes if error.key]
+    sections = {key.partition(".")[0] for key in keys}
+    findings = [
+        finding
+        for finding in found.findings
+        if finding.severity == "error"
+        and not any(f"{finding.key}.".startswith(f"{key}.") for key in keys)
+        and not any(f"{key}.".startswith(f"{finding.key}.") for key in keys)
+    ]
+    refusals = [
+        refusal
+        for refusal in found.refusals
+        if (refusal.error.key or "").partition(".")[0] not in sections
+    ]
+    return Inspection(findings=tuple(findings), refusals=tuple(refusals))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 import attrs
 
+from zerotune._util.mistakes import noted
 from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
@@ -591,6 +592,8 @@ def read_section(
 ) -> SectionT:
     """Build a section from what was written, recording every change to it.
 
+    A mistake is noted, and what is wrong is ``"auto"`` or not there.
+
     Args:
         cls: The section class.
         raw: What was written; must be a mapping.
@@ -608,19 +611,20 @@ def read_section(
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for written, value in raw.items():
-        name = _canonical_key(cls, written, raw, key, decisions)
-        path = join(key, name)
-        if name in kinds:
-            result = _read_value(kinds[name], value, path, decisions, also_known)
-            if result is not None:
-                values[name] = result
-        elif _passes(cls, name, path, also_known):
-            check_json(value, path)
-            extra[name] = value
-        else:
-            raise unknown_key(name, value, path, {*kinds, *cls.passed_through, *cls.aliases})
-    with located(key):
+        with noted():
+            name = _canonical_key(cls, written, raw, key, decisions)
+            path = join(key, name)
+            if name in kinds:
+                values[name] = AUTO if getattr(kinds[name], "auto", False) else None
+                values[name] = _read_value(kinds[name], value, path, decisions, also_known)
+            elif _passes(cls, name, path, also_known):
+                check_json(value, path)
+                extra[name] = value
+            else:
+                raise unknown_key(name, value, path, {*kinds, *cls.passed_through, *cls.aliases})
+    with noted(), located(key):
         return cls(**values, **({"extra": extra} if extra else {}))
+    return cls()
 
 
 def _require_object(raw: Any, key: str) -> None:
@@ -733,7 +737,9 @@ def _read_value(
             value = kind.before(dict(value), path, decisions)
         for name, place in kind.without.items():
             if isinstance(value, Mapping) and value.get(name) is not None:
-                raise misplaced_key(join(path, name), value[name], place)
+                with noted():
+                    raise misplaced_key(join(path, name), value[name], place)
+                value = {each: value[each] for each in value if each != name}
         return read_section(kind.cls, value, key=path, decisions=decisions, also_known=also_known)
     result, reason = kind.read(value, path)
     if reason is not None:
@@ -943,7 +949,8 @@ def normalise_top_level(raw: Mapping[str, Any], decisions: list[Decision]) -> di
     """Translate what can only be seen from the top level; the rest is in ``legacy_zero``."""
     config = dict(raw)
     _boolean_zero(config, decisions)
-    _saved_whole(config, decisions)
+    with noted():
+        _saved_whole(config, decisions)
     _never_printed(config, decisions)
     for key, member in _SHORTHANDS.items():
         value = config.get(key)
@@ -969,7 +976,8 @@ def legacy_zero(section: dict[str, Any], path: str, decisions: list[Decision]) -
         _offload_shorthand(section, key, path, decisions)
     for key, modern in _LEGACY_OFFLOAD.items():
         if key in section:
-            _legacy_offload(section, key, modern, path, decisions)
+            with noted():
+                _legacy_offload(section, key, modern, path, decisions)
     _legacy_pinning(section, path, decisions)
     for key, what in REMOVED_ZERO.items():
         if key in section and (_is_disabled(section[key]) or section[key] == -1):
@@ -1005,6 +1013,7 @@ def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
     if _SAVED_WHOLE not in config or not isinstance(zero, Mapping):
         return
     written = {name: zero[name] for name in (_GATHER, *_GATHER_ALIASES) if name in zero}
+    del config[_SAVED_WHOLE]
     if any(each != value for each in written.values()):
         raise PlanConflictError(
             f"is written as {next(iter(written))!r} in zero_optimization too, with another value",
@@ -1013,7 +1022,6 @@ def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
             fix=f"keep {_GATHER!r} in zero_optimization",
         )
     config["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
-    del config[_SAVED_WHOLE]
     decisions.append(
         Decision(
             key=_SAVED_WHOLE,

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.mistakes import all_at_once, noted
 from zerotune._util.numbers import is_integer
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
@@ -59,6 +60,7 @@ _ENOUGH_TO_JUDGE = 20
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
 
+@all_at_once
 def plan_from_mapping(
     cls: type[PlanT],
     config: Any,
@@ -83,7 +85,9 @@ def plan_from_mapping(
     wrapper = wrapper_of(config)
     if wrapper is not None:
         if accelerate.is_accelerate(config) and isinstance(config[wrapper], Mapping):
-            return plan_from_settings(cls, config, source=source, folder=folder)
+            return plan_from_settings(
+                cls, config, source=source, also_known=also_known, folder=folder
+            )
         return _unwrapped(cls, config, wrapper, source=source, also_known=also_known, folder=folder)
     _refuse_something_else(config, source, also_known)
     decisions: list[Decision] = []
@@ -133,24 +137,23 @@ def _plan_keys() -> frozenset[str]:
     return frozenset({*names, *PlanValue.passed_through, *PlanValue.aliases})
 
 
-def plan_from_json(cls: type[PlanT], path_or_text: str | os.PathLike[str]) -> PlanT:
+@all_at_once
+def plan_from_json(
+    cls: type[PlanT], path_or_text: str | os.PathLike[str], *, also_known: Collection[str] = ()
+) -> PlanT:
     """Read JSON; see ``DeepSpeedPlan.from_json``."""
     if isinstance(path_or_text, str) and path_or_text.lstrip("\ufeff \t\r\n").startswith(
         ("{", "//", "/*", "#", "[")
     ):
-        parsed = parse_json(path_or_text, source="<string>")
-        return _plan_from_parsed(cls, *parsed, source="<string>", folder=None)
-    path = Path(path_or_text)
-    text = read_text(path)
-    hjson = path.suffix.lower() == ".hjson"
-    parsed = (parse_hjson if hjson else parse_json)(text, source=str(path))
-    return _plan_from_parsed(cls, *parsed, source=str(path), folder=path.parent)
-
-
-def _plan_from_parsed(
-    cls: type[PlanT], value: Any, sentences: list[str], *, source: str, folder: Path | None
-) -> PlanT:
-    plan = plan_from_mapping(cls, value, source=source, folder=folder)
+        value, sentences = parse_json(path_or_text, source="<string>")
+        source, folder = "<string>", None
+    else:
+        path = Path(path_or_text)
+        hjson = path.suffix.lower() == ".hjson"
+        parse = parse_hjson if hjson else parse_json
+        value, sentences = parse(read_text(path), source=str(path))
+        source, folder = str(path), path.parent
+    plan = plan_from_mapping(cls, value, source=source, also_known=also_known, folder=folder)
     return attrs.evolve(plan, decisions=(*tolerated(sentences, source), *plan.decisions))
 
 
@@ -190,13 +193,14 @@ def _unwrapped(
             "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
         )
     plan = plan_from_mapping(cls, written, source=source, also_known=also_known, folder=folder)
-    plan = _with_micro_batch(plan, config, decisions)
+    with noted():
+        plan = _with_micro_batch(plan, config, decisions)
     around = {
         TRAINER_KEYS[undashed(key)]: _plain_auto(value)
         for key, value in config.items()
         if undashed(key) in TRAINER_KEYS and value is not None
     }
-    launch = read_launch({**beside, **around}, decisions)
+    launch = read_launch({**beside, **around}, decisions, also_known)
     found = (*tolerated(sentences, source), *decisions, *plan.decisions)
     return attrs.evolve(with_launch(plan, launch), decisions=found)
 
@@ -278,8 +282,14 @@ def _plain_auto(value: Any) -> Any:
 # -- What `accelerate` writes: its YAML, the same settings in JSON, its environment.
 
 
+@all_at_once
 def plan_from_settings(
-    cls: type[PlanT], content: Mapping[Any, Any], *, source: str, folder: Path | None
+    cls: type[PlanT],
+    content: Mapping[Any, Any],
+    *,
+    source: str,
+    also_known: Collection[str] = (),
+    folder: Path | None = None,
 ) -> PlanT:
     """Read the settings of ``accelerate config``.
 
@@ -287,15 +297,20 @@ def plan_from_settings(
         cls: The class of plan to make.
         content: The settings.
         source: Name used in messages.
+        also_known: Paths of further keys to pass through.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
 
     Raises:
         PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
     """
-    return _translated(cls, accelerate.translate(content, source=source, folder=folder))
+    found = accelerate.translate(content, source=source, also_known=also_known, folder=folder)
+    return _translated(cls, found, also_known)
 
 
-def plan_from_yaml(cls: type[PlanT], path: str | os.PathLike[str]) -> PlanT:
+@all_at_once
+def plan_from_yaml(
+    cls: type[PlanT], path: str | os.PathLike[str], *, also_known: Collection[str] = ()
+) -> PlanT:
     """Read an accelerate YAML; see ``DeepSpeedPlan.from_yaml``."""
     file = Path(path)
     content = parse_yaml(read_text(file), source=str(file))
@@ -305,9 +320,8 @@ def plan_from_yaml(cls: type[PlanT], path: str | os.PathLike[str]) -> PlanT:
             value=content,
             fix="make one with `accelerate config`",
         )
-    if _is_plain(content):
-        return plan_from_mapping(cls, content, source=str(file), folder=file.parent)
-    return plan_from_settings(cls, content, source=str(file), folder=file.parent)
+    read = plan_from_mapping if _is_plain(content) else plan_from_settings
+    return read(cls, content, source=str(file), also_known=also_known, folder=file.parent)
 
 
 def _is_plain(content: Mapping[Any, Any]) -> bool:
@@ -322,16 +336,23 @@ def _is_plain(content: Mapping[Any, Any]) -> bool:
     return not _plan_keys().isdisjoint(key for key in content if isinstance(key, str))
 
 
-def plan_from_environment(cls: type[PlanT], environ: Mapping[str, str] | None) -> PlanT:
+@all_at_once
+def plan_from_environment(
+    cls: type[PlanT], environ: Mapping[str, str] | None, *, also_known: Collection[str] = ()
+) -> PlanT:
     """Read accelerate's variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
     environ = os.environ if environ is None else environ
-    plan = _translated(cls, accelerate.translate_environment(environ))
+    plan = _translated(cls, accelerate.translate_environment(environ), also_known)
     missing = accelerate.missing_folders(plan)
     return attrs.evolve(plan, decisions=(*plan.decisions, *missing))
 
 
-def _translated(cls: type[PlanT], found: accelerate.Translated) -> PlanT:
-    plan = plan_from_mapping(cls, found.config, source=found.source, folder=found.folder)
+def _translated(
+    cls: type[PlanT], found: accelerate.Translated, also_known: Collection[str]
+) -> PlanT:
+    plan = plan_from_mapping(
+        cls, found.config, source=found.source, also_known=also_known, folder=found.folder
+    )
     plan = attrs.evolve(plan, decisions=(*found.decisions, *plan.decisions))
     return with_launch(plan, found.launch)
 
@@ -339,6 +360,7 @@ def _translated(cls: type[PlanT], found: accelerate.Translated) -> PlanT:
 # -- A plan's own words, read again.
 
 
+@all_at_once
 def normalised_plan(plan: PlanT) -> PlanT:
     """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
     decisions: list[Decision] = []
@@ -486,6 +508,7 @@ _DEEPEST: Final = 50
 Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
 
 
+@all_at_once
 def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _REASON) -> PlanT:
     """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
 

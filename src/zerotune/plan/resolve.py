@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from zerotune._util.mistakes import raise_all
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, UnresolvedPlanError
 from zerotune.plan.fill import (
@@ -146,9 +147,9 @@ def _without_inactive_offload(plan: PlanValue) -> PlanValue:
 
 def _repaired(plan: PlanValue, findings: Iterable[Finding], decisions: list[Decision]) -> PlanValue:
     """``plan`` with what the rules make of it; what they refuse is raised."""
+    findings = tuple(findings)
+    raise_all([finding.as_error() for finding in findings if finding.severity == "error"])
     for finding in findings:
-        if finding.severity == "error":
-            raise finding.as_error()
         decisions.append(finding.as_decision())
         if finding.after is not UNSET:
             plan = _put(plan, finding.key.split("."), finding.after)

@@ -27,6 +27,7 @@ from zerotune.plan.fill import (
     SUB_GROUP_NVME,
     Filler,
     clipping,
+    clipping_in_optimizer,
     clipping_sources,
     decide_precision,
     largest_sub_group,
@@ -112,6 +113,8 @@ class Rule:
     check: _Check
     only_deepspeed: bool
     """Whether it concerns only runs that DeepSpeed trains."""
+    left_to: str = ""
+    """Who does or refuses what it says, where resolving does not."""
 
     def __call__(self, plan: PlanValue, context: Context) -> list[Finding]:
         """What this rule finds."""
@@ -166,7 +169,7 @@ _Function = Callable[["PlanValue", Context, Report], Iterator[Finding]]
 
 
 def rule(
-    rule_id: str, severity: RuleSeverity, *, only_deepspeed: bool = True
+    rule_id: str, severity: RuleSeverity, *, only_deepspeed: bool = True, left_to: str = ""
 ) -> Callable[[_Function], Rule]:
     """Make a rule of a function; ``RULES`` lists it.
 
@@ -176,6 +179,8 @@ def rule(
         rule_id: The rule's name.
         severity: What a finding means; see the module.
         only_deepspeed: Whether it concerns only runs that DeepSpeed trains.
+        left_to: Who does or refuses what it says, where that takes more than the plan: the
+            precision asked for, or the optimizer.
     """
     report = Report(rule_id, severity)
 
@@ -188,6 +193,7 @@ def rule(
             advice=" ".join(advice.split()),
             check=lambda plan, context: function(plan, context, report),
             only_deepspeed=only_deepspeed,
+            left_to=left_to,
         )
 
     return made
@@ -592,6 +598,17 @@ def clipping_twice(plan: PlanValue, _context: Context, report: Report) -> Findin
     yield from set_twice(plan, report, _CLIPPING, places)
 
 
+@rule("clipping-in-optimizer", "error", only_deepspeed=False, left_to="the optimizer")
+def clipping_in_the_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """``max_grad_norm`` stands among the arguments of the optimizer, where DeepSpeed refuses it.
+
+    Write ``gradient_clipping`` at the top level.
+    """
+    error = clipping_in_optimizer((plan.optimizer.params if plan.optimizer else None) or {})
+    if error is not None:
+        yield report.error(error)
+
+
 @rule("clipping-unset", "note", only_deepspeed=False)
 def clipping_unset(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Nothing says how gradients are clipped, and DeepSpeed's default moved from 0 to 1.0.
@@ -669,7 +686,7 @@ def _contradicts_itself(plan: PlanValue) -> bool:
     return launched == "fp8" or all(section and section.enabled is True for section in sections)
 
 
-@rule("fp16-on-cpu", "warning")
+@rule("fp16-on-cpu", "warning", left_to="the choice of precision")
 def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
     """DeepSpeed's CPU accelerator takes fp16 only where torch has native fp16 arithmetic.
 
@@ -781,7 +798,7 @@ def _name(plan: PlanValue) -> str:
     return (name or "").lower()
 
 
-@rule("scheduler-no-warmup", "warning", only_deepspeed=False)
+@rule("scheduler-no-warmup", "warning", only_deepspeed=False, left_to="the optimizer")
 def no_warmup(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").
 
@@ -1403,6 +1420,7 @@ RULES: Final = (
     muon_reduce_scatter,
     muon_convolutions,
     clipping_twice,
+    clipping_in_the_optimizer,
     clipping_unset,
     precision_conflict,
     precision_unsupported,
@@ -1442,11 +1460,7 @@ RULES: Final = (
 FIRST: Final = (stage_auto, offload_without_device)
 """Those whose repair the others build on."""
 
-_LATER: Final = (fp16_on_cpu, no_warmup)
-"""Those whose repair needs more than the plan: filling knows which precision is asked for, and
-``zerotune.optim`` at which peak the schedule starts. They record it."""
-
-REPAIRS: Final = tuple(each for each in RULES if each.severity != "note" and each not in _LATER)
+REPAIRS: Final = tuple(each for each in RULES if each.severity != "note" and not each.left_to)
 """Those that stop a plan or change it while it is resolved."""
 
 

@@ -51,5 +51,13 @@ def test_clipping_unset(config, launch, run, found):
     assert len(find("clipping-unset", read(config, **launch), run=RunFacts(**run))) == found
 
 
+def test_clipping_among_the_arguments_of_the_optimizer():
+    config = {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}
+    found = one("clipping-in-optimizer", config)
+    assert (found.severity, found.key) == ("error", "optimizer.params.max_grad_norm")
+    assert "gradient_clipping at the top level" in found.fix
+    assert find("clipping-in-optimizer", {"optimizer": {"type": "AdamW"}}) == []
+
+
 def test_clipping_unset_says_what_happens():
     assert "norm of 1.0" in one("clipping-unset", {}).reason
