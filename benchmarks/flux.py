@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,13 +11,15 @@ import attrs
 from benchmarks.families import FLUX
 from benchmarks.framework import Benchmark, Case, Context, Measured
 from benchmarks.large import capped, comparison
+from zerotune import DeepSpeedPlan, Platform, detect_platform
+from zerotune.plan.families import family
+from zerotune.plan.memory.model import Workload
 
 DOUBLE, SINGLE = 19, 38
 """Blocks of the published model."""
-_OUTSIDE, _DOUBLE, _SINGLE = 100_000_000, 339_800_000, 141_600_000
-"""Parameters outside the blocks, and of one block of each kind; rounded up."""
-_HOST_BYTES: Final = 27
-"""Per parameter: 18 of stage 2's optimizer, 4 of the EMA, 4 as loaded, and some room."""
+_USED: Final = 0.9
+"""Of a machine's memory; the rest is Python's, torch's and the system's."""
+_BLOCK: Final = re.compile(r"(single_)?transformer_blocks\.(\d+)\.")
 TINY: Final[dict[str, Any]] = FLUX | {
     "in_channels": 16,
     "attention_head_dim": 8,
@@ -29,12 +32,34 @@ TINY: Final[dict[str, Any]] = FLUX | {
 }
 
 
-def depth(host_bytes: int) -> tuple[int, int]:
-    """Blocks of each kind that a machine's memory holds, two single ones to each double one."""
-    room = host_bytes * 0.9 / _HOST_BYTES - _OUTSIDE
-    pairs = int(room // (_DOUBLE + 2 * _SINGLE))
-    double = max(1, min(DOUBLE, pairs))
-    return double, 2 * double
+def depth(platform: Platform) -> tuple[int, int]:
+    """Blocks of each kind that a machine's memory holds, two single ones to each double one.
+
+    Counted for the reference too: it does not keep torch from rounding page-locked memory.
+    """
+    room = _USED * platform.host_memory.limit
+    for double in range(DOUBLE, 1, -1):
+        if host_need(double, platform) <= room:
+            return double, 2 * double
+    return 1, 2
+
+
+def host_need(double: int, platform: Platform) -> int:
+    """The most host memory of any contestant with so many double blocks, bytes."""
+    facts = family("flux")
+    kept = tuple(one for one in facts.parameters if _within(one.name, double))
+    facts = attrs.evolve(facts, parameters=kept)
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", micro_batch_size=1)
+    resolved = plan.resolve(platform=platform, model=facts)
+    ours = resolved.estimate(Workload(ema="host")).host
+    reference = resolved.estimate(Workload(exact_pinning=False)).host
+    # As it was loaded, in fp32.
+    return max(ours, reference) + 4 * facts.numel
+
+
+def _within(name: str, double: int) -> bool:
+    found = _BLOCK.match(name)
+    return found is None or int(found[2]) < (2 * double if found[1] else double)
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -42,9 +67,7 @@ def cases(quick: bool) -> Sequence[Case]:
     if quick:
         tiny = {"family": "tiny", "config": TINY, "batch": 1, "side": 64}
         return (_scaled(comparison("64², batch 1", steps=1, **tiny)),)
-    from zerotune import detect_platform
-
-    double, single = depth(detect_platform(log=False).host_memory.limit)
+    double, single = depth(detect_platform(log=False))
     config = FLUX | {"num_layers": double, "num_single_layers": single}
     # Activations are those of the blocks there are, and so are not in the estimate.
     part = {"family": f"flux, {double} + {single} blocks", "config": config, "batch": 1}

@@ -13,6 +13,7 @@ from zerotune._util.proc import CAP_IPC_LOCK, has_capability
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
+from zerotune.plan.fill import pins_natively
 from zerotune.plan.memory.model import PHASES, EstimateValue, Workload
 from zerotune.plan.model import AUTO, evolved
 
@@ -89,9 +90,10 @@ def host_budget(
     Raises:
         UnresolvedPlanError: The plan was resolved without a model.
     """
-    native = _is_native(os.environ if environ is None else environ)
-    workload = Workload(ranks_per_machine=ranks, exact_pinning=native or None)
+    asked = _is_native(os.environ if environ is None else environ)
+    workload = Workload(ranks_per_machine=ranks, exact_pinning=asked or None)
     estimate = resolved.estimate(workload)
+    native = asked or pins_natively(resolved.platform)
     return HostBudget(
         per_rank=estimate.host,
         pinned=estimate.pinned,

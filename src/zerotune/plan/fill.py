@@ -1085,6 +1085,8 @@ THRESHOLD: Final = 1
 """Smaller blocks are still rounded, which lets torch use them again."""
 OLDEST_TORCH: Final = (2, 13)
 """First release that was read and has the setting; the backend tries it with older ones too."""
+NATIVE_DEEPSPEED: Final = (0, 19, 8)
+"""First release that was read and can page-lock exact sizes itself."""
 ROUNDING: Final = frozenset({"cuda", "rocm"})
 """Accelerators on which torch page-locks memory through this allocator."""
 
@@ -1098,7 +1100,21 @@ def pins_exactly(platform: Platform) -> bool:
     if platform.accelerator not in ROUNDING:
         return True
     version = platform.versions.get("torch")
-    if version is None:
-        return True
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return numbers is not None and (int(numbers[1]), int(numbers[2])) >= OLDEST_TORCH
+    return version is None or _at_least(version, OLDEST_TORCH)
+
+
+def pins_natively(platform: Platform) -> bool:
+    """Whether DeepSpeed page-locks its own blocks to the byte there, since torch would round them.
+
+    Args:
+        platform: Its versions decide, and whether locked memory is limited: DeepSpeed locks it
+            itself, and fails where it may not.
+    """
+    version = platform.versions.get("deepspeed")
+    needed = not pins_exactly(platform) and platform.memlock_limit is None
+    return needed and version is not None and _at_least(version, NATIVE_DEEPSPEED)
+
+
+def _at_least(version: str, oldest: tuple[int, ...]) -> bool:
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return numbers is not None and tuple(map(int, numbers[0].split("."))) >= oldest

@@ -33,6 +33,7 @@ from zerotune.plan.fill import (
     largest_sub_group,
     optimizer_buffers,
     pins_exactly,
+    pins_natively,
     rehearses_in_bf16,
     solve_batch,
     swaps_parameters,
@@ -489,7 +490,8 @@ def _super_offload(plan: PlanValue) -> bool:
 def pinned_memory(plan: PlanValue, context: Context, report: Report) -> Findings:
     """An older torch rounds each pinned block up to a power of two: 16 GiB for SDXL at stage 2.
 
-    Install torch 2.13, where zerotune switches that off; or set ``pin_memory`` to false where host
+    Install torch 2.13, where zerotune switches that off, or DeepSpeed 0.19.8, which page-locks to
+    the byte itself where locked memory is not limited; or set ``pin_memory`` to false where host
     memory is short. Checked where model and torch are known.
     """
     section = offload_section(plan, "optimizer")
@@ -514,7 +516,8 @@ def pinned_memory(plan: PlanValue, context: Context, report: Report) -> Findings
 
 
 def _rounds(context: Context) -> bool:
-    return context.platform is not None and not pins_exactly(context.platform)
+    here = context.platform
+    return here is not None and not pins_exactly(here) and not pins_natively(here)
 
 
 def _power_of_two(nbytes: int) -> int:

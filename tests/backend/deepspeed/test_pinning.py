@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
+from tests.support.ranks import run_ranks
 from zerotune.backend.deepspeed import placement as pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.fill import SETTING, pins_exactly
+from zerotune.plan.fill import SETTING, pins_exactly, pins_natively
 from zerotune.plan.memory.model import Workload
-from zerotune.platform import GIB, Platform
+from zerotune.platform import GIB, Platform, detect_platform
 
 
 def resolved(accelerator: Any = "cuda", torch_version: str | None = None, **more: Any) -> Any:
@@ -22,19 +27,26 @@ def resolved(accelerator: Any = "cuda", torch_version: str | None = None, **more
 
 
 @pytest.fixture
+def resources() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stands for torch's allocator, which this process must not change for other tests."""
     written = ["expandable_segments:True"]
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: written[-1])
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", written.append)
+    read, write = "_accelerator_getAllocatorSettings", "_accelerator_setAllocatorSettings"
+    monkeypatch.setattr(torch._C, read, lambda: written[-1], raising=False)
+    monkeypatch.setattr(torch._C, write, written.append, raising=False)
     return written
 
 
-def test_other_settings_are_kept(settings: list[str]) -> None:
-    (decision,) = pinning.pin_exactly(resolved(), environ={})
+def test_other_settings_are_kept(settings: list[str], resources: ExitStack) -> None:
+    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ={})
     assert settings == ["expandable_segments:True", f"expandable_segments:True,{SETTING}:1"]
     assert (decision.key, decision.after) == (f"torch.{SETTING}", 1)
-    pinning.pin_exactly(resolved(), environ={})
+    pinning.pin_exactly(resolved(), resources=resources, environ={})
     assert len(settings) == 2, "a second engine has nothing left to set"
 
 
@@ -47,9 +59,9 @@ def test_other_settings_are_kept(settings: list[str]) -> None:
     ],
 )
 def test_what_the_user_wrote_stands(
-    settings: list[str], environ: dict[str, str], after: str | None
+    settings: list[str], environ: dict[str, str], after: str | None, resources: ExitStack
 ) -> None:
-    (decision,) = pinning.pin_exactly(resolved(), environ=environ)
+    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ=environ)
     assert (decision.after, decision.severity) == (after, "note")
     assert len(settings) == 1
 
@@ -63,27 +75,102 @@ def test_what_the_user_wrote_stands(
     ],
     ids=["cpu", "no offload", "not pinned"],
 )
-def test_nothing_is_touched_where_nothing_is_pinned(settings: list[str], plan: Any) -> None:
-    assert pinning.pin_exactly(plan, environ={}) == ()
+def test_nothing_is_touched_where_nothing_is_pinned(
+    settings: list[str], plan: Any, resources: ExitStack
+) -> None:
+    assert pinning.pin_exactly(plan, resources=resources, environ={}) == ()
     assert len(settings) == 1
 
 
 def test_a_torch_that_rounds_all_the_same_is_found_out(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, resources: ExitStack
 ) -> None:
     monkeypatch.setattr(pinning, "_pinned_bytes_of", lambda _nbytes: 4 * 2**20)
-    (decision,) = pinning.pin_exactly(resolved(), environ={})
+    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ={})
     assert (decision.after, decision.severity) == (None, "warning")
     assert "DS_PIN_MEMORY_BACKEND=native" in decision.reason
 
 
-def test_a_torch_without_the_setting_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_setting_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, resources: ExitStack
+) -> None:
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
-    (decision,) = pinning.pin_exactly(resolved(), environ={})
+    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ={})
     assert decision.severity == "warning"
 
 
+def old_platform(**more: Any) -> Platform:
+    return Platform.synthetic("cuda", versions={"torch": "2.11.0", "deepspeed": "0.19.8"}, **more)
+
+
+def old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 is."""
+    for name in ("get", "set"):
+        monkeypatch.delattr(torch._C, f"_accelerator_{name}AllocatorSettings", raising=False)
+
+
+@pytest.mark.deepspeed
+def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives() -> None:
+    limit = detect_platform(log=False).memlock_limit
+    if limit is not None and limit < 4 * 2**20:
+        pytest.skip(f"this process may lock {limit} bytes only")
+    ((told, before, during, exact, after),) = run_ranks(pin_on_old_torch)
+    assert (told.after, told.severity) == ("native", "note")
+    assert (before, during, after) == (None, "native", None)
+    assert exact, "the block is as large as what was asked for, and counts as page-locked"
+
+
+def pin_on_old_torch() -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        old_torch(monkeypatch)
+        plan = resolved()
+        plan = attrs.evolve(plan, platform=old_platform())
+        before = os.environ.get("DS_PIN_MEMORY_BACKEND")
+        with ExitStack() as resources:
+            (told,) = pinning.pin_exactly(plan, resources=resources)
+            block = get_accelerator().pin_memory(torch.zeros(3 * 2**18))
+            exact = block.untyped_storage().nbytes() < 4 * 2**20
+            exact = exact and get_accelerator().is_pinned(block)
+            during = os.environ.get("DS_PIN_MEMORY_BACKEND")
+        return told, before, during, exact, os.environ.get("DS_PIN_MEMORY_BACKEND")
+
+
+@pytest.mark.parametrize("limit", [None, 8 * 2**20])
+def test_what_deepspeed_may_not_lock_is_left_to_torch_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, resources: ExitStack, limit: int | None
+) -> None:
+    old_torch(monkeypatch)
+    versions = {"torch": "2.11.0", "deepspeed": "0.19.7" if limit is None else "0.19.8"}
+    platform = Platform.synthetic("cuda", versions=versions, memlock_limit=limit)
+    plan = attrs.evolve(resolved(), platform=platform)
+    (decision,) = pinning.pin_exactly(plan, resources=resources, environ={})
+    assert (decision.after, decision.severity) == (None, "warning")
+    assert "DeepSpeed itself needs 0.19.8 and no limit on locked memory" in decision.reason
+    assert "DS_PIN_MEMORY_BACKEND" not in os.environ
+
+
+def test_the_estimate_counts_what_deepspeed_page_locks_itself() -> None:
+    plan = attrs.evolve(resolved(), platform=old_platform())
+    assert not pins_exactly(plan.platform)
+    assert pins_natively(plan.platform)
+    assert not pins_natively(old_platform(memlock_limit=2**16))
+    (master,) = [
+        item for item in plan.estimate(Workload()).items if item.component == "master weights"
+    ]
+    assert master.nbytes == 3 * GIB
+    limited = attrs.evolve(plan, platform=old_platform(memlock_limit=2**16))
+    (master,) = [
+        item for item in limited.estimate(Workload()).items if item.component == "master weights"
+    ]
+    assert master.nbytes == 4 * GIB
+
+
 def test_this_torch_has_the_setting() -> None:
+    version = torch.__version__
+    if not pins_exactly(Platform.synthetic("cuda", versions={"torch": version})):
+        pytest.skip(f"torch {version} cannot be told; DeepSpeed page-locks memory itself there")
     assert callable(torch._C._accelerator_setAllocatorSettings)  # type: ignore[attr-defined]
 
 
@@ -103,7 +190,8 @@ def test_the_estimate_follows_the_torch_installed(version: str | None, exact: bo
 
 
 @pytest.mark.gpu
-def test_a_gpu_pins_exactly() -> None:
-    (decision,) = pinning.pin_exactly(resolved(), environ={})
-    assert decision.severity == "note"
+def test_a_gpu_pins_exactly(resources: ExitStack) -> None:
+    (decision,) = pinning.pin_exactly(resolved(), resources=resources, environ={})
+    if decision.severity == "warning":
+        pytest.skip(f"torch {torch.__version__} rounds: {decision.reason}")
     assert pinning._pinned_bytes_of(5 * 2**20) in (0, 5 * 2**20)

@@ -222,7 +222,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         check_shapes(model)
         check_model_dtype(model, plan)
         rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
-        pinned = pin_exactly(plan)
+        pinned = pin_exactly(plan, resources=self.resources)
         arguments = initialize_arguments(plan, model)
         self._expected_groups = expected_groups(
             chosen_optimizer(plan), named, arguments["optimizer"]

@@ -141,7 +141,9 @@ class HostStep(ABC):
             shape, pinned = slab.grad.shape, slab.grad.is_pinned()
             slab.grad = None
             slab.grad_dtype = dtype
-            slab.grad = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+            empty = torch.zeros(shape, dtype=dtype)
+            # As DeepSpeed does it: torch may round the block up to twice its size.
+            slab.grad = self._home.get_accelerator().pin_memory(empty) if pinned else empty
 
     def _norm_of(self, gradient: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
         """L2 norm of a flat gradient, which is copied on the way where it is in host memory."""

@@ -13,20 +13,24 @@ page-locked host memory at the size that is needed.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from zerotune._util.environment import held
 from zerotune.backend.dtypes import DTYPES
+from zerotune.backend.ops.build import building
 from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.fill import ROUNDING, SETTING, THRESHOLD
+from zerotune.plan.fill import NATIVE_DEEPSPEED, ROUNDING, SETTING, THRESHOLD, pins_natively
+from zerotune.platform.probe import first_line
 
 KEY: Final = "initialization.flat weights"
 _KNOWN: Final = (
@@ -36,6 +40,7 @@ _KNOWN: Final = (
 """Arguments of ``flatten_dense_tensors_aligned`` in the releases that were read."""
 
 PINNING_KEY: Final = f"torch.{SETTING}"
+_BACKEND: Final = "DS_PIN_MEMORY_BACKEND"
 _VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _PROBE: Final = 3 * 1024**2
 """Bytes; a power of two would be 4 MiB."""
@@ -212,15 +217,17 @@ def shard_from_host(
 
 
 def pin_exactly(
-    plan: ResolvedPlan, *, environ: Mapping[str, str] | None = None
+    plan: ResolvedPlan, *, resources: ExitStack, environ: Mapping[str, str] | None = None
 ) -> tuple[Decision, ...]:
-    """Keep torch from rounding page-locked blocks up to powers of two, for this process.
+    """Keep page-locked blocks from being rounded up to powers of two.
 
-    What the user wrote into ``PYTORCH_ALLOC_CONF`` stands, and so does
+    torch is told so for this process; where it cannot be, DeepSpeed page-locks memory itself. What
+    the user wrote into ``PYTORCH_ALLOC_CONF`` stands, and so does
     ``DS_PIN_MEMORY_BACKEND=native``, which does not round either.
 
     Args:
         plan: The plan about to start.
+        resources: Receives what has to end with the engine.
         environ: Environment variables; this process's by default.
 
     Returns:
@@ -229,13 +236,17 @@ def pin_exactly(
     if not _pins(plan):
         return ()
     environ = os.environ if environ is None else environ
-    if environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native":
-        return (_pinned(None, "DS_PIN_MEMORY_BACKEND=native page-locks exact sizes itself"),)
+    if environ.get(_BACKEND, "").strip().lower() == "native":
+        return (_pinned(None, f"{_BACKEND}=native page-locks exact sizes itself"),)
     for variable in _VARIABLES:
         written = _written(environ.get(variable, ""))
         if written is not None:
             return (_pinned(written, f"{variable} says so"),)
-    return (_set_and_verify(),)
+    why = _set_and_verify()
+    if why is None:
+        reason = "torch rounds page-locked blocks up to powers of two; from this size on no more"
+        return (_pinned(THRESHOLD, reason),)
+    return (_natively(plan, resources, why),)
 
 
 def _pins(plan: ResolvedPlan) -> bool:
@@ -251,12 +262,13 @@ def _written(settings: str) -> str | None:
     return next((value.strip() for name, _, value in pairs if name.strip() == SETTING), None)
 
 
-def _set_and_verify() -> Decision:
+def _set_and_verify() -> str | None:
+    """Change torch's setting; why it rounds all the same, if it does."""
     private: Any = torch._C
     read = getattr(private, "_accelerator_getAllocatorSettings", None)
     write = getattr(private, "_accelerator_setAllocatorSettings", None)
     if read is None or write is None:
-        return _rounded("this torch has no such setting")
+        return "this torch has no such setting"
     with _lock:
         current = read() or ""
         if _written(current) is None:
@@ -264,13 +276,36 @@ def _set_and_verify() -> Decision:
                 # Setting one key alone would put the others back to their defaults.
                 write(",".join(filter(None, (current, f"{SETTING}:{THRESHOLD}"))))
             except (RuntimeError, ValueError) as error:
-                return _rounded(f"torch refused the setting: {str(error).splitlines()[0]}")
+                return f"torch refused the setting: {str(error).splitlines()[0]}"
     taken = _pinned_bytes_of(_PROBE)
     if taken is not None and taken >= 4 * 1024**2:
-        return _rounded("torch took the setting and rounds all the same")
+        return "torch took the setting and rounds all the same"
+    return None
+
+
+def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
+    """Have DeepSpeed page-lock its buffers itself while the engine lives, where it can."""
+    obstacle = _native_obstacle(plan)
+    if obstacle is not None:
+        return _rounded(f"{why}, {obstacle}")
+    resources.enter_context(held(_BACKEND, "native"))
     return _pinned(
-        THRESHOLD, "torch rounds page-locked blocks up to powers of two; from this size on no more"
+        "native",
+        f"{why}, so DeepSpeed page-locks its buffers to the byte itself, {_BACKEND}=native",
     )
+
+
+def _native_obstacle(plan: ResolvedPlan) -> str | None:
+    if not pins_natively(plan.platform):
+        oldest = ".".join(map(str, NATIVE_DEEPSPEED))
+        return f"DeepSpeed itself needs {oldest} and no limit on locked memory (ulimit -l)"
+    try:
+        with building():
+            importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:
+        cause = error.__cause__ or error
+        return f"DeepSpeed's op pin_memory cannot be built ({first_line(cause)})"
+    return None
 
 
 def _pinned_bytes_of(nbytes: int) -> int | None:
@@ -292,7 +327,7 @@ def _rounded(why: str) -> Decision:
         before=None,
         after=None,
         reason=f"{why}, so page-locked blocks take up to twice their size; "
-        "DS_PIN_MEMORY_BACKEND=native page-locks exact sizes",
+        f"{_BACKEND}=native page-locks exact sizes",
         severity="warning",
     )
 

@@ -12,7 +12,7 @@ import attrs
 from zerotune._util.numbers import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.fill import Swapping, pins_exactly, sub_groups
+from zerotune.plan.fill import Swapping, pins_exactly, pins_natively, sub_groups
 from zerotune.plan.memory.model import (
     ALWAYS,
     EMAPlace,
@@ -140,6 +140,13 @@ class Costing:
         stated = self.workload.exact_pinning
         return pins_exactly(self.resolved.platform) if stated is None else stated
 
+    @property
+    def deepspeed_pins_exactly(self) -> bool:
+        """Whether DeepSpeed's own page-locked blocks keep their size."""
+        return self.pins_exactly or (
+            self.workload.exact_pinning is None and pins_natively(self.resolved.platform)
+        )
+
     def place(self, offload: str) -> Place:
         """Where something offloaded to ``"none"``, ``"cpu"`` or ``"nvme"`` lies."""
         places: dict[str, Place] = {"none": self.device, "cpu": "host", "nvme": "nvme"}
@@ -170,10 +177,15 @@ class Costing:
         blocks: Iterable[float],
         phases: frozenset[Phase] = ALWAYS,
         note: str = "",
+        *,
+        by_torch: bool = False,
     ) -> MemoryItem:
-        """Page-locked host memory, block by block, rounded as torch's allocator does."""
+        """Page-locked host memory, block by block, rounded where torch's allocator does that.
+
+        ``by_torch``: it is not DeepSpeed that asks for it, so DeepSpeed's own way does not help.
+        """
         sizes = [math.ceil(block) for block in blocks if block > 0]
-        if self.pins_exactly:
+        if self.pins_exactly if by_torch else self.deepspeed_pins_exactly:
             total = sum(sizes)
         else:
             total = sum([power_of_two(size) for size in sizes])
@@ -704,7 +716,9 @@ def _activations(case: Costing) -> Iterator[MemoryItem]:
         if known.offloaded_host is not None:
             waiting = known.offloaded_host.nbytes(**size)
             # Blocks are used again, so that they stay from the first step on.
-            yield case.pinned("activations", [waiting], TRAINING, "inputs of recomputed blocks")
+            yield case.pinned(
+                "activations", [waiting], TRAINING, "inputs of recomputed blocks", by_torch=True
+            )
         return
     checkpoints = work.gradient_checkpointing and known.checkpointed is not None
     cost = known.checkpointed if checkpoints else known.full
