@@ -34,9 +34,12 @@ class Decision:
     """One sentence that says why."""
     severity: Severity = "note"
     """``"warning"`` when the user would probably object, else ``"note"``."""
+    written: str | None = attrs.field(default=None, eq=False, repr=False)
+    """What the user's own file calls the setting, where that is not ``key``."""
 
     def __str__(self) -> str:
-        return f"{readable(self.key)}: {_show(self.before)} -> {_show(self.after)} ({self.reason})"
+        name = readable(self.written or self.key)
+        return f"{name}: {_show(self.before)} -> {_show(self.after)} ({self.reason})"
 
 
 def _show(value: Any) -> str:

@@ -34,7 +34,7 @@ read says all its mistakes at once, each in a line: the first is the error, ``ot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -111,12 +111,14 @@ class ZeroTuneError(Exception):
 
     Attributes:
         key: Path of the offending setting (``"zero_optimization.stage"``), or ``None``.
+        written: What the user's own file calls it, where that is not ``key``; messages show it.
         value: The offending value; ``UNSET`` when there is none.
         reason: Why it cannot be accepted.
         fix: What to write or do instead, or ``None``.
         others: Further mistakes in what was read.
     """
 
+    written: str | None = None
     others: tuple[ZeroTuneError, ...] = ()
 
     def __init__(
@@ -142,11 +144,18 @@ class ZeroTuneError(Exception):
         state = {**self.__dict__, "others": tuple(others)}
         return _rebuild(type(self), state) if state["others"] or self.others else self
 
+    def reworded(self, written: str | None, say: Callable[[str], str]) -> Self:
+        """The same mistake, its setting called ``written`` and its sentences as ``say`` says."""
+        fix = None if self.fix is None else say(self.fix)
+        state = {**self.__dict__, "written": written, "reason": say(self.reason), "fix": fix}
+        return _rebuild(type(self), state)
+
     def _message(self) -> str:
         return "\n".join([self._sentences(), *map(str, self.others)])
 
     def _sentences(self) -> str:
-        subject = readable(self.key) if isinstance(self.key, str) else ""
+        name = self.written or self.key
+        subject = readable(name) if isinstance(name, str) else ""
         if not isinstance(self.value, _Unset):
             subject = f"{subject} = {shorten(self.value)}" if subject else shorten(self.value)
         sentence = self.reason.rstrip(".") + "."

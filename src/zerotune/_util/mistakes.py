@@ -41,6 +41,26 @@ class noted:  # noqa: N801
         return True
 
 
+class reworded:  # noqa: N801
+    """Change the mistakes of the block, raised or noted."""
+
+    def __init__(self, change: Callable[[ZeroTuneError], ZeroTuneError]) -> None:
+        self._change = change
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+        self._before = len(_noting.get() or ())
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Change what was noted, and raise anew what was raised."""
+        mistakes = _noting.get()
+        for number in range(self._before, len(mistakes or ())):
+            if mistakes is not None and mistakes[number] is not error:
+                mistakes[number] = self._change(mistakes[number])
+        if isinstance(error, ZeroTuneError) and error not in (mistakes or ()):
+            raise self._change(error).with_others(map(self._change, error.others)) from None
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """Raise the mistakes noted inside as one error: the first of them, with the ``others``."""

@@ -32,6 +32,7 @@ from zerotune.plan.model import (
     Real,
     Text,
     is_auto,
+    refuse_template,
 )
 
 ParameterType = Literal["float", "int", "bool", "floats", "str", "any"]
@@ -119,6 +120,7 @@ class Parameter:
         """``check`` that also tells why the value differs from what was written, if it does."""
         if value is None and self.nullable:
             return None, None
+        refuse_template(self.kind, value, f"{section}.{self.name}")
         return self.kind.read(value, f"{section}.{self.name}")
 
     def check(self, value: Any, *, section: str) -> Any:

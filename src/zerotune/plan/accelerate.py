@@ -14,17 +14,19 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.mistakes import noted
+from zerotune._util.mistakes import noted, reworded
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, InvalidValueError, PlanConflictError
 from zerotune.plan import model as known_keys
 from zerotune.plan.model import (
     AUTO,
     LaunchSection,
+    Names,
     PlanValue,
     as_tuple,
     modelled,
     read_launch,
+    rename,
     unknown_key,
 )
 from zerotune.plan.source import read_named, tolerated
@@ -81,6 +83,8 @@ class Translated:
     """Where a relative path in ``config`` is looked up first."""
     decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
     """What was said in another way, or kept although accelerate loses it."""
+    names: Names = attrs.field(factory=dict)
+    """What accelerate calls the settings."""
 
 
 def translate(
@@ -89,6 +93,7 @@ def translate(
     source: str,
     also_known: Collection[str] = (),
     folder: Path | None = None,
+    spelled: Mapping[str, str] | None = None,
 ) -> Translated:
     """Translate the settings of ``accelerate config``.
 
@@ -97,6 +102,7 @@ def translate(
         source: Name used in messages.
         also_known: Paths of further keys to pass through.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
+        spelled: Key to how messages call it, where that is not its place in the file.
 
     Raises:
         PlanError: They do not use DeepSpeed, or name a file that cannot be read.
@@ -113,19 +119,42 @@ def translate(
     around = {key: value for key, value in content.items() if key != BLOCK}
     decisions: list[Decision] = []
     launched, config, config_source, inside = _split(block, folder, decisions, also_known)
+    names = _names(block, spelled or {})
     around = _known(around, decisions, also_known)
     with noted():
         _use_deepspeed(around, decisions)
     if _names_file(block):
         _precision_beside_file(around, decisions)
-    launch = read_launch({**around, **launched}, decisions, also_known)
+    with reworded(rename(names)):
+        launch = read_launch({**around, **launched}, decisions, also_known)
     return Translated(
         config=config,
         launch=launch,
         source=config_source or source,
         folder=inside or folder,
         decisions=decisions,
+        names=names,
     )
+
+
+def _names(block: Mapping[Any, Any], spelled: Mapping[str, str]) -> dict[str, str]:
+    """What accelerate calls each setting, by its path in a plan."""
+
+    def name(key: str, *, inside: bool) -> str:
+        return spelled.get(key) or (f"{BLOCK}.{key}" if inside else key)
+
+    settings = [*known_keys.LAUNCH, *(each.name for each in modelled(LaunchSection))]
+    names = {f"launch.{key}": name(key, inside=key in LAUNCH_IN_BLOCK) for key in settings}
+    if _names_file(block):
+        return names
+    for key, path in _PLACES.items():
+        # Messages name what lies inside an offload section without what lies around it.
+        for shown in (path, path[1:]) if len(path) > 2 else (path,):
+            names[".".join(shown)] = name(key, inside=True)
+    own = {key: f"{BLOCK}.{key}" for key in block if key in _plan_keys()}
+    if "zero_optimization" in own:
+        names = {path: name for path, name in names.items() if not path.startswith("zero_")}
+    return {**names, **own}
 
 
 def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict[str, Any]:
@@ -391,6 +420,11 @@ _PLACES: Final = {
     "zero3_save_16bit_model": ("zero_optimization", GATHER),
 }
 """Key of the block to its place in DeepSpeed's configuration."""
+_SPELLED: Final = {
+    **{key: variable for variable, key in (_BLOCK_VARIABLES | _LAUNCH_VARIABLES).items()},
+    "mixed_precision": _PRECISION,
+}
+"""Key to the variable that carries it."""
 
 
 def translate_environment(environ: Mapping[str, str]) -> Translated:
@@ -423,7 +457,7 @@ def _from_block(
     }
     if _PRECISION in environ:
         settings["mixed_precision"] = environ[_PRECISION]
-    found = translate(settings, source=_SOURCE, folder=None)
+    found = translate(settings, source=_SOURCE, spelled=_SPELLED)
     kept = [d for d in found.decisions if "does not pass this path on" not in d.reason]
     return attrs.evolve(found, decisions=kept)
 
@@ -460,9 +494,16 @@ def _from_file(
     precision = environ.get(_PRECISION)
     if precision is not None and not _is_default_precision(precision, config):
         around["mixed_precision"] = precision
-    launch = read_launch(around, decisions)
+    names = {f"launch.{key}": _SPELLED[key] for key in around}
+    with reworded(rename(names)):
+        launch = read_launch(around, decisions)
     return Translated(
-        config=config, launch=launch, source=source, folder=folder, decisions=decisions
+        config=config,
+        launch=launch,
+        source=source,
+        folder=folder,
+        decisions=decisions,
+        names=names,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -630,8 +631,9 @@ def read_section(
 def _require_object(raw: Any, key: str) -> None:
     if not isinstance(raw, Mapping):
         form = '{"name": value, …}'
-        if key == "zero_optimization" and is_integer(raw):
-            form = f'{{"stage": {raw}}}'
+        stage = as_number(raw[0] if isinstance(raw, list) and len(raw) == 1 else raw)
+        if key == "zero_optimization" and stage in (0, 1, 2, 3):
+            form = f'{{"stage": {stage:.0f}}}'
         raise InvalidValueError(
             "must be an object", key=key or None, value=raw, fix=f"write {form}"
         )
@@ -657,7 +659,7 @@ def located(prefix: str) -> Iterator[None]:
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """The error for a key nobody knows, with the nearest known ones."""
     guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
-    at_top = _BELONG_BELOW.get(name) if path == name else None
+    at_top = _belongs_below(name) if path == name else None
     meant = at_top or _COMMON_MISTAKES.get(name) or " or ".join(repr(guess) for guess in guesses)
     fix = f"did you mean {meant}?" if meant else "remove it, or check its spelling and its place"
     return UnknownKeyError(
@@ -682,14 +684,15 @@ _COMMON_MISTAKES = {
 }
 
 _BELONG_BELOW = {
-    **{
-        name: f"'zero_optimization.{name}'"
-        for name in ("stage", "offload_optimizer", "offload_param", "overlap_comm")
-    },
     "zero_stage": "'zero_optimization.stage'",
     "mixed_precision": "'bf16' or 'fp16', as in \"bf16\": {\"enabled\": true}",
 }
-"""Keys written at the top level, and where they belong."""
+"""Keys written at the top level, and where they belong, beside those of ``zero_optimization``."""
+
+
+def _belongs_below(name: str) -> str | None:
+    known = {each.name for each in modelled(ZeroSection)} | ZeroSection.aliases.keys()
+    return f"'zero_optimization.{name}'" if name in known else _BELONG_BELOW.get(name)
 
 
 def _canonical_key(
@@ -724,9 +727,33 @@ def _canonical_key(
     return name
 
 
+def refuse_template(kind: Kind, value: Any, key: str) -> None:
+    """Raise ``InvalidValueError`` for a place holder that nobody has filled in."""
+    if not isinstance(value, str) or len(value) > _LONGEST_TEMPLATE:
+        return
+    inside = _IN_A_PATH.search(value) if isinstance(kind, Folder) else None
+    if inside or _TEMPLATE.fullmatch(value.strip()):
+        words = getattr(kind, "words", "")
+        meant = words if isinstance(words, str) and words else "the value itself"
+        raise InvalidValueError(
+            "is a template that was not filled in", key=key, value=value, fix=f"write {meant}"
+        )
+
+
+_LONGEST_TEMPLATE: Final = 4096
+_TEMPLATE: Final = re.compile(
+    r"\{\{.*\}\}|\{%.*%\}|\$\{.*\}|\$\(.*\)|\$[A-Za-z_]\w*|\{[A-Za-z_]\w*\}|<[A-Za-z_][^<>]*>"
+    r"|%[A-Za-z_]\w*%|%\(\w+\)[sdf]|@[A-Za-z_]\w*@|YOUR_\w+|TODO|FIXME|\.\.\.|\u2026",
+    re.DOTALL,
+)
+_IN_A_PATH: Final = re.compile(r"\{\{|\$\{|\$[A-Za-z_]|%[A-Za-z_]\w*%|<[A-Za-z_][^<>/]*>")
+"""Nobody fills in variables of a shell there: a folder of that very name would be made."""
+
+
 def _read_value(
     kind: Any, value: Any, path: str, decisions: list[Decision], also_known: Collection[str]
 ) -> Any:
+    refuse_template(kind, value, path)
     if value is None and getattr(kind, "null", None) is None:
         decisions.append(
             Decision(key=path, before="null", after=None, reason="null means not written")
@@ -750,6 +777,45 @@ def _read_value(
 def _passes(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
     private = name.startswith("_") and path == name
     return private or name in cls.passed_through or path in also_known
+
+
+# -- What settings are called in the file that they were read from.
+
+
+Names = Mapping[str, str]
+"""Path of a setting to its name in a file where that is another (accelerate's, a trainer's)."""
+
+
+def name_of(path: str, names: Names) -> str | None:
+    """What the file calls the setting at ``path``; ``None``: the same."""
+    name, below = path, ""
+    while name not in names:
+        name, dot, last = name.rpartition(".")
+        if not dot:
+            return None
+        below = f".{last}{below}"
+    return f"{names[name]}{below}"
+
+
+def in_words_of(names: Names) -> Callable[[str], str]:
+    """What puts the file's own names into a sentence in place of paths."""
+    if not names:
+        return str
+    paths = sorted(names, key=len, reverse=True)
+    either = "|".join(re.escape(path) for path in paths)
+    place = re.compile(rf"(?<![\w.])(?:{either})(?!\.?\w)")
+    return lambda text: place.sub(lambda found: names[found[0]], text)
+
+
+def rename(names: Names) -> Callable[[ZeroTuneError], ZeroTuneError]:
+    """What tells a mistake in the words of the file."""
+    say = in_words_of(names)
+    return lambda error: error.reworded(error.written or name_of(error.key or "", names), say)
+
+
+def renamed(decisions: Iterable[Decision], names: Names) -> list[Decision]:
+    """Decisions that name settings as the file does."""
+    return [attrs.evolve(one, written=one.written or name_of(one.key, names)) for one in decisions]
 
 
 # -- Keys DeepSpeed 0.18.9 to 0.19.8 and accelerate 1.15 know beyond those zerotune models.
@@ -1701,6 +1767,8 @@ class PlanValue(Section):
     """What reading changed, and why."""
     source: str = attrs.field(default="code", eq=False)
     """Where the plan came from: a file name, ``"dict"`` or ``"code"``."""
+    names: Names = attrs.field(factory=dict, eq=False, repr=False)
+    """What that file calls settings that have another name there, by path; for messages."""
 
     @property
     def stage(self) -> int | Auto:

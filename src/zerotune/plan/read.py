@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.mistakes import all_at_once, noted
+from zerotune._util.mistakes import all_at_once, noted, reworded
 from zerotune._util.numbers import is_integer
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
@@ -38,6 +38,8 @@ from zerotune.plan.model import (
     normalise_top_level,
     read_launch,
     read_section,
+    rename,
+    renamed,
     with_launch,
 )
 from zerotune.plan.source import (
@@ -195,14 +197,19 @@ def _unwrapped(
     plan = plan_from_mapping(cls, written, source=source, also_known=also_known, folder=folder)
     with noted():
         plan = _with_micro_batch(plan, config, decisions)
-    around = {
-        TRAINER_KEYS[undashed(key)]: _plain_auto(value)
-        for key, value in config.items()
-        if undashed(key) in TRAINER_KEYS and value is not None
-    }
-    launch = read_launch({**beside, **around}, decisions, also_known)
-    found = (*tolerated(sentences, source), *decisions, *plan.decisions)
-    return attrs.evolve(with_launch(plan, launch), decisions=found)
+    written_as = {TRAINER_KEYS[undashed(key)]: key for key in config if _beside(config, key)}
+    around = {name: _plain_auto(config[key]) for name, key in written_as.items()}
+    names = {f"launch.{name}": key for name, key in written_as.items()}
+    with reworded(rename(names)):
+        launch = read_launch({**beside, **around}, decisions, also_known)
+    found = (*tolerated(sentences, source), *renamed(decisions, names), *plan.decisions)
+    names = {**plan.names, **names}
+    return attrs.evolve(with_launch(plan, launch), decisions=found, names=names)
+
+
+def _beside(config: Mapping[Any, Any], key: Any) -> bool:
+    """Whether a trainer's file says something there that a plan knows as a launch setting."""
+    return undashed(key) in TRAINER_KEYS and config[key] is not None
 
 
 def _named_in_block(
@@ -350,10 +357,12 @@ def plan_from_environment(
 def _translated(
     cls: type[PlanT], found: accelerate.Translated, also_known: Collection[str]
 ) -> PlanT:
-    plan = plan_from_mapping(
-        cls, found.config, source=found.source, also_known=also_known, folder=found.folder
-    )
-    plan = attrs.evolve(plan, decisions=(*found.decisions, *plan.decisions))
+    with reworded(rename(found.names)):
+        plan = plan_from_mapping(
+            cls, found.config, source=found.source, also_known=also_known, folder=found.folder
+        )
+    decisions = renamed((*found.decisions, *plan.decisions), found.names)
+    plan = attrs.evolve(plan, decisions=decisions, names=found.names)
     return with_launch(plan, found.launch)
 
 

@@ -42,11 +42,14 @@ from zerotune.plan.model import (
     AUTO,
     ONE_BIT,
     Context,
+    Names,
     OffloadSection,
     PlanValue,
     Section,
+    in_words_of,
     join,
     modelled,
+    name_of,
     unknown_key,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -77,12 +80,27 @@ class Finding:
     """Why resolution makes that of it, where reason and fix do not say it."""
     error: PlanError | None = attrs.field(default=None, eq=False)
     """The error to raise when it is not the usual ``PlanConflictError``."""
+    written: str | None = attrs.field(default=None, eq=False, repr=False)
+    """What the user's own file calls the setting, where that is not ``key``."""
 
     def as_error(self) -> PlanError:
         """The finding as an exception."""
-        if self.error is not None:
-            return self.error
-        return PlanConflictError(self.reason, key=self.key, value=self.value, fix=self.fix)
+        error = self.error
+        if error is None:
+            error = PlanConflictError(self.reason, key=self.key, value=self.value, fix=self.fix)
+        return error if self.written is None else error.reworded(self.written, str)
+
+    def in_words_of(self, names: Names) -> Finding:
+        """The finding as the file says it that has these names for settings."""
+        say = in_words_of(names)
+        return attrs.evolve(
+            self,
+            reason=say(self.reason),
+            fix=say(self.fix),
+            because=say(self.because),
+            written=name_of(self.key, names),
+            error=self.error and self.error.reworded(None, say),
+        )
 
     def as_decision(self) -> Decision:
         """The finding as a decision of the resolved plan."""
@@ -92,6 +110,7 @@ class Finding:
             after=self.value if self.after is UNSET else self.after,
             reason=self.because or f"{self.reason}; {self.fix}",
             severity="note" if self.severity == "note" else "warning",
+            written=self.written,
         )
 
     def __str__(self) -> str:
@@ -1477,4 +1496,6 @@ def check_plan(
 ) -> tuple[Finding, ...]:
     """Everything the rules find, errors first, otherwise in the order of the rules."""
     findings = [finding for each in rules for finding in each(plan, context)]
+    if plan.names:
+        findings = [finding.in_words_of(plan.names) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))

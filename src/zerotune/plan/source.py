@@ -82,6 +82,7 @@ _ESCAPES = {
 }
 _CURLY = "\u201c\u201d\u201e\u2018\u2019"
 _TEMPLATES = ("{{", "{%")
+_UNFILLED = "has a template that was not filled in"
 _DOUBLE = "use double quotes"
 _DEEPEST = 100
 _LONGEST_NUMBER = 400
@@ -394,6 +395,8 @@ class _Parser:
     def _number(self) -> int | float:
         match = _NUMBER.match(self._text, self._at)
         following = "" if match is None else self._text[match.end() : match.end() + 1]
+        if self._text.startswith("...", self._at):
+            raise self._error(_UNFILLED, "write the value itself")
         if self._text.startswith("-Infinity", self._at):
             raise self._error("has -Infinity, which JSON does not know", "write a finite number")
         if match is None or following.isalnum() or following in ("_", "."):
@@ -419,6 +422,8 @@ class _Parser:
             raise self._error(f"has {word}, which JSON does not know", "write a finite number")
         if word and self._depth == 0 and self._text[self._at + len(word) :].lstrip()[:1] == ":":
             raise self._error("is not JSON; it looks like YAML", "give it the suffix .yaml")
+        if word.startswith("YOUR_") or word in ("TODO", "FIXME"):
+            raise self._error(_UNFILLED, "write the value itself")
         if word:
             word = word[:_SHOWN_OF_A_WORD]
             raise self._error(f"has the word {word} without quotes", f'write "{word}"')
@@ -435,9 +440,9 @@ class _Parser:
             raise self._error(f"has a {what} in single quotes", _DOUBLE)
         if here[:1] and here[0] in _CURLY:
             raise self._error(f"has a {what} in typographic quotes", _DOUBLE)
-        template = here[:1] in ("$", "<", "%") or here in _TEMPLATES
+        template = here[:1] in ("$", "<", "%", "@", "\u2026") or here in _TEMPLATES
         if template or (here[:1] == "{" and what == "key"):
-            raise self._error("has a template that was not filled in", f"write the {what} itself")
+            raise self._error(_UNFILLED, f"write the {what} itself")
         if here[:1] == ",":
             raise self._error("has a comma too many", "remove it")
         if here[:1] == "(":

@@ -1,0 +1,203 @@
+"""Messages from which alone a mistake can be mended, in the words of the user's own file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from zerotune import DeepSpeedPlan, OptimizerResolver, Platform
+from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, PlanSyntaxError
+from zerotune.plan.source import parse_json
+
+YAML = """\
+distributed_type: DEEPSPEED
+mixed_precision: fp8
+num_processes: 2
+deepspeed_config:
+  zero_stage: 2
+  gradient_clipping: 0
+  offload_optimizer_device: nvme
+  zero3_init_flag: true
+"""
+
+
+def message(read):
+    with pytest.raises(PlanError) as caught:
+        read()
+    return str(caught.value)
+
+
+def findings(config):
+    return {finding.rule: finding for finding in DeepSpeedPlan.from_dict(config).check()}
+
+
+@pytest.mark.parametrize(
+    ("config", "fix"),
+    [
+        ({"offload_optimizer": {"device": "cpu"}}, "'zero_optimization.offload_optimizer'"),
+        ({"stage": 2}, "'zero_optimization.stage'"),
+        ({"reduce_bucket_size": 1}, "'zero_optimization.reduce_bucket_size'"),
+        ({"mixed_precision": "bf16"}, '"bf16": {"enabled": true}'),
+        ({"fp16": {"enabled": True, "loss_scale": "dynamic"}}, "(0 means dynamic)"),
+        ({"zero_optimization": 2}, 'write {"stage": 2}'),
+        ({"zero_optimization": "3"}, 'write {"stage": 3}'),
+        ({"zero_optimization": [1]}, 'write {"stage": 1}'),
+        ({"zero_optimization": 9}, 'write {"name": value'),
+    ],
+)
+def test_the_fix_is_the_form_that_works(config, fix):
+    assert fix in message(lambda: DeepSpeedPlan.from_dict(config)).partition("Fix: ")[2]
+
+
+def test_a_rate_in_quotes_and_a_disk_without_a_folder_are_told():
+    told = findings(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+        }
+    )
+    assert told["number-as-text"].fix == "write 1e-4"
+    assert told["nvme-path-unset"].key == "zero_optimization.offload_optimizer.nvme_path"
+
+
+@pytest.mark.parametrize(
+    ("around", "size"),
+    [({"bf16": {"enabled": True}}, "1.86 GiB"), ({"fp16": {"enabled": True}}, "1.86 GiB"),
+     ({"bf16": {"enabled": "auto"}}, "1.86 GiB"), ({}, "3.73 GiB")],
+)  # fmt: skip
+def test_a_bucket_is_as_large_as_the_precision_makes_it(around, size):
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 5e8}
+    told = findings({**around, "zero_optimization": zero})["large-reduce-bucket"]
+    assert f"takes {size} " in told.reason
+
+
+def test_a_precision_that_is_refused_is_not_offered():
+    text = message(
+        lambda: DeepSpeedPlan.from_dict({"deepspeed_config": {}, "mixed_precision": "fp9"})
+    )
+    assert "bf16" in text
+    assert "fp8" not in text
+
+
+@pytest.mark.parametrize("name", ["constant", "WarmupLR"])
+def test_an_argument_too_many_never_gets_an_empty_fix(name):
+    plan = DeepSpeedPlan.from_dict({"scheduler": {"type": name, "params": {"zzzzz": 1}}})
+    resolved = plan.resolve(platform=Platform.synthetic("cuda"))
+    text = message(lambda: OptimizerResolver().settled(resolved))
+    assert text.endswith("Fix: remove it: there are none." if name == "constant" else "_type.")
+
+
+TEMPLATES = ("{{ batch }}", "${BATCH}", "$BATCH", "<batch size>", "%BATCH%", "@BATCH@", "{batch}",
+             "YOUR_BATCH", "TODO", "...", "…", "%(batch)s", "{% batch %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_is_called_one(template):
+    config = {
+        "train_batch_size": template,
+        "optimizer": {"type": template},
+        "zero_optimization": {"stage": template, "overlap_comm": template,
+                              "offload_optimizer": {"device": template}},
+    }  # fmt: skip
+    with pytest.raises(InvalidValueError) as caught:
+        DeepSpeedPlan.from_dict(config)
+    assert {error.reason for error in caught.value.each()} == {
+        "is a template that was not filled in"
+    }
+    assert len(caught.value.each()) == 5
+    settings = {"optimizer": {"type": "AdamW", "params": {"lr": template}}}
+    resolved = DeepSpeedPlan.from_dict(settings).resolve(platform=Platform.synthetic("cuda"))
+    with pytest.raises(InvalidValueError, match=r"^optimizer\.params\.lr .* is a template"):
+        OptimizerResolver().settled(resolved)
+
+
+@pytest.mark.parametrize("path", ["$SCRATCH/swap", "/a/${USER}", "/a/{{ user }}", "<folder>"])
+def test_a_folder_with_a_place_holder_is_one_that_nobody_has(path):
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": path}}
+    with pytest.raises(InvalidValueError, match="template"):
+        DeepSpeedPlan.from_dict({"zero_optimization": zero})
+
+
+@pytest.mark.parametrize("path", ["/mnt/a$", "/mnt/50%", "/mnt/{a}", "/mnt/a<b", "C:/x"])
+def test_other_folders_are_folders(path):
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": path}}
+    plan = DeepSpeedPlan.from_dict({"zero_optimization": zero})
+    assert plan.to_dict()["zero_optimization"] == zero
+
+
+@pytest.mark.parametrize("template", [each for each in TEMPLATES if each != "{batch}"])
+def test_a_template_without_quotes_is_called_one_too(template):
+    with pytest.raises(PlanSyntaxError, match="template that was not filled in"):
+        parse_json(f'{{"train_batch_size": {template}}}', source="x")
+
+
+def test_a_yaml_is_spoken_of_in_its_own_words(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(YAML)
+    told = {finding.rule: str(finding) for finding in DeepSpeedPlan.load(file).check()}
+    assert " mixed_precision = 'fp8'" in told["precision-conflict"]
+    assert " num_processes = 2" in told["world-size"]
+    swap = told["nvme-optimizer-below-stage-3"]
+    assert " deepspeed_config.offload_optimizer_device = 'nvme'" in swap
+    assert "Fix: set deepspeed_config.zero_stage to 3" in swap
+    flag = told["stage-3-launch-flag"]
+    assert " deepspeed_config.zero3_init_flag = True" in flag
+    assert "zero_optimization" not in flag
+    clipping = [str(one) for one in DeepSpeedPlan.load(file).decisions if "clip" in one.reason]
+    assert clipping[0].startswith("deepspeed_config.gradient_clipping: ")
+
+
+def test_paths_stay_deepspeeds(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text(YAML)
+    plan = DeepSpeedPlan.load(file)
+    keys = {finding.rule: finding.key for finding in plan.check()}
+    assert keys["nvme-optimizer-below-stage-3"] == "zero_optimization.offload_optimizer.device"
+    with pytest.raises(PlanConflictError, match=r"^mixed_precision = 'fp8'") as caught:
+        plan.resolve(platform=Platform.synthetic("cuda"))
+    assert caught.value.key == "launch.mixed_precision"
+    file.write_text(YAML.replace("zero_stage: 2", "zero_stage: two"))
+    with pytest.raises(InvalidValueError, match=r"^deepspeed_config\.zero_stage = 'two'") as wrong:
+        DeepSpeedPlan.load(file)
+    assert wrong.value.key == "zero_optimization.stage"
+
+
+def test_deepspeeds_own_keys_in_a_block_and_in_a_file_keep_their_names(tmp_path):
+    file = tmp_path / "a.yaml"
+    head = "distributed_type: DEEPSPEED\ndeepspeed_config:\n"
+    file.write_text(f"{head}  zero_optimization: {{stage: 7}}\n")
+    text = message(lambda: DeepSpeedPlan.load(file))
+    assert text.startswith("deepspeed_config.zero_optimization.stage = 7")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 7}}')
+    file.write_text(f"num_processes: x\n{head}  deepspeed_config_file: ds.json\n")
+    first, second = message(lambda: DeepSpeedPlan.load(file)).splitlines()
+    assert first.startswith("num_processes = 'x'")
+    assert second.startswith("zero_optimization.stage = 7")
+
+
+def test_a_trainers_file_is_spoken_of_in_its_own_words():
+    around = {"--max_grad_norm": "x", "--mixed_precision": "bf16", "deepspeed_config": {}}
+    assert message(lambda: DeepSpeedPlan.from_dict(around)).startswith("--max_grad_norm = 'x'")
+    around["--max_grad_norm"] = 0.5
+    around["deepspeed_config"] = {"fp16": {"enabled": True}, "gradient_clipping": 1.0}
+    told = [str(finding) for finding in DeepSpeedPlan.from_json(json.dumps(around)).check()]
+    assert any(" --mixed_precision = 'bf16'" in each for each in told)
+    assert any(" --max_grad_norm = 0.5" in each for each in told)
+
+
+def test_the_environment_is_spoken_of_by_its_variables():
+    environ = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "9",
+        "ACCELERATE_MIXED_PRECISION": "fp9",
+    }
+    text = message(lambda: DeepSpeedPlan.from_accelerate_environment(environ))
+    assert "ACCELERATE_DEEPSPEED_ZERO_STAGE = 9" in text
+    assert "ACCELERATE_MIXED_PRECISION = 'fp9'" in text
+
+
+def test_a_plan_without_a_file_has_deepspeeds_names():
+    plan = DeepSpeedPlan.build(stage=2, offload="nvme")
+    (error,) = [one for one in plan.check(platform=None) if one.severity == "error"]
+    assert "set zero_optimization.stage to 3" in str(error)
