@@ -21,7 +21,7 @@ from zerotune.checkpoint.save import Writing
 from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
 from zerotune.offload import OffloadManager
-from zerotune.training import SaveEveryInBackground, Watchdog
+from zerotune.training import SaveEvery, SaveEveryInBackground, Watchdog
 from zerotune.training.setup import leased
 from zerotune.training.watchdog import EXIT_CODE
 
@@ -142,6 +142,13 @@ def slow_background(folder: str, slow: int) -> tuple[str, float]:
     while not (root / f"told-{slow}").exists():
         time.sleep(0.05)
     return error, seconds
+
+
+def saving_where_another_does(root: str) -> tuple[str, int]:
+    """What a job is told whose folder of checkpoints may be another's, and how far it comes."""
+    with small(callbacks=[SaveEvery(steps=2, root=root, keep=1)]) as trainer:
+        error = told(lambda: trainer.fit(steps=2))
+        return error, trainer.step
 
 
 def losing(folder: str, lost: int, number: int, watched: bool) -> None:

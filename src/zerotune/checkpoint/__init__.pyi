@@ -15,6 +15,7 @@ from zerotune.checkpoint.load import restore as restore
 from zerotune.checkpoint.manifest import Manifest as Manifest
 from zerotune.checkpoint.merge import export_merged as export_merged
 from zerotune.checkpoint.merge import merge_adapters as merge_adapters
+from zerotune.checkpoint.ownership import RootHold as RootHold
 from zerotune.checkpoint.pipeline import export_pipeline as export_pipeline
 from zerotune.checkpoint.save import BackgroundSaver as BackgroundSaver
 from zerotune.checkpoint.save import PendingCheckpoint as PendingCheckpoint

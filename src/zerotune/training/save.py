@@ -7,13 +7,21 @@ import os
 import random
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from zerotune.checkpoint import BackgroundSaver, PendingCheckpoint, prune, step_folder
+from zerotune.checkpoint import (
+    BackgroundSaver,
+    PendingCheckpoint,
+    RootHold,
+    prune,
+    step_folder,
+)
+from zerotune.checkpoint.collective import together
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
 from zerotune.errors import CheckpointMismatchError, InvalidValueError
@@ -32,6 +40,9 @@ _KEY: Final = "trainer"
 
 class SaveEvery(Callback):
     """Saves ``root/step-…`` every few steps or minutes, and when a run ends, early or not.
+
+    While ``fit`` runs, no other process may do so in ``root``: a job that is started twice is told
+    before its first step (see ``RootHold``).
 
     Args:
         steps: Optimizer steps between two checkpoints.
@@ -65,11 +76,27 @@ class SaveEvery(Callback):
         self._root, self._keep = Path(root), keep
         self._since = time.monotonic()
         self._moved = False
+        self._hold: RootHold | None = None
 
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
-        """Start the clock."""
+        """Start the clock, and take the folder."""
         self._since = time.monotonic()
         self._moved = False
+
+        def take() -> tuple[Decision, ...]:
+            if trainer.is_main:
+                self._hold = RootHold(self._root)
+            return () if self._hold is None else self._hold.decisions
+
+        found = together(trainer.engine.group, f"take {self._root} for checkpoints", take)[0]
+        announce(found, rank=trainer.engine.group.rank)
+        trainer.decisions += found
+
+    def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
+        """Give the folder up."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.close()
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
         """Save when it is time."""
@@ -88,9 +115,19 @@ class SaveEvery(Callback):
             self._save(trainer)
 
     def _save(self, trainer: RunView) -> None:
+        self._confirm(trainer)
         trainer.save(step_folder(self._root, trainer.step))
         self._prune(trainer)
         self._since = time.monotonic()
+
+    def _confirm(self, trainer: RunView) -> None:
+        """Check that the folder is still this run's."""
+
+        def look() -> None:
+            if self._hold is not None:
+                self._hold.confirm()
+
+        together(trainer.engine.group, f"save in {self._root}", look)
 
     def _prune(self, trainer: RunView) -> None:
         if self._keep is not None and trainer.is_main:
@@ -131,15 +168,16 @@ class SaveEveryInBackground(SaveEvery):
 
     def on_fit_end(self, trainer: RunView) -> None:
         """Wait for the checkpoint under way."""
-        try:
-            self._settle(trainer)
-        finally:
+        with ExitStack() as ends:
+            ends.callback(super().on_fit_end, trainer)
             saver, self._saver = self._saver, None
             if saver is not None:
-                saver.close()
+                ends.callback(saver.close)
+            self._settle(trainer)
 
     def _save(self, trainer: RunView) -> None:
         self._settle(trainer)
+        self._confirm(trainer)
         if self._saver is None:
             self._saver = BackgroundSaver(engine=trainer.engine, timeout_s=trainer.timeout_s)
         pending = self._saver.save(

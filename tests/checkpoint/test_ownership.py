@@ -1,0 +1,220 @@
+"""One run at a time saves in a folder of checkpoints, and a second start is told so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zerotune.decisions
+from tests.checkpoint.samples import publish
+from tests.support.ranks import run_ranks
+from tests.training import faulty
+from zerotune._util import ownership as mechanism
+from zerotune.checkpoint import RootHold, latest_checkpoint, ownership, prune, step_folder
+from zerotune.checkpoint.ownership import LOCK_FILE, RECORD
+from zerotune.errors import CheckpointError
+
+HOLDER = """
+import os, sys, time
+from zerotune.checkpoint import RootHold
+hold = RootHold(sys.argv[1])
+child = os.fork() if sys.argv[2] == "fork" else 1
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+sys.stdin.read()
+hold.close()
+"""
+
+
+@pytest.fixture
+def holder():
+    """Starts processes that hold a folder; ends those still running."""
+    running = []
+
+    def start(root, how="alone"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(root), how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(zerotune.decisions.__file__).parents[1])},
+        )
+        running.append(process)
+        process.child = int(process.stdout.readline())
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_second_process_is_told_who_the_first_is(tmp_path, holder):
+    first = holder(tmp_path)
+    for number in (1, 2):
+        publish(step_folder(tmp_path, number))
+    with pytest.raises(CheckpointError) as caught:
+        RootHold(tmp_path)
+    assert f"process {first.pid} on {os.uname().nodename} (since 20" in caught.value.reason
+    assert caught.value.reason.endswith("saves checkpoints in this folder and still runs")
+    assert caught.value.key == str(tmp_path)
+    assert "started twice" in caught.value.fix
+    assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 2), "looking needs no hold"
+    assert prune(tmp_path, keep=1)
+    first.communicate("")
+    assert names(tmp_path) == ["step-00000002"]
+    with RootHold(tmp_path) as hold:
+        assert hold.decisions == ()
+
+
+def test_what_a_killed_process_held_is_taken_over(tmp_path, holder):
+    first = holder(tmp_path)
+    first.kill()
+    first.communicate()
+    assert names(tmp_path) == [RECORD, LOCK_FILE]
+    with RootHold(tmp_path) as hold:
+        (decision,) = hold.decisions
+        assert decision.severity == "note"
+        assert f"process {first.pid} on " in decision.reason
+        assert decision.reason.endswith("has ended; its folder is taken over")
+    assert names(tmp_path) == []
+
+
+def test_a_worker_that_outlives_its_trainer_holds_nothing(tmp_path, holder):
+    first = holder(tmp_path, "fork")
+    first.kill()
+    first.wait()
+    try:
+        os.kill(first.child, 0)
+        RootHold(tmp_path).close()
+    finally:
+        os.kill(first.child, 9)
+
+
+def test_one_process_may_hold_a_folder_twice(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    (tmp_path / "root").mkdir()
+    first, second = RootHold(tmp_path / "root"), RootHold(tmp_path / "link")
+    first.close()
+    first.close()
+    second.confirm()
+    assert names(tmp_path / "root") == [RECORD, LOCK_FILE]
+    second.close()
+    assert names(tmp_path / "root") == []
+
+
+def test_who_lives_without_its_lock_is_left_alone(tmp_path, holder):
+    first = holder(tmp_path)
+    (tmp_path / LOCK_FILE).unlink()
+    with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* still runs"):
+        RootHold(tmp_path)
+
+
+def elsewhere(root):
+    """The record of a run on another machine, whose lock does not reach here."""
+    hold = RootHold(root)
+    record = (root / RECORD).read_text()
+    hold.close()
+    here = mechanism.ProcessIdentity.current()
+    assert here.boot_id in record
+    record = record.replace(here.boot_id, "another").replace(f'"{here.host}"', '"far-away"')
+    (root / RECORD).write_text(record)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("kind", "severity", "says"),
+    [
+        ("overlay", "note", "on far-away .* has ended"),
+        ("nfs4", "warning", "taken over from process .* on far-away .*, although .* nfs4"),
+    ],
+)
+def test_on_a_shared_file_system_the_other_is_told_when_it_saves(
+    tmp_path, monkeypatch, kind, severity, says
+):
+    monkeypatch.setattr(ownership, "filesystem_kind", lambda _: kind)
+    theirs = elsewhere(tmp_path)
+    with RootHold(tmp_path) as hold:
+        (decision,) = hold.decisions
+        assert decision.severity == severity
+        assert mechanism.re.search(says, decision.reason)
+        hold.confirm()
+        # Now the other one takes it: this run is told before it saves again, and removes nothing.
+        (tmp_path / RECORD).write_text(theirs)
+        with pytest.raises(CheckpointError, match=r"far-away .* has taken it over"):
+            hold.confirm()
+    assert (tmp_path / RECORD).read_text() == theirs
+
+
+def test_a_record_that_somebody_removed_is_written_again(tmp_path):
+    with RootHold(tmp_path) as hold:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        hold.confirm()
+        assert names(tmp_path) == [RECORD, LOCK_FILE]
+        hold.confirm()
+    assert names(tmp_path) == []
+
+
+def test_without_locks_the_record_alone_is_asked(tmp_path, monkeypatch, holder):
+    def none(*_, **__):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(mechanism, "try_lock", none)
+    with RootHold(tmp_path / "new") as hold:
+        assert "no file locks" in hold.decisions[0].reason
+    first = holder(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"process {first.pid} on .* still runs"):
+        RootHold(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 1}'])
+def test_a_damaged_record_keeps_nobody_out(tmp_path, text):
+    (tmp_path / RECORD).write_text(text)
+    with RootHold(tmp_path) as hold:
+        assert "nobody holds its lock" in hold.decisions[0].reason
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("way", ["fifo", "link", "folder", "file"])
+def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
+    root = tmp_path / "root"
+    if way == "file":
+        root.touch()
+    else:
+        root.mkdir()
+        made = {
+            "fifo": os.mkfifo,
+            "link": lambda path: path.symlink_to(tmp_path / "other"),
+            "folder": Path.mkdir,
+        }
+        made[way](root / LOCK_FILE)
+    with pytest.raises(CheckpointError, match="cannot be taken for saving") as caught:
+        RootHold(root)
+    assert caught.value.key == str(root)
+    assert "loading needs none" in caught.value.fix
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.world_size(2)
+def test_a_job_started_twice_is_told_on_every_rank_before_its_first_step(tmp_path):
+    with RootHold(tmp_path):
+        told = run_ranks(faulty.saving_where_another_does, str(tmp_path), world_size=2)
+    for rank, (error, steps) in enumerate(told):
+        assert error.startswith(f"CheckpointError: {tmp_path}: ")
+        assert ("rank 0 reports: " in error) == (rank == 1)
+        assert f"process {os.getpid()} on " in error
+        assert steps == 0
+    told = run_ranks(faulty.saving_where_another_does, str(tmp_path), world_size=2)
+    assert told == [("", 2), ("", 2)]
+    assert names(tmp_path) == ["step-00000002"]
