@@ -123,6 +123,15 @@ class EditableFragment(Fragment):
         self._slab.states.set_scalars(scalars)
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class Follower:
+    """An average that moves towards the weights: ``tensor.lerp_(weights, weight)``."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """By the fragments' keys, as long as they are: fp32, 1-D, contiguous, on the CPU."""
+    weight: float
+
+
 class MasterLayout(ABC):
     """How one kind of engine lays out its master weights.
 
@@ -158,6 +167,13 @@ class MasterLayout(ABC):
     @abstractmethod
     def tensors(self) -> Sequence[torch.Tensor]:
         """The flat tensors as the optimizer's groups hold them; their data may lie on NVMe."""
+
+    def settle(self) -> None:  # noqa: B027 - most layouts have no such steps
+        """Return once a step under way has written every weight and state."""
+
+    def follow(self, followers: Sequence[Follower]) -> bool:  # noqa: ARG002 - of a step under way
+        """Have averages move with a step under way; whether there is one they can move with."""
+        return False
 
     @abstractmethod
     def reading(self, slab: int) -> AbstractContextManager[Slab]:
@@ -245,6 +261,30 @@ class MasterWeights:
         """Elements this rank owns."""
         return sum(address.numel for address in self.addresses)
 
+    def settle(self) -> None:
+        """Return once a step under way has written every weight and state.
+
+        What is read or written through zerotune waits by itself; this is for those who look at
+        DeepSpeed's own buffers.
+
+        Raises:
+            BaseException: What the step failed with, if it did.
+        """
+        self._layout.settle()
+
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        """Have averages move with a step under way, which has every weight in its hands anyway.
+
+        Whoever looks at them must ``settle`` first.
+
+        Args:
+            followers: None at all tells that there may be some after the next step.
+
+        Returns:
+            Whether they will move; ``False`` where no step is under way.
+        """
+        return self._layout.follow(followers)
+
     def read(self) -> Iterator[Fragment]:
         """This rank's fragments, one slab in memory at a time. Not to be written."""
         for index, addresses in self._by_slab():
@@ -266,6 +306,7 @@ class MasterWeights:
         """
         for call in self._before_edit:
             call()
+        self.settle()
         fragments = self._editable()
         try:
             yield fragments
@@ -367,6 +408,7 @@ class MasterWeights:
         return self.replicated or self._group.world_size == 1
 
     def _by_slab(self) -> Iterator[tuple[int, list[FragmentAddress]]]:
+        self.settle()
         current: list[FragmentAddress] = []
         for address in self._layout.addresses:
             if current and address.slab != current[0].slab:

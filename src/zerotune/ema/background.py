@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from typing_extensions import override
 
 from zerotune._util.closing import Closable
-from zerotune.ema.shadow import ShadowUpdate, apply_updates
+from zerotune.ema.shadow import ShadowUpdate, apply_updates, joined
 from zerotune.errors import EMAError
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class BackgroundEMA(Closable):
             for shadow in self._subject.shadows
             if (update := shadow.begin_update()) is not None
         ]
-        if updates:
+        if updates and not joined(self._master, updates):
             self._thread = threading.Thread(
                 target=self._run, args=(self._master, updates), name="zerotune-ema"
             )

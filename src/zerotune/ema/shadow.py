@@ -17,6 +17,7 @@ from typing_extensions import override
 from zerotune._util.numbers import whole
 from zerotune._util.text import disk_size, listing
 from zerotune.backend.deepspeed.external import master_weights_of
+from zerotune.backend.master_weights import Follower
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
 from zerotune.ema.store import ShadowStore, as_store, copy_of, room_for
 from zerotune.errors import EMAError, InvalidValueError
@@ -157,7 +158,7 @@ class EMAShadow:
         Raises:
             EMAError: Not attached, or swapped in.
         """
-        self._ready("step()")
+        self._ready("step()", settled=False)
         self._steps += 1
         if self._steps % self._update_every:
             return None
@@ -281,7 +282,7 @@ class EMAShadow:
         Raises:
             EMAError: Not attached.
         """
-        return self._attached()
+        return self._attached(settled=False)
 
     def follow(self, source: Any) -> None:
         """Go on with other weights of the same names and shapes, such as a reloaded model's.
@@ -335,7 +336,7 @@ class EMAShadow:
     def _of(self, fragment: Fragment) -> torch.Tensor:
         return self._tensors[fragment.address.key]
 
-    def _attached(self) -> MasterWeights:
+    def _attached(self, *, settled: bool = True) -> MasterWeights:
         if self._master is None:
             raise EMAError(
                 "is not attached to any weights",
@@ -344,10 +345,13 @@ class EMAShadow:
             )
         if self._settle is not None:
             self._settle()
+        if settled:
+            # An update may be part of an optimizer's step that is still under way.
+            self._master.settle()
         return self._master
 
-    def _ready(self, what: str) -> MasterWeights:
-        master = self._attached()
+    def _ready(self, what: str, *, settled: bool = True) -> MasterWeights:
+        master = self._attached(settled=settled)
         if self._swapped:
             raise EMAError(
                 "the shadow holds the trained weights while it is swapped in",
@@ -481,6 +485,16 @@ class ShadowUpdate:
         if self._watch is not None:
             self._watch.after(shadow, value)
 
+    @property
+    def follower(self) -> Follower | None:
+        """The update as something that moves with an optimizer's step; ``None``: it cannot."""
+        tensors = self._tensors.values()
+        if self._watch is not None or not all(
+            each.device.type == "cpu" and each.is_contiguous() for each in tensors
+        ):
+            return None
+        return Follower(tensors=self._tensors, weight=1.0 - self._decay)
+
     def finish(self) -> None:
         """Judge the update.
 
@@ -493,19 +507,32 @@ class ShadowUpdate:
 def update_together(*shadows: EMAShadow) -> None:
     """One step of several shadows of the same weights, in one pass over the fragments.
 
-    At NVMe offload every pass brings the master weights in once.
+    Where the optimizer's step is still under way, the shadows move with it; at NVMe offload every
+    pass brings the master weights in once.
 
     Raises:
         EMAError: As ``EMAShadow.step``.
     """
     updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
-    if updates:
-        apply_updates(shadows[0].source, updates)
+    master = shadows[0].source
+    if not joined(master, updates):
+        apply_updates(master, updates)
+
+
+def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
+    """Have updates made by an optimizer's step that is still under way, if it can make them all."""
+    followers = [found for update in updates if (found := update.follower) is not None]
+    # Asked also when there is nothing to move: the step learns that somebody averages.
+    if len(followers) < len(updates) or not master.follow(followers):
+        return False
+    for update in updates:
+        update.finish()
+    return True
 
 
 def apply_updates(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> None:
     """Give every fragment to every update, and judge them."""
-    for fragment in master.read():
+    for fragment in master.read() if updates else ():
         for update in updates:
             update.take(fragment)
     for update in updates:

@@ -499,6 +499,7 @@ class DeepSpeedPlan(PlanValue):
         run: RunFacts | None = None,
         deepspeed: bool = True,
         host_step: bool = True,
+        hidden: bool | None = None,
     ) -> ResolvedPlan:
         """Fill in everything automatic for one machine, model and world size.
 
@@ -509,6 +510,8 @@ class DeepSpeedPlan(PlanValue):
             run: What the training script knows; fills ``"auto"`` and missing keys.
             deepspeed: ``False`` asks for the plain engine.
             host_step: ``False`` leaves Adam in host memory to DeepSpeed's own step.
+            hidden: Whether Adam in host memory steps in a thread of its own, behind the next
+                forward; where that gains something when not given. The bits are the same.
 
         Raises:
             PlanError: The plan cannot run like this; the message names key, reason and fix.
@@ -521,7 +524,7 @@ class DeepSpeedPlan(PlanValue):
             uses_deepspeed=deepspeed,
         )
         resolved = resolve.resolve(self, context, into=ResolvedPlan)
-        return attrs.evolve(resolved, host_step=host_step)
+        return attrs.evolve(resolved, host_step=host_step, hidden_step=hidden)
 
     def inspect(
         self,

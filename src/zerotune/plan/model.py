@@ -1900,6 +1900,8 @@ class ResolvedValue:
     """What ``zerotune.optim`` settled on; ``None``: none, or before ``with_choices``."""
     host_step: bool = True
     """Whether Adam in host memory is stepped in one pass, where that can be."""
+    hidden_step: bool | None = None
+    """Whether that pass is taken behind the next forward; ``None``: where that gains something."""
 
     @property
     def context(self) -> Context:

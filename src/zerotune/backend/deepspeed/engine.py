@@ -124,6 +124,7 @@ class ZeROEngine(RunningEngine):
 
     def load_state(self, state: EngineState) -> None:
         """Restore counters, scheduler (with the learning rate it implies) and loss scale."""
+        self._master_weights.settle()
         engine = self._engine
         engine.global_steps = state.global_step
         engine.micro_steps = state.micro_step
@@ -145,6 +146,7 @@ class ZeROEngine(RunningEngine):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss; DeepSpeed divides by the accumulation steps."""
+        self._master_weights.settle()
         try:
             self._engine.backward(loss)
         except AssertionError as error:
@@ -174,6 +176,7 @@ class ZeROEngine(RunningEngine):
 
     def discard(self) -> None:
         """Drop the accumulation window under way; it counts as a skipped step."""
+        self._master_weights.settle()
         discard_gradients(self._engine)
 
     def _unchecked_norm(self) -> float | None:
@@ -243,6 +246,13 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         announce(self.decisions, rank=self._group.rank)
 
     def _release(self) -> None:
+        try:
+            if self._host_step is not None:
+                self._host_step.close()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
         back = None
         if self._plan.stage == 3:
             back = GivenBack(module=self._module, world_size=self._group.world_size)

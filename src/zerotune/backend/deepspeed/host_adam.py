@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -110,6 +111,7 @@ class HostAdam:
         self._adam = adam
         beta1, beta2 = adam.defaults["betas"]
         self._powers = BetaPowers(beta1=beta1, beta2=beta2)
+        self._scalar = threading.Lock()
 
     def replay(self, steps: int) -> None:
         """Go through the steps that were taken before, as another process did."""
@@ -151,7 +153,7 @@ class HostAdam:
             gradient=gradient.data.view(-1),
             out=None if out is None else out.data.view(-1),
             scalar=partial(
-                adam.ds_opt_adam.adam_update,
+                self._update_by_itself,
                 adam.opt_id,
                 state["step"],
                 group["lr"],
@@ -161,6 +163,11 @@ class HostAdam:
                 group["bias_correction"],
             ),
         )
+
+    def _update_by_itself(self, *arguments: Any) -> None:
+        # It counts steps in a place that all threads share.
+        with self._scalar:
+            self._adam.ds_opt_adam.adam_update(*arguments)
 
     def _numbers(self, group: Mapping[str, Any], step: int, factor: float) -> AdamNumbers:
         """Rounded where the op rounds, so that not even the last bit differs."""

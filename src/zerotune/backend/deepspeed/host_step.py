@@ -4,26 +4,44 @@ DeepSpeed itself widens every gradient to fp32 in a buffer of its own, takes its
 in fp64, and then goes over host memory for each of clipping, Adam and cast. Here a gradient stays
 in the dtype it arrives in, its norm is taken on the way, and the rest is one pass. Weights, moments
 and counters stay where DeepSpeed has them, so nothing that reads or writes them knows of it.
+
+A step may return before the pass is taken (``PendingStep``): a thread of its own takes it behind
+the next forward, or averages join it. Whatever reads or writes weights or states settles it first.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
 import torch
 from typing_extensions import override
 
-from zerotune.backend.deepspeed.host_adam import HostAdam
+from zerotune.backend.deepspeed.host_adam import HostAdam, SlabStep
+from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed, trainable_parameters
+from zerotune.backend.deepspeed.pending_step import (
+    Part,
+    PendingStep,
+    Piece,
+    StreamUpload,
+    Upload,
+    divide,
+    land,
+)
+from zerotune.backend.master_weights import Follower, MasterLayout
 from zerotune.backend.ops.host_step import HostStepOp, load_host_step
 from zerotune.decisions import Decision
 from zerotune.errors import PlatformError
 from zerotune.plan.api import ResolvedPlan
 
 KEY: Final = "optimizer.step"
+HIDDEN_KEY: Final = "optimizer.step.hidden"
 _REASON: Final = (
     "clipping, Adam and the cast of the weights go over host memory once, not once each, and "
     "gradients stay in the dtype they arrive in; the same bits"
@@ -61,13 +79,39 @@ def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tu
     obstacle = _obstacle(wrapper, kind)
     if obstacle is None:
         try:
-            step = kind(wrapper=wrapper, op=load_host_step())
+            step = kind(
+                wrapper=wrapper,
+                op=load_host_step(),
+                module=engine.module,
+                layout=layout_of_deepspeed(engine, rank=engine.global_rank),
+            )
         except PlatformError as error:
             obstacle = f"the op host_step cannot be built: {error.reason}"
         else:
             step.install()
-            return step, (_decision("one pass", _REASON),)
+            return step, (_decision("one pass", _REASON), _hide(step, plan))
     return None, (_decision("DeepSpeed's", obstacle),)
+
+
+def _hide(step: HostStep, plan: ResolvedPlan) -> Decision:
+    """Choose who takes the pass, and when."""
+    at_once = step.why_at_once()
+    on_cpu = plan.platform.accelerator == "cpu"
+    if at_once is not None:
+        after, reason = "taken before the step returns", at_once
+        step.take_at_once(at_once)
+    elif plan.hidden_step or (plan.hidden_step is None and not on_cpu):
+        after = "taken in a thread, behind the next forward"
+        reason = "asked for" if plan.hidden_step else "the cores have nothing else to do meanwhile"
+        step.hide()
+    else:
+        after = "taken before the step returns, or together with the averages"
+        reason = (
+            "the plan was resolved with hidden=False"
+            if plan.hidden_step is False
+            else "model and optimizer share these cores, so nothing is gained beside each other"
+        )
+    return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
 
 
 def _decision(after: str, reason: str) -> Decision:
@@ -93,25 +137,170 @@ class HostStep(ABC):
     Args:
         wrapper: DeepSpeed's ZeRO optimizer.
         op: The compiled functions.
+        module: The model.
+        layout: Where the wrapper has its weights.
     """
 
     relied_on: tuple[str, ...] = ("norm_for_param_grads", "reset_cpu_buffers", "loss_scale")
     """What is called or read of the wrapper; another DeepSpeed may lack some of it."""
 
-    def __init__(self, *, wrapper: Any, op: HostStepOp) -> None:
+    settles_first: tuple[str, ...] = ()
+    """Methods of the wrapper that read or write weights or states."""
+
+    def __init__(
+        self, *, wrapper: Any, op: HostStepOp, module: torch.nn.Module, layout: MasterLayout
+    ) -> None:
         self._wrapper = wrapper
         self._op = op
+        self._module = module
+        self._layout = layout
         self._adam = HostAdam(op=op, adam=wrapper.optimizer)
         self._home = sys.modules[type(wrapper).__module__]
+        self._parts: tuple[Part, ...] = ()
+        self._order: list[int] = []
+        self._pending: PendingStep | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._at_once: str | None = None
+        self._averaged = False
+        self._stream: Any = None
+        self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     @classmethod
     @abstractmethod
     def obstacle(cls, wrapper: Any) -> str | None:
         """Why this wrapper's step cannot be taken, if so."""
 
-    @abstractmethod
     def install(self) -> None:
         """Replace gradient copy, norm and step of this wrapper alone."""
+        setattr(self._wrapper, UNDER_WAY, self)
+        for name in self.settles_first:
+            if hasattr(self._wrapper, name):
+                setattr(self._wrapper, name, self._settling(getattr(self._wrapper, name)))
+
+    def why_at_once(self) -> str | None:
+        """Why a step must not return before its pass is taken, if so."""
+        betas = {tuple(group["betas"]) for group in self._wrapper.optimizer.param_groups}
+        return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
+
+    def take_at_once(self, reason: str) -> None:
+        """Take every pass before its step returns."""
+        self._at_once = reason
+
+    def hide(self) -> None:
+        """Take every pass in a thread of its own, behind what comes after its step."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerotune-step")
+
+    def settle(self) -> None:
+        """Return once the pass under way is taken, if there is one.
+
+        Raises:
+            BaseException: What it failed with; again at every call.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        pending.settle()
+        if pending.used:
+            ranks = {name: rank for rank, name in enumerate(pending.used)}
+            last = len(ranks)
+            # What the last forward used first is written first.
+            self._order.sort(
+                key=lambda index: min(
+                    (ranks.get(name, last) for name in self._parts[index].names), default=last
+                )
+            )
+        if self._pending is pending:
+            self._pending = None
+
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        """Have averages move with the pass under way; whether there is one they can move with."""
+        self._averaged, pending = True, self._pending
+        return pending is not None and pending.follow(followers)
+
+    def close(self) -> None:
+        """Settle, and let the thread go."""
+        try:
+            self.settle()
+        finally:
+            self._pending = None
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _settling(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        stepping = weakref.ref(self)
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if (step := stepping()) is not None:
+                step.settle()
+            return method(*args, **kwargs)
+
+        return call
+
+    def _may_wait(self) -> bool:
+        """Whether the step that begins now may return before its pass is taken."""
+        averaged, self._averaged = self._averaged, False
+        hooks = self._wrapper.optimizer._optimizer_step_post_hooks
+        return (
+            self._at_once is None
+            and (self._thread is not None or averaged)
+            # Hooks after the optimizer's step are told that it has been taken.
+            and not hooks
+            and self._waits_for_compiled()
+        )
+
+    def _waits_for_compiled(self) -> bool:
+        """Have compiled forwards wait before they are entered; whether all can."""
+        for module in self._module.modules():
+            own = vars(module)
+            if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
+                # The call itself is compiled: nothing runs before its guards look at the weights.
+                return False
+            if hasattr(own.get("forward"), "_torchdynamo_orig_callable"):
+                if module not in self._compiled:
+                    module.register_forward_pre_hook(_land_all)
+                self._compiled.add(module)
+        return True
+
+    def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
+        """Leave begun steps to whoever takes them."""
+        if not self._parts:
+            sizes = [step.weight.numel() for step in steps]
+            self._parts = divide(self._layout.addresses, sizes, first=self._wanted_first())
+            self._order = list(range(len(self._parts)))
+        pending = PendingStep(
+            parts=self._parts, order=tuple(self._order), steps=steps, upload=upload
+        )
+        self._pending = pending
+        for name, tensor in self._written().items():
+            pending.hold(name, tensor)
+        if self._thread is not None:
+            self._thread.submit(pending.run)
+
+    def _upload(
+        self, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
+    ) -> Upload:
+        away = [target for target in targets if target is not None]
+        accelerator = self._home.get_accelerator()
+        if all(target.device.type == "cpu" for target in away):
+            return Upload(sources=sources, targets=targets)
+        if self._stream is None:
+            self._stream = accelerator.Stream()
+        return StreamUpload(
+            sources=sources, targets=targets, stream=self._stream, accelerator=accelerator
+        )
+
+    def _is_here(self, target: torch.Tensor) -> bool:
+        """Whether the pass itself can write the weights where the model has them."""
+        return target.device.type == "cpu" and self._op.knows(target.dtype)
+
+    @abstractmethod
+    def _written(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the pass writes for the model, by the parameters' names."""
+
+    def _wanted_first(self) -> Collection[str]:
+        """Names of parameters that are used as soon as the step ends."""
+        return ()
 
     @property
     @abstractmethod
@@ -214,9 +403,30 @@ class PartitionedStep(HostStep):
         missing = [name for name in needed if not hasattr(home, name)]
         return f"this DeepSpeed has no {missing[0]}" if missing else None
 
+    settles_first = (
+        "load_state_dict",
+        "offload_states",
+        "refresh_fp32_params",
+        "reload_states",
+        "state_dict",
+        "update_lp_params",
+    )
+
+    @override
+    def why_at_once(self) -> str | None:
+        groups = self._wrapper.real_dp_process_group
+        if any(self._home.dist.get_world_size(group=group) > 1 for group in groups):
+            return "several ranks exchange their weights before the step returns"
+        return super().why_at_once()
+
     @override
     def install(self) -> None:
+        super().install()
         wrapper = self._wrapper
+        for parameters in wrapper.bit16_groups:
+            for parameter in parameters:
+                for name in ("get_full_hp_param", "set_full_hp_param"):
+                    setattr(parameter, name, self._settling(getattr(parameter, name)))
         self._shrink_gradients()
         wrapper._get_offload_gradient_dict()
         # So hooks before and after an optimizer's step run, which is what tells of a change.
@@ -246,6 +456,7 @@ class PartitionedStep(HostStep):
 
     def _take_gradient(self, param: torch.nn.Parameter) -> None:
         """Copy a gradient to its buffer and take its norm."""
+        self.settle()
         wrapper = self._wrapper
         part, into = self._place(param)
         source = wrapper.get_param_gradient_attribute(param).view(-1)[part]
@@ -265,6 +476,7 @@ class PartitionedStep(HostStep):
 
     def _step(self, closure: None = None) -> None:  # noqa: ARG002 - DeepSpeed's signature
         """As ``DeepSpeedZeroOptimizer.step`` with the optimizer in host memory."""
+        self.settle()
         wrapper = self._wrapper
         wrapper.micro_step_id = self._home.INITIAL_MICRO_STEP_ID
         wrapper._wait_for_offload_copies()
@@ -282,6 +494,11 @@ class PartitionedStep(HostStep):
         for index in range(len(wrapper.bit16_groups)):
             wrapper.averaged_gradients[index] = None
         wrapper.reset_cpu_buffers()
+        if self._pending is None:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        wrapper = self._wrapper
         self._home.all_gather_dp_groups(
             groups_flat=wrapper.bit16_groups_flat,
             partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
@@ -316,17 +533,30 @@ class PartitionedStep(HostStep):
 
     def _step_slabs(self, adam: torch.optim.Optimizer) -> None:
         wrapper, factor = self._wrapper, self._factor()
+        begun: list[SlabStep] = []
+        sources: list[torch.Tensor | None] = []
+        targets: list[torch.Tensor | None] = []
         for index, (slab, group) in enumerate(zip(self._slabs, adam.param_groups, strict=True)):
             rank = self._home.dist.get_rank(group=wrapper.real_dp_process_group[index])
             target = wrapper.parallel_partitioned_bit16_groups[index][rank]
-            host = target.device.type == "cpu"
-            out = target if host else wrapper.param_buffer_of_bit16_for_cpu_offload_groups[index]
-            step = self._adam.begin(
-                slab, gradient=slab.grad, group=group, factor=factor, out=out.data
+            here = self._is_here(target)
+            out = target if here else wrapper.param_buffer_of_bit16_for_cpu_offload_groups[index]
+            begun.append(
+                self._adam.begin(slab, gradient=slab.grad, group=group, factor=factor, out=out.data)
             )
-            step.run(0, slab.numel())
-            if not host:
-                target.data.copy_(out.data, non_blocking=True)
+            sources.append(None if here else out.data.view(-1))
+            targets.append(None if here else target.data.view(-1))
+        if self._may_wait():
+            self._launch(begun, self._upload(sources, targets))
+            return
+        upload = Upload(sources=sources, targets=targets)
+        for index, step in enumerate(begun):
+            step.run(0, step.weight.numel())
+            upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+
+    @override
+    def _written(self) -> Mapping[str, torch.Tensor]:
+        return dict(trainable_parameters(self._module))
 
     def _factor(self) -> float:
         """What DeepSpeed multiplies gradients by, with its roundings."""
@@ -345,6 +575,7 @@ class ShardedStep(HostStep):
         "_get_param_partition_group",
         "_offload_grad_partition_at_boundary",
         "_optimizer_step",
+        "_post_step",
         "_reassign_or_swap_out_partitioned_parameters",
         "_swappable_optimizer_subgroup",
         "_unflatten_partitioned_parameters",
@@ -355,6 +586,7 @@ class ShardedStep(HostStep):
         "grad_position",
         "gradient_accumulation_dtype",
         "gradient_predivide_factor",
+        "persistent_parameters",
         "sub_group_to_group_id",
         "subgroup_to_device",
         "unscale_and_clip_grads",
@@ -369,11 +601,36 @@ class ShardedStep(HostStep):
             return "with offload_optimizer.ratio below 1 some sub-groups are not in host memory"
         return None
 
+    settles_first = (
+        "get_full_hp_param",
+        "get_local_fp32_param",
+        "load_state_dict",
+        "offload_states",
+        "reload_states",
+        "set_full_hp_param",
+        "set_local_hp_param",
+        "state_dict",
+        "step",
+    )
+
+    @override
+    def why_at_once(self) -> str | None:
+        if any(self._swaps(index) for index in range(len(self._slabs))):
+            return "DeepSpeed brings the states in from NVMe while it steps"
+        if any(flat is None for flat in self._wrapper.fp16_partitioned_groups_flat):
+            return "DeepSpeed writes the weights to NVMe while it steps"
+        return super().why_at_once()
+
     @override
     def install(self) -> None:
+        super().install()
         wrapper = self._wrapper
         self._factor = 1.0
         self._cast: int | None = None
+        self._waits = False
+        self._begun: list[SlabStep] = []
+        self._original_post_step = wrapper._post_step
+        wrapper._post_step = self._post_step
         self._shrink_gradients()
         self._original_copy = wrapper._offload_grad_partition_at_boundary
         self._original_norms = wrapper._get_norm_groups
@@ -409,6 +666,7 @@ class ShardedStep(HostStep):
         self, param: torch.nn.Parameter, grad_buffer: torch.Tensor, gradients: Any, offsets: Any
     ) -> None:
         """Copy a gradient to its buffer and take its norm."""
+        self.settle()
         wrapper = self._wrapper
         key = wrapper.get_param_id(param)
         index, offset, _ = wrapper.grad_position[key]
@@ -452,7 +710,9 @@ class ShardedStep(HostStep):
         group = adam.param_groups[wrapper.sub_group_to_group_id[sub_group]]
         out = wrapper.fp16_partitioned_groups_flat[sub_group]
         # Low-precision weights on a device or on NVMe are written by DeepSpeed.
-        here = out is not None and out.device.type == "cpu" and self._op.knows(out.dtype)
+        here = out is not None and self._is_here(out)
+        if sub_group == 0:
+            self._begun, self._waits = [], self._may_wait()
 
         def run(_adam: torch.optim.Optimizer) -> None:
             step = self._adam.begin(
@@ -462,16 +722,47 @@ class ShardedStep(HostStep):
                 factor=self._factor,
                 out=out.data if here else None,
             )
-            step.run(0, slab.numel())
+            if self._waits:
+                self._begun.append(step)
+            else:
+                step.run(0, slab.numel())
 
         group["params"] = [slab]
         try:
             torch.optim.Optimizer.profile_hook_step(run)(adam)
         finally:
             group["params"] = []
-        self._cast = sub_group if here else None
+        self._cast = sub_group if here and not self._waits else None
+
+    def _post_step(self, timer_names: Any) -> None:
+        if self._waits:
+            begun, self._begun, self._waits = self._begun, [], False
+            sources: list[torch.Tensor | None] = []
+            targets: list[torch.Tensor | None] = []
+            for step, flat in zip(begun, self._wrapper.fp16_partitioned_groups_flat, strict=True):
+                here = step.out is not None
+                sources.append(None if here else step.weight)
+                targets.append(None if here else flat.data.view(-1))
+            self._launch(begun, self._upload(sources, targets))
+        self._original_post_step(timer_names)
+
+    @override
+    def _written(self) -> Mapping[str, torch.Tensor]:
+        names = {address.name for address in self._layout.addresses}
+        return {
+            name: parameter.ds_tensor  # type: ignore[attr-defined]
+            for name, parameter in trainable_parameters(self._module)
+            if name in names
+        }
+
+    @override
+    def _wanted_first(self) -> Collection[str]:
+        whole = {id(parameter) for parameter in self._wrapper.persistent_parameters}
+        return {name for name, p in trainable_parameters(self._module) if id(p) in whole}
 
     def _reassign(self, sub_group: int) -> None:
+        if self._waits:
+            return
         cast_already, self._cast = self._cast == sub_group, None
         if cast_already:
             self._wrapper._unflatten_partitioned_parameters(sub_group)
@@ -483,6 +774,12 @@ _STEPS: Final[dict[str, type[HostStep]]] = {
     "DeepSpeedZeroOptimizer": PartitionedStep,
     "DeepSpeedZeroOptimizer_Stage3": ShardedStep,
 }
+
+
+def _land_all(module: torch.nn.Module, _inputs: Any) -> None:
+    """Wait for the weights of a module whose forward is compiled."""
+    for parameter in module.parameters():
+        land(parameter)
 
 
 def _taken_with_the_copy(_param: torch.nn.Parameter) -> None:

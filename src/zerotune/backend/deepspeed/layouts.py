@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from typing_extensions import override
 
-from zerotune.backend.master_weights import FragmentAddress, MasterLayout, Slab
+from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout, Slab
 from zerotune.backend.states import OptimizerStates
 from zerotune.errors import EngineError, UnsupportedEngineError
 
@@ -147,7 +147,28 @@ class HalfPrecisionLayout(ResidentLayout):
             parameter.data.copy_(master.view_as(parameter))
 
 
-class PartitionedLayout(ResidentLayout):
+UNDER_WAY: Final = "zerotune_step"
+"""Attribute of a ZeRO wrapper: what may leave a step under way; has ``settle`` and ``follow``."""
+
+
+class _SteppedLayout(MasterLayout):
+    """Of a ZeRO wrapper whose steps may be under way when they return."""
+
+    _wrapper: Any
+
+    @override
+    def settle(self) -> None:
+        stepping = getattr(self._wrapper, UNDER_WAY, None)
+        if stepping is not None:
+            stepping.settle()
+
+    @override
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        stepping = getattr(self._wrapper, UNDER_WAY, None)
+        return stepping is not None and bool(stepping.follow(followers))
+
+
+class PartitionedLayout(_SteppedLayout, ResidentLayout):
     """Stages 1 and 2: each rank owns a contiguous part of every flat group."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any) -> None:
@@ -188,7 +209,7 @@ class PartitionedLayout(ResidentLayout):
         self._wrapper.update_lp_params()
 
 
-class ShardedLayout(MasterLayout):
+class ShardedLayout(_SteppedLayout):
     """Stage 3: every parameter is split over all ranks; sub-groups may lie on NVMe."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any, rank: int) -> None:

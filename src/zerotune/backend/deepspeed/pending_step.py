@@ -1,0 +1,458 @@
+"""``PendingStep``: a step of the optimizer that has begun and is taken while others go on.
+
+It is cut into parts, and any thread may take any of them: a thread of its own in the order in which
+the forward pass uses the weights, or whoever cannot wait. A tensor that is still to be written is
+awaited: it is empty, and of a class whose every use torch reports, so that a use waits for the
+parts that write it and no others. What goes around torch finds it empty and fails; nobody reads an
+old value.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, cast
+
+import attrs
+import torch
+from typing_extensions import override
+
+from zerotune.backend.deepspeed.host_adam import SlabStep
+from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.ops.host_step import Average
+
+_PARTS: Final = 256
+"""Parts of a step: each costs the interpreter's lock twice, which may take 5 ms."""
+_LEAST: Final = 2**18
+"""Elements of a part, at least."""
+
+
+@attrs.frozen(kw_only=True)
+class Piece:
+    """A run of elements of one slab, of one fragment at most."""
+
+    slab: int
+    start: int
+    stop: int
+    key: str | None = None
+    """The fragment's key; ``None``: padding."""
+    offset: int = 0
+    """First element in the fragment."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+
+@attrs.frozen(kw_only=True)
+class Part:
+    """What is taken at once."""
+
+    pieces: tuple[Piece, ...]
+    names: frozenset[str]
+    """Of the parameters it writes."""
+
+
+def divide(
+    addresses: Sequence[FragmentAddress],
+    sizes: Sequence[int],
+    *,
+    first: Collection[str] = (),
+    parts: int | None = None,
+    least: int | None = None,
+) -> tuple[Part, ...]:
+    """Cut slabs into parts of about equal size, none of which ends within a small fragment.
+
+    Args:
+        addresses: Of the fragments in the slabs.
+        sizes: Elements of each slab; what no fragment covers is padding, which is stepped too.
+        first: Parameters that are wanted before all others, and so have parts of their own.
+        parts: As many as wanted, about.
+        least: Elements of a part.
+    """
+    size = max(least or _LEAST, sum(sizes) // (parts or _PARTS), 1)
+    found: dict[bool, list[Part]] = {True: [], False: []}
+    open_: dict[bool, list[tuple[Piece, str | None]]] = {True: [], False: []}
+
+    def close(early: bool) -> None:
+        if open_[early]:
+            pieces = tuple(piece for piece, _ in open_[early])
+            names = frozenset(name for _, name in open_[early] if name is not None)
+            found[early].append(Part(pieces=pieces, names=names))
+            open_[early].clear()
+
+    for piece, name in _pieces(addresses, sizes, size):
+        early = name in first
+        open_[early].append((piece, name))
+        if sum(each.numel for each, _ in open_[early]) >= size:
+            close(early)
+    for early in (True, False):
+        close(early)
+    return (*found[True], *found[False])
+
+
+def _pieces(
+    addresses: Sequence[FragmentAddress], sizes: Sequence[int], size: int
+) -> Iterator[tuple[Piece, str | None]]:
+    for slab, numel in enumerate(sizes):
+        at = 0
+        for address in sorted(
+            (a for a in addresses if a.slab == slab), key=lambda each: each.offset
+        ):
+            if address.offset > at:
+                yield Piece(slab=slab, start=at, stop=address.offset), None
+            at = address.offset + address.numel
+            for offset in range(0, address.numel, size):
+                start = address.offset + offset
+                stop = min(start + size, at)
+                piece = Piece(slab=slab, start=start, stop=stop, key=address.key, offset=offset)
+                yield piece, address.name
+        if at < numel:
+            yield Piece(slab=slab, start=at, stop=numel), None
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Upload:
+    """Brings weights to where the model has them: here, at once."""
+
+    targets: Sequence[torch.Tensor | None]
+    """By slab, flat; ``None``: the step itself has written them there."""
+    sources: Sequence[torch.Tensor | None]
+    """Where the step has written them instead."""
+
+    def begin(self) -> None:
+        """Before the first part is taken: the weights of the step before are used no more."""
+
+    def send(self, pieces: Iterable[Piece]) -> Any:
+        """Bring written elements there; what ``receive`` has to be given."""
+        for piece in pieces:
+            source, target = self.sources[piece.slab], self.targets[piece.slab]
+            if source is not None and target is not None:
+                part = slice(piece.start, piece.stop)
+                target[part].copy_(source[part], non_blocking=True)
+
+    def receive(self, sent: Any) -> None:
+        """Have what comes after on this thread see them."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class StreamUpload(Upload):
+    """Brings weights to a device on a stream of its own, beside what is computed there."""
+
+    stream: Any
+    """``torch.cuda.Stream`` or another accelerator's."""
+    accelerator: Any
+    """DeepSpeed's."""
+
+    @override
+    def begin(self) -> None:
+        # The page-locked buffers of the step before may still be read from.
+        self.stream.synchronize()
+        self.stream.wait_stream(self.accelerator.current_stream())
+
+    @override
+    def send(self, pieces: Iterable[Piece]) -> Any:
+        with self.accelerator.stream(self.stream):
+            Upload.send(self, pieces)
+            sent = self.accelerator.Event()
+            sent.record(self.stream)
+        return sent
+
+    @override
+    def receive(self, sent: Any) -> None:
+        self.accelerator.current_stream().wait_event(sent)
+
+
+class PendingStep:
+    """A step of every slab, begun; taken part by part, by whoever calls.
+
+    Args:
+        parts: All of the slabs, each element once.
+        order: Indices of ``parts``, in the order in which ``run`` takes them.
+        steps: Of the slabs, begun.
+        upload: Where written weights go.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: Sequence[Part],
+        order: Sequence[int],
+        steps: Sequence[SlabStep],
+        upload: Upload,
+    ) -> None:
+        self._parts, self._steps, self._upload = parts, steps, upload
+        self._changed = threading.Condition(threading.RLock())
+        self._ending = threading.Lock()
+        self._open = dict.fromkeys(order)
+        self._followers: list[Follower] = []
+        self._followed: dict[int, int] = {}
+        self._sent: dict[int, Any] = {}
+        self._over = False
+        self._error: BaseException | None = None
+        self._awaited: dict[int, Awaited] = {}
+        self._writers: dict[str, list[int]] = {}
+        for index, part in enumerate(parts):
+            for name in part.names:
+                self._writers.setdefault(name, []).append(index)
+        self.used: dict[str, None] = {}
+        """Names of the parameters that were waited for one by one, in that order."""
+        upload.begin()
+
+    def hold(self, name: str, tensor: torch.Tensor) -> None:
+        """Have every use of a tensor wait until it is written.
+
+        Args:
+            name: Of the parameter whose weights it holds.
+            tensor: Empty from now on; it has its memory again when it is written.
+        """
+        kind = type(tensor)
+        tensor._awaited = _Held(  # type: ignore[attr-defined]
+            step=self, name=name, kind=kind, content=tensor.data
+        )
+        tensor.data = tensor.data.new_empty(0)
+        tensor.__class__ = awaited(kind)
+        self._awaited[id(tensor)] = cast(Awaited, tensor)
+
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        """Have averages follow the weights as they are written.
+
+        Returns:
+            Whether they will: no longer once everything is written.
+        """
+        with self._changed:
+            if self._over or self._error is not None:
+                return False
+            self._followers.extend(followers)
+            return True
+
+    def run(self) -> None:
+        """Take what nobody has taken. An error is kept for whoever waits."""
+        while (index := self._claim(None)) is not None:
+            self._take(index)
+        self._end()
+
+    def settle(self) -> None:
+        """Return once everything is written and nothing awaited any more.
+
+        Raises:
+            BaseException: What a part failed with, in whatever thread.
+        """
+        self.run()
+        self._raise()
+        for tensor in list(self._awaited.values()):
+            self._release(tensor)
+
+    def land(self, tensor: Any) -> None:
+        """Return once a tensor is written.
+
+        Raises:
+            BaseException: As ``settle``.
+        """
+        held: _Held | None = vars(tensor).get("_awaited")
+        if held is not None:
+            self._wait(self._writers[held.name])
+            self.used.setdefault(held.name)
+            self._release(tensor)
+
+    def _release(self, tensor: Any) -> None:
+        with self._changed, torch._C.DisableTorchFunctionSubclass():
+            held: _Held | None = vars(tensor).get("_awaited")
+            if held is None:
+                return
+            for index in self._writers[held.name]:
+                self._upload.receive(self._sent[index])
+            # In this order, since other threads may use it meanwhile.
+            tensor.data = held.content
+            tensor.__class__ = held.kind
+            del tensor._awaited, self._awaited[id(tensor)]
+
+    def _claim(self, wanted: int | None) -> int | None:
+        with self._changed:
+            index = next(iter(self._open), None) if wanted is None else wanted
+            if index is None or index not in self._open or self._error is not None:
+                return None
+            del self._open[index]
+            return index
+
+    def _take(self, index: int) -> None:
+        with self._changed:
+            followers = tuple(self._followers)
+        sent = None
+        try:
+            with torch.no_grad():
+                for piece in self._parts[index].pieces:
+                    self._steps[piece.slab].run(
+                        piece.start, piece.stop, _averages(piece, followers)
+                    )
+                sent = self._upload.send(self._parts[index].pieces)
+        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+            self._fail(error)
+            return
+        with self._changed:
+            self._followed[index] = len(followers)
+            self._sent[index] = sent
+            self._changed.notify_all()
+
+    def _wait(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            # Whoever needs a part that nobody has begun takes it itself.
+            if self._claim(index) is not None:
+                self._take(index)
+            with self._changed:
+                while index not in self._followed and not self._failed:
+                    self._changed.wait()
+            self._raise()
+
+    def _end(self) -> None:
+        """Give followers that came late what they have missed; then none can come any more."""
+        with self._ending:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: len(self._followed) == len(self._parts) or self._failed
+                    )
+                    count = len(self._followers)
+                    late = [(i, seen) for i, seen in self._followed.items() if seen < count]
+                    if self._failed or not late:
+                        self._over = True
+                        return
+                try:
+                    self._catch_up(late, count)
+                except BaseException as error:  # noqa: BLE001 - as above
+                    self._fail(error)
+
+    @torch.no_grad()
+    def _catch_up(self, late: Sequence[tuple[int, int]], count: int) -> None:
+        for index, seen in late:
+            for piece in self._parts[index].pieces:
+                weight = self._steps[piece.slab].weight[piece.start : piece.stop]
+                for average in _averages(piece, self._followers[seen:count]):
+                    average.shadow.lerp_(weight, average.weight)
+            self._followed[index] = count
+
+    @property
+    def _failed(self) -> bool:
+        return self._error is not None
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _averages(piece: Piece, followers: Iterable[Follower]) -> list[Average]:
+    if piece.key is None:
+        return []
+    part = slice(piece.offset, piece.offset + piece.numel)
+    return [Average(shadow=each.tensors[piece.key][part], weight=each.weight) for each in followers]
+
+
+# -- Tensors whose every use waits.
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class _Held:
+    """What an awaited tensor will be."""
+
+    step: PendingStep
+    name: str
+    kind: type
+    content: torch.Tensor
+
+
+class Awaited:
+    """Mixed into the class of a tensor that is still to be written."""
+
+    _awaited: _Held
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Wait for what is used; nothing of it is needed for its shape or gradient."""
+        if func in _BESIDE_THE_CONTENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _OF_THE_SHAPE and (held := vars(args[0]).get("_awaited")) is not None:
+            return func(held.content, *args[1:], **(kwargs or {}))
+        for tensor in _awaited_among((args, kwargs)):
+            land(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        land(self)
+        return cast(Any, self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        land(self)
+        return cast(Any, self).__reduce_ex__(protocol)
+
+
+def land(tensor: Any) -> None:
+    """Wait until a tensor is written, if it is awaited.
+
+    Raises:
+        BaseException: What the step failed with.
+    """
+    held: _Held | None = vars(tensor).get("_awaited")
+    if held is not None:
+        held.step.land(tensor)
+
+
+@cache
+def awaited(kind: type) -> type:
+    """The class of awaited tensors that are ``kind`` otherwise."""
+    return type(f"Awaited{kind.__name__}", (Awaited, kind), {})
+
+
+def _awaited_among(value: Any) -> Iterator[Any]:
+    if isinstance(value, Awaited):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _awaited_among(each)
+    elif isinstance(value, Mapping):
+        yield from _awaited_among(list(value.values()))
+
+
+def _getters(*names: str) -> list[Any]:
+    return [getattr(torch.Tensor, name).__get__ for name in names]
+
+
+_GRADIENT: Final[Any] = torch.Tensor.grad
+_OF_THE_SHAPE: Final = frozenset(
+    (
+        *_getters("shape", "ndim", "itemsize", "nbytes"),
+        torch.Tensor.size,
+        torch.Tensor.numel,
+        torch.Tensor.nelement,
+        torch.Tensor.dim,
+        torch.Tensor.ndimension,
+        torch.Tensor.stride,
+        torch.Tensor.is_contiguous,
+        torch.Tensor.__len__,
+    )
+)
+_BESIDE_THE_CONTENT: Final = frozenset(
+    (
+        *_getters("grad", "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout"),
+        *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse"),
+        _GRADIENT.__set__,
+        _GRADIENT.__delete__,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.element_size,
+        torch.Tensor.__hash__,
+    )
+)

@@ -1,0 +1,129 @@
+"""How a step is cut into parts, and how averages join one that is under way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerotune.backend.deepspeed.pending_step import PendingStep, Upload, divide
+from zerotune.backend.master_weights import Follower, FragmentAddress
+
+
+def addresses_of(sizes: list[list[int]], gap: int) -> tuple[list[FragmentAddress], list[int]]:
+    """Fragments of these sizes in slabs that begin with them and end with padding."""
+    addresses, slabs = [], []
+    for slab, numels in enumerate(sizes):
+        offset = 0
+        for index, numel in enumerate(numels):
+            addresses.append(
+                FragmentAddress(
+                    name=f"{slab}.{index}", shape=(numel,), start=0, numel=numel, slab=slab,
+                    offset=offset,
+                )
+            )  # fmt: skip
+            offset += numel + gap
+        slabs.append(offset)
+    return addresses, slabs
+
+
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 50), max_size=8), min_size=1, max_size=3),
+    gap=st.integers(0, 2),
+    parts=st.integers(1, 20),
+    least=st.integers(1, 30),
+)
+def test_parts_hold_every_element_once(sizes, gap, parts, least):
+    addresses, slabs = addresses_of(sizes, gap)
+    by_key = {address.key: address for address in addresses}
+    first = {address.name for address in addresses[::3]}
+    found = divide(addresses, slabs, first=first, parts=parts, least=least)
+    seen = [torch.zeros(numel, dtype=torch.int) for numel in slabs]
+    for part in found:
+        names = set()
+        for piece in part.pieces:
+            seen[piece.slab][piece.start : piece.stop] += 1
+            if piece.key is not None:
+                address = by_key[piece.key]
+                assert piece.start == address.offset + piece.offset
+                assert piece.offset + piece.numel <= address.numel
+                names.add(address.name)
+        assert part.names == names
+        assert names <= first or not names & first, "what is wanted first stands apart"
+    assert all(bool((counts == 1).all()) for counts in seen)
+    early = [bool(part.names & first) for part in found]
+    assert early == sorted(early, reverse=True)
+
+
+@attrs.define(eq=False)
+class Doubling:
+    """Takes the place of a slab's step: weights become twice what they were."""
+
+    weight: torch.Tensor
+    before: Any = lambda: None
+
+    def run(self, start: int, stop: int, averages: Any) -> None:
+        self.before()
+        self.weight[start:stop] *= 2
+        for average in averages:
+            average.shadow.lerp_(self.weight[start:stop], average.weight)
+
+
+def pending(weight: torch.Tensor, before: Any = lambda: None) -> tuple[PendingStep, str]:
+    addresses, slabs = addresses_of([[weight.numel()]], 0)
+    parts = divide(addresses, slabs, parts=10, least=1)
+    step = PendingStep(
+        parts=parts,
+        order=range(len(parts)),
+        steps=[Doubling(weight=weight, before=before)],
+        upload=Upload(sources=[None], targets=[None]),
+    )
+    return step, addresses[0].key
+
+
+@pytest.mark.parametrize("when", range(12))
+def test_averages_may_come_at_any_time_before_the_end(when):
+    weight, shadows = torch.arange(40.0), [torch.ones(40), torch.ones(40)]
+    begun: list[None] = []
+
+    def join() -> None:
+        begun.append(None)
+        if len(begun) == when:
+            assert step.follow([Follower(tensors={key: shadows[0]}, weight=0.25)])
+        if len(begun) == 10 - when // 2:
+            assert step.follow([Follower(tensors={key: shadows[1]}, weight=0.75)])
+
+    step, key = pending(weight, join)
+    if when == 0:
+        assert step.follow([Follower(tensors={key: shadows[0]}, weight=0.25)])
+    step.settle()
+    assert len(begun) == 10
+    assert torch.equal(weight, 2 * torch.arange(40.0))
+    follows = [when <= 10, True]
+    for shadow, share, follow in zip(shadows, (0.25, 0.75), follows, strict=True):
+        assert torch.equal(shadow, torch.lerp(torch.ones(40), weight, share if follow else 0.0))
+    assert not step.follow([]), "nobody can join what has been taken"
+
+
+def test_several_threads_take_each_part_once():
+    weight, kept = torch.ones(40), torch.nn.Parameter(torch.zeros(40))
+    barrier = threading.Barrier(3, timeout=30)
+    step, _ = pending(weight)
+    step.hold("0.0", kept)
+    uses = [step.run, lambda: kept.sum().item(), step.settle]
+    threads = [
+        threading.Thread(target=lambda use=use: (barrier.wait(), use()), daemon=True)
+        for use in uses
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert torch.equal(weight, torch.full((40,), 2.0))
+    assert type(kept) is torch.nn.Parameter
+    assert kept.shape == (40,)

@@ -1,0 +1,445 @@
+"""A step that is being taken while the next forward runs: the same bits as one that is not."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.backend.test_host_step import digest, weights_of
+from tests.support.ranks import RanksFailed, run_ranks
+from zerotune.backend.deepspeed import host_step, pending_step
+from zerotune.backend.deepspeed.host_adam import SlabStep
+
+pytestmark = pytest.mark.deepspeed
+
+SIDE = 6
+
+
+class Web(torch.nn.Module):
+    """Weights used in every way there is, most of them not by their own module's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = torch.nn.Linear(SIDE, SIDE).requires_grad_(False)
+        self.attention = torch.nn.MultiheadAttention(SIDE, 2, batch_first=True)
+        self.recurrent = torch.nn.GRU(SIDE, SIDE, batch_first=True)
+        self.twice = torch.nn.Linear(SIDE, SIDE)
+        self.tied = torch.nn.Linear(SIDE, SIDE, bias=False)
+        self.tied.weight = self.twice.weight
+        self.sometimes = torch.nn.Linear(SIDE, SIDE)
+        self.again = torch.nn.Sequential(torch.nn.Linear(SIDE, 17), torch.nn.Linear(17, SIDE))
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.large = torch.nn.Linear(SIDE, 301)
+
+    def forward(self, x_bts: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.frozen(x_bts)
+        x = x + self.attention(x, x, x, need_weights=False)[0] + self.recurrent(x)[0]
+        x = self.tied(torch.tanh(self.twice(self.twice(x))))
+        if both:
+            x = x + self.sometimes(x)
+        x = x + checkpoint(self.again, x, use_reentrant=False)
+        return self.large(x) * self.scale.sum() + torch.nn.functional.linear(
+            x, self.large.weight, self.large.bias
+        )
+
+
+def begin(
+    stage: int, model: torch.nn.Module, *, precision: str = "bf16", hidden: bool | None,
+    clipping: float = 0.5, accumulation: int = 1, groups: bool = False, persistent: int = 0,
+) -> Any:  # fmt: skip
+    from zerotune.backend.build import build_engine
+    from zerotune.optim import ParameterGroups
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
+
+    plan = DeepSpeedPlan.build(
+        stage=stage, offload="cpu", precision=precision, micro_batch_size=2,
+        gradient_clipping=clipping, gradient_accumulation_steps=accumulation,
+        optimizer={"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        scheduler={"type": "WarmupLR", "params": {
+            "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 9}},
+        **({"stage3_param_persistence_threshold": persistent} if stage == 3 else {}),
+    )  # fmt: skip
+    resolved = plan.resolve(
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        hidden=hidden,
+    )
+    resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if groups else None)
+    return build_engine(model=model, plan=resolver.apply(resolved))
+
+
+def batch(engine: Any, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
+    return torch.randn(2, 3, SIDE, generator=generator).to(engine.dtype)
+
+
+def loss_of(engine: Any, step: int) -> torch.Tensor:
+    out: torch.Tensor = engine(batch(engine, step), step % 3 != 1)
+    return out.float().square().mean()
+
+
+@contextmanager
+def in_small_parts() -> Iterator[Counter[str]]:
+    """Parts of a few elements; counts who takes them."""
+    taken: Counter[str] = Counter()
+    original = pending_step.PendingStep._take
+
+    def take(self: Any, index: int) -> None:
+        taken[threading.current_thread().name.split("_")[0]] += 1
+        original(self, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending_step, "_LEAST", 96)
+        patch.setattr(pending_step, "_PARTS", 10**9)
+        patch.setattr(pending_step.PendingStep, "_take", take)
+        yield taken
+
+
+@contextmanager
+def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
+    """Random delays in the pass, before and after its uploads, and in the modules' hooks.
+
+    Weights are uploaded from a buffer, as to a device, where the stage has one.
+    """
+    chance = random.Random(seed)
+
+    def nap() -> None:
+        if chance.random() < 0.2:
+            time.sleep(chance.random() * 2e-3)
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nap()
+            found = method(*args, **kwargs)
+            nap()
+            return found
+
+        return call
+
+    handles = [module.register_forward_pre_hook(lambda *_: nap()) for module in model.modules()] + [
+        module.register_forward_hook(lambda *_: nap()) for module in model.modules()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlabStep, "run", slow(SlabStep.run))
+        patch.setattr(pending_step.Upload, "send", slow(pending_step.Upload.send))
+        patch.setattr(host_step.HostStep, "_is_here", lambda *_: False)
+        yield
+    for handle in handles:
+        handle.remove()
+
+
+def long_run(stage: int, hidden: bool, steps: int) -> dict[str, Any]:
+    """Losses and what is left after a run in which others look at the weights now and then."""
+    from zerotune.ema import EMAShadow, EMAShadows
+
+    model = Web()
+    engine = begin(stage, model, hidden=hidden, persistent=20)
+    emas = EMAShadows(
+        shadows={"a": EMAShadow(decay=0.9), "b": EMAShadow(decay=0.5, update_every=3)}
+    ).attach(engine)
+    losses, looks = [], []
+    with in_small_parts() as taken, delayed(stage, model) if hidden else in_small_parts():
+        for step in range(steps):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            if step % 37 == 36:
+                engine.discard()
+                continue
+            if step % 41 == 40:
+                for group in engine.deepspeed_engine.optimizer.param_groups:
+                    group["lr"] *= 0.5
+            assert engine.step().applied
+            emas.step()
+            looks.append(look(engine, emas, step))
+    kept = {
+        "losses": losses,
+        "looks": looks,
+        "master": digest(engine),
+        "ema": [float(full.double().sum()) for _, full in emas["a"].gather()],
+    }
+    engine.close()
+    return {**kept, "taken": dict(taken)}
+
+
+def look(engine: Any, emas: Any, step: int) -> Any:
+    """What somebody sees who looks right after a step, which most do not."""
+    match step % 29:
+        case 3:
+            return digest(engine)
+        case 7 if engine.plan.stage < 3:
+            return weights_of(engine)
+        case 11:
+            with emas["a"].swapped_in(), engine.evaluating():
+                return float(loss_of(engine, step))
+        case 17:
+            return [float(value.double().sum()) for value in emas["b"].state_dict().values()]
+        case 23 if engine.plan.stage < 3:
+            return [float(p.detach().double().sum()) for p in engine.module.parameters()]
+    return None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_delays_anywhere_change_no_loss_of_200_steps(stage):
+    (mine,) = run_ranks(long_run, stage, True, 200)
+    (theirs,) = run_ranks(long_run, stage, False, 200)
+    for name in ("losses", "looks", "master", "ema"):
+        assert mine[name] == theirs[name], name
+    assert mine["taken"]["zerotune-step"] > 1000, "nothing was taken in the thread"
+    assert mine["losses"][-1] < 0.5 * mine["losses"][0], "nothing was learned"
+
+
+def short_run(hidden: bool, averages: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    from zerotune.ema import EMAShadow
+
+    model = Web()
+    engine = begin(hidden=hidden, model=model, **arguments)
+    emas = [EMAShadow(decay=0.9 - 0.3 * index).attach(engine) for index in range(averages)]
+    losses, norms = [], []
+    with in_small_parts() as taken:
+        for step in range(8 * arguments.get("accumulation", 1)):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            outcome = engine.step()
+            norms.append(outcome.grad_norm)
+            if outcome.applied:
+                for ema in emas:
+                    ema.step()
+    kept = {
+        "losses": losses,
+        "norms": norms,
+        "master": digest(engine),
+        "ema": [[float(v.double().sum()) for v in ema.state_dict().values()] for ema in emas],
+    }
+    engine.close()
+    return {**kept, "taken": dict(taken)}
+
+
+def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    return [short_run(hidden, averages, arguments) for hidden in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("averages", "arguments"),
+    [
+        (0, {"stage": 1, "precision": "fp32", "clipping": 0.0}),
+        (1, {"stage": 2, "accumulation": 3}),
+        (2, {"stage": 2, "precision": "fp32", "groups": True}),
+        (1, {"stage": 3, "precision": "fp32", "accumulation": 3}),
+        (2, {"stage": 3, "groups": True, "clipping": 0.0}),
+    ],
+    ids=["z1 fp32", "z2 accumulated", "z2 groups", "z3 accumulated", "z3 groups"],
+)
+def test_no_setting_changes_a_bit(averages, arguments):
+    ((mine, theirs),) = run_ranks(both, averages, arguments)
+    for name in ("losses", "norms", "master", "ema"):
+        assert mine[name] == theirs[name], name
+    assert mine["taken"]["zerotune-step"]
+    assert "zerotune-step" not in theirs["taken"]
+    assert bool(theirs["taken"]) == bool(averages), "an average joins a step that waits for it"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_nor_do_two_ranks(stage):
+    for mine, theirs in run_ranks(both, 1, {"stage": stage}, world_size=2):
+        for name in ("losses", "norms", "master", "ema"):
+            assert mine[name] == theirs[name], name
+        assert bool(mine["taken"]) == (stage == 3)
+
+
+def failing(stage: int) -> list[str]:
+    """What the calls after a failed pass raise, and where it came from."""
+    import traceback
+
+    engine = begin(stage, Web(), hidden=True)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for that")
+
+    seen = []
+    with in_small_parts():
+        engine.backward(loss_of(engine, 0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SlabStep, "run", fail)
+            engine.step()
+            engine.deepspeed_engine.optimizer.zerotune_step._thread.shutdown()
+        for call in (
+            lambda: loss_of(engine, 1),
+            lambda: engine.backward(torch.zeros(1, requires_grad=True).sum()),
+            engine.step,
+            engine.discard,
+            engine.master_weights.settle,
+            lambda: list(engine.master_weights.read()),
+            engine.deepspeed_engine.optimizer.state_dict,
+            engine.close,
+        ):
+            try:
+                call()
+            except MemoryError as error:
+                frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+                seen.append("its own" if "fail" in frames else "another")
+            else:
+                seen.append("nothing")
+    return seen
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_call_after_an_error_ends_with_its_traceback(stage):
+    (seen,) = run_ranks(failing, stage)
+    assert seen == ["its own"] * 8
+
+
+def resumed(folder: Path, part: str) -> list[float]:
+    """Losses and the average of the last steps of a run; ``part``: whole, killed or resumed."""
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+    from zerotune.ema import EMAShadow
+
+    engine = begin(2, Web(), hidden=True)
+    ema = EMAShadow(decay=0.9).attach(engine)
+    saved = {"ema": ema}
+    if part == "resumed":
+        load_checkpoint(folder / "whole", engine=engine, shadows=saved)
+    losses = []
+    with in_small_parts() as taken, pytest.MonkeyPatch.context() as patch:
+        for step in range(engine.state.global_step, 8):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            if part == "killed" and step == 6:
+                patch.setattr(SlabStep, "run", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            assert engine.step().applied
+            ema.step()
+            if step == 4 and part != "resumed":
+                save_checkpoint(folder / part, engine=engine, shadows=saved)
+    assert taken["zerotune-step"]
+    losses = losses[-3:] + [float(value.double().sum()) for value in ema.state_dict().values()]
+    engine.close()
+    return losses
+
+
+def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
+    (whole,) = run_ranks(resumed, tmp_path, "whole")
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        run_ranks(resumed, tmp_path, "killed")
+    # Both wrote the same before; the killed run is the one to go on from.
+    (tmp_path / "whole").rename(tmp_path / "other")
+    (tmp_path / "killed").rename(tmp_path / "whole")
+    assert run_ranks(resumed, tmp_path, "resumed") == [whole]
+
+
+def compiled(how: str) -> dict[str, Any]:
+    engine = begin(2, Web(), hidden=True)
+    module = engine.module
+    if how == "forward":
+        module.again.forward = torch.compile(module.again.forward, backend="eager")
+        module.large.forward = torch.compile(module.large.forward, backend="eager")
+    elif how == "call":
+        module.large.compile(backend="eager")
+    losses = []
+    with in_small_parts() as taken:
+        for step in range(4):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    engine.close()
+    return {"losses": losses, "taken": sorted(taken)}
+
+
+def test_compiled_modules_find_their_weights_written():
+    (plain,) = run_ranks(compiled, "not")
+    (forward,) = run_ranks(compiled, "forward")
+    (call,) = run_ranks(compiled, "call")
+    assert plain["losses"] == forward["losses"] == call["losses"]
+    assert "zerotune-step" in forward["taken"]
+    assert not call["taken"], "before the call of a compiled module nothing can wait"
+
+
+def looks(hidden: bool) -> list[Any]:
+    """What somebody sees of a weight in all the ways there are, right after a step."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    engine = begin(2, Web(), hidden=hidden, precision="fp32")
+    weight, ways = engine.module.large.weight, engine.module
+    found: list[Any] = []
+
+    seen: list[Callable[[], Any]] = [
+        lambda: weight.detach() + 0,
+        lambda: copy.deepcopy(weight),
+        lambda: torch.from_numpy(weight.numpy(force=True).copy()),
+        lambda: ways.state_dict()["large.weight"] + 0,
+        lambda: torch.nn.utils.parameters_to_vector(ways.parameters()),
+        lambda: weight.data + 0,
+        weight.tolist,
+        partial(str, weight),
+        partial(safe_get_full_fp32_param, weight),
+        partial(safe_get_full_optimizer_state, weight, "exp_avg"),
+        lambda: torch.func.functional_call(ways.large, {}, (torch.ones(SIDE),)),
+        lambda: [each.clone() for each in torch._foreach_mul([weight], 2.0)],
+    ]
+    slow = SlabStep.run
+    with in_small_parts(), pytest.MonkeyPatch.context() as patch:
+        if hidden:
+            patch.setattr(SlabStep, "run", lambda *a: (time.sleep(1e-3), slow(*a))[1])
+        for step, look in enumerate(seen):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            if hidden:
+                assert type(weight) is not torch.nn.Parameter
+                assert isinstance(weight, torch.nn.Parameter)
+                assert (tuple(weight.shape), weight.numel()) == ((301, SIDE), 301 * SIDE)
+                assert weight.requires_grad
+                assert weight.grad is None
+                assert type(weight) is not torch.nn.Parameter, "its shape waits for nothing"
+            value = look()
+            plain = value.tolist() if isinstance(value, torch.Tensor) else str(value)
+            found.append((type(value).__name__, plain))
+    engine.close()
+    assert type(weight) is torch.nn.Parameter
+    return found
+
+
+def test_whoever_looks_at_a_weight_waits_for_it():
+    assert run_ranks(looks, True) == run_ranks(looks, False)
+
+
+def around_torch() -> str:
+    engine = begin(2, Web(), hidden=True)
+    opened, run = threading.Event(), SlabStep.run
+    engine.backward(loss_of(engine, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlabStep, "run", lambda *a: (opened.wait(30), run(*a))[1])
+        engine.step()
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.nn.functional.linear(torch.ones(SIDE).bfloat16(), engine.module.large.weight)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            opened.set()
+            engine.close()
+    return "an old value was read"
+
+
+def test_what_goes_around_torch_finds_no_old_value():
+    (told,) = run_ranks(around_torch)
+    assert "shape" in told or "size" in told
