@@ -1,0 +1,106 @@
+"""The code of one documentation page, run from top to bottom as a reader would."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+DOCS = Path(__file__).parents[2] / "docs"
+_DOCTEST = re.compile(r"^```\{doctest\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A reader's runs take hours; what they are about shows within three steps of small images.
+_SHORTER = (
+    (r"\bsteps=1[_0]*0+\b", "steps=3"),
+    (r"\bepochs=\d+", "epochs=1"),
+    (r"\bsteps=(30|20)\b", "steps=2"),
+    (r"range\(1000\)", "range(2)"),
+    (r"AspectBuckets(\.one_megapixel)?\(\)", "AspectBuckets(area=1024, step=8)"),
+    # Minutes of a C++ compiler; tests/backend/test_compilation.py compiles.
+    (r"compile=True", "compile=False"),
+)
+
+
+@attrs.frozen(kw_only=True)
+class Block:
+    """One fenced piece of code."""
+
+    page: Path
+    line: int
+    code: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The Python blocks of a page, in order."""
+    text = page.read_text()
+    for found in _PYTHON.finditer(text):
+        line = text[: found.start(1)].count("\n") + 1
+        yield Block(page=page, line=line, code=found.group(1))
+
+
+def sessions(page: Path) -> str:
+    """What a reader types into an interpreter along a page, with what it answers."""
+    return "\n".join(_DOCTEST.findall(page.read_text()))
+
+
+def failures(page: str) -> str:
+    """Run a page's interpreter sessions as one; what differs."""
+    test = doctest.DocTestParser().get_doctest(sessions(DOCS / page), {}, page, page, 0)
+    said = io.StringIO()
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.write)
+    return said.getvalue()
+
+
+def names(*sections: str) -> str:
+    """Code of ``docs/names.md``, by the words its headings begin with."""
+    text = (DOCS / "names.md").read_text()
+    code = []
+    for section in sections:
+        (found,) = re.findall(rf"^## {section}.*?\n```python\n(.*?)^```$", text, re.M | re.S)
+        # The page goes on with what the section ends.
+        code.append(found.replace("engine.close()\n", ""))
+    return "\n".join(code)
+
+
+def run(page: str, given: tuple[str, ...], setup: str, folder: str) -> str:
+    """Run a page's blocks in one namespace; what they print.
+
+    Args:
+        page: Its name under ``docs``.
+        given: Sections of ``docs/names.md`` that the page takes as given.
+        setup: What stands for the reader's own files and functions.
+        folder: An empty working directory.
+    """
+    os.chdir(folder)
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for code in (names(*given), setup):
+            exec(compile(_short(code), "<given>", "exec"), scope)
+        for block in blocks(DOCS / page):
+            # Tracebacks name the page and the line in it.
+            code = "\n" * (block.line - 1) + _short(block.code)
+            exec(compile(code, str(block.page), "exec"), scope)
+        _close(scope)
+    return printed.getvalue()
+
+
+def _short(code: str) -> str:
+    for pattern, fewer in _SHORTER:
+        code = re.sub(pattern, fewer, code)
+    return code
+
+
+def _close(scope: Mapping[str, Any]) -> None:
+    for value in list(scope.values()):
+        if callable(getattr(value, "close", None)) and type(value).__module__.startswith(
+            "zerotune"
+        ):
+            value.close()

@@ -1,0 +1,122 @@
+"""All code on all pages runs, with every name defined on the page or on ``docs/names.md``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.docs.pages import DOCS, blocks, failures, run, sessions
+from tests.support.ranks import run_ranks
+
+MODEL = ("Model",)
+ENGINE = ("Model", "An engine")
+TRAINER = ("Model", "A trainer")
+
+RANDOM = "generator = torch.Generator().manual_seed(0)"
+ONE_PROCESS_GROUP = """
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+SCRIPT_ON_ACCELERATE = """
+from accelerate import Accelerator
+
+accelerator, config = Accelerator(cpu=True), unet.config
+optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-3)
+"""
+PHOTOS = """
+import tarfile
+from pathlib import Path
+
+import datasets
+import numpy as np
+from PIL import Image as Picture
+from diffusers import AutoencoderKL
+
+Path("owner/name").mkdir(parents=True)
+Path("photos").mkdir()
+for number in range(8):
+    pixels = np.full((32, 32, 3), 30 * number, np.uint8)
+    Picture.fromarray(pixels).save(f"photos/{number}.png")
+    Path(f"photos/{number}.txt").write_text(f"grey {number}")
+rows = datasets.Dataset.from_dict(
+    {
+        "image": [f"photos/{number}.png" for number in range(8)],
+        "text": [f"grey {number}" for number in range(8)],
+    }
+)
+rows.cast_column("image", datasets.Image()).to_parquet("owner/name/train.parquet")
+Path("shards").mkdir()
+for number in range(2):
+    with tarfile.open(f"shards/{number:03}.tar", "w") as shard:
+        shard.add("photos/1.png", arcname="1.png")
+        shard.add("photos/1.txt", arcname="1.txt")
+AutoencoderKL(block_out_channels=(32,), norm_num_groups=8).save_pretrained("sdxl/vae")
+"""
+OWN_LOOP = """
+loader = zerotune.DataStream(dataset, micro_batch_size=4, rank=rank, world_size=world_size)
+generator = torch.Generator().manual_seed(0)
+
+
+def train(engine):
+    for _ in range(2):
+        engine.backward(objective(engine, next(loader), generator))
+        engine.step()
+"""
+PARTS = """
+from tests.support.pipelines import clip
+from diffusers import UNet2DConditionModel
+
+unet.save_pretrained("unet")
+text_encoder = clip(projection=False)
+text_encoder.save_pretrained("sd15/text_encoder")
+UNet2DConditionModel(
+    sample_size=8,
+    layers_per_block=1,
+    norm_num_groups=8,
+    block_out_channels=(16, 32),
+    down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+    up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    cross_attention_dim=32,
+    attention_head_dim=8,
+).save_pretrained("sd15/unet")
+"""
+
+PAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "quickstart.md": ((), ""),
+    "names.md": ((), ""),
+    "from-deepspeed.md": (MODEL, RANDOM),
+    "from-accelerate.md": (MODEL, ""),
+    "from-simpletuner.md": (MODEL, ""),
+    "own-model.md": ((), ""),
+    "lean.md": (MODEL, RANDOM),
+    "offload.md": (MODEL, ONE_PROCESS_GROUP + "import os\nos.mkdir('swap')"),
+    "optimizers.md": (MODEL, PARTS),
+    "ema.md": (ENGINE, SCRIPT_ON_ACCELERATE),
+    "master-weights.md": (ENGINE, ""),
+    "checkpoints.md": (TRAINER, ""),
+    "objectives.md": (MODEL, ""),
+    "lora.md": (MODEL, OWN_LOOP + PARTS),
+    "data.md": (MODEL, PHOTOS),
+    "training.md": (MODEL, ""),
+    "diagnostics.md": (MODEL, ""),
+    "embedding.md": (MODEL, ""),
+    "builder.md": (MODEL, ""),
+}
+ELSEWHERE = {"families.md": "tests/diffusion/families/test_own_family.py"}
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    given, setup = PAGES[page]
+    run_ranks(run, page, given, setup, str(tmp_path))
+
+
+@pytest.mark.parametrize("page", [page.name for page in DOCS.glob("*.md") if sessions(page)])
+def test_an_interpreter_answers_what_a_page_says(page):
+    assert failures(page) == ""
+
+
+def test_no_page_with_code_is_left_out():
+    written = {path.name for path in DOCS.rglob("*.md") if any(blocks(path))}
+    assert written == {*PAGES, *ELSEWHERE}
