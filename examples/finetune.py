@@ -13,8 +13,9 @@ MODEL is a folder or a hub id, such as stabilityai/stable-diffusion-xl-base-1.0;
 in its model_index.json. PHOTOS holds images, each with its caption beside it (cat.png, cat.txt).
 The same command goes on after a stop, also under another plan or number of GPUs, and with more
 --steps after the end. A run that was stopped exports nothing unless --export-stopped asks for it;
-an export takes the place of that of an earlier run. Which plan fits your card:
-``zerotune plan advise --family sdxl --vram 12GiB``.
+an export takes the place of that of an earlier run. --start goes on from another script's run: of
+accelerate's and DeepSpeed's own folders ``zerotune checkpoint convert`` makes a checkpoint. Which
+plan fits your card: ``zerotune plan advise --family sdxl --vram 12GiB``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         ema=EMAShadow(decay=0.999),
         callbacks=callbacks(options),
     ) as trainer:
-        if checkpoint := latest_checkpoint(options.output / "checkpoints"):
+        if checkpoint := latest_checkpoint(options.output / "checkpoints") or options.start:
             trainer.resume(checkpoint)
         report = trainer.fit(steps=options.steps)
         if report.stopped is None or options.export_stopped:
@@ -100,6 +101,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plan", required=True, help="a DeepSpeed configuration")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all")
     parser.add_argument("--base-dtype", default="bf16", help="of the weights beside adapters")
+    parser.add_argument("--start", type=Path, help="checkpoint to begin with, also a converted one")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
     parser.add_argument("--export-stopped", action="store_true", help="also after a signal")

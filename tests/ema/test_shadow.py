@@ -159,6 +159,20 @@ def test_state_round_trip_continues_exactly():
     assert all(torch.equal(full, theirs[name]) for name, full in ema.gather())
 
 
+def test_a_shadow_begins_anew_with_the_weights_as_they_are():
+    model = torch.nn.Linear(3, 2)
+    shadow = EMAShadow(decay=0.5).attach(model)
+    for _ in range(2):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        shadow.step()
+    assert shadow.distance() > 0
+    shadow.begin_anew()
+    assert (shadow.distance(), shadow.steps) == (0, 0)
+    with shadow.swapped_in(), pytest.raises(EMAError):
+        shadow.begin_anew()
+
+
 def test_a_state_of_other_weights_is_refused_and_changes_nothing():
     ema = EMAShadow(decay=0.9).attach(HostileNet())
     before = dict(ema.gather())

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from zerotune.ema import EMAShadow
@@ -169,6 +170,39 @@ def resumed_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> d
             "partitioned": partitioned,
             "ema_steps": trainer.ema.steps,
         }
+
+
+def saved_by_accelerate(steps: int, folder: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """The script as it was, with accelerate's own ``save_state``, under a launcher."""
+    from accelerate.utils import InitProcessGroupKwargs
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    script = importlib.import_module("examples.embedding.accelerate_before")
+    # Without a GPU accelerate takes no other backend by itself, and each process is alone then.
+    gloo = InitProcessGroupKwargs(backend="gloo")
+    script.Accelerator = partial(script.Accelerator, kwargs_handlers=[gloo])
+    seen = run_script("accelerate_before", steps, folder, zero)
+    if int(os.environ["RANK"]) == 0:
+        whole = get_fp32_state_dict_from_zero_checkpoint(folder)
+        np.savez(f"{folder}.npz", **{name: t.detach().numpy() for name, t in whole.items()})
+    return seen
+
+
+def gone_on_in_a_trainer(checkpoint: str, steps: int, zero: dict[str, Any]) -> dict[str, Any]:
+    """``Trainer.resume`` from what no trainer wrote."""
+    done = 3
+    with new_trainer(micro=MICRO, first=done, deepspeed=True, **zero) as trainer:
+        trainer.resume(checkpoint)
+        gathered = trainer.engine.master_weights.gather()
+        found = {
+            "step": trainer.step,
+            "lr": trainer.engine.lr,
+            "weights": {name: full.clone().numpy() for name, full in gathered},
+            "distance": trainer.ema.distance(),
+            "decisions": {decision.key: str(decision) for decision in trainer.decisions},
+        }
+        report = trainer.fit(steps=steps)
+        return found | {"losses": list(report.losses), "ema_steps": trainer.ema.steps}
 
 
 def swapped_in_silence() -> str:

@@ -12,21 +12,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.examples.embedded import (
     ACCUMULATION,
     MICRO,
     client_optimizer_in_accelerate,
+    gone_on_in_a_trainer,
     left_without_closing,
     resumed_in_a_trainer,
     run_script,
+    saved_by_accelerate,
     swapped_in_silence,
     uninterrupted,
 )
 from tests.support.needs import needs
 from tests.support.ranks import free_port, run_ranks
-from zerotune.checkpoint import verify_checkpoint
+from zerotune.checkpoint import convert, verify_checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "embedding"
 BEFORE, ALL = 3, 5
@@ -104,6 +107,46 @@ def test_a_checkpoint_of_accelerate_goes_on_in_a_trainer(checkpoint):
     assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
     assert seen["partitioned"]
     assert seen["ema_steps"] == ALL
+
+
+@engine_runs
+def test_an_embedded_checkpoint_is_resumed_by_a_trainer(checkpoint):
+    (seen,) = run_ranks(gone_on_in_a_trainer, checkpoint, ALL, {"stage": 3, "offload": "none"})
+    assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
+    assert seen["step"] == BEFORE
+    assert seen["ema_steps"] == ALL, "the average goes on"
+    assert "the data begin at their start" in seen["decisions"]["data"]
+    assert "shadows.ema" not in seen["decisions"]
+
+
+@engine_runs
+@pytest.mark.parametrize(
+    ("zero", "world_size"),
+    [(CPU, 1), pytest.param(SHARDED, 2, marks=pytest.mark.world_size(2))],
+)
+def test_accelerates_own_save_state_is_converted_and_resumed(zero, world_size, tmp_path):
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    state = str(tmp_path / "state")
+    script = (saved_by_accelerate, BEFORE, state, zero)
+    run_ranks(*script, world_size=world_size, env=env if world_size == 1 else None)
+    checkpoint = str(convert(state, tmp_path / "converted"))
+    assert verify_checkpoint(checkpoint).plan.stage == zero["stage"]
+    # The other plan, and one process.
+    other = {"stage": 3, "offload": "none"} if zero is CPU else {"stage": 2, "offload": "cpu"}
+    (seen,) = run_ranks(gone_on_in_a_trainer, checkpoint, ALL, other)
+    whole = np.load(f"{state}.npz")
+    assert whole.keys() == seen["weights"].keys()
+    assert [n for n, t in seen["weights"].items() if not np.array_equal(t, whole[n])] == []
+    assert seen["step"] == BEFORE
+    assert seen["distance"] == 0, "the average begins with the loaded weights"
+    assert seen["ema_steps"] == ALL - BEFORE
+    assert seen["lr"] == pytest.approx(1e-2 * BEFORE / 5), "the schedule goes on"
+    for key in ("data", "generators", "shadows.ema", "scheduler.position"):
+        assert key in seen["decisions"]
+    assert "optimizer.params.lr" not in seen["decisions"], "nobody knows what it was"
+    if world_size == 1:
+        assert seen["losses"] == pytest.approx(expected(1)[BEFORE:], rel=ALIKE)
 
 
 @engine_runs

@@ -140,7 +140,7 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
         precision=(*halves, "fp32")[0],
         offload_optimizer=(section.get("offload_optimizer") or {}).get("device", "none"),
         offload_param=(section.get("offload_param") or {}).get("device", "none"),
-        gradient_accumulation_steps=int(config.get("gradient_accumulation_steps") or 1),
+        gradient_accumulation_steps=native.accumulation,
         digest="",
         config=config,
         optimizer={"name": name, "params": optimizer.get("params") or {}},

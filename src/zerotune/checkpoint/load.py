@@ -363,10 +363,12 @@ def _sharding(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
 
 def _values(saved: PlanRecord, running: PlanRecord) -> tuple[Decision, ...]:
     pairs = _pairs("scheduler", _flat(saved.scheduler), _flat(running.scheduler))
-    if saved.optimizer["name"] == running.optimizer["name"]:
-        pairs += _pairs("optimizer.params", saved.optimizer["params"], running.optimizer["params"])
+    # A script that made its own optimizer has told DeepSpeed's checkpoint nothing of it.
+    told = saved.optimizer["params"]
+    if told and saved.optimizer["name"] == running.optimizer["name"]:
+        pairs += _pairs("optimizer.params", told, running.optimizer["params"])
     batches = (saved.config.get("train_batch_size"), running.config.get("train_batch_size"))
-    if batches[0] != batches[1]:
+    if batches[0] is not None and batches[0] != batches[1]:
         pairs.append(("train_batch_size", *batches))
     return tuple(
         Decision(

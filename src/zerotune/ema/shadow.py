@@ -256,6 +256,17 @@ class EMAShadow:
             tensor.copy_(saved.view(-1))
         self._steps = int(state["steps"])
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Be a copy of the weights as they are now, with no steps seen, as ``attach`` began.
+
+        Raises:
+            EMAError: Not attached, or swapped in.
+        """
+        for fragment in self._ready("begin_anew()").read():
+            self._of(fragment).copy_(fragment.value)
+        self._steps = self._checked = 0
+
     @property
     def device(self) -> torch.device:
         """Where the shadow lies."""

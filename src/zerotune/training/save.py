@@ -18,18 +18,22 @@ from zerotune.checkpoint import (
     BackgroundSaver,
     PendingCheckpoint,
     RootHold,
+    load_checkpoint,
     prune,
     step_folder,
 )
 from zerotune.checkpoint.collective import together
+from zerotune.checkpoint.folders import find_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
-from zerotune.errors import CheckpointMismatchError, InvalidValueError
+from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
+    from zerotune.backend.engine import Engine
     from zerotune.diffusion.data import BatchStream
+    from zerotune.ema import EMAShadow
     from zerotune.training.events import RunView, StepMetrics
 
 _KEY: Final = "trainer"
@@ -253,27 +257,77 @@ def trainer_state(
     }
 
 
-def restore_trainer_state(
-    extra: Mapping[str, Any],
+def resumed(
+    path: str | os.PathLike[str],
+    *,
+    engine: Engine,
+    shadows: Mapping[str, EMAShadow],
+    stream: BatchStream | None,
+    generator: torch.Generator,
+    seed: int,
+) -> tuple[Decision, ...]:
+    """Load a checkpoint into a trainer's parts; what is otherwise than it was saved. Collective.
+
+    One that no trainer wrote (converted, or saved by a script of one's own) has no place in the
+    data, and perhaps not these shadows: they begin anew, each by a decision.
+
+    Raises:
+        CheckpointError: There is none, or it belongs to another model.
+        DataError: The data are not those of the checkpoint.
+    """
+    group = engine.group
+    group.barrier(f"resuming from {os.fspath(path)}")
+    ours, there = together(group, "find the checkpoint", lambda: _outline(path))[0]
+    saved = {name: each for name, each in shadows.items() if ours or name in there}
+    contents = load_checkpoint(path, engine=engine, shadows=saved)
+    if ours:
+        restored = _restored(
+            contents.extra[_KEY],
+            stream=stream,
+            generator=generator,
+            step=engine.state.global_step,
+            group=group,
+        )
+        return contents.decisions + restored
+    for name, shadow in shadows.items():
+        if name not in saved:
+            shadow.begin_anew()
+    generator.manual_seed(_seed_from(seed, engine.state.global_step, group))
+    begun = _begun(stream is not None, [name for name in shadows if name not in saved])
+    announce(begun, rank=group.rank)
+    return contents.decisions + begun
+
+
+def _outline(path: str | os.PathLike[str]) -> tuple[bool, tuple[str, ...]]:
+    """Whether a trainer wrote a checkpoint, and the names of its shadows."""
+    _, manifest = find_checkpoint(path)
+    return _KEY in manifest.extra, manifest.shadows
+
+
+def _begun(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
+    """What a checkpoint that no trainer wrote does not tell."""
+    reasons = {
+        f"shadows.{name}": "the checkpoint has no such EMA: it begins with the loaded weights"
+        for name in shadows
+    }
+    reasons["generators"] = "no trainer wrote the checkpoint: noise is drawn from seed and step"
+    if data:
+        reasons["data"] = "no trainer wrote the checkpoint: the data begin at their start"
+    return tuple(
+        Decision(key=key, before=None, after="anew", reason=reason, severity="warning")
+        for key, reason in reasons.items()
+    )
+
+
+def _restored(
+    state: Mapping[str, Any],
     *,
     stream: BatchStream | None,
     generator: torch.Generator,
     step: int,
     group: ProcessGroup,
 ) -> tuple[Decision, ...]:
-    """Restore what ``trainer_state`` gave.
-
-    Raises:
-        CheckpointMismatchError: The checkpoint was not written by a trainer.
-        DataError: The data are not those of the checkpoint.
-    """
-    if _KEY not in extra:
-        raise CheckpointMismatchError(
-            "has no trainer's state: it was written by save_checkpoint itself",
-            key=f"extra.{_KEY}",
-            fix="load it with load_checkpoint into trainer.engine",
-        )
-    state = extra[_KEY]
+    """Restore what ``trainer_state`` gave."""
     if stream is not None and state["data"] is not None:
         stream.load_state_dict(state["data"])
     texts = state["generators"]
@@ -281,7 +335,7 @@ def restore_trainer_state(
         generator_from_text(generator, texts[group.rank])
         return ()
     # Noise of other ranks cannot be handed out again; the order of the data goes on exactly.
-    generator.manual_seed(derive_seed(state["seed"], "objective", group.rank, "from", step))
+    generator.manual_seed(_seed_from(state["seed"], step, group))
     decision = Decision(
         key="generators",
         before=len(texts),
@@ -292,6 +346,10 @@ def restore_trainer_state(
     )
     announce((decision,), rank=group.rank)
     return (decision,)
+
+
+def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:
+    return derive_seed(seed, "objective", group.rank, "from", step)
 
 
 def rolled_back(before: int, after: int, reason: str, *, rank: int) -> tuple[Decision, ...]:

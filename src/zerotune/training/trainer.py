@@ -27,7 +27,7 @@ from zerotune.training.progress import ProgressBar
 from zerotune.training.report import Record, Report
 from zerotune.training.sampling import SampleOptions, draw
 from zerotune.training.save import (
-    restore_trainer_state,
+    resumed,
     rolled_back,
     seed_everything,
     trainer_state,
@@ -276,22 +276,23 @@ class Trainer(Closing):
         """Go on from a checkpoint as if there had been no interruption. Collective.
 
         Under the plan it was saved under, bit for bit; under any other, what that changes is in
-        ``decisions``.
+        ``decisions``. From a checkpoint that was converted, or that a script of one's own wrote,
+        weights, optimizer, schedule and step go on; the data begin at their start.
 
         Args:
-            path: A checkpoint, as ``save`` wrote it.
+            path: A checkpoint, as ``save``, ``save_checkpoint`` or ``convert`` wrote it.
 
         Raises:
             CheckpointError: There is none, or it belongs to another model.
             DataError: The data are not those of the checkpoint.
         """
-        contents = load_checkpoint(path, engine=self.engine, shadows=self.averages.shadows)
-        self.decisions += contents.decisions + restore_trainer_state(
-            contents.extra,
+        self.decisions += resumed(
+            path,
+            engine=self.engine,
+            shadows=self.averages.shadows,
             stream=self.stream,
             generator=self._generator,
-            step=self.step,
-            group=self.engine.group,
+            seed=self._seed,
         )
         self._tell("on_resume", Path(path))
 

@@ -109,8 +109,17 @@ class NativeCheckpoint:
     @property
     def config(self) -> Mapping[str, Any]:
         """The DeepSpeed configuration it was saved under."""
-        config: Mapping[str, Any] = self._model.get("ds_config") or {}
+        config = dict(self._model.get("ds_config") or {})
+        if config.get("steps_per_print") == math.inf:
+            # accelerate's word for never, which no JSON can hold.
+            del config["steps_per_print"]
         return config
+
+    @property
+    def accumulation(self) -> int:
+        """Micro batches of a step."""
+        steps = self.config.get("gradient_accumulation_steps")
+        return steps if isinstance(steps, int) else 1
 
     @property
     def version(self) -> str:
@@ -144,7 +153,7 @@ class NativeCheckpoint:
         steps = int(model.get("global_steps") or 0)
         return EngineState(
             global_step=steps,
-            micro_step=steps * int(self.config.get("gradient_accumulation_steps") or 1),
+            micro_step=steps * self.accumulation,
             skipped_steps=int(model.get("skipped_steps") or 0),
             scheduler={} if position is None else {"last_batch_iteration": int(position)},
             loss_scaler={} if scale is None else {"cur_scale": float(scale)},
