@@ -35,6 +35,7 @@ from zerotune.backend.deepspeed.leaf_modules import (
     reduce_by_parameter,
 )
 from zerotune.backend.deepspeed.placement import pin_exactly
+from zerotune.backend.deepspeed.reads import ask_once
 from zerotune.backend.deepspeed.start import (
     check_plan,
     check_shapes,
@@ -231,6 +232,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             chosen_optimizer(plan), named, arguments["optimizer"]
         )
         self._engine, built = initialize(deepspeed, plan, arguments)
+        asking = ask_once(self._engine)
         self._host_step, stepping = take_over_step(self._engine, plan)
         self._decisions = (
             *(_rounding(plan) if rounded else ()),
@@ -240,6 +242,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             *reduce_by_parameter(self._engine),
             *undo_dummy_step(self._engine),
             *align_swapped_gradients(self._engine),
+            *asking,
             *stepping,
         )
         self._verify(builder="DeepSpeed")

@@ -34,6 +34,7 @@ from zerotune.backend.deepspeed.pending_step import (
     divide,
     land,
 )
+from zerotune.backend.deepspeed.reads import read_at_once
 from zerotune.backend.master_weights import Follower, MasterLayout
 from zerotune.backend.ops.host_step import HostStepOp, load_host_step
 from zerotune.decisions import Decision
@@ -345,11 +346,7 @@ class HostStep(ABC):
 
     def _read_norms(self) -> None:
         """Bring all norms to the host at once."""
-        norms = self._wrapper.norm_for_param_grads
-        away = [key for key, norm in norms.items() if norm.device.type != "cpu"]
-        if away:
-            read = torch.stack([norms[key].double() for key in away]).cpu()
-            norms.update(zip(away, read, strict=True))
+        read_at_once(self._wrapper.norm_for_param_grads)
 
     def _forget_unused(self) -> None:
         """A parameter without a gradient in this window is not stepped with an earlier one."""

@@ -1,0 +1,162 @@
+"""How often a step waits for the device to tell it a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.backend.test_host_step import begin, digest
+from tests.support.models import HostileNet, tiny_unet
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, unet_loss
+from zerotune.backend.deepspeed import engine as engines
+from zerotune.backend.deepspeed.reads import read_at_once
+
+KEY = "zero_optimization.offload_optimizer.reads"
+
+
+class Reads(TorchDispatchMode):
+    """Tensors that the host asked for a number, each storage once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            # Kept, so that no address is used twice.
+            self.asked[args[0].untyped_storage()._cdata] = args[0]
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> int:
+        """How many since the last time."""
+        found = len(self.asked)
+        self.asked = {}
+        return found
+
+
+def train(case: Case, fixed: bool, host_step: bool = False) -> dict[str, Any]:
+    """What a run leaves, and its reads; the third gradient is not finite."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not fixed:
+            patch.setattr(engines, "ask_once", lambda _engine: ())
+        engine = begin(case, tiny_unet(), host_step)
+    told = [decision.after for decision in engine.decisions if decision.key == KEY]
+    reads: dict[str, list[int]] = {"backward": [], "step": []}
+    outcomes = []
+    with Reads() as counted:
+        for step in range(5):
+            loss = unet_loss(engine, step) * (torch.inf if step == 2 else 1.0)
+            counted.take()
+            engine.backward(loss)
+            reads["backward"].append(counted.take())
+            found = engine.step()
+            reads["step"].append(counted.take())
+            outcomes.append((found.applied, found.grad_norm))
+    kept = {
+        "told": told,
+        "outcomes": outcomes,
+        "master": digest(engine),
+        "parameters": sum(p.requires_grad for p in engine.module.parameters()),
+        **reads,
+    }
+    engine.close()
+    return kept
+
+
+def both(case: Case) -> list[dict[str, Any]]:
+    return [train(case, fixed) for fixed in (False, True)]
+
+
+CASES = [
+    Case(stage=2, offload="cpu", precision="bf16"),
+    Case(stage=1, offload="cpu", precision="bf16"),
+    Case(stage=2, offload="cpu", accumulation=2),
+]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("case", CASES, ids=["stage 2", "stage 1", "fp32, accumulated"])
+def test_the_device_is_asked_once_and_tells_the_same(case: Case) -> None:
+    ((raw, ours),) = run_ranks(both, case)
+    assert (raw["told"], ours["told"]) == ([], ["once per step"])
+    assert ours["outcomes"] == raw["outcomes"]
+    assert ours["master"] == raw["master"]
+    assert ours["parameters"] > 20
+    if case.precision == "bf16":
+        assert [applied for applied, _ in ours["outcomes"]] == [True, True, False, True, True]
+        assert min(raw["backward"]) >= raw["parameters"], "DeepSpeed asks per parameter"
+    assert max(ours["backward"]) == 0, "nothing is asked while the backward pass is queued"
+    assert max(raw["step"]) > raw["parameters"] / 2
+    assert max(ours["step"]) < 12, f"{ours['step']} of {ours['parameters']} parameters"
+
+
+def on_the_device() -> dict[str, Any]:
+    return train(Case(stage=2, precision="bf16"), fixed=True)
+
+
+@pytest.mark.deepspeed
+def test_without_offload_deepspeed_asks_a_few_times_itself() -> None:
+    (found,) = run_ranks(on_the_device)
+    assert found["told"] == []
+    assert max(found["backward"]) == 0
+    assert max(found["step"]) < 12
+
+
+def in_one_pass() -> dict[str, Any]:
+    return train(Case(stage=2, offload="cpu", precision="bf16"), True, True)
+
+
+@pytest.mark.deepspeed
+def test_the_step_in_one_pass_asks_once_as_well() -> None:
+    (found,) = run_ranks(in_one_pass)
+    assert max(found["backward"]) == 0
+    assert max(found["step"]) < 12
+    assert [applied for applied, _ in found["outcomes"]] == [True, True, False, True, True]
+
+
+def dropped() -> list[bool]:
+    """A window with a gradient that is not finite is dropped; its flag must not outlive it."""
+    engine = begin(CASES[0], tiny_unet(), False)
+    engine.backward(unet_loss(engine, 0) * torch.inf)
+    engine.discard()
+    engine.backward(unet_loss(engine, 1))
+    applied = [engine.step().applied]
+    engine.close()
+    return applied
+
+
+@pytest.mark.deepspeed
+def test_a_dropped_window_leaves_no_flag_behind() -> None:
+    assert run_ranks(dropped) == [[True]]
+
+
+def unknown() -> list[Any]:
+    from zerotune.backend.deepspeed import reads
+
+    reads._ASKED = (*reads._ASKED, "moved_elsewhere")  # type: ignore[misc]
+    engine = begin(attrs.evolve(CASES[0], stage=1), HostileNet(scalar=False), False)
+    found = [decision for decision in engine.decisions if decision.key == KEY]
+    engine.close()
+    return found
+
+
+@pytest.mark.deepspeed
+def test_an_unknown_deepspeed_is_left_alone_and_said_so() -> None:
+    ((decision,),) = run_ranks(unknown)
+    assert (decision.after, "without moved_elsewhere" in decision.reason) == ("per parameter", True)
+
+
+def test_numbers_are_the_same_after_one_read() -> None:
+    norms = {0: torch.tensor(1 / 3), 1: torch.tensor([2.5], dtype=torch.bfloat16)}
+    norms[2] = torch.tensor(torch.inf, dtype=torch.float64)
+    wanted = [norm.item() for norm in norms.values()]
+    read_at_once(norms)
+    assert [norm.item() for norm in norms.values()] == wanted
+    assert len({norm.untyped_storage()._cdata for norm in norms.values()}) == 1
+    read_at_once(nothing := {})
+    assert nothing == {}
