@@ -116,10 +116,12 @@ class ZeroTuneError(Exception):
         reason: Why it cannot be accepted.
         fix: What to write or do instead, or ``None``.
         others: Further mistakes in what was read.
+        rank: The process on which it happened, where that is another one; else ``None``.
     """
 
     written: str | None = None
     others: tuple[ZeroTuneError, ...] = ()
+    rank: int | None = None
 
     def __init__(
         self,
@@ -149,6 +151,15 @@ class ZeroTuneError(Exception):
         fix = None if self.fix is None else say(self.fix)
         state = {**self.__dict__, "written": written, "reason": say(self.reason), "fix": fix}
         return _rebuild(type(self), state)
+
+    def passed_on(self, rank: int) -> Self:
+        """This error as the other processes raise it.
+
+        Args:
+            rank: The process on which it happened.
+        """
+        reason = f"rank {rank} reports: {self.reason}"
+        return _rebuild(type(self), {**self.__dict__, "rank": rank, "reason": reason})
 
     def _message(self) -> str:
         return "\n".join([self._sentences(), *map(str, self.others)])

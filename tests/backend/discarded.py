@@ -119,9 +119,28 @@ def poisoned(case: Case) -> dict[str, Any]:
         "finite": all(bool(f.value.isfinite().all()) for f in engine.master_weights.read()),
         "skipped": (engine.state.global_step, engine.state.skipped_steps),
         "norm": good.grad_norm,
+        "bad norm": outcome.grad_norm,
     }
     engine.close()
     return found
+
+
+def left_open(case: Case) -> list[str]:
+    """What differs after a loss that is NaN was back-propagated and no step taken of it."""
+    found = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        engine = start(case, Branching(HostileNet(scalar=False)))
+        window(engine, 0)
+        if bad:
+            x = torch.randn(4, 7, 7).to(engine.device, engine.dtype)
+            engine.backward(engine(x, whole=True).float().sum() * float("nan"))
+            # What loading a checkpoint ends with.
+            engine.load_state(engine.state)
+        assert window(engine, 1).applied
+        found.append(everything(engine))
+        engine.close()
+    return _unlike(*found)
 
 
 def differences(cases: tuple[Case, ...]) -> list[tuple[str, list[str], dict[str, Any]]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from tests.backend.discarded import CASES, STAGE_3, differences, poisoned
+from tests.backend.discarded import CASES, STAGE_3, differences, left_open, poisoned
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case
 
@@ -55,6 +57,36 @@ def test_a_gradient_that_is_not_finite_is_applied_nowhere():
             assert found["finite"], case
             assert found["skipped"] == (3, 1), case
             assert found["norm"] > 0, case
+
+
+UNNORMED = tuple(
+    Case(stage=stage, clipping=0.0, overrides=(("compute_grad_norm", False),)) for stage in (1, 2)
+)
+OPEN = (
+    Case(deepspeed=False),
+    Case(stage=0),
+    Case(stage=0, precision="bf16"),
+    Case(stage=2, offload="cpu"),
+    Case(stage=2, precision="bf16"),
+    Case(stage=3, overrides=STAGE_3),
+)
+
+
+def unseen():
+    return [poisoned(case) for case in UNNORMED], [left_open(case) for case in OPEN]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_a_gradient_is_looked_at_without_a_norm_and_forgotten_when_a_state_is_loaded():
+    for poisonings, unlike in run_ranks(unseen, world_size=2):
+        for case, found in zip(UNNORMED, poisonings, strict=True):
+            assert found["unlike"] == [], case
+            assert found["applied"] == (False, True), case
+            assert found["finite"], case
+            assert math.isnan(found["bad norm"]), case
+            assert found["norm"] is None, case
+        assert unlike == [[]] * len(OPEN)
 
 
 @pytest.mark.deepspeed

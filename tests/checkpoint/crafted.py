@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -98,47 +99,102 @@ def craft_header(folder: Path, chance: random.Random) -> None:
     sign(folder, content)
 
 
-def campaign(root: str, *, seed: int, count: int) -> dict[str, Any]:
-    """Load crafted checkpoints; what was no error of ours, and what changed the engine."""
-    tried, chance = Tried(root), random.Random(seed)
-    tried.load(tried.good, rng=False)
-    before = everything(tried.engine, tried.ema)
-    before.pop("random")
-    found: dict[str, Any] = {"foreign": [], "changed": [], "refused": 0, "loaded": 0}
-    for number in range(count):
+def damage_file(folder: Path, chance: random.Random) -> None:
+    """Flip bits, cut, lengthen, empty, remove or replace any file, whose hash then is wrong."""
+    path = chance.choice(sorted(folder.iterdir()))
+    content = bytearray(path.read_bytes())
+    way = chance.choice(["bit", "bits", "cut", "longer", "empty", "remove", "pipe", "link", "dir"])
+    if way in ("bit", "bits"):
+        for _ in range(1 if way == "bit" else 50):
+            content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+    elif way == "cut":
+        os.truncate(path, chance.randrange(len(content)))
+    elif way == "longer":
+        path.write_bytes(content + chance.randbytes(chance.randrange(1, 100)))
+    elif way == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+        if way == "pipe":
+            os.mkfifo(path)
+        elif way == "link":
+            path.symlink_to("nowhere")
+        elif way == "dir":
+            path.mkdir()
+
+
+WAYS = {"manifest": craft_manifest, "header": craft_header, "damage": damage_file}
+
+
+class Attacked:
+    """A trained engine into which crafted or damaged checkpoints are loaded."""
+
+    def __init__(self, root: str) -> None:
+        self._tried = Tried(root)
+        self._tried.load(self._tried.good, rng=False)
+        self._before = self._now()
+
+    def attack(self, way: str, seed: Any) -> tuple[str, str]:
+        """Change one thing of the good checkpoint, and read it in every way.
+
+        Args:
+            way: Which of ``WAYS``.
+            seed: Decides what is changed.
+
+        Returns:
+            ``refused``, ``loaded``, ``changed`` (it was refused too late) or ``foreign``; and what
+            was said.
+        """
+        tried = self._tried
         folder = tried.root / "crafted" / "step-00000001"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tried.good, folder)
-        craft = chance.choice([craft_manifest, craft_header])
-        craft(folder, chance)
-        name = f"{seed}/{number} {craft.__name__}"
-        for work in (
-            lambda folder=folder: latest_checkpoint(folder.parent),
-            lambda folder=folder: verify_checkpoint(folder),
-        ):
+        WAYS[way](folder, random.Random(seed))
+        for read in (lambda: latest_checkpoint(folder.parent), lambda: verify_checkpoint(folder)):
             try:
-                work()
+                read()
             except ZeroTuneError:
                 pass
             except Exception as error:  # noqa: BLE001 - what the campaign looks for
-                found["foreign"].append(f"{name}: {type(error).__name__}: {error}"[:300])
+                return "foreign", f"{type(error).__name__}: {error}"
+        outcome, said = self._load(folder)
+        if outcome == "loaded":
+            tried.load(tried.good, rng=False)
+        elif self._now() != self._before:
+            tried.load(tried.good, rng=False)
+            return "changed", said
+        return outcome, said
+
+    def finish(self) -> None:
+        self._tried.finish()
+
+    def _load(self, folder: Path) -> tuple[str, str]:
         try:
-            tried.load(folder)
+            self._tried.load(folder)
         except ZeroTuneError as error:
-            found["refused"] += 1
-            cause = error.__cause__
-            if cause is not None and "Error: " in error.reason and error.fix is None:
-                found["foreign"].append(f"{name}: {error} <- {type(cause).__name__}"[:300])
+            raw = error.__cause__ is not None and "Error: " in error.reason and error.fix is None
+            return "foreign" if raw else "refused", f"{type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001 - what the campaign looks for
-            found["foreign"].append(f"{name}: {type(error).__name__}: {error}"[:300])
+            return "foreign", f"{type(error).__name__}: {error}"
+        return "loaded", ""
+
+    def _now(self) -> dict[str, Any]:
+        found = everything(self._tried.engine, self._tried.ema)
+        found.pop("random")
+        return found
+
+
+def campaign(root: str, *, seed: int, count: int) -> dict[str, Any]:
+    """Load crafted checkpoints; what was no error of ours, and what changed the engine."""
+    attacked, chance = Attacked(root), random.Random(seed)
+    found: dict[str, Any] = {"foreign": [], "changed": [], "refused": 0, "loaded": 0}
+    for number in range(count):
+        way = chance.choice(["manifest", "header"])
+        outcome, said = attacked.attack(way, f"{seed}/{number}")
+        if outcome in ("foreign", "changed"):
+            found[outcome].append(f"{seed}/{number} {way}: {said}"[:300])
         else:
-            found["loaded"] += 1
-            tried.load(tried.good, rng=False)
-            continue
-        after = everything(tried.engine, tried.ema)
-        after.pop("random")
-        if after != before:
-            found["changed"].append(name)
-            tried.load(tried.good, rng=False)
-    tried.finish()
+            found[outcome] += 1
+    attacked.finish()
     return found

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from tests.checkpoint.refusals import failing_write
 from tests.offload.plans import swapping_plan
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
 from zerotune.backend.distributed import ProcessGroup
@@ -176,6 +177,16 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
     error = told(lambda: trainer.fit(steps=50))
     (Path(folder) / "told").write_text(f"{time.monotonic() - began:.1f} {error}")
     put_away(folder)
+
+
+def failing_to_write(folder: str) -> str:
+    """The disk of rank 1 fails while a checkpoint is saved."""
+    rank = int(os.environ["RANK"])
+    logging.getLogger("zerotune").addHandler(logging.FileHandler(Path(folder) / f"rank{rank}.log"))
+    saver = SaveEvery(steps=1, root=Path(folder) / "checkpoints")
+    trainer = small(callbacks=[saver])
+    with failing_write(0) if rank == 1 else contextlib.nullcontext():
+        return told(lambda: trainer.fit(steps=2))
 
 
 def put_away(folder: str) -> None:

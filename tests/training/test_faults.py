@@ -118,6 +118,18 @@ def test_a_stopped_rank_is_named_without_a_watchdog(tmp_path):
 
 
 @pytest.mark.world_size(2)
+def test_a_rank_that_is_told_of_another_ones_failure_has_not_failed_itself(tmp_path):
+    first, second = run_ranks(faulty.failing_to_write, str(tmp_path), world_size=2)
+    assert "rank 1 reports: " in first
+    assert "rank 1 reports: " not in second
+    assert "No space left on device" in first
+    logs = [(tmp_path / f"rank{rank}.log").read_text() for rank in range(2)]
+    assert "rank 0 gave up: CheckpointError" in logs[0]
+    assert "rank 1 failed: CheckpointError" in logs[1]
+    assert not any("rank 0 failed" in log for log in logs)
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize("ending", ["closing", "without closing"])
 def test_an_error_under_torchrun_gives_the_swap_folder_back(tmp_path, ending):
     root = tmp_path / "swap"

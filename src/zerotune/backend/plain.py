@@ -116,7 +116,12 @@ class PlainEngine(StartedEngine):
         )
 
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler and loss scale."""
+        """Restore counters, scheduler and loss scale.
+
+        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
+        """
+        self._close_micro_batch()
+        self._optimizer.zero_grad()
         self._global_step = state.global_step
         self._micro_step = state.micro_step
         self._skipped_steps = state.skipped_steps

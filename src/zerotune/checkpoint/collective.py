@@ -41,7 +41,7 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
         raise failure
     for rank, (_, other) in enumerate(outcomes):
         if other is not None:
-            raise _elsewhere(rank, other)
+            raise other.passed_on(rank)
     return [outcome for outcome, _ in outcomes]
 
 
@@ -66,8 +66,3 @@ class Attempts:
         """Raise what has failed."""
         if self._failure is not None:
             raise self._failure
-
-
-def _elsewhere(rank: int, error: ZeroTuneError) -> ZeroTuneError:
-    reason = f"rank {rank} reports: {error.reason}"
-    return type(error)(reason, key=error.key, value=error.value, fix=error.fix)

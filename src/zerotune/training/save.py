@@ -6,11 +6,12 @@ import base64
 import os
 import random
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 import numpy as np
 import torch
 
@@ -26,7 +27,7 @@ from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.folders import find_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
-from zerotune.errors import InvalidValueError
+from zerotune.errors import UNSET, CheckpointCorruptError, InvalidValueError
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
@@ -277,18 +278,13 @@ def resumed(
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
-    ours, there = together(group, "find the checkpoint", lambda: _outline(path))[0]
+    ours, there = together(group, "find the checkpoint", lambda: _outline(path))[group.rank]
     saved = {name: each for name, each in shadows.items() if ours or name in there}
-    contents = load_checkpoint(path, engine=engine, shadows=saved)
+    with moved(stream, ours and ours.data, group=group):
+        contents = load_checkpoint(path, engine=engine, shadows=saved)
     if ours:
-        restored = _restored(
-            contents.extra[_KEY],
-            stream=stream,
-            generator=generator,
-            step=engine.state.global_step,
-            group=group,
-        )
-        return contents.decisions + restored
+        step = engine.state.global_step
+        return contents.decisions + ours.restore(generator, step=step, group=group)
     for name, shadow in shadows.items():
         if name not in saved:
             shadow.begin_anew()
@@ -298,10 +294,11 @@ def resumed(
     return contents.decisions + begun
 
 
-def _outline(path: str | os.PathLike[str]) -> tuple[bool, tuple[str, ...]]:
-    """Whether a trainer wrote a checkpoint, and the names of its shadows."""
+def _outline(path: str | os.PathLike[str]) -> tuple[TrainerState | None, tuple[str, ...]]:
+    """A trainer's part of a checkpoint, if one wrote it, and the names of its shadows."""
     _, manifest = find_checkpoint(path)
-    return _KEY in manifest.extra, manifest.shadows
+    extra = manifest.extra
+    return TrainerState.of(extra[_KEY]) if _KEY in extra else None, manifest.shadows
 
 
 def _begun(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
@@ -319,33 +316,94 @@ def _begun(data: bool, shadows: list[str]) -> tuple[Decision, ...]:
     )
 
 
-def _restored(
-    state: Mapping[str, Any],
-    *,
-    stream: BatchStream | None,
-    generator: torch.Generator,
-    step: int,
-    group: ProcessGroup,
-) -> tuple[Decision, ...]:
-    """Restore what ``trainer_state`` gave."""
-    if stream is not None and state["data"] is not None:
-        stream.load_state_dict(state["data"])
-    texts = state["generators"]
-    if len(texts) == group.world_size:
-        generator_from_text(generator, texts[group.rank])
-        return ()
-    # Noise of other ranks cannot be handed out again; the order of the data goes on exactly.
-    generator.manual_seed(_seed_from(state["seed"], step, group))
-    decision = Decision(
-        key="generators",
-        before=len(texts),
-        after=group.world_size,
-        reason="the number of processes changed, so noise and time steps are drawn anew from "
-        "the seed and the step",
-        severity="warning",
+@attrs.frozen(kw_only=True)
+class TrainerState:
+    """What ``trainer_state`` gave, read from a checkpoint."""
+
+    seed: int
+    data: Any
+    """The place in the data, for the stream to judge; ``None``: there was no stream."""
+    generators: tuple[str, ...]
+    """Of each rank's objective."""
+
+    @classmethod
+    def of(cls, state: Any) -> TrainerState:
+        """Look at everything before anything is changed.
+
+        Raises:
+            CheckpointCorruptError: A trainer writes something else.
+        """
+        _check_kind("", state, dict)
+        for name, kind in {"seed": int, "generators": list}.items():
+            _check_kind(f".{name}", state.get(name, UNSET), kind)
+        for text in state["generators"]:
+            try:
+                generator_from_text(torch.Generator(), text)
+            except (ValueError, TypeError, RuntimeError):
+                raise _corrupt(".generators", text) from None
+        if not state["generators"] or "data" not in state:
+            raise _corrupt(".data" if state["generators"] else ".generators", UNSET)
+        return cls(seed=state["seed"], data=state["data"], generators=tuple(state["generators"]))
+
+    def restore(
+        self, generator: torch.Generator, *, step: int, group: ProcessGroup
+    ) -> tuple[Decision, ...]:
+        """Put this rank's generator back."""
+        if len(self.generators) == group.world_size:
+            generator_from_text(generator, self.generators[group.rank])
+            return ()
+        # Noise of other ranks cannot be handed out again; the order of the data goes on exactly.
+        generator.manual_seed(_seed_from(self.seed, step, group))
+        decision = Decision(
+            key="generators",
+            before=len(self.generators),
+            after=group.world_size,
+            reason="the number of processes changed, so noise and time steps are drawn anew from "
+            "the seed and the step",
+            severity="warning",
+        )
+        announce((decision,), rank=group.rank)
+        return (decision,)
+
+
+@contextmanager
+def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Iterator[None]:
+    """A stream that continues from a saved place, unless the block fails: then from its own.
+
+    Collective to enter.
+
+    Args:
+        stream: This rank's.
+        place: What its ``state_dict`` once returned; ``None``: it stays.
+        group: The processes.
+
+    Raises:
+        DataError: The data are not those of that place.
+    """
+    if stream is None or place is None:
+        yield
+        return
+    before = stream.state_dict()
+    try:
+        together(group, "find the place in the data", lambda: stream.load_state_dict(place))
+        yield
+    except BaseException:
+        stream.load_state_dict(before)
+        raise
+
+
+def _check_kind(name: str, value: Any, kind: type[Any]) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise _corrupt(name, value)
+
+
+def _corrupt(name: str, value: Any) -> CheckpointCorruptError:
+    return CheckpointCorruptError(
+        "is missing" if value is UNSET else "is not what a trainer saves",
+        key=f"extra.{_KEY}{name}",
+        value=value,
+        fix="use another checkpoint",
     )
-    announce((decision,), rank=group.rank)
-    return (decision,)
 
 
 def _seed_from(seed: int, step: int, group: ProcessGroup) -> int:

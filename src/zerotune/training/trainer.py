@@ -277,7 +277,8 @@ class Trainer(Closing):
 
         Under the plan it was saved under, bit for bit; under any other, what that changes is in
         ``decisions``. From a checkpoint that was converted, or that a script of one's own wrote,
-        weights, optimizer, schedule and step go on; the data begin at their start.
+        weights, optimizer, schedule and step go on; the data begin at their start. What does
+        not fit is found before weights, data or random numbers change.
 
         Args:
             path: A checkpoint, as ``save``, ``save_checkpoint`` or ``convert`` wrote it.

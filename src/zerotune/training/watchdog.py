@@ -167,7 +167,7 @@ class Beat:
     failed: str | None = None
     """The exception it left ``fit`` with."""
     let_down: bool = False
-    """Whether that exception only says that another rank was lost."""
+    """Whether that exception only tells what happened to another rank."""
     done: bool = False
     """Whether it has left ``fit``."""
     pulse: int = 0
@@ -276,7 +276,7 @@ class _Watch:
             position=position,
             still_s=0,
             failed=None if error is None else f"{type(error).__name__}: {str(error)[:300]}",
-            let_down=isinstance(error, CollectiveError),
+            let_down=_is_of_another(error),
             done=True,
         )
         self._exchange(beat)
@@ -370,6 +370,11 @@ class _Watch:
         if mark != self._mark:
             self._mark, self._moved_at = mark, time.monotonic()
         return position
+
+
+def _is_of_another(error: BaseException | None) -> bool:
+    """Whether an error only tells what happened on another rank."""
+    return isinstance(error, CollectiveError) or getattr(error, "rank", None) is not None
 
 
 def _own_store() -> Any:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from zerotune.backend.checks import Checks, RunningGroup, check_alike, expected_groups
 from zerotune.backend.deepspeed.fixes import (
     align_swapped_gradients,
+    look_at_gradients,
     replay_adam_steps,
     undo_dummy_step,
 )
@@ -70,6 +71,8 @@ class ZeROEngine(RunningEngine):
     _expected_groups: tuple[RunningGroup, ...]
     _host_step: HostStep | None = None
     """What takes the optimizer's steps in place of DeepSpeed, if anything does."""
+    _unfinished = False
+    """Whether there are gradients of a micro batch that was never closed by ``step``."""
 
     def _verify(self, *, builder: str) -> None:
         """See where DeepSpeed put the master weights, and whether what runs is the plan.
@@ -124,9 +127,14 @@ class ZeROEngine(RunningEngine):
         )
 
     def load_state(self, state: EngineState) -> None:
-        """Restore counters, scheduler (with the learning rate it implies) and loss scale."""
+        """Restore counters, scheduler (with the learning rate it implies) and loss scale.
+
+        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
+        """
         self._master_weights.settle()
         engine = self._engine
+        if self._unfinished:
+            self.discard()
         engine.global_steps = state.global_step
         engine.micro_steps = state.micro_step
         engine.skipped_steps = state.skipped_steps
@@ -147,6 +155,7 @@ class ZeROEngine(RunningEngine):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss; DeepSpeed divides by the accumulation steps."""
+        self._unfinished = True
         self._master_weights.settle()
         try:
             self._engine.backward(loss)
@@ -167,10 +176,14 @@ class ZeROEngine(RunningEngine):
             self.discard()
             return StepOutcome(applied=False, boundary=True, grad_norm=norm)
         self._engine.step()
+        self._unfinished = False
+        applied = boundary and bool(self._engine.was_step_applied())
         if boundary and norm is None:
             norm = self._engine.get_global_grad_norm()
+        if boundary and norm is None and not applied and self._plan.precision != "fp16":
+            norm = math.nan
         return StepOutcome(
-            applied=boundary and bool(self._engine.was_step_applied()),
+            applied=applied,
             boundary=boundary,
             grad_norm=None if norm is None else float(norm),
         )
@@ -179,6 +192,7 @@ class ZeROEngine(RunningEngine):
         """Drop the accumulation window under way; it counts as a skipped step."""
         self._master_weights.settle()
         discard_gradients(self._engine)
+        self._unfinished = False
 
     def _unchecked_norm(self) -> float | None:
         """Norm of the gradients where DeepSpeed steps whatever they are: at stage 0 in fp32."""
@@ -241,6 +255,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             *doubtful_leaf_modules(plan, model),
             *reduce_by_parameter(self._engine),
             *undo_dummy_step(self._engine),
+            *look_at_gradients(self._engine),
             *align_swapped_gradients(self._engine),
             *asking,
             *stepping,

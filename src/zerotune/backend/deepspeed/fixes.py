@@ -38,6 +38,27 @@ def undo_dummy_step(engine: Any) -> tuple[Decision, ...]:
     )
 
 
+def look_at_gradients(engine: Any) -> tuple[Decision, ...]:
+    """Let no step be taken on NaN where no norm tells of it.
+
+    With ``compute_grad_norm: false`` DeepSpeed looks at fp32 gradients in no way at all: weights
+    and moments are spoiled without a word. Its own look for an overflow costs one pass.
+    """
+    wrapper = engine.optimizer
+    unseen = not getattr(wrapper, "compute_grad_norm", True) and not wrapper.check_grad_overflow
+    if not unseen or wrapper.dtype != torch.float32:
+        return ()
+    wrapper.check_grad_overflow = True
+    return (
+        Decision(
+            key="zero_optimization.compute_grad_norm",
+            before="gradients are not looked at",
+            after="a step on NaN or infinity is skipped",
+            reason="without a norm DeepSpeed steps on fp32 gradients whatever they are",
+        ),
+    )
+
+
 def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
     """Let every gradient on NVMe begin where direct I/O can read it back.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -27,8 +27,18 @@ from zerotune.diffusion.data.preparation import (
     micro_conditioning,
     to_pixels,
 )
-from zerotune.diffusion.data.streams import Batch, check_micro_batch, check_rank, stack_samples
+from zerotune.diffusion.data.streams import (
+    Batch,
+    check_micro_batch,
+    check_rank,
+    no_place,
+    saved,
+    stack_samples,
+)
 from zerotune.errors import DataError
+
+_MOST_EPOCHS: Final = 10**6
+"""More than any run takes; to resume, they are read again."""
 
 
 @attrs.frozen(kw_only=True)
@@ -126,23 +136,25 @@ class StreamedImages:
         """Continue from a saved place: read and throw away what was consumed.
 
         Raises:
-            DataError: The stream gives other samples, or fewer.
+            DataError: The stream gives other samples, or fewer; or this is no saved place.
         """
+        waiting = {_draw(each) for each in saved(state, "waiting", list)}
+        epoch, count = saved(state, "epoch", int, most=_MOST_EPOCHS), saved(state, "count", int)
+        last = saved(state, "last", str)
         self._waiting, self._iterator, self.broken = {}, None, []
-        waiting = {(epoch, index) for epoch, index in state["waiting"]}
-        self._epoch = min([epoch for epoch, _ in waiting] + [state["epoch"]])
+        self._epoch = min([epoch for epoch, _ in waiting] + [epoch])
         self._count, self._last = 0, ""
-        self._arrived_in = state["epoch"]
-        sample, target = None, (state["epoch"], state["count"])
+        self._arrived_in = epoch
+        sample, target = None, (epoch, count)
         while (self._epoch, self._count) < target:
             sample = self._take()
             if (self._epoch, self._count) > target:
-                raise _other(f"ends before sample {state['count']} of epoch {state['epoch']}")
+                raise _other(f"ends before sample {count} of epoch {epoch}")
             if (self._epoch, self._count - 1) in waiting:
                 self._receive(sample)
-        if state["last"] and (sample is None or self._digest(sample) != state["last"]):
+        if last and (sample is None or self._digest(sample) != last):
             raise _other("gives other samples than before")
-        self._last = state["last"]
+        self._last = last
 
     def _assemble(self) -> list[_Arrived]:
         while True:
@@ -235,6 +247,15 @@ class StreamedImages:
         except readable_errors():
             return "unreadable"
         return hashlib.sha256(encoded + caption.encode()).hexdigest()[:16]
+
+
+def _draw(found: Any) -> tuple[int, int]:
+    """Epoch and number of a sample that waited, as they were saved."""
+    if not isinstance(found, list | tuple) or len(found) != 2:
+        raise no_place("state.waiting", found)
+    by_name = dict(zip(("epoch", "index"), found, strict=True))
+    epoch = saved(by_name, "epoch", int, most=_MOST_EPOCHS, of="state.waiting")
+    return epoch, saved(by_name, "index", int, of="state.waiting")
 
 
 def _other(reason: str) -> DataError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -84,9 +85,7 @@ class BucketOrder:
 
     def batches(self, start: int) -> Iterator[list[Draw]]:
         """Micro batches from number ``start`` on, endlessly."""
-        epoch = self._first_epoch
-        while self._batches_before(epoch + 1) <= start:
-            epoch += 1
+        epoch = self._epoch_at(start)
         offset = start - self._batches_before(epoch)
         while True:
             for bucket, number in self._epoch(epoch)[offset:]:
@@ -95,9 +94,7 @@ class BucketOrder:
 
     def used(self, position: int) -> tuple[int, ...]:
         """Images of each bucket that are behind the first ``position`` micro batches."""
-        epoch = self._first_epoch
-        while self._batches_before(epoch + 1) <= position:
-            epoch += 1
+        epoch = self._epoch_at(position)
         counts = [self._numbers_before(bucket, epoch) for bucket in range(len(self.buckets))]
         for bucket, _ in self._epoch(epoch)[: position - self._batches_before(epoch)]:
             counts[bucket] += 1
@@ -115,6 +112,14 @@ class BucketOrder:
         return min(
             done // len(bucket) for done, bucket in zip(self._origin, self.buckets, strict=True)
         )
+
+    def _epoch_at(self, position: int) -> int:
+        """The epoch to which a micro batch belongs."""
+        first, many = self._first_epoch, 1
+        while self._batches_before(first + many) <= position:
+            many *= 2
+        later = range(first + 1, first + many + 1)
+        return first + bisect_right(later, position, key=self._batches_before)
 
     def _numbers_before(self, bucket: int, epoch: int) -> int:
         """Micro batches of a bucket that begin before an epoch of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
 
 import attrs
 import torch
@@ -14,10 +14,16 @@ from zerotune._util.numbers import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import BucketOrder, Draw, SampleOrder, derive_seed
-from zerotune.errors import DataError, InvalidValueError
+from zerotune.errors import UNSET, DataError, InvalidValueError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T")
+
+_MOST: Final = 2**63 - 1
+_MOST_BATCHES: Final = 10**9
+"""More than any run takes; they are read one by one."""
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors by name, batch first: ``"images"`` (b, c, h, w), ``"labels"`` (b,), …"""
@@ -205,17 +211,24 @@ class DataStream(_OrderedStream):
         """Continue from a saved place, in the saved order.
 
         Raises:
-            DataError: The dataset has another length, so the order would be another.
+            DataError: The dataset has another length, so the order would be another; or this is
+                no saved place. The stream is then where it was.
         """
-        if state["length"] != self._order.length:
+        length = saved(state, "length", int)
+        order = attrs.evolve(
+            self._order,
+            seed=saved(state, "seed", int, least=-_MOST),
+            shuffle=saved(state, "shuffle", bool),
+        )
+        position = saved(state, "position", int)
+        if length != self._order.length:
             raise DataError(
-                f"the dataset had {state['length']} samples when this state was saved",
+                f"the dataset had {length} samples when this state was saved",
                 key="dataset",
                 value=self._order.length,
                 fix="give the same data, or start a new stream and leave its state out",
             )
-        order = attrs.evolve(self._order, seed=state["seed"], shuffle=state["shuffle"])
-        self._continue(order, int(state["position"]))
+        self._continue(order, position)
 
     def _ahead(self) -> Iterator[list[int]]:
         # A window of whole epochs at a time, so that each permutation is drawn once.
@@ -350,27 +363,35 @@ class BucketStream(_OrderedStream):
         """Continue from a saved place, in the saved order.
 
         Raises:
-            DataError: The images or their buckets are others, so the order would be another.
+            DataError: The images or their buckets are others, so the order would be another; or
+                this is no saved place. The stream is then where it was.
         """
-        if state["data"] != self._identity:
+        if saved(state, "data", str) != self._identity:
             raise DataError(
                 "the images or their buckets were others when this state was saved",
                 key="dataset",
                 value=self._identity,
                 fix="give the same data and buckets, or start a new stream and leave its state out",
             )
-        saved = attrs.evolve(
+        order = attrs.evolve(
             self._order,
-            seed=state["seed"],
-            shuffle=state["shuffle"],
-            micro_batch_size=state["micro_batch_size"],
-            origin=tuple(state["origin"]),
+            seed=saved(state, "seed", int, least=-_MOST),
+            shuffle=saved(state, "shuffle", bool),
+            micro_batch_size=saved(state, "micro_batch_size", int, least=1),
+            origin=self._origin(saved(state, "origin", list)),
         )
-        position, size = int(state["position"]), self._order.micro_batch_size
-        if size != saved.micro_batch_size:
-            saved = attrs.evolve(saved, micro_batch_size=size, origin=saved.used(position))
+        position, size = saved(state, "position", int), self._order.micro_batch_size
+        if size != order.micro_batch_size:
+            order = attrs.evolve(order, micro_batch_size=size, origin=order.used(position))
             position = 0
-        self._continue(saved, position)
+        self._continue(order, position)
+
+    def _origin(self, found: list[Any]) -> tuple[int, ...]:
+        """Images used of each bucket, as they were saved."""
+        if len(found) not in (0, len(self._order.buckets)):
+            raise no_place("origin", found)
+        by_bucket = dict(enumerate(found))
+        return tuple(saved(by_bucket, bucket, int, of="origin") for bucket in by_bucket)
 
     def _ahead(self) -> Iterator[list[Draw]]:
         for number, draws in enumerate(self._order.batches(self._position)):
@@ -444,13 +465,57 @@ class RepeatedBatches:
         return {"batches": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Skip to a saved place."""
+        """Skip to a saved place.
+
+        Raises:
+            DataError: This is no saved place, or there is no batch.
+        """
+        count = saved(state, "batches", int, most=_MOST_BATCHES)
         self._count, self._iterator = 0, None
-        while self._count < int(state["batches"]):
+        while self._count < count:
             next(self)
 
 
 # -- What the streams share.
+
+
+def saved(
+    state: Any, key: Any, kind: type[T], *, least: int = 0, most: int = _MOST, of: str = "state"
+) -> T:
+    """A field of a stream's saved state, which may have been altered since.
+
+    Args:
+        state: What was saved.
+        key: The field.
+        kind: What it must be.
+        least: Of a whole number.
+        most: Of a whole number.
+        of: What ``state`` is, for the message.
+
+    Raises:
+        DataError: It is missing or something else.
+    """
+    value: Any = state.get(key, UNSET) if isinstance(state, Mapping) else UNSET
+    if isinstance(value, int) and kind is int:
+        fits = not isinstance(value, bool) and least <= value <= most
+    else:
+        fits = isinstance(value, kind)
+    if not fits:
+        raise no_place(f"{of}.{key}", value)
+    found: T = value
+    return found
+
+
+def no_place(key: str, value: Any) -> DataError:
+    """That a stream's saved state is none."""
+    return DataError(
+        "is missing from the saved place of this stream"
+        if value is UNSET
+        else "no stream saves such a place",
+        key=key,
+        value=value,
+        fix="give a state that state_dict() returned, or start a new stream without one",
+    )
 
 
 def check_micro_batch(size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerotune.diffusion.data.streams import Batch, BatchStream, Captions
+from zerotune.diffusion.data.streams import Batch, BatchStream, Captions, no_place
 from zerotune.errors import DataError, InvalidValueError
 
 _WEIGHTS = "loss_weights"
@@ -79,6 +79,8 @@ class PriorPreservation:
         Raises:
             DataError: The state is not that of two streams.
         """
+        if not isinstance(state, Mapping):
+            raise no_place("state", state)
         if not {"instances", "priors"} <= state.keys():
             raise DataError(
                 "was saved without prior preservation",
@@ -86,8 +88,13 @@ class PriorPreservation:
                 value=sorted(state),
                 fix="give the data the run was started with, or leave its state out",
             )
+        before = self._instances.state_dict()
         self._instances.load_state_dict(state["instances"])
-        self._priors.load_state_dict(state["priors"])
+        try:
+            self._priors.load_state_dict(state["priors"])
+        except DataError:
+            self._instances.load_state_dict(before)
+            raise
 
     def _weights(self, instance: Batch, prior: Batch) -> torch.Tensor:
         """What turns a mean over all samples into the sum of two means."""

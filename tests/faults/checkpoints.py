@@ -1,0 +1,48 @@
+"""Checkpoints that are damaged, or made up with right hashes: refused before anything changes."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+from tests.checkpoint.crafted import Attacked
+from tests.faults.campaign import Found
+from tests.faults.resuming import Resumed
+from tests.faults.workers import Team
+
+
+class Checkpoints:
+    """Checkpoints with one thing changed, into one engine or trainer.
+
+    Args:
+        ways: Of ``tests.checkpoint.crafted.WAYS``, or ``"trainer"``: the trainer's part.
+    """
+
+    def __init__(self, *ways: str) -> None:
+        self._ways = ways
+        self._folder = tempfile.TemporaryDirectory(prefix="faults-checkpoints-")
+        self._teams: dict[type, Team] = {}
+        self._count = 0
+
+    def inject(self, work: Path, chance: random.Random) -> None:  # noqa: ARG002 - has its own
+        way, seed = chance.choice(self._ways), chance.random()
+        kind = Resumed if way == "trainer" else Attacked
+        team = self._teams.get(kind)
+        if team is None or not team.alive:
+            self._count += 1
+            root = Path(self._folder.name, str(self._count))
+            root.mkdir()
+            team = self._teams[kind] = Team(kind, str(root))
+        ((outcome, said),) = team.ask("attack", way, seed)
+        if outcome == "changed":
+            raise Found("lost", f"{way}: changed before it was refused: {said}")
+        if outcome == "foreign":
+            raise Found("foreign", f"{way}: {said}")
+        if outcome == "loaded" and way == "damage":
+            raise Found("lost", "a damaged checkpoint was loaded")
+
+    def close(self) -> None:
+        for team in self._teams.values():
+            team.close()
+        self._folder.cleanup()

@@ -1,0 +1,85 @@
+"""The campaign counts what it is told, repeats itself, and finds nothing in a short run."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+
+from tests.faults.__main__ import CLASSES
+from tests.faults.campaign import Found, NotHere, campaign, table
+
+
+class Faults:
+    """Faults that do what they are told."""
+
+    def __init__(self, inject, drawn=None):
+        self._inject, self._drawn, self.closed = inject, drawn if drawn is not None else [], False
+
+    def inject(self, work, chance):
+        assert list(work.iterdir()) == []
+        self._drawn.append(chance.random())
+        return self._inject()
+
+    def close(self):
+        self.closed = True
+
+
+def fails(error):
+    raise error
+
+
+def test_what_was_found_is_counted_by_kind_and_named_so_that_it_can_be_repeated(capsys):
+    made = {
+        "good": lambda: 3.5,
+        "lost": lambda: fails(Found("lost", "a step")),
+        "foreign": lambda: fails(ValueError("raw \ud800")),
+        "not here": lambda: fails(NotHere("no disk")),
+    }
+    classes = {name: partial(Faults, inject) for name, inject in made.items()}
+    rows = {row.name: row for row in campaign(classes, seed=1, minutes=1, first=7, times=2)}
+    assert (rows["good"].injected, rows["good"].bad, rows["good"].worst_s) == (2, 0, 3.5)
+    assert (rows["lost"].injected, rows["lost"].counts["lost"]) == (2, 2)
+    assert (rows["foreign"].injected, rows["foreign"].counts["foreign"]) == (2, 2)
+    assert (rows["not here"].injected, rows["not here"].why_not) == (0, "not here: no disk")
+    said = capsys.readouterr().out
+    assert "lost #7: lost: a step\n" in said
+    assert "lost #8: lost: a step\n" in said
+    assert "foreign #7: foreign: ValueError: raw \\ud800\n" in said
+    assert "not here: no disk" in table(rows.values())
+
+
+def test_an_injection_is_fixed_by_seed_class_and_number():
+    def drawn(seed, **options):
+        numbers = []
+        campaign({"one": lambda: Faults(lambda: None, numbers)}, seed=seed, minutes=1, **options)
+        return numbers
+
+    several = drawn(4, times=3)
+    assert len(set(several)) == 3
+    assert drawn(4, first=2, times=1) == several[2:]
+    assert drawn(5, times=3) != several
+
+
+def test_time_is_shared_and_a_class_without_any_says_so():
+    def slow():
+        time.sleep(0.05)
+
+    rows = campaign(
+        {"slow": lambda: Faults(slow), "quick": lambda: Faults(lambda: None)}, seed=1, minutes=0.003
+    )
+    assert rows[1].injected > rows[0].injected > 0
+    (row,) = campaign({"late": lambda: Faults(slow)}, seed=1, minutes=0)
+    assert "the budget allowed none" in str(row)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", list(CLASSES))
+def test_every_class_injects_and_nothing_is_found(name, capsys):
+    often = {"cache bits": 5, "lease records": 8, "damaged checkpoints": 5, "disks": 5, "NaN": 2}
+    (row,) = campaign({name: CLASSES[name]}, seed=15, minutes=10, times=often.get(name, 1))
+    if row.why_not:
+        pytest.skip(row.why_not)
+    assert row.injected == often.get(name, 1)
+    assert row.bad == 0, capsys.readouterr().out
