@@ -5,13 +5,22 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from tests.offload.engines import stopped_by_a_full_disk
 from tests.offload.plans import swapping_plan
+from tests.support.ranks import run_ranks
+from zerotune._util.text import disk_size
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager, swap_needs
 from zerotune.offload.choosing import RootChoice
 from zerotune.offload.lease import local_ranks
 from zerotune.offload.root import check_root
-from zerotune.offload.space import SwapFiles, SwapNeeds, check_space
+from zerotune.offload.space import (
+    SpaceWatch,
+    SwapFiles,
+    SwapNeeds,
+    check_space,
+    tell_shortage,
+)
 from zerotune.plan import ModelFacts
 
 MIB = 1024**2
@@ -122,6 +131,58 @@ def test_what_another_run_will_write_is_taken(small):
         assert [path.name for path in small.iterdir()] == [first.path.name]
     with OffloadManager(root=small).lease(swapping_plan(model=facts(700_000))):
         pass
+
+
+@pytest.mark.parametrize(
+    ("free", "own", "others", "enough"),
+    [
+        (10 * MIB, 10 * MIB, 0, True),
+        (10 * MIB - 1, 10 * MIB, 0, False),
+        (10 * MIB, 6 * MIB, 5 * MIB, False),
+        (0, MIB - 1, 0, True),
+        (0, 0, 9 * MIB, True),
+    ],
+)
+def test_what_is_still_to_come_is_judged_by_what_is_free(tmp_path, free, own, others, enough):
+    told = tell_shortage(tmp_path, free=free, own=own, others=others)
+    assert (told is None) == enough
+    if told is not None:
+        assert f"the swap disk of {tmp_path} was filled by another program" in told
+        assert f"({free} bytes) are free" in told
+        assert f"this run has still to write {disk_size(own)}" in told
+        assert ("other runs have reserved 5.0 MiB" in told) == bool(others)
+
+
+def test_a_disk_is_watched_until_a_step_adds_nothing(small):
+    plan = swapping_plan(model=facts(500_000))
+    with OffloadManager(root=small).lease(plan) as lease:
+        watch = SpaceWatch([lease.path])
+        assert watch.shortage(stepped=False) is None
+        (small / "other").write_bytes(b"x" * 12 * MIB)
+        assert "4.0 MiB" in watch.shortage(stepped=False)
+        (small / "other").unlink()
+        (lease.path / "all.swp").write_bytes(b"x" * 3 * MIB)
+        assert watch.shortage(stepped=True) is None
+        (small / "other").write_bytes(b"x" * 12 * MIB)
+        assert watch.shortage(stepped=False) is not None, "no step has shown that this is all"
+        assert watch.shortage(stepped=True) is None
+        assert watch.shortage(stepped=False) is None
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+def test_a_disk_that_another_program_fills_stops_the_run_with_a_checkpoint(tmp_path, mounted):
+    disk = mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=60m", "none")
+    (found,) = run_ranks(stopped_by_a_full_disk, str(disk), str(tmp_path / "out"))
+    assert "this run has still to write" in found["first"]
+    assert (
+        f"the swap disk of {disk} was filled by another program: 0.0 MiB (0 bytes)"
+        in found["first"]
+    )
+    assert found["saved"] == ["step-00000000"]
+    assert "a checkpoint was saved" in found["decision"]
+    assert found["second"] is None, "once all is written no room is needed"
+    assert found["steps"] == 3
 
 
 def test_a_full_disk_is_refused_and_left_clean(small):

@@ -433,6 +433,11 @@ class FoundLease:
         """Bytes its ranks said they will write at most; 0: they did not know."""
         return sum(record.reserved for record in self.records)
 
+    @property
+    def still_to_come(self) -> int:
+        """Bytes that are reserved and not yet written."""
+        return max(0, self.reserved - self.size)
+
 
 @attrs.frozen(kw_only=True)
 class Verdict:
@@ -458,6 +463,11 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
     kind = filesystem_kind(root.resolve())
     found = (_inspect(path, run_id_of(path.name), kind) for path in paths)
     return tuple(lease for lease in found if lease is not None)
+
+
+def find_lease(path: Path) -> FoundLease | None:
+    """The lease of a folder; ``None`` when it is none, or gone; changes nothing."""
+    return _inspect(path, run_id_of(path.name), filesystem_kind(path.parent))
 
 
 def _inspect(path: Path, run_id: str | None, kind: str | None) -> FoundLease | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +15,7 @@ from zerotune._util.text import disk_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.choosing import Target
-from zerotune.offload.lease import find_leases
+from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot
 from zerotune.plan.fill import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 from zerotune.plan.memory.states import states_per_element
@@ -196,11 +196,77 @@ def _check_disk(
 
 
 def _still_to_come(root: Path, run_id: str) -> int:
-    """Bytes that living runs in a root have reserved and not yet written."""
+    """Bytes that other living runs in a root have reserved and not yet written."""
     return sum(
-        max(0, lease.reserved - lease.size)
+        lease.still_to_come
         for lease in find_leases(root)
         if lease.state != "stale" and lease.run_id != run_id
+    )
+
+
+# -- The same while a run goes on.
+
+
+class SpaceWatch:
+    """Whether what a run has still to swap fits on its disks, which other programs fill as well.
+
+    DeepSpeed writes each swap file when it first needs it, in the first steps, and the same blocks
+    from then on. A write that finds no room ends the process with SIGABRT.
+
+    Args:
+        folders: The run's own, in its swap roots.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._sizes: dict[Path, int | None] = dict.fromkeys(folders)
+
+    def shortage(self, *, stepped: bool) -> str | None:
+        """What is missing, in numbers; ``None``: it fits, or all is written, or nobody knows.
+
+        Args:
+            stepped: Whether an optimizer step was applied since the last call.
+        """
+        disks: dict[int, list[FoundLease]] = {}
+        for folder, before in list(self._sizes.items()):
+            lease = find_lease(folder)
+            if lease is None or not lease.reserved or (stepped and lease.size == before):
+                # A step that has added nothing shows that no file is missing any more.
+                del self._sizes[folder]
+                continue
+            self._sizes[folder] = lease.size
+            disks.setdefault(folder.stat().st_dev, []).append(lease)
+        told = (_shortage_on(leases) for leases in disks.values())
+        return next((text for text in told if text is not None), None)
+
+
+def _shortage_on(leases: Sequence[FoundLease]) -> str | None:
+    root = leases[0].path.parent
+    space = os.statvfs(root)
+    roots = dict.fromkeys(lease.path.parent for lease in leases)
+    return tell_shortage(
+        root,
+        free=space.f_bavail * space.f_frsize,
+        own=sum(lease.still_to_come for lease in leases),
+        others=sum(_still_to_come(folder, leases[0].run_id) for folder in roots),
+    )
+
+
+def tell_shortage(root: Path, *, free: int, own: int, others: int) -> str | None:
+    """What is missing on a disk, in numbers; ``None`` when it is enough.
+
+    Args:
+        root: The swap root.
+        free: Bytes that may still be written.
+        own: Bytes this run has still to write.
+        others: Bytes that other runs have reserved.
+    """
+    # No swap file is smaller: below that only unaligned ends are left, which stay in memory.
+    if own < SMALLEST_SWAP_BYTES or own + others <= free:
+        return None
+    taken = f", of which other runs have reserved {disk_size(others)}" if others else ""
+    return (
+        f"the swap disk of {root} was filled by another program: {disk_size(free)} ({free} bytes) "
+        f"are free{taken}, and this run has still to write {disk_size(own)}"
     )
 
 

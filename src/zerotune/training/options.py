@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from zerotune.backend.compilation import Compilation, compiled_for
@@ -21,6 +22,7 @@ from zerotune.training.memory import expected_memory
 from zerotune.training.out_of_memory import Situation
 from zerotune.training.profile import Operator, Profile, Profiler
 from zerotune.training.step import StepClock
+from zerotune.training.stop import StopBeforeDiskFills
 from zerotune.training.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -98,10 +100,12 @@ class Running:
         """What was chosen."""
         profile = options.get("profile")
         self._profiler = None if profile is None else Profiler(profile)
+        folders = [folder for folder in engine.plan.nvme_paths.values() if folder is not None]
         around = (
             _watchdog(options.get("watchdog", True)),
             self._profiler,
             None if compiled is None else _CompileCheck(),
+            StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
         )
         self.callbacks: tuple[Callback, ...] = tuple(one for one in around if one is not None)
         """What is told of each step for all this."""

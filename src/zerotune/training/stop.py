@@ -20,13 +20,14 @@ from zerotune.checkpoint import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 from zerotune.offload.lease import abandon_held, holds_folders
+from zerotune.offload.space import SpaceWatch
 from zerotune.training.events import Callback
 from zerotune.training.save import is_saved
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
-    from zerotune.training.events import RunView
+    from zerotune.training.events import RunView, StepMetrics
 
 
 _USUAL: Final = (signal.SIGINT, signal.SIGTERM)
@@ -136,6 +137,36 @@ def with_signals(callbacks: tuple[Callback, ...]) -> tuple[Callback, ...]:
     if any(isinstance(callback, StopOnSignals) for callback in callbacks):
         return callbacks
     return (*callbacks, StopOnSignals())
+
+
+class StopBeforeDiskFills(Callback):
+    """Stops a run when other programs leave its swap no room, before the writing fails.
+
+    Whoever saves checkpoints saves one, and ``report.stopped`` holds the numbers. Every trainer
+    whose plan swaps to a leased folder has one.
+
+    Args:
+        folders: The run's own swap folders.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._watch = SpaceWatch(folders)
+
+    def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
+        """Look before the first step, which writes most."""
+        self._look(trainer, stepped=False)
+
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
+        """Look until all is written."""
+        self._look(trainer, stepped=metrics.applied)
+
+    def _look(self, trainer: RunView, *, stepped: bool) -> None:
+        # The ranks of a machine share its disk.
+        if trainer.engine.group.local_rank != 0:
+            return
+        shortage = self._watch.shortage(stepped=stepped)
+        if shortage is not None:
+            trainer.request_stop(shortage)
 
 
 # -- Goals and requests.
