@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from diffusers.training_utils import EMAModel as Theirs
 
 from tests.ema.test_shadow import move, weights
 from tests.support.models import HostileNet, tiny_unet
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, start
 from zerotune.ema import EMAModel, FileStore
-from zerotune.errors import EMAError, InvalidValueError
+from zerotune.errors import CollectiveError, EMAError, InvalidValueError
 
 SETTINGS = [
     {"decay": 0.97},
@@ -184,3 +188,134 @@ def test_what_diffusers_would_take_in_silence_is_refused():
         assert {k: v for k, v in after.items() if k != "shadow_params"} == {
             k: v for k, v in before.items() if k != "shadow_params"
         }
+
+
+def test_the_averages_of_parameters_are_live_as_in_diffusers():
+    model = HostileNet()
+    ours, theirs = pair(model, decay=0.5)
+    kept, expected = ours.shadow_params, theirs.shadow_params
+    for step in range(4):
+        move(model, seed=step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+    for mine, other, parameter in zip(kept, expected, model.parameters(), strict=True):
+        if parameter.requires_grad:
+            torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
+    with torch.no_grad():
+        kept[0].zero_()
+    ours.copy_to(model.parameters())
+    assert not next(model.parameters()).any(), "what is written into them is what is copied"
+
+
+def test_what_scripts_set_takes_effect_as_in_diffusers():
+    model = HostileNet()
+    ours, theirs = pair(model, decay=0.9, use_ema_warmup=True)
+    values = [torch.full_like(p, 0.5) for p in model.parameters()]
+    for ema in (ours, theirs):
+        ema.shadow_params = [value.clone() for value in values]
+        ema.optimization_step = 7
+    # Frozen ones are the model's at the next step, in both.
+    for step in range(3):
+        move(model, seed=step)
+        ours.step(model.parameters())
+        theirs.step(model.parameters())
+    assert ours.optimization_step == 10
+    assert_same(ours, theirs)
+    with pytest.raises(EMAError, match="parameters instead of"):
+        ours.shadow_params = values[:2]
+    with pytest.raises(InvalidValueError, match="optimization_step"):
+        ours.optimization_step = 1.5
+
+
+def test_what_is_stored_can_be_seen_as_in_diffusers():
+    model = HostileNet()
+    ours, theirs = pair(model)
+    for ema in (ours, theirs):
+        assert ema.temp_stored_params is None
+        ema.store(model.parameters())
+    for mine, other in zip(ours.temp_stored_params, theirs.temp_stored_params, strict=True):
+        assert torch.equal(mine, other)
+    before = weights(model)
+    move(model, seed=1)
+    ours.restore(model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert ours.temp_stored_params is None
+    zeros = [torch.zeros_like(p) for p in model.parameters()]
+    ours.temp_stored_params = zeros
+    ours.restore(model.parameters())
+    assert not any(p.any() for p in model.parameters())
+    ours.temp_stored_params = zeros[:1]
+    with pytest.raises(EMAError, match="stored from other parameters"):
+        ours.restore(model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_old_keywords_mean_what_they_mean_in_diffusers():
+    model = HostileNet()
+    ours, theirs = pair(model, max_value=0.8, min_value=0.1, device="cpu")
+    assert (ours.decay, ours.min_decay) == (theirs.decay, theirs.min_decay) == (0.8, 0.1)
+    assert ours.shadow.device.type == "cpu"
+    with pytest.warns(FutureWarning, match="old name; use decay"):
+        EMAModel(model.parameters(), max_value=0.8)
+    with pytest.raises(InvalidValueError, match=r"EMAModel\(beta\).*no such argument"):
+        EMAModel(model.parameters(), beta=0.8)
+
+
+def test_without_decay_the_averages_one_holds_are_the_newest():
+    """Diffusers' own case: the two lists are of the same tensors."""
+    model = HostileNet()
+    ema = EMAModel(model.parameters(), decay=0.0)
+    lists = []
+    for step in range(2):
+        move(model, seed=step)
+        ema.step(model.parameters())
+        lists.append(ema.shadow_params)
+    for one, two, parameter in zip(*lists, model.parameters(), strict=True):
+        assert torch.equal(two, parameter)
+        if parameter.requires_grad:
+            assert torch.equal(one, two)
+
+
+def test_an_average_is_another_after_each_step_that_moves_the_weights():
+    model = HostileNet()
+    ema = EMAModel(model.parameters(), decay=0.9)
+    seen = [[value.clone() for value in ema.shadow_params]]
+    ema.step(model.parameters())
+    assert all(map(torch.equal, ema.shadow_params, seen[-1])), "nothing has moved"
+    for step in range(3):
+        move(model, seed=step)
+        ema.step(model.parameters())
+        seen.append([value.clone() for value in ema.shadow_params])
+        for value, before, parameter in zip(seen[-1], seen[-2], model.parameters(), strict=True):
+            if parameter.requires_grad:
+                assert not torch.allclose(value, before)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("call", ["copy_to", "state_dict", "save_pretrained"])
+def test_a_call_on_one_rank_names_the_others(call, tmp_path):
+    main, _ = run_ranks(called_on_rank_0, call, str(tmp_path / "ema"), world_size=2)
+    assert main.startswith("CollectiveError")
+    assert "EMAModel." in main
+    assert "every rank must call it" in main
+    assert "rank 1" in main or "[1]" in main
+    assert not (tmp_path / "ema").exists()
+
+
+def called_on_rank_0(call: str, folder: str) -> str:
+    engine = start(Case(stage=2), tiny_unet())
+    kinds = {"model_cls": UNet2DModel, "model_config": engine.module.config}
+    ema = EMAModel(engine, decay=0.9, **kinds)
+    said = ""
+    if engine.group.is_main:
+        engine.group._timeout = timedelta(seconds=1.5)
+        arguments = {"copy_to": (engine.module.parameters(),), "save_pretrained": (folder,)}
+        try:
+            getattr(ema, call)(*arguments.get(call, ()))
+        except CollectiveError as error:
+            said = f"{type(error).__name__}: {error}"
+    else:
+        time.sleep(3)
+    engine.__exit__(SystemExit, SystemExit(), None)
+    return said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -50,10 +51,11 @@ class EMAModel:
         ...
         ema_unet.step(unet.parameters())
 
-    The names and meanings are diffusers'. What differs: the shadow is fp32 whatever happens,
-    holds trainable parameters only (frozen ones are taken from the model), and starts on the
-    CPU; parameters of another number or shape are refused where diffusers would leave some out.
-    Under ZeRO everything but ``step`` is collective: every rank must call it.
+    The names and meanings are diffusers'; each difference stands on the EMA page. The largest:
+    the shadow is fp32 whatever happens, holds trainable parameters only (frozen ones are taken
+    from the model), and starts on the CPU; parameters of another number or shape are refused
+    where diffusers would leave some out. Under ZeRO everything but ``step`` and ``store`` is
+    collective: every rank must call it, and one that does not come is named.
 
     Args:
         parameters: Parameters, a module, a zerotune engine or a ``deepspeed.DeepSpeedEngine``.
@@ -67,9 +69,11 @@ class EMAModel:
         model_cls: A diffusers model class, for ``save_pretrained``.
         model_config: Its config.
         store: Where the shadow lies; the host when not given.
+        legacy: ``max_value`` for ``decay``, ``min_value`` for ``min_decay`` and ``device`` for
+            ``to(device)``, as in diffusers with a ``FutureWarning``.
 
     Raises:
-        InvalidValueError: A setting is out of range.
+        InvalidValueError: A setting is out of range, or there is none of this name.
         EMAError: The parameters are not the fp32 weights, or none is trainable.
     """
 
@@ -87,8 +91,10 @@ class EMAModel:
         model_config: Any | None = None,
         *,
         store: ShadowStore | None = None,
+        **legacy: Any,
     ) -> None:
-        self.decay, self.min_decay = decay, min_decay
+        old = _legacy(legacy)
+        self.decay, self.min_decay = old.get("decay", decay), old.get("min_decay", min_decay)
         self.update_after_step, self.use_ema_warmup = update_after_step, use_ema_warmup
         self.inv_gamma, self.power, self.foreach = inv_gamma, power, foreach
         self.model_cls, self.model_config = model_cls, model_config
@@ -98,6 +104,8 @@ class EMAModel:
         self._frozen = self._frozen_now()
         self._stored: list[torch.Tensor] | dict[str, torch.Tensor] | None = None
         self._shadow = EMAShadow(decay=_Settings(self), store=store).attach(self._tracked.master)
+        if "device" in old:
+            self.to(device=old["device"])
 
     @property
     def shadow(self) -> EMAShadow:
@@ -106,14 +114,41 @@ class EMAModel:
 
     @property
     def optimization_step(self) -> int:
-        """Optimizer steps seen."""
+        """Optimizer steps seen; may be set."""
         return self._shadow.steps
+
+    @optimization_step.setter
+    def optimization_step(self, steps: int) -> None:
+        self.load_state_dict({"optimization_step": steps})
 
     @property
     def shadow_params(self) -> list[torch.Tensor]:
-        """Full fp32 averages on the CPU, by position: as much memory as the whole model."""
+        """Full fp32 averages, by position; may be set, to tensors of the same number and shapes.
+
+        Of parameters these are the shadow's own tensors, which updates change, as in diffusers.
+        Of an engine they are gathered copies on the CPU: as much memory as the whole model.
+        """
+        if self._tracked.own:
+            return self._live()
+        self._all_come("shadow_params")
         by_position = sorted(self._by_position(), key=itemgetter(0))
         return [value.clone() for _, value in by_position]
+
+    @shadow_params.setter
+    def shadow_params(self, values: Sequence[torch.Tensor]) -> None:
+        self.load_state_dict({"shadow_params": values})
+
+    @property
+    def temp_stored_params(self) -> list[torch.Tensor] | None:
+        """What ``store`` keeps, on the CPU; ``None`` when it keeps nothing. May be set.
+
+        Of an engine's own weights the parts that this rank holds.
+        """
+        return list(self._stored.values()) if isinstance(self._stored, dict) else self._stored
+
+    @temp_stored_params.setter
+    def temp_stored_params(self, values: Sequence[torch.Tensor] | None) -> None:
+        self._stored = None if values is None else list(values)
 
     def get_decay(self, optimization_step: int) -> float:
         """Decay of the update after that many optimizer steps, from 1."""
@@ -150,6 +185,7 @@ class EMAModel:
     def copy_to(self, parameters: Parameters | None = None) -> None:
         """Write the averages into parameters: the model's own, or another's of any dtype."""
         given = self._given(parameters)
+        self._all_come("copy_to()")
         if self._tracked.are(given):
             self._write(self._shadow.state_dict())
             return
@@ -164,7 +200,7 @@ class EMAModel:
         ``shadow.swapped_in()`` needs no such copy.
         """
         given = self._given(parameters)
-        if self._tracked.are(given):
+        if self._tracked.are(given) and not self._tracked.own:
             read = self._tracked.master.read()
             self._stored = {f.address.key: f.value.to("cpu", copy=True) for f in read}
         else:
@@ -182,9 +218,11 @@ class EMAModel:
             raise EMAError(
                 "nothing is stored", key="restore()", fix="call store() before copy_to()"
             )
-        if isinstance(stored, dict) != self._tracked.are(given):
+        masters = self._tracked.are(given) and not self._tracked.own
+        if isinstance(stored, dict) != masters or (not masters and len(stored) != len(given)):
             raise EMAError("was stored from other parameters", key="restore()", fix="give the same")
         if isinstance(stored, dict):
+            self._all_come("restore()")
             self._write(stored)
         else:
             for parameter, value in zip(given, stored, strict=True):
@@ -284,6 +322,10 @@ class EMAModel:
         ema.load_state_dict(settings)
         return ema
 
+    def _all_come(self, call: str) -> None:
+        """Before anything moves, tell which rank is missing, as under ``if is_main_process``."""
+        self._tracked.master.group.barrier(f"EMAModel.{call} (every rank must call it)")
+
     def _given(self, parameters: Parameters | None) -> tuple[torch.nn.Parameter, ...]:
         if parameters is None:
             return self._tracked.parameters
@@ -294,6 +336,16 @@ class EMAModel:
     def _frozen_now(self) -> dict[int, torch.Tensor]:
         parameters = enumerate(self._tracked.parameters)
         return {index: p.detach() for index, p in parameters if not p.requires_grad}
+
+    def _live(self) -> list[torch.Tensor]:
+        held = self._shadow.state_dict()
+        keys = {address.name: address.key for address in self._tracked.master.addresses}
+        return [
+            self._frozen[index].clone()
+            if index in self._frozen
+            else held[keys[name]].view(self._tracked.full_shape(index))
+            for index, name in enumerate(self._tracked.names)
+        ]
 
     def _by_position(self) -> Iterator[tuple[int, torch.Tensor]]:
         positions: dict[str, list[int]] = {}
@@ -334,6 +386,28 @@ class _Settings:
         return f"EMAModel(decay={self._owner.decay})"
 
 
+_LEGACY = {"max_value": "decay", "min_value": "min_decay", "device": "device"}
+
+
+def _legacy(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What diffusers' older keywords mean, by today's names."""
+    found = {}
+    for name, value in given.items():
+        if name not in _LEGACY:
+            raise InvalidValueError(
+                "there is no such argument",
+                key=f"EMAModel({name})",
+                value=value,
+                fix=f"one of {', '.join((*_SETTINGS, *_LEGACY))}",
+            )
+        if value is not None:
+            today = "to(device=...)" if name == "device" else _LEGACY[name]
+            message = f"EMAModel({name}=...) is diffusers' old name; use {today}"
+            warnings.warn(message, FutureWarning, stacklevel=3)
+            found[_LEGACY[name]] = value
+    return found
+
+
 def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise InvalidValueError("has the wrong type", key=name, value=value)
@@ -358,6 +432,8 @@ class TrackedParameters:
     names: tuple[str, ...]
     """What the master weights call them."""
     master: MasterWeights
+    own: bool = False
+    """Whether the parameters are the fp32 weights themselves; else they are an engine's."""
 
     @classmethod
     def of(cls, source: Any) -> TrackedParameters:
@@ -401,6 +477,7 @@ class TrackedParameters:
             parameters=parameters,
             names=tuple(names[id(parameter)] for parameter in parameters),
             master=master_weights_of(holder),
+            own=True,
         )
 
     def full_shape(self, index: int) -> tuple[int, ...]:
