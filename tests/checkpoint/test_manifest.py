@@ -80,6 +80,14 @@ def test_a_missing_part_is_named(key):
         Manifest.from_json(resigned(lambda content: content.pop(key)))
 
 
+@pytest.mark.parametrize("scale", [0, -2.0, None, "1"])
+@pytest.mark.parametrize("name", ["scale", "cur_scale"])
+def test_a_loss_scale_that_divides_by_nothing_is_refused(name, scale):
+    text = resigned(lambda content: content["state"].update(loss_scaler={name: scale}))
+    with pytest.raises(CheckpointCorruptError, match=name):
+        Manifest.from_json(text)
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointCorruptError, match=r"manifest\.json.*cannot be read"):
         Manifest.read(tmp_path)

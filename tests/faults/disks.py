@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -99,9 +100,10 @@ class Writer:
         if latest_checkpoint(self._disk / "checkpoints") is None:
             raise Found("lost", f"no checkpoint is left; {said}")
         for path in (self._disk / "checkpoints").iterdir():
-            if ".tmp-" in path.name and not said.startswith("read-only"):
+            half = re.search(r"\.tmp|\.draft|\.old-", path.name)
+            if half and not said.startswith("read-only"):
                 raise Found("lost", f"{path.name} is left; {said}")
-            if ".tmp-" not in path.name and ".old-" not in path.name:
+            if path.name.startswith("step-") and not half:
                 verify_checkpoint(path)
         if not all(
             bool(f.value.isfinite().all()) for f in self._trainer.engine.master_weights.read()
@@ -129,7 +131,7 @@ class Writer:
             saver.save(self._disk / "checkpoints" / "step-00000003").wait()
 
     def _train(self) -> None:
-        saver = SaveEvery(steps=2, root=self._disk / "checkpoints", keep=3)
+        saver = SaveEvery(steps=2, root=self._disk / "checkpoints", keep=9)
         self._trainer.callbacks = (*self._around, MetricsFile(self._disk / "metrics.jsonl"), saver)
         self._trainer.fit(steps=self._trainer.step + 4)
 

@@ -58,9 +58,9 @@ def tell_and_train(pipe: Any, *args: Any, **options: Any) -> None:
     """``train`` in a process that says through a pipe how far it is."""
     import os
 
-    import torch
+    from tests.faults.workers import quiet
 
-    torch.set_num_threads(1)
+    quiet()
     losses = train(*args, tell=pipe.send, **options)
     pipe.send(losses)
     pipe.close()

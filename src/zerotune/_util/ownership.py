@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 import weakref
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol
@@ -216,10 +217,15 @@ class OwnerRecord:
         """
         draft = path.with_name(f".{path.name.lstrip('.')}.tmp")
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(self.to_json())
-            sync_file(file)
-        draft.replace(path)
+        try:
+            with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
+                file.write(self.to_json())
+                sync_file(file)
+            draft.replace(path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink()
+            raise
 
     def doubt(self, kind: str | None) -> str | None:
         """Why a free lock is no proof that its owner is dead, or ``None`` when it is.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from typing_extensions import override
@@ -36,6 +37,9 @@ _ACCELERATE_CONFIGURATION = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_DYNAMO_BACKEND",
 )
+
+_SCALE: Final = ("scale", "_growth_tracker")
+"""What of a ``GradScaler``'s state changes while it runs."""
 
 
 class PlainEngine(StartedEngine):
@@ -127,8 +131,8 @@ class PlainEngine(StartedEngine):
         self._skipped_steps = state.skipped_steps
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state.scheduler)
-        if self._accelerator.scaler is not None and state.loss_scaler:
-            self._accelerator.scaler.load_state_dict(state.loss_scaler)
+        if (scaler := self._accelerator.scaler) is not None:
+            scaler.load_state_dict(carried_scale(state.loss_scaler, fresh=scaler.state_dict()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass under autocast."""
@@ -228,6 +232,16 @@ class PlainEngine(StartedEngine):
         checks.equal("precision", self._plan.precision, precision)
         checks.equal("world_size", self._plan.world_size, self._group.world_size)
         return checks
+
+
+def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:
+    """What a ``GradScaler`` continues with: where a run was from it, how it grows from this one.
+
+    Args:
+        saved: Of a checkpoint; may lack anything.
+        fresh: ``state_dict()`` of the scaler that runs.
+    """
+    return {**fresh, **{name: saved[name] for name in _SCALE if name in saved}}
 
 
 def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:

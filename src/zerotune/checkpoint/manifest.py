@@ -220,6 +220,8 @@ def _no_number(text: str) -> None:
 
 _KINDS: Final = ("weights", "optimizer", "shadow", "rank")
 _POSITION: Final = "last_batch_iteration"
+_SCALES: Final = ("cur_scale", "scale")
+"""Of a loss, which is multiplied by it and whose gradients are divided by it."""
 _LARGEST: Final = 2**63 - 1
 _MOST_STEPS: Final = 10**9
 """More than any run takes; resuming repeats what an optimizer counts."""
@@ -313,4 +315,6 @@ def _check_state(state: EngineState) -> None:
     for name, number in state.loss_scaler.items():
         _value(float | None, float(number) if type(number) is bool else number, name)
         if isinstance(number, (int, float)) and abs(number) > _LARGEST:
+            raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
+        if name in _SCALES and not (number is not None and number > 0):
             raise ValueError(f"state.loss_scaler.{name} cannot be {shorten(number)}")
