@@ -80,16 +80,27 @@ CONFIGURATIONS = {
 }
 
 
+def _rounded(value: Any) -> Any:
+    """The same with eight digits, which is more than anybody needs."""
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.8g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     for name in sys.argv[1:] or CONFIGURATIONS:
         config, resolution = CONFIGURATIONS[name]
         facts = model_facts(config, name=name)
         assert facts.activations is not None
+        assert facts.arithmetic is not None
         data = {
             "name": name,
             "class": config["_class_name"],
             "resolution": resolution,
-            "activations": attrs.asdict(facts.activations),
+            "activations": _rounded(attrs.asdict(facts.activations)),
+            "arithmetic": _rounded(attrs.asdict(facts.arithmetic)),
             "blocks": [attrs.asdict(block) for block in facts.blocks],
             "parameters": [[p.name, list(p.shape)] for p in facts.parameters],
         }

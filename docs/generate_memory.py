@@ -1,12 +1,15 @@
-"""Write docs/fits.md: which plan ``advise`` gives for cards people have.
+"""Write docs/fits.md, which plan ``advise`` gives for cards people have, and a table of memory.md.
 
-``python docs/generate_memory.py``; a test fails when the committed file is not what this prints.
+``python docs/generate_memory.py``; a test fails when the committed files are not what this prints.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
@@ -109,7 +112,53 @@ def _cell(advice: Advice) -> str:
     return f"{advice.chosen.title}{recompute} ({advice.estimate.device / 2**30:.1f} GiB)"
 
 
+# -- The memory model against passes of real models on a device without memory.
+
+MEMORY = TARGET.with_name("memory.md")
+RESULT = TARGET.parent / "results" / "fake_device.json"
+BEGIN, END = "<!-- passes: written by docs/generate_memory.py -->", "<!-- end of passes -->"
+
+
+def memory_page() -> str:
+    """docs/memory.md with its table made anew."""
+    text = MEMORY.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{_passes()}\n\n{END}{rest.split(END)[1]}"
+
+
+def _passes() -> str:
+    cases = json.loads(RESULT.read_text(encoding="utf-8"))["cases"]
+    rows = [
+        "| pass | counted | estimated | error | on the host | error | reserved | expandable |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    return "\n".join([*rows, *(_pass(case) for case in cases)])
+
+
+def _pass(case: Mapping[str, Any]) -> str:
+    found = case["contestants"]
+
+    def taken(name: str, place: str = "device") -> float:
+        return float(found[name][f"{place}_bytes"]["median"])
+
+    counted, host = taken("counted"), taken("counted", "host")
+    cells = [_mib(counted), _mib(taken("estimated")), _error(taken("estimated"), counted)]
+    cells += [_mib(host), _error(taken("estimated", "host"), host)] if host else ["", ""]
+    for name in ("reserved by torch's allocator", "reserved in expandable segments"):
+        cells.append(_error(taken(name), counted))
+    return f"| {case['name']} | " + " | ".join(cells) + " |"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
+
+
+def _error(value: float, against: float) -> str:
+    return f"{100 * (value / against - 1):+.1f} %"
+
+
 if __name__ == "__main__":
     text = page()
+    MEMORY.write_text(memory_page(), encoding="utf-8")
     TARGET.write_text(text, encoding="utf-8")
     sys.stdout.write(f"{TARGET.name}: {len(text.splitlines())} lines\n")

@@ -82,3 +82,10 @@ def test_step(tmp_path):
     cases = measured("step", tmp_path)
     assert len(cases["step alone"]["contestants"]) == 7
     assert cases["ZeRO-2 with EMA"]["facts"]["losses are equal bit for bit"]
+
+
+def test_fake_device(tmp_path):
+    for case in measured("fake_device", tmp_path).values():
+        found = {name: one["device_bytes"]["median"] for name, one in case["contestants"].items()}
+        # So small that what is rounded to 512 bytes is most of it.
+        assert 0 < found["estimated"] < found["counted"]

@@ -17,6 +17,8 @@ from zerotune.diffusion.activations import (
     Loading,
     Stored,
     StreamTransfers,
+    _dense_parts,
+    stored_strides,
 )
 from zerotune.errors import InvalidValueError, TrainingError
 
@@ -150,6 +152,49 @@ def test_results_are_exact_and_every_copy_is_waited_for(make: Any, ahead: int) -
     assert_same(gradients(model), wanted)
     assert (transfers.held, transfers.on_their_way) == (0, 0)
     offload.detach()
+
+
+def test_slices_leave_at_any_batch() -> None:
+    # Flux's single blocks take slices of a cat: dense at batch 1 only.
+    stored = []
+    for batch in (1, 2):
+        model = flux()
+        given = {k: v[:batch] if len(v) == 2 else v for k, v in inputs(model).items()}
+        with ActivationOffload(smallest=0, transfers=RecordingTransfers()).attach(model) as offload:
+            model(**given, return_dict=False)[0].float().pow(2).mean().backward()
+        stored.append(offload.counts.stored)
+    assert stored[0] == stored[1]
+
+
+def test_what_is_expanded_stays() -> None:
+    transfers = RecordingTransfers()
+    offload = ActivationOffload(smallest=0, transfers=transfers)
+    x = torch.nn.Linear(4, 4)(torch.ones(1, 4))
+    for block in [torch.nn.Linear(4, 4) for _ in range(3)]:
+        offload.checkpoint(block, x.expand(64, 4))
+    assert transfers.events == []
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 5, 2**18),
+        torch.randn(3, 5, 2**18).transpose(0, 1),
+        torch.randn(3, 5, 2**18)[:, 2:],
+        torch.randn(2, 3, 5, 2**17)[:, :, 1:],
+        torch.randn(3, 5, 4)[:, 2:],
+    ],
+)
+def test_copies_have_no_gaps_and_are_made_of_whole_pieces(tensor: torch.Tensor) -> None:
+    host = torch.empty(tensor.numel()).as_strided(tensor.shape, stored_strides(tensor))
+    pieces = list(_dense_parts(host, tensor))
+    assert len(pieces) <= 6
+    for target, source in pieces:
+        whole = torch.ops.aten.is_non_overlapping_and_dense.default(source)
+        assert whole or source.nbytes < 2**20, "copied through memory of the device"
+        assert target.stride() == stored_strides(source)
+        target.copy_(source)
+    assert torch.equal(host, tensor)
 
 
 class Chain(torch.nn.Module):

@@ -9,12 +9,8 @@ import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 
 from tests.support.models import tiny_unet
-from zerotune.diffusion.facts import (
-    activation_peak,
-    example_inputs,
-    measure_activations,
-    model_facts,
-)
+from zerotune.diffusion.facts import example_inputs, measure_activations, model_facts
+from zerotune.diffusion.passes import activation_peak
 from zerotune.errors import InvalidValueError
 
 UNET = {

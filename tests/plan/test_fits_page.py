@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -13,3 +14,24 @@ def test_the_page_is_current():
     assert written == (DOCS / "fits.md").read_text(encoding="utf-8"), (
         "run python docs/generate_memory.py"
     )
+
+
+def test_the_table_of_passes_is_current():
+    written = runpy.run_path(str(DOCS / "generate_memory.py"))["memory_page"]()
+    assert written == (DOCS / "memory.md").read_text(encoding="utf-8"), (
+        "run python docs/generate_memory.py"
+    )
+
+
+def test_the_memory_model_is_near_every_pass_that_was_counted():
+    cases = json.loads((DOCS / "results" / "fake_device.json").read_text())["cases"]
+    assert len(cases) > 50
+    for case in cases:
+        weights = case["facts"]["weights"]
+        for place, held in (("device_bytes", weights), ("host_bytes", 0)):
+            counted, estimated = (
+                case["contestants"][name][place]["median"] for name in ("counted", "estimated")
+            )
+            where = case["name"], place
+            assert (held + estimated) / (held + counted or 1) >= 0.97 or not counted, where
+            assert 0.95 * counted <= estimated <= 1.05 * counted, where

@@ -172,10 +172,11 @@ class StreamTransfers:
     def store(self, tensor: torch.Tensor) -> Stored:
         """Copy to a page-locked block on the side stream."""
         block = self.pool.take(tensor.numel() * tensor.element_size())
-        host = block.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        host = block.view(tensor.dtype).as_strided(tensor.shape, stored_strides(tensor))
         self._side.wait_stream(self._computation())
         with self._streams.stream(self._side):
-            host.copy_(tensor.detach(), non_blocking=True)
+            for target, source in _dense_parts(host, tensor.detach()):
+                target.copy_(source, non_blocking=True)
         event = self._side.record_event()
         return Stored(tensor=host, device=tensor.device, buffer=block, event=event)
 
@@ -212,6 +213,29 @@ class StreamTransfers:
 
     def _computation(self) -> Any:
         return self._streams.current_stream(self._device)
+
+
+def stored_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a copy of ``tensor`` without gaps: its own where it has none."""
+    if torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return tensor.stride()
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
+_PART: Final = 2**18
+"""Bytes from which on a piece of a tensor is worth a copy of its own."""
+
+
+def _dense_parts(
+    target: torch.Tensor, source: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pieces that lie in one block each, so that no copy needs memory of the device."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(source)
+    if dense or source.dim() < 2 or source.nbytes < _PART * len(source):
+        yield target, source
+        return
+    for to, part in zip(target, source, strict=True):
+        yield from _dense_parts(to, part)
 
 
 def transfers_for(device: torch.device) -> Transfers:
@@ -412,7 +436,8 @@ class ActivationOffload(Closable):
             tensor.requires_grad
             and not _is_weight(tensor)
             and tensor.numel() * tensor.element_size() >= self._smallest
-            and bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+            # What is expanded takes less memory than its copy would.
+            and not _is_expanded(tensor)
         )
 
     def _store(self, call: _Call) -> None:
@@ -555,6 +580,11 @@ class _Ticket:
 
     def __init__(self, *, call: _Call, saved: _Saved) -> None:
         self.call, self.saved = call, saved
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    dimensions = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in dimensions)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:

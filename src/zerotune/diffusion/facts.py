@@ -1,29 +1,33 @@
-"""Facts of a model: what it weighs and what a training step keeps, on the ``meta`` device.
+"""Facts of a model: what it weighs, and what a training step keeps and computes.
 
-Nothing is computed and no memory is taken: the model runs on tensors without data, and every
-storage is counted from its birth to its death.
+Nothing is computed and no memory is taken: the model runs on the ``meta`` device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import attrs
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
-from zerotune.diffusion.activations import ActivationOffload, Loading, Stored
+from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
+from zerotune.diffusion.passes import KINDS, Pass, counted_pass
 from zerotune.errors import InvalidValueError
-from zerotune.plan.model import ActivationCost, ActivationFacts, ModelFacts
+from zerotune.plan.model import (
+    SMALLEST_OFFLOADED,
+    ActivationCost,
+    ActivationFacts,
+    Amount,
+    ArithmeticFacts,
+    ModelFacts,
+    PassWork,
+)
 
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
@@ -130,8 +134,9 @@ _MAKERS: Final[dict[str, Callable[[Any, int, int, int], dict[str, Any]]]] = {
 MakeInputs = Callable[[int, int, int], Mapping[str, Any]]
 """From batch, height and width in pixels to the keyword arguments of ``forward``."""
 
-_POINTS: Final = ((1, 256), (1, 1024), (4, 256), (2, 1024), (8, 512))
-"""Batch and side in pixels of the passes the costs are fitted to."""
+_POINTS: Final = ((2, 256), (2, 1024), (8, 256), (4, 512))
+"""Batch and side in pixels of the passes the costs are fitted to; a single sample is summed up by
+other operators."""
 
 
 def model_facts(
@@ -169,13 +174,21 @@ def model_facts(
     facts = attrs.evolve(ModelFacts.from_module(module), name=name or type(module).__name__)
     if not activations:
         return facts
-    return attrs.evolve(facts, activations=measure_activations(module, inputs=inputs))
+    kept, computed = measure_step(module, inputs=inputs)
+    return attrs.evolve(facts, activations=kept, arithmetic=computed)
 
 
 def measure_activations(
     module: torch.nn.Module, *, inputs: MakeInputs | None = None
 ) -> ActivationFacts:
-    """Fit the memory of a training step to passes of several sizes.
+    """The first half of ``measure_step``."""
+    return measure_step(module, inputs=inputs)[0]
+
+
+def measure_step(
+    module: torch.nn.Module, *, inputs: MakeInputs | None = None
+) -> tuple[ActivationFacts, ArithmeticFacts]:
+    """Memory and arithmetic of a training step, fitted to passes of several sizes.
 
     Args:
         module: A module on the ``meta`` device; left in bf16 and without checkpointing.
@@ -192,89 +205,71 @@ def measure_activations(
         if parameter.requires_grad
     ]
     try:
-        full = _fitted(module, make)
+        full, again = _passes(module, make), None
         checkpointed = offloaded = host = None
         if hasattr(module, "enable_gradient_checkpointing"):
             switch: Any = module
             switch.enable_gradient_checkpointing()
-            checkpointed = _fitted(module, make)
+            again = _passes(module, make)
+            checkpointed = _moments(again)
             switch.disable_gradient_checkpointing()
             offloaded, host = _offloaded(module, make)
     finally:
         for handle in handles:
             handle.remove()
-    return ActivationFacts(
-        full=full, checkpointed=checkpointed, offloaded=offloaded, offloaded_host=host
+    kept = ActivationFacts(
+        full=_moments(full), checkpointed=checkpointed, offloaded=offloaded, offloaded_host=host
+    )
+    return kept, _arithmetic(full, again)
+
+
+def _passes(module: torch.nn.Module, make: MakeInputs) -> list[Pass]:
+    return [counted_pass(module, make(batch, side, side)) for batch, side in _POINTS]
+
+
+def _arithmetic(full: Sequence[Pass], again: Sequence[Pass] | None) -> ArithmeticFacts:
+    recomputed = None
+    if again is not None:
+        pairs = list(zip(again, full, strict=True))
+        recomputed = _work(
+            [{k: more.backward[k] - less.backward[k] for k in KINDS} for more, less in pairs]
+        )
+    return ArithmeticFacts(
+        forward=_work([one.forward for one in full]),
+        backward=_work([one.backward for one in full]),
+        recomputed=recomputed,
     )
 
 
-def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
-    """Most bytes alive at a time in one forward and backward pass, parameters not counted.
-
-    Args:
-        module: A module on the ``meta`` device, whose gradients are dropped as they appear.
-        arguments: Arguments of ``forward``.
-    """
-    module.train()
-    known = [*module.parameters(), *module.buffers()]
-    with _flash_attention(), _LiveBytes(known) as live:
-        output = module(**arguments)
-        sample = output[0] if isinstance(output, tuple) else output.sample
-        sample.float().pow(2).mean().backward()
-    return int(live.peak)
-
-
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that live, those of ``known`` tensors left out."""
-
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {_key(tensor) for tensor in known}
-        self._sizes: dict[int, int] = {}
-        self._live = 0
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf)
-        return result
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        key = _key(tensor)
-        if key in self._known or key in self._sizes:
-            return
-        storage = tensor.untyped_storage()
-        self._sizes[key] = storage.nbytes()
-        self._live += storage.nbytes()
-        self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._forget, key)
-
-    def _forget(self, key: int) -> None:
-        self._live -= self._sizes.pop(key, 0)
+def _work(counts: Sequence[Mapping[str, int]]) -> PassWork:
+    return PassWork(**{kind: _amount([one[kind] for one in counts]) for kind in KINDS})
 
 
 class _CountedTransfers:
-    """Copies that exist as shapes only: what is on the host is not seen by ``_LiveBytes``."""
+    """Copies that exist as shapes only, and when each tensor was in host memory."""
 
     def __init__(self) -> None:
-        self._held = 0
-        self.peak = 0
+        self.away: list[_Away] = []
+        self._at: dict[int, _Away] = {}
+        self._count: Callable[[], int] = lambda: 0
+
+    def watch(self, count: Callable[[], int]) -> None:
+        """Tell how many operators of the pass have run."""
+        self._count = count
 
     def store(self, tensor: torch.Tensor) -> Stored:
         with _disable_current_modes():
-            host = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-            )
-        self._held += host.nbytes
-        self.peak = max(self.peak, self._held)
+            shape, strides = tensor.shape, stored_strides(tensor)
+            host = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+        self._at[id(host)] = _Away(nbytes=host.nbytes)
+        self.away.append(self._at[id(host)])
         return Stored(tensor=host, device=tensor.device)
 
     def settle(self, stored: Stored) -> None:
-        """Nothing is under way."""
+        self._at[id(stored.tensor)].begins = self._count()
 
     def load(self, stored: Stored) -> Loading:
+        self._at[id(stored.tensor)].ends = self._count()
         source = stored.tensor
         target = torch.empty_strided(
             source.shape, source.stride(), dtype=source.dtype, device="meta"
@@ -285,7 +280,16 @@ class _CountedTransfers:
         return loading.tensor
 
     def release(self, stored: Stored) -> None:
-        self._held -= stored.tensor.nbytes
+        self._at.pop(id(stored.tensor), None)
+
+
+@attrs.define(kw_only=True)
+class _Away:
+    """A tensor in host memory, from one operator to another."""
+
+    nbytes: int
+    begins: int | None = None
+    ends: int | None = None
 
 
 def _offloaded(
@@ -294,59 +298,113 @@ def _offloaded(
     """What is left on the device, and what the host takes, when block inputs are offloaded."""
     if not getattr(module, "_supports_gradient_checkpointing", False):
         return None, None
-    device, host = [], []
+    passes, stays = [], []
     for batch, side in _POINTS:
         transfers = _CountedTransfers()
-        with ActivationOffload(transfers=transfers).attach(module):
-            device.append(activation_peak(module, make(batch, side, side)))
-        host.append(transfers.peak)
-    return _fit(device), _fit(host)
+        # All of them leave, whatever their size, so that each pass is made of the same operators.
+        with ActivationOffload(smallest=0, transfers=transfers).attach(module):
+            passes.append(counted_pass(module, make(batch, side, side), watched_by=transfers.watch))
+        stays.append(transfers.away)
+    sizes = [[one.nbytes for one in away] for away in stays]
+    if len({len(one) for one in sizes}) > 1:
+        return _fit([one.peak for one in passes]), _fit([sum(one) for one in sizes])
+    tensors = _planes(np.asarray(sizes, dtype=float).T)
+    spans = [(one.begins, one.ends) for one in stays[0]]
+    host = _fit([sum(one) for one in sizes])
+    small = _grouped(tensors, np.full(len(tensors), -1))
+    return _moments(passes, tensors, spans), attrs.evolve(host, small=small)
 
 
-class _FlashAttention(torch.autograd.Function):
-    """Attention as fused kernels account for it: the matrix itself is never stored."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        output = torch.empty_like(query)
-        log_sum = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, output, log_sum)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
-        query, key, value, _output, _log_sum = ctx.saved_tensors
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-@contextlib.contextmanager
-def _flash_attention() -> Iterator[None]:
-    # On the meta device torch falls back to attention that stores its matrix.
-    def attention(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> Any:
-        return _FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
-
-    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attention):
-        yield
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _key_sizes() -> tuple[np.ndarray, ...]:
+    """Batches and pixels at which the moment that needs most is looked for."""
+    grid = [(batch, side * side) for batch in (1, 2, 4, 8, 16, 32, 64) for side in _SIDES]
+    batches, pixels = np.asarray(grid, dtype=float).T
+    return batches, batches * pixels
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def _fitted(module: torch.nn.Module, make: MakeInputs) -> ActivationCost:
-    return _fit([activation_peak(module, make(batch, side, side)) for batch, side in _POINTS])
+_SIDES: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)
+_NEARLY: Final = 0.995
+"""Share of the peak that the moments kept must reach at every size."""
 
 
-def _fit(peaks: list[int]) -> ActivationCost:
+def _moments(
+    passes: Sequence[Pass],
+    tensors: np.ndarray | None = None,
+    spans: Sequence[tuple[int | None, int | None]] = (),
+) -> ActivationCost:
+    """Bytes of a pass as the largest of few moments, each linear in the size."""
+    if len({one.operators for one in passes}) > 1:
+        # Which operators run depends on the size, so moments cannot be compared.
+        return _fit([one.peak for one in passes])
+    live = _planes(np.asarray([one.live for one in passes], dtype=float).T)
+    batches, positions = _key_sizes()
+    sizes = np.stack([np.ones_like(batches), batches, positions])
+    totals = live @ sizes
+    if tensors is not None:
+        each = tensors @ sizes
+        kept = np.where(each < SMALLEST_OFFLOADED, each, 0.0)
+        for (begins, ends), counted in zip(spans, kept, strict=True):
+            if begins is not None:
+                totals[begins:ends] += counted
+    chosen = _cover(totals)
+    costs = []
+    for moment in chosen:
+        away = [b is not None and b <= moment < (len(live) if e is None else e) for b, e in spans]
+        small = () if tensors is None else _grouped(tensors, np.asarray(away, dtype=int))
+        base, per_sample, per_pixel = (float(value) for value in live[moment])
+        costs.append(
+            ActivationCost(base=base, per_sample=per_sample, per_pixel=per_pixel, small=small)
+        )
+    return attrs.evolve(costs[0], moments=tuple(costs[1:]))
+
+
+def _cover(totals: np.ndarray) -> list[int]:
+    """Rows that together come near the largest row at every column, as few as it takes."""
+    peaks, chosen = totals.max(axis=0), [int(totals[:, -1].argmax())]
+    while True:
+        missing = totals[chosen].max(axis=0) / peaks
+        worst = int(missing.argmin())
+        if missing[worst] >= _NEARLY:
+            return chosen
+        chosen.append(int(totals[:, worst].argmax()))
+
+
+def _grouped(tensors: np.ndarray, counts: np.ndarray) -> tuple[tuple[int, float, float], ...]:
+    """Tensors that are alike, counted; those that are never below the limit left out."""
+    groups: dict[tuple[float, float], int] = {}
+    for (_, per_sample, per_pixel), count in zip(tensors, counts, strict=True):
+        key = (max(0.0, round(float(per_sample), 2)), max(0.0, round(float(per_pixel), 6)))
+        if count and key[0] + key[1] * _SIDES[0] ** 2 < SMALLEST_OFFLOADED:
+            groups[key] = groups.get(key, 0) + int(count)
+    return tuple((count, *key) for key, count in groups.items())
+
+
+def _planes(values: np.ndarray) -> np.ndarray:
+    """For each row of values, one column for each point: base, per sample and per pixel."""
+    rows = np.asarray([[1.0, batch, batch * side * side] for batch, side in _POINTS])
+    solution, *_ = np.linalg.lstsq(rows, values.T, rcond=None)
+    planes: np.ndarray = solution.T
+    # Exact but for rounding, which is not to be seen in what does not grow with the size.
+    rounding = 1e-9 * np.abs(values).max(axis=1, keepdims=True)
+    return np.where(np.abs(planes) * rows.max(axis=0) < rounding, 0.0, planes)
+
+
+def _amount(counts: Sequence[int]) -> Amount:
+    rows = [[batch, batch * side**2, batch * side**4] for batch, side in _POINTS]
+    matrix = np.asarray(rows, dtype=float)
+    scale = matrix.max(axis=0)
+    solution, *_ = np.linalg.lstsq(matrix / scale, np.asarray(counts, dtype=float), rcond=None)
+    per_sample, per_pixel, squared = (max(0.0, float(one)) for one in solution / scale)
+    return Amount(per_sample=per_sample, per_pixel=per_pixel, per_pixel_squared=squared)
+
+
+def _fit(peaks: Sequence[float]) -> ActivationCost:
     rows = [[1.0, batch, batch * side * side] for batch, side in _POINTS]
-    # Relative errors count, and a linear fit may fall below what was measured; the offset that
-    # lifts it above every point is small because the peaks are linear but for block boundaries.
+    # Relative errors count.
     weights = 1.0 / np.maximum(np.asarray(peaks, dtype=float), 1.0)
     solution, *_ = np.linalg.lstsq(
         np.asarray(rows) * weights[:, None], np.asarray(peaks) * weights, rcond=None

@@ -1468,12 +1468,25 @@ class ParameterFacts:
         return math.prod(self.shape)
 
 
+def _as_costs(costs: Iterable[Any]) -> tuple[ActivationCost, ...]:
+    return tuple(one if isinstance(one, ActivationCost) else ActivationCost(**one) for one in costs)
+
+
+def _as_triples(triples: Iterable[Any]) -> tuple[tuple[int, float, float], ...]:
+    return tuple((int(count), float(first), float(second)) for count, first, second in triples)
+
+
+SMALLEST_OFFLOADED: Final = 2**20
+"""Bytes from which on ``ActivationOffload`` moves a tensor."""
+
+
 @attrs.frozen(kw_only=True)
 class ActivationCost:
     """Peak bytes of activations and temporaries of one forward and backward pass.
 
-    Linear in the batch and in its pixels, which holds for convolutions and for attention that
-    never stores its matrix (``scaled_dot_product_attention``).
+    At any one moment of a pass they are linear in the batch and in its pixels, which holds for
+    convolutions and for attention that never stores its matrix
+    (``scaled_dot_product_attention``); which moment needs most depends on the size.
     """
 
     base: float
@@ -1482,11 +1495,66 @@ class ActivationCost:
     """Bytes per sample whatever its size: text tokens and embeddings."""
     per_pixel: float
     """Bytes per pixel of the image, not of the latent."""
+    small: tuple[tuple[int, float, float], ...] = attrs.field(default=(), converter=_as_triples)
+    """Tensors that count as long as each is below ``SMALLEST_OFFLOADED``: how many, bytes per
+    sample and bytes per pixel of each; a negative number is taken off what the other fields say."""
+    moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
+    """Other moments of the pass, which need most at other sizes."""
 
     def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
         """Bytes for ``batch`` samples of ``pixels`` pixels each, in elements of that size."""
+        elements = element_bytes / 2
         in_half = self.base + batch * (self.per_sample + self.per_pixel * pixels)
-        return math.ceil(in_half * element_bytes / 2)
+        for count, per_sample, per_pixel in self.small:
+            each = batch * (per_sample + per_pixel * pixels)
+            if each * elements < SMALLEST_OFFLOADED:
+                in_half += count * each
+        size = {"batch": batch, "pixels": pixels, "element_bytes": element_bytes}
+        return max(math.ceil(in_half * elements), *(one.nbytes(**size) for one in self.moments), 0)
+
+
+@attrs.frozen(kw_only=True)
+class Amount:
+    """Something of a pass that grows with its size."""
+
+    per_sample: float
+    per_pixel: float
+    """Per pixel of the image and sample."""
+    per_pixel_squared: float = 0.0
+    """Of attention: per square of the pixels, and sample."""
+
+    def of(self, *, batch: int, pixels: int) -> float:
+        """For ``batch`` samples of ``pixels`` pixels each."""
+        each = self.per_sample + pixels * (self.per_pixel + pixels * self.per_pixel_squared)
+        return batch * each
+
+
+def _as_amount(value: Any) -> Amount:
+    return value if isinstance(value, Amount) else Amount(**value)
+
+
+@attrs.frozen(kw_only=True)
+class PassWork:
+    """What a pass computes and moves, in 2-byte elements."""
+
+    products: Amount = attrs.field(converter=_as_amount)
+    """Floating-point operations of matrix products; a product and a sum are two."""
+    convolutions: Amount = attrs.field(converter=_as_amount)
+    """Floating-point operations of convolutions."""
+    attention: Amount = attrs.field(converter=_as_amount)
+    """Floating-point operations of attention, which is computed again in the backward pass."""
+    moved: Amount = attrs.field(converter=_as_amount)
+    """Bytes that all other operators read and write."""
+
+
+@attrs.frozen(kw_only=True)
+class ArithmeticFacts:
+    """The work of a training step's passes."""
+
+    forward: PassWork
+    backward: PassWork
+    recomputed: PassWork | None = None
+    """What is done once more where blocks are recomputed; ``None``: the model cannot do that."""
 
 
 @attrs.frozen(kw_only=True)
@@ -1528,6 +1596,8 @@ class ModelFacts:
     name: str = "model"
     activations: ActivationFacts | None = None
     """What a training step keeps beside the weights; ``None``: not known."""
+    arithmetic: ArithmeticFacts | None = None
+    """What a training step computes; ``None``: not known."""
     blocks: tuple[BlockFacts, ...] = ()
     """Its innermost repeated modules, as far as they are known."""
 

@@ -17,7 +17,8 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
-from zerotune.diffusion.facts import activation_peak, example_inputs
+from zerotune.diffusion.facts import example_inputs
+from zerotune.diffusion.passes import activation_peak
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan.model import ActivationCost, ActivationFacts
 from zerotune.training.memory import expected_memory, host_now

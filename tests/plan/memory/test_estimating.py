@@ -158,8 +158,12 @@ def test_batch_and_resolution_scale_the_activations():
     small = cost(resolution=512, batch=1)
     large = cost(resolution=(1024, 512), batch=4)
     activations = [held(e, "activations", "device", "forward and backward") for e in (small, large)]
-    base = family("sdxl").activations.checkpointed.base
-    assert activations[1] - base == pytest.approx(8 * (activations[0] - base), rel=1e-6)
+    known = family("sdxl").activations.checkpointed
+    by_pixels = [
+        held - known.base - batch * known.per_sample
+        for held, batch in zip(activations, (1, 4), strict=True)
+    ]
+    assert by_pixels[1] == pytest.approx(8 * by_pixels[0], rel=1e-6)
     assert large.resolved.micro_batch_size == large.workload.batch == 4
     everything = cost(resolution=512, checkpointing=False)
     assert held(everything, "activations", "device", "forward and backward") > 5 * activations[0]

@@ -7,6 +7,7 @@ model classes.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -17,9 +18,11 @@ from zerotune.errors import InvalidValueError
 from zerotune.plan.model import (
     ActivationCost,
     ActivationFacts,
+    ArithmeticFacts,
     BlockFacts,
     ModelFacts,
     ParameterFacts,
+    PassWork,
 )
 
 _FOLDER: Final = Path(__file__).parent
@@ -71,11 +74,17 @@ def model_family(name: str) -> ModelFamily:
         activations=ActivationFacts(
             **{kind: ActivationCost(**cost) for kind, cost in costs.items() if cost is not None}
         ),
+        arithmetic=_arithmetic(data["arithmetic"]) if "arithmetic" in data else None,
         blocks=tuple(BlockFacts(**block) for block in data.get("blocks", ())),
     )
     return ModelFamily(
         name=name, class_name=data["class"], resolution=data["resolution"], facts=facts
     )
+
+
+def _arithmetic(work: Mapping[str, Mapping[str, float] | None]) -> ArithmeticFacts:
+    passes = {kind: PassWork(**one) for kind, one in work.items() if one is not None}
+    return ArithmeticFacts(**passes)
 
 
 def family(name: str) -> ModelFacts:

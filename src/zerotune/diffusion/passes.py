@@ -1,0 +1,203 @@
+"""One forward and backward pass without data: what lives after each operator, and its arithmetic.
+
+The model runs on the ``meta`` device, every storage is counted from its birth to its death, and
+operators that a GPU has fused ones for keep what those keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+from unittest import mock
+
+import attrs
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+KINDS: Final = ("products", "convolutions", "attention", "moved")
+"""Floating-point operations of matrix products, of convolutions and of attention (a product and a
+sum are two), and bytes that all other operators read and write."""
+_MOVES_NOTHING: Final = ("empty", "new_empty", "detach")
+
+
+@attrs.frozen(kw_only=True)
+class Pass:
+    """What one forward and backward pass took; parameters are not counted."""
+
+    live: tuple[int, ...]
+    """Bytes alive after each operator."""
+    operators: tuple[str, ...]
+    """Their names, in the same order."""
+    forward: Mapping[str, int]
+    """What the forward pass computes, by ``KINDS``."""
+    backward: Mapping[str, int]
+    """The same of the backward pass, with what it computes again."""
+
+    @property
+    def peak(self) -> int:
+        """Most bytes alive at a time."""
+        return max(self.live, default=0)
+
+
+def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> int:
+    """Most bytes alive at a time in one forward and backward pass, parameters not counted.
+
+    Args:
+        module: A module on the ``meta`` device, whose gradients are dropped as they appear.
+        arguments: Arguments of ``forward``.
+    """
+    return counted_pass(module, arguments).peak
+
+
+def counted_pass(
+    module: torch.nn.Module,
+    arguments: Mapping[str, Any],
+    *,
+    watched_by: Callable[[Callable[[], int]], None] | None = None,
+) -> Pass:
+    """Everything about one forward and backward pass.
+
+    Args:
+        module: As in ``activation_peak``.
+        arguments: Likewise.
+        watched_by: Is given a function that tells how many operators have run.
+    """
+    module.train()
+    known = [*module.parameters(), *module.buffers()]
+    counts = _Counts(known)
+    if watched_by is not None:
+        watched_by(lambda: len(counts.live))
+    with _fused_operators(counts), counts:
+        output = module(**arguments)
+        sample = output[0] if isinstance(output, tuple) else output.sample
+        loss = sample.float().pow(2).mean()
+        forward = dict(counts.work)
+        loss.backward()
+    return Pass(
+        live=tuple(counts.live),
+        operators=tuple(counts.operators),
+        forward=forward,
+        backward={kind: counts.work[kind] - forward[kind] for kind in KINDS},
+    )
+
+
+class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that live, those of ``known`` tensors left out."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {_key(tensor) for tensor in known}
+        self._sizes: dict[int, int] = {}
+        self._now = 0
+        self.live: list[int] = []
+        self.operators: list[str] = []
+        self.work = dict.fromkeys(KINDS, 0)
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf)
+        self._work(func, args, kwargs or {}, result)
+        self.live.append(self._now)
+        self.operators.append(func._opname)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key in self._known or key in self._sizes:
+            return
+        storage = tensor.untyped_storage()
+        self._sizes[key] = storage.nbytes()
+        self._now += storage.nbytes()
+        weakref.finalize(storage, self._forget, key)
+
+    def _work(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            kind = "convolutions" if "convolution" in func._opname else "products"
+            self.work[kind] += formula(*args, **kwargs, out_val=result)
+        elif not func.is_view and not func._opname.startswith(_MOVES_NOTHING):
+            self.work["moved"] += sum(_nbytes(leaf) for leaf in tree_leaves((args, kwargs, result)))
+
+    def _forget(self, key: int) -> None:
+        self._now -= self._sizes.pop(key, 0)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Attention as fused kernels account for it: the matrix itself is never stored."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, counts: _Counts, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        log_sum = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        ctx.counts = counts
+        counts.work["attention"] += 4 * query.numel() * key.shape[-2]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        query, key, value, _output, _log_sum = ctx.saved_tensors
+        # The product of query and key once more, and two for each of them and the value.
+        ctx.counts.work["attention"] += 10 * query.numel() * key.shape[-2]
+        results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        # The query's gradient is summed up in fp32.
+        torch.empty(query.shape, dtype=torch.float32, device=query.device)
+        return None, *results
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The root-mean-square norm as CUDA has it: its input is kept, and no copy in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, counts: _Counts, given: torch.Tensor, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.counts = counts
+        counts.work["moved"] += 2 * _nbytes(given)
+        scale = torch.empty(given.shape[:-1], dtype=torch.float32, device=given.device)
+        ctx.save_for_backward(given, weight, scale)
+        return torch.empty_like(given)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        given, weight, _scale = ctx.saved_tensors
+        ctx.counts.work["moved"] += 3 * _nbytes(given)
+        return None, torch.empty_like(given), None if weight is None else torch.empty_like(weight)
+
+
+@contextlib.contextmanager
+def _fused_operators(counts: _Counts) -> Iterator[None]:
+    # On the meta device torch falls back to what is made of smaller operators.
+    def attention(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return _FlashAttention.apply(counts, query, key, value)  # type: ignore[no-untyped-call]
+
+    composite = torch.nn.functional.rms_norm
+
+    def norm(given: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        alike = weight is None or weight.dtype == given.dtype
+        if alike and tuple(shape) == tuple(given.shape[-1:]):
+            return _FusedNorm.apply(counts, given, weight)  # type: ignore[no-untyped-call]
+        return composite(given, shape, weight, eps)
+
+    functions = torch.nn.functional
+    with (
+        mock.patch.object(functions, "scaled_dot_product_attention", attention),
+        mock.patch.object(functions, "rms_norm", norm),
+    ):
+        yield
+
+
+def _nbytes(value: Any) -> int:
+    return int(value.nbytes) if isinstance(value, torch.Tensor) else 0
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
