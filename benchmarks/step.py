@@ -52,7 +52,7 @@ def cases(quick: bool) -> Sequence[Case]:
                 "plan": dict(PLANS["ZeRO-2 with EMA"]),
                 "layers": 2 if quick else 24,
                 "width": 256 if quick else 2000,
-                "forward_seconds": 0.01 if quick else 0.6,
+                "forward_seconds": 0.01 if quick else 0.3,
                 "rounds": 2 if quick else 10,
                 "steps": 1,
             },
@@ -145,6 +145,12 @@ class Slab:
         step.run(0, self._count, [self._average(shadow=s, weight=1 - DECAY) for s in shadows])
 
 
+def _timed(act: Callable[[], Any]) -> tuple[Any, float]:
+    began = time.perf_counter()
+    found = act()
+    return found, time.perf_counter() - began
+
+
 def _cpu_adam(count: int) -> Any:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -178,16 +184,19 @@ def hidden(settings: Mapping[str, Any], context: Context) -> Measured:
         BEHIND: (SleepingLoop, {"hidden": True}),
     }
     samples, facts = _interleaved(contestants, settings, context)
-    before, behind = samples[BEFORE], samples[BEHIND]
-    behind["visible_share"] = [
-        1.0 - (whole - rest) / (step + ema)
-        for whole, rest, step, ema in zip(
-            before["seconds"],
-            behind["seconds"],
-            before["step_seconds"],
-            before["ema_seconds"],
-            strict=True,
-        )
+    # Not of the whole step: what backward takes varies more than there is to be seen.
+    seen = {
+        name: [
+            forward + step + ema - device
+            for forward, step, ema, device in zip(
+                *(found[f"{part}_seconds"] for part in ("forward", "step", "ema", "device")),
+                strict=True,
+            )
+        ]
+        for name, found in samples.items()
+    }
+    samples[BEHIND]["visible_share"] = [
+        rest / whole for rest, whole in zip(seen[BEHIND], seen[BEFORE], strict=True)
     ]
     return Measured(samples=samples, baseline=BEFORE, facts=facts)
 
@@ -234,26 +243,27 @@ class _Loop:
 
     def steps(self, count: int) -> dict[str, float]:
         """Seconds of a step, and of its parts."""
-        found = {"seconds": 0.0, "backward_seconds": 0.0, "step_seconds": 0.0, "ema_seconds": 0.0}
+        parts = ("forward", "backward", "step", "ema")
+        found = {"seconds": 0.0, "device_seconds": 0.0} | {f"{part}_seconds": 0.0 for part in parts}
         for _ in range(count):
-            times = [time.perf_counter()]
-            loss = self.engine(self._x_bc).float().square().mean()
-            times.append(time.perf_counter())
-            self.engine.backward(loss)
-            times.append(time.perf_counter())
-            self.engine.step()
-            times.append(time.perf_counter())
-            self.average()
-            times.append(time.perf_counter())
+            loss, forward = _timed(self._loss)
+            _, backward = _timed(functools.partial(self.engine.backward, loss))
+            found["device_seconds"] += self.device_seconds() / count
+            _, step = _timed(self.engine.step)
+            _, ema = _timed(self.average)
             self._losses.append(float(loss.detach()))
-            for name, first, last in (
-                ("seconds", 0, 4),
-                ("backward_seconds", 1, 2),
-                ("step_seconds", 2, 3),
-                ("ema_seconds", 3, 4),
-            ):
-                found[name] += (times[last] - times[first]) / count
+            for part, seconds in zip(parts, (forward, backward, step, ema), strict=True):
+                found[f"{part}_seconds"] += seconds / count
+                found["seconds"] += seconds / count
         return found
+
+    def _loss(self) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(self._x_bc).float().square().mean()
+        return loss
+
+    def device_seconds(self) -> float:
+        """What a forward takes with no step under way, where that is measured."""
+        return 0.0
 
     def _made(self) -> torch.nn.Module:
         return Stack(self._settings["layers"], self._settings["width"])
@@ -307,6 +317,11 @@ class EngineLoop(_Loop):
 
 class SleepingLoop(EngineLoop):
     """The same, with a model whose arithmetic somebody else does: this process sleeps meanwhile."""
+
+    def device_seconds(self) -> float:
+        """A forward beside which nothing else is done."""
+        with self.engine.evaluating():
+            return _timed(self._loss)[1]
 
     def _made(self) -> torch.nn.Module:
         layers, width = self._settings["layers"], self._settings["width"]
