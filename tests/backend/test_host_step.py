@@ -18,12 +18,14 @@ STEPS = 6
 WHOLE_WEIGHTS = (("stage3_param_persistence_threshold", 0),)
 
 
-def train(case: Case, host_step: bool, drop: tuple[int, ...] = ()) -> dict[str, Any]:
+def train(
+    case: Case, host_step: bool, drop: tuple[int, ...] = (), added_up: str | None = None
+) -> dict[str, Any]:
     """Everything a run leaves behind, by name; weights, moments and shadow as a digest."""
     from tests.support.models import tiny_unet
     from zerotune.ema import EMAShadow
 
-    engine = begin(case, tiny_unet(), host_step)
+    engine = begin(case, tiny_unet(), host_step, added_up)
     ema = EMAShadow(decay=0.9).attach(engine)
     losses, norms = [], []
     for step in range(STEPS):
@@ -46,6 +48,7 @@ def train(case: Case, host_step: bool, drop: tuple[int, ...] = ()) -> dict[str, 
         ).hexdigest(),
         "model": weights_of(engine),
         "decisions": [d.after for d in engine.decisions if d.key == "optimizer.step"],
+        "added up": [d.after for d in engine.decisions if d.key == "optimizer.step.gradients"],
         "gradients": {
             str(slab.grad.dtype)
             for slab in engine.master_weights._layout.tensors
@@ -57,12 +60,15 @@ def train(case: Case, host_step: bool, drop: tuple[int, ...] = ()) -> dict[str, 
     return kept
 
 
-def begin(case: Case, model: Any, host_step: bool) -> Any:
+def begin(case: Case, model: Any, host_step: bool, added_up: str | None = None) -> Any:
     from zerotune.plan.api import DeepSpeedPlan
 
     original = DeepSpeedPlan.resolve
 
     def resolve(self: Any, **arguments: Any) -> Any:
+        if added_up is not None:
+            config = {**self.to_dict(), "data_types": {"grad_accum_dtype": added_up}}
+            self = DeepSpeedPlan.from_dict(config)
         return original(self, **arguments, host_step=host_step)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -97,10 +103,16 @@ CASES = [
 ]
 
 
-def same(case: Case, *, world_size: int = 1, drop: tuple[int, ...] = ()) -> list[dict[str, Any]]:
+def same(
+    case: Case,
+    *,
+    world_size: int = 1,
+    drop: tuple[int, ...] = (),
+    added_up: str | None = None,
+) -> list[dict[str, Any]]:
     """Assert that both steps leave the same; what the one in one pass left, by rank."""
-    mine = run_ranks(train, case, True, drop, world_size=world_size)
-    theirs = run_ranks(train, case, False, drop, world_size=world_size)
+    mine = run_ranks(train, case, True, drop, added_up, world_size=world_size)
+    theirs = run_ranks(train, case, False, drop, added_up, world_size=world_size)
     for one, other in zip(mine, theirs, strict=True):
         assert one["decisions"] == ["one pass"]
         assert other["decisions"] == ["DeepSpeed's"]
@@ -137,9 +149,17 @@ def test_nor_on_two_ranks(case):
 )  # fmt: skip
 def test_nor_with_other_settings(case):
     kept = same(case)
+    assert kept[0]["added up"] == (["bfloat16"] if case.accumulation == 3 else [])
     if case.clipping == 4.1:
         norms = kept[0]["norms"]
         assert min(norms) < 4.1 < max(norms), "only some steps may be clipped"
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_nor_when_micro_batches_are_added_up_in_fp32(case):
+    (kept,) = same(attrs.evolve(case, accumulation=3), added_up="fp32")
+    assert kept["gradients"] == {"torch.float32"}
+    assert kept["added up"] == ["float32"]
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)

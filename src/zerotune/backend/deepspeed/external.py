@@ -12,6 +12,7 @@ import torch.distributed as dist
 from zerotune.backend.checks import check_alike, expected_groups
 from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
+from zerotune.backend.deepspeed.host_step import take_over_step
 from zerotune.backend.deepspeed.layouts import (
     ParameterLayout,
     full_shape,
@@ -233,11 +234,16 @@ class AttachedEngine(ZeROEngine):
         named = trainable_parameters(self._module)
         self._expected_groups = expected_groups(chosen_optimizer(plan), named, None)
         fresh = engine.global_steps == 0
+        untouched = fresh and engine.micro_steps == 0
+        stepping: tuple[Decision, ...] = ()
+        if untouched:
+            self._host_step, stepping = take_over_step(engine, plan)
         self._decisions = (
             *(undo_dummy_step(engine) if fresh else ()),
             *align_swapped_gradients(engine),
-            *(reduce_by_parameter(engine) if fresh and engine.micro_steps == 0 else ()),
+            *(reduce_by_parameter(engine) if untouched else ()),
             *(_install_schedule(engine, plan) if fresh else ()),
+            *stepping,
         )
         self._verify(builder="the trainer")
         announce(self._decisions, rank=self._group.rank)
@@ -275,6 +281,8 @@ class AttachedEngine(ZeROEngine):
 
     def _release(self) -> None:
         """Whoever initialized DeepSpeed's engine ends it."""
+        if self._host_step is not None:
+            self._host_step.close()
 
 
 def _install_schedule(engine: Any, plan: ResolvedPlan) -> tuple[Decision, ...]:

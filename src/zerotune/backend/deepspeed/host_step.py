@@ -43,6 +43,7 @@ from zerotune.plan.api import ResolvedPlan
 
 KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"
+GRADIENTS_KEY: Final = "optimizer.step.gradients"
 _REASON: Final = (
     "clipping, Adam and the cast of the weights go over host memory once, not once each, and "
     "gradients stay in the dtype they arrive in; the same bits"
@@ -90,8 +91,26 @@ def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tu
             obstacle = f"the op host_step cannot be built: {error.reason}"
         else:
             step.install()
-            return step, (_decision("one pass", _REASON), _hide(step, plan))
+            decided = _decision("one pass", _REASON), _hide(step, plan), *_accumulates(step, plan)
+            return step, decided
     return None, (_decision("DeepSpeed's", obstacle),)
+
+
+def _accumulates(step: HostStep, plan: ResolvedPlan) -> tuple[Decision, ...]:
+    """Say in what dtype micro batches are added up, where there are several."""
+    dtype = step.gradient_dtype
+    if (plan.gradient_accumulation_steps or 1) == 1:
+        return ()
+    asked = dtype == torch.float32
+    return (
+        Decision(
+            key=GRADIENTS_KEY,
+            before=None,
+            after=str(dtype).removeprefix("torch."),
+            reason="micro batches are added up in it"
+            + ("" if asked else '; {"data_types": {"grad_accum_dtype": "fp32"}} adds up in fp32'),
+        ),
+    )
 
 
 def _hide(step: HostStep, plan: ResolvedPlan) -> Decision:
@@ -183,6 +202,12 @@ class HostStep(ABC):
         betas = {tuple(group["betas"]) for group in self._wrapper.optimizer.param_groups}
         return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which gradients are kept and added up."""
+        dtype: torch.dtype = self._wrapper.gradient_accumulation_dtype
+        return dtype
+
     def take_at_once(self, reason: str) -> None:
         """Take every pass before its step returns."""
         self._at_once = reason
@@ -219,7 +244,8 @@ class HostStep(ABC):
         return pending is not None and pending.follow(followers)
 
     def close(self) -> None:
-        """Settle, and let the thread go."""
+        """Settle, and let the thread go; steps that come all the same are taken at once."""
+        self._at_once = "closed"
         try:
             self.settle()
         finally:
@@ -322,18 +348,25 @@ class HostStep(ABC):
 
     def _shrink_gradients(self) -> None:
         """Buffers for gradients in the dtype they arrive in, where torch lets them differ."""
-        dtype = self._wrapper.gradient_accumulation_dtype
+        dtype = self.gradient_dtype
         for index, slab in enumerate(self._slabs):
             same = dtype == slab.dtype or not self._op.knows(dtype)
             # torch has that since 2.10.
             if same or self._swaps(index) or not hasattr(slab, "grad_dtype"):
                 continue
-            shape, pinned = slab.grad.shape, slab.grad.is_pinned()
+            wide, shape = slab.grad, slab.grad.shape
+            accelerator = self._home.get_accelerator()
+            pinned, natively = accelerator.is_pinned(wide), getattr(wide, "ds_pinned", False)
             slab.grad = None
             slab.grad_dtype = dtype
+            if pinned and not natively:
+                # torch keeps page-locked blocks, so another one would come on top of this one.
+                slab.grad = wide.zero_().view(-1).view(dtype)[: wide.numel()].view(shape)
+                continue
+            del wide
             empty = torch.zeros(shape, dtype=dtype)
             # As DeepSpeed does it: torch may round the block up to twice its size.
-            slab.grad = self._home.get_accelerator().pin_memory(empty) if pinned else empty
+            slab.grad = accelerator.pin_memory(empty) if pinned else empty
 
     def _norm_of(self, gradient: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
         """L2 norm of a flat gradient, which is copied on the way where it is in host memory."""

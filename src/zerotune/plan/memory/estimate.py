@@ -134,6 +134,18 @@ class Costing:
         # Elsewhere than measured, the estimate stays on the safe side.
         return steps and resolved.host_step and self.on_cpu and self.ranks == 1
 
+    def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
+        """Gradients beside offloaded master weights, of as many elements as the blocks have."""
+        blocks, master = tuple(blocks), self.master_bytes
+        wide = [master * block for block in blocks]
+        if not (self.reduces_nothing and self.element < master):
+            yield self.host("gradients", wide, pin, note=note)
+            return
+        yield self.host("gradients", wide, pin, INITIALIZATION, note)
+        small = [self.element * block for block in blocks]
+        note = f"{self.resolved.precision}, as they arrive"
+        yield self.host("gradients", small, pin, TRAINING, note)
+
     @property
     def pins_exactly(self) -> bool:
         """Whether page-locked blocks keep their size."""
@@ -345,7 +357,7 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
     master = case.master_bytes
     note = _split(case, "fp32" if master == 4 else "bf16")
     yield case.host("master weights", [master * part], pin, note=note)
-    yield case.host("gradients", [master * part], pin, note=note)
+    yield from case.host_gradients([part], pin, note)
     yield case.host("staging", [element * part], pin, note="weights on their way to the device")
     yield case.host("staging", [element * largest], pin, note="one gradient")
     yield case.item(
@@ -540,9 +552,7 @@ def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
     part, master = _part(case), case.master_bytes
     note = "fp32" if master == 4 else "bf16"
     yield case.item("master weights", "host", master * part, note=note)
-    yield case.host(
-        "gradients", [master * group for group in case.sub_groups], pin, note=f"{note}, master's"
-    )
+    yield from case.host_gradients(case.sub_groups, pin, f"{note}, master's")
     yield case.item(
         "optimizer states",
         "host",
