@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,3 +80,23 @@ def _no_process_group() -> None:
         import torch.distributed as dist
 
         assert not (dist.is_available() and dist.is_initialized()), "a process group was left"
+
+
+@pytest.fixture
+def mounted():
+    """Mounts file systems and unmounts them; skips where this user may not."""
+    points = []
+
+    def mount(point, *options):
+        point.mkdir(exist_ok=True)
+        done = subprocess.run(
+            ["mount", *options, str(point)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in reversed(points):
+        subprocess.run(["umount", str(point)], check=True)

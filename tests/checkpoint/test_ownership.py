@@ -202,7 +202,8 @@ def test_what_cannot_be_taken_is_one_error_of_ours(tmp_path, way):
     with pytest.raises(CheckpointError, match="cannot be taken for saving") as caught:
         RootHold(root)
     assert caught.value.key == str(root)
-    assert "loading needs none" in caught.value.fix
+    assert "though it may be read" in caught.value.reason
+    assert caught.value.fix
     assert not (tmp_path / "other").exists()
 
 

@@ -66,26 +66,6 @@ def hold():
         holder.close()
 
 
-@pytest.fixture
-def mounted():
-    """Mounts file systems and unmounts them; skips where this user may not."""
-    points = []
-
-    def mount(point, *options):
-        point.mkdir(exist_ok=True)
-        done = subprocess.run(
-            ["mount", *options, str(point)], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-        points.append(point)
-        return point
-
-    yield mount
-    for point in reversed(points):
-        subprocess.run(["umount", str(point)], check=True)
-
-
 @pytest.fixture(autouse=True)
 def _no_root_from_outside(monkeypatch):
     monkeypatch.delenv("ZEROTUNE_SWAP_ROOT", raising=False)

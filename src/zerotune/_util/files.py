@@ -10,7 +10,59 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
+
+from zerotune.errors import ZeroTuneError
+
+_FIXES: Final = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or choose another disk"),
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM), "give this user the right to it, or choose another path"
+    ),
+    errno.EROFS: "choose a path on a file system that can be written",
+    errno.ENOENT: "check the path",
+    errno.EIO: "look into the kernel's log: the disk may be failing",
+}
+
+
+@contextmanager
+def system_errors(
+    kind: type[ZeroTuneError], path: str | os.PathLike[str], purpose: str
+) -> Iterator[None]:
+    """What the system refuses inside the block becomes an error of ours, with what to do.
+
+    Args:
+        kind: Class of the error.
+        path: What the caller was given, the error's key.
+        purpose: What was done with it: ``"cannot be exported to"``.
+
+    Raises:
+        ZeroTuneError: Of that class; errors of our own pass as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise of_system(kind, error, path, purpose) from error
+    except ValueError as error:
+        # What Python says of a path that no system call may have.
+        if isinstance(error, ZeroTuneError) or "\0" not in os.fspath(path):
+            raise
+        raise kind(
+            f"{purpose} ({error})", key=os.fspath(path), fix="leave the null byte out"
+        ) from error
+
+
+def of_system(
+    kind: type[ZeroTuneError], error: OSError, path: str | os.PathLike[str], purpose: str
+) -> ZeroTuneError:
+    """The error of ours for one of the system: path, purpose, reason, and what to do."""
+    where = error.filename2 or error.filename
+    inside = "" if where is None or str(where) == os.fspath(path) else f": {where}"
+    return kind(
+        f"{purpose} ({error.strerror or error}{inside})",
+        key=os.fspath(path),
+        fix=_FIXES.get(error.errno or 0, "choose another path"),
+    )
 
 
 def write_atomically(path: Path, content: bytes) -> None:

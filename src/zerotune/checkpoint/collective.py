@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from zerotune._util.files import of_system
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.errors import CheckpointError, ZeroTuneError
 
@@ -33,7 +34,7 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
     except ZeroTuneError as error:
         failure = error
     except Exception as error:  # noqa: BLE001 - the others wait for what became of this rank
-        failure = CheckpointError(f"{type(error).__name__}: {error}", key=purpose)
+        failure = _wrapped(error, purpose)
         failure.__cause__ = error
     group.barrier(purpose)
     outcomes = group.gather((result, failure))
@@ -43,6 +44,12 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
         if other is not None:
             raise other.passed_on(rank)
     return [outcome for outcome, _ in outcomes]
+
+
+def _wrapped(error: Exception, purpose: str) -> ZeroTuneError:
+    if isinstance(error, OSError):
+        return of_system(CheckpointError, error, purpose, type(error).__name__)
+    return CheckpointError(f"{type(error).__name__}: {error}", key=purpose)
 
 
 class Attempts:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.native_checkpoints import NativeCheckpoint
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState
@@ -63,18 +64,19 @@ def convert(
         CheckpointCorruptError: A file is damaged.
         CheckpointMismatchError: What is asked for is not in it.
     """
-    folder = Path(source)
-    if (folder / MANIFEST).exists():
-        return export_checkpoint(folder, target, shadow=shadow, dtype=dtype, base=base)
-    final = checked_path(target)
-    if final.exists():
-        raise CheckpointError(
-            "exists and is not replaced", key=str(final), fix="choose another name"
-        )
-    if (native := _native_folder(folder)) is not None:
-        return _from_deepspeed(NativeCheckpoint(native), final)
-    with ModelFolderReader(folder) as reader:
-        return _from_model(reader, final)
+    with system_errors(CheckpointError, target, f"cannot be converted to from {os.fspath(source)}"):
+        folder = Path(source)
+        if (folder / MANIFEST).exists():
+            return export_checkpoint(folder, target, shadow=shadow, dtype=dtype, base=base)
+        final = checked_path(target)
+        if final.exists():
+            raise CheckpointError(
+                "exists and is not replaced", key=str(final), fix="choose another name"
+            )
+        if (native := _native_folder(folder)) is not None:
+            return _from_deepspeed(NativeCheckpoint(native), final)
+        with ModelFolderReader(folder) as reader:
+            return _from_model(reader, final)
 
 
 def _native_folder(folder: Path) -> Path | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import attrs
 import torch
 
-from zerotune._util.files import sync, write_synced
+from zerotune._util.files import sync, system_errors, write_synced
 from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.unpartitioned import whole_parameter
@@ -412,6 +412,21 @@ def export_checkpoint(
         CheckpointMismatchError: It has no such shadow, or ``base`` lacks a frozen parameter.
         CheckpointCorruptError: A file is damaged.
     """
+    with system_errors(CheckpointError, path, "cannot be exported to"):
+        return _from_checkpoint(
+            directory, path, shadow=shadow, dtype=dtype, base=base, shard_size=shard_size
+        )
+
+
+def _from_checkpoint(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    shadow: str | None,
+    dtype: str | torch.dtype,
+    base: str | os.PathLike[str] | None,
+    shard_size: int,
+) -> Path:
     folder, manifest = find_checkpoint(directory)
     check_files(folder, manifest)
     chosen = checked_dtype(dtype)

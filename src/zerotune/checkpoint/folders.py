@@ -21,7 +21,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from zerotune._util.files import exchange, sync
+from zerotune._util.files import exchange, sync, system_errors
 from zerotune._util.ownership import try_lock
 from zerotune._util.text import disk_size
 from zerotune.checkpoint.exported import check_replaceable, files_of_export
@@ -52,14 +52,18 @@ def checked_path(directory: str | os.PathLike[str]) -> Path:
         CheckpointError: It is a symbolic link, or one of the names used while writing.
     """
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - Path.absolute keeps "..".
-    if "\0" not in str(path) and path.is_symlink():
+    with system_errors(CheckpointError, path, "cannot be the name of a checkpoint"):
+        linked = path.is_symlink()
+    if linked:
         raise CheckpointError(
             "is a symbolic link; replacing it would not replace what it points to",
             key=str(path),
             fix=f"give the folder itself, {os.path.realpath(path)}",
         )
     if not path.name or "\0" in str(path) or _LEFTOVER.fullmatch(path.name):
-        raise CheckpointError("cannot be the name of a checkpoint", key=str(path))
+        raise CheckpointError(
+            "cannot be the name of a checkpoint", key=str(path), fix="choose another name"
+        )
     return path
 
 
@@ -240,10 +244,18 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
 
     Returns:
         The checkpoints that were removed.
+
+    Raises:
+        CheckpointError: ``keep`` is below 1, or one cannot be removed.
     """
     if keep < 1:
         raise CheckpointError("must be a whole number, 1 or more", key="keep", value=keep)
     folder = Path(root)
+    with system_errors(CheckpointError, folder, "older checkpoints cannot be removed"):
+        return _prune(folder, keep)
+
+
+def _prune(folder: Path, keep: int) -> tuple[Path, ...]:
     whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
     removed = []
     for path in whole[keep:]:

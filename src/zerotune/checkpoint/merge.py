@@ -15,6 +15,7 @@ import attrs
 import torch
 from typing_extensions import override
 
+from zerotune._util.files import system_errors
 from zerotune.backend.adapters import BASE, AdapterParameter, adapter_layers, trained_adapter
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
@@ -32,7 +33,12 @@ from zerotune.checkpoint.export import (
 from zerotune.checkpoint.exported import check_apart
 from zerotune.checkpoint.records import model_config
 from zerotune.checkpoint.tensors import TensorSpec, read_header
-from zerotune.errors import CheckpointMismatchError, InvalidValueError, MissingDependencyError
+from zerotune.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidValueError,
+    MissingDependencyError,
+)
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -234,6 +240,28 @@ def merge_adapters(
         CheckpointError: A file is missing, or the path is taken by something else.
         MissingDependencyError: peft is not installed.
     """
+    with system_errors(CheckpointError, path, f"cannot be merged into from {os.fspath(adapters)}"):
+        return _merge_file(
+            adapters,
+            path,
+            base=base,
+            component=component,
+            scale=scale,
+            dtype=dtype,
+            shard_size=shard_size,
+        )
+
+
+def _merge_file(
+    adapters: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str],
+    component: str,
+    scale: float,
+    dtype: str | torch.dtype,
+    shard_size: int,
+) -> Path:
     file, chosen = find_adapters(adapters), checked_dtype(dtype)
     check_apart(Path(path), Path(base))
     with ModelFolderReader(file) as stored, ModelFolderReader(Path(base)) as origin:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from zerotune._util import ownership
 from zerotune._util.closing import Closable
-from zerotune._util.files import open_regular
+from zerotune._util.files import open_regular, system_errors
 from zerotune._util.ownership import OwnerRecord, new_run_id
 from zerotune._util.proc import filesystem_kind
 from zerotune._util.processes import ProcessIdentity
@@ -21,6 +21,7 @@ from zerotune.errors import CheckpointError
 LOCK_FILE: Final = ".zerotune-owner.lock"
 RECORD: Final = ".zerotune-owner.json"
 
+_REFUSED: Final = "cannot be taken for saving checkpoints, though it may be read"
 _PATIENCE: Final = 0.5
 """Seconds that a run which is just leaving may take."""
 
@@ -96,27 +97,23 @@ class _Hold:
     @classmethod
     def of(cls, root: Path) -> _Hold:
         """The one of this process, taken now unless it has been."""
-        try:
+        with system_errors(CheckpointError, root, _REFUSED):
             root.mkdir(parents=True, exist_ok=True)
             root = root.resolve()
             hold = _held.get(root)
             if hold is None:
                 hold = cls(root)
                 hold._take()
-        except OSError as error:
-            raise _refused(root, error) from error
         hold._users += 1
         return hold
 
     def confirm(self) -> None:
-        try:
+        with system_errors(CheckpointError, self._root, _REFUSED):
             if self._mine():
                 return
             # Somebody removed the record; whoever took the folder meanwhile is met there.
             self.leave()
             self._take()
-        except OSError as error:
-            raise _refused(self._root, error) from error
 
     def part(self) -> None:
         """One user less; the last gives the folder up."""
@@ -248,13 +245,4 @@ def _owned(root: Path, record: _Record | None, state: str) -> CheckpointError:
         key=str(root),
         fix="if the same job was started twice, end one of them; otherwise give each a folder of "
         "its own",
-    )
-
-
-def _refused(root: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"cannot be taken for saving checkpoints ({error.strerror or error}: "
-        f"{error.filename or root})",
-        key=str(root),
-        fix="give a folder that this user may write to, on a disk with room; loading needs none",
     )

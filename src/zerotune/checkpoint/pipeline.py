@@ -142,7 +142,10 @@ def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
         index: dict[str, Any] = json.loads((base / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointMismatchError(
-            f"is not the folder of a diffusers pipeline: {error}", key="base", value=str(base)
+            f"is not the folder of a diffusers pipeline: {error}",
+            key="base",
+            value=str(base),
+            fix=f"give the folder that training began from, with its {INDEX}",
         ) from error
     parts = {
         name: entry[1]

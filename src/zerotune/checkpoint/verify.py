@@ -14,7 +14,7 @@ from typing import Final
 import attrs
 import torch
 
-from zerotune._util.files import reading_regular
+from zerotune._util.files import of_system, reading_regular
 from zerotune._util.text import listing
 from zerotune.checkpoint.folders import check_files, find_checkpoint, whole_checkpoints
 from zerotune.checkpoint.manifest import FileRecord, Manifest
@@ -125,7 +125,7 @@ def check_hash(folder: Path, record: FileRecord) -> None:
     try:
         same = hash_of(path) == record.sha256
     except OSError as error:
-        raise CheckpointCorruptError(f"cannot be read ({error})", key=str(path)) from error
+        raise of_system(CheckpointCorruptError, error, path, "cannot be read") from error
     if not same:
         raise CheckpointCorruptError(
             "was altered after it was written (its hash differs)",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of, unwrapped
 from zerotune.backend.deepspeed.layouts import full_shape
 from zerotune.backend.master_weights import MasterWeights
@@ -564,7 +565,15 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     Args:
         path: The folder to be.
         write: Takes the temporary folder and writes files into it, no folders.
+
+    Raises:
+        EMAError: It cannot be written.
     """
+    with system_errors(EMAError, path, "the averages cannot be written to it"):
+        _write_folder(path, write)
+
+
+def _write_folder(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
         draft = Path(temporary) / path.name

@@ -96,10 +96,10 @@ class FileStore:
             return torch.empty(0, dtype=torch.float32)
         try:
             return self._mapped(numel)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise EMAError(
                 f"{disk_size(numel * _BYTES)} for the shadow could not be had: "
-                f"{error.strerror or error}",
+                f"{getattr(error, 'strerror', None) or error}",
                 key="FileStore.folder",
                 value=str(self.folder),
                 fix="name an existing folder that can be written, on a disk with that much room",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import attrs
 
+from zerotune._util.files import system_errors
 from zerotune._util.proc import filesystem_kind, mount_identity
 from zerotune._util.text import disk_size
 from zerotune.decisions import Decision
@@ -122,6 +123,11 @@ def cleanup_stale_swap(
     """
     require_locks()
     path = Path(root).expanduser()
+    with system_errors(OffloadError, path, "cannot be cleaned up"):
+        return _clean(path, dry_run=dry_run, adopt=adopt)
+
+
+def _clean(path: Path, *, dry_run: bool, adopt: bool) -> CleanupReport:
     sweep = _Sweep(path=path, dry_run=dry_run, adopt=adopt, kind=None)
     try:
         descriptor = open_folder(path)
@@ -144,7 +150,8 @@ def cleanup_stale_swap(
 
 
 def _unreadable(path: Path, error: OSError) -> OffloadError:
-    reason = "is a symbolic link" if path.is_symlink() else f"cannot be read ({error.strerror})"
+    linked = error.errno in {errno.ELOOP, errno.ENOTDIR} and path.is_symlink()
+    reason = "is a symbolic link" if linked else f"cannot be read ({error.strerror})"
     return OffloadError(
         reason, key="offload.root", value=str(path), fix="give the swap root itself, a folder"
     )

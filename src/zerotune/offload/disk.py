@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.files import read_record, write_atomically
+from zerotune._util.files import read_record, system_errors, write_atomically
 from zerotune._util.proc import mount_identity
 from zerotune._util.text import disk_size
 from zerotune.decisions import Decision
@@ -97,12 +97,8 @@ class MeasuredDisk:
         """
         path = root / MEASURED_FILE
         text = json.dumps({"format": _FORMAT, **attrs.asdict(self)}, indent=2) + "\n"
-        try:
+        with system_errors(OffloadError, path, "what was measured cannot be written"):
             write_atomically(path, text.encode())
-        except OSError as error:
-            raise OffloadError(
-                f"cannot be written ({error.strerror})", key="offload.root", value=str(path)
-            ) from error
         return path
 
     @classmethod

@@ -23,7 +23,7 @@ import attrs
 from typing_extensions import override
 
 from zerotune._util import ownership
-from zerotune._util.files import open_regular
+from zerotune._util.files import open_regular, system_errors
 from zerotune._util.ownership import OwnerRecord, is_run_id, new_run_id
 from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
 from zerotune._util.text import differences
@@ -454,12 +454,8 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
     Raises:
         OffloadError: The root cannot be listed.
     """
-    try:
+    with system_errors(OffloadError, root, "the swap root cannot be listed"):
         paths = sorted(root.iterdir())
-    except OSError as error:
-        raise OffloadError(
-            f"cannot be listed ({error.strerror})", key="offload.root", value=str(root)
-        ) from error
     kind = filesystem_kind(root.resolve())
     found = (_inspect(path, run_id_of(path.name), kind) for path in paths)
     return tuple(lease for lease in found if lease is not None)

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 
-from zerotune._util.files import write_atomically
+from zerotune._util.files import system_errors, write_atomically
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 
@@ -263,10 +263,11 @@ def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
     """Read what ``MetricsFile`` wrote.
 
     Raises:
-        DataError: A line is not what ``MetricsFile`` writes; the message names it.
-        OSError: The file cannot be read.
+        DataError: The file cannot be read, or a line is not what ``MetricsFile`` writes; the
+            message names it.
     """
-    return [metrics for _, metrics in _lines(Path(path))]
+    with system_errors(DataError, path, "metrics cannot be read from it"):
+        return [metrics for _, metrics in _lines(Path(path))]
 
 
 def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:

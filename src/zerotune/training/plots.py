@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.files import system_errors
 from zerotune._util.palette import HEADER, LINE, PALE, PAPER, STRONG, empty_figure
-from zerotune.errors import DataError
+from zerotune.errors import DataError, TrainingError
 
 _WINDOW: Final = 20
 _PIXELS_PER_INCH: Final = 120
@@ -117,6 +118,7 @@ def _draw(axes: Any, wanted: TablePicture) -> None:
 
 def _write(figure: Any, path: str | os.PathLike[str]) -> Path:
     file = Path(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=_PIXELS_PER_INCH, format="png")
+    with system_errors(TrainingError, file, "the picture cannot be written"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=_PIXELS_PER_INCH, format="png")
     return file

@@ -11,10 +11,11 @@ import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from zerotune._util.files import drafted, sync
+from zerotune._util.files import drafted, sync, system_errors
 from zerotune._util.numbers import whole
 from zerotune._util.text import brief_size
 from zerotune.decisions import logger
+from zerotune.errors import TrainingError
 from zerotune.training.events import Callback
 
 if TYPE_CHECKING:
@@ -126,10 +127,15 @@ class Profiler(Callback):
         if taken == 0:
             return  # ``fit`` ended within the first traced step.
         self.operators = _operators(running, steps=taken, top=self._wanted.top)
-        folder = Path(self._wanted.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"trace-rank{trainer.engine.group.rank}.json"
-        _export(running, self.path)
+        self.path = Path(self._wanted.folder) / f"trace-rank{trainer.engine.group.rank}.json"
+        try:
+            with system_errors(TrainingError, self.path, "the profile cannot be written"):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _export(running, self.path)
+        except TrainingError as error:
+            # No reason to lose a run; what was measured is in ``operators``.
+            logger.warning("%s Training goes on.", error)
+            return
         logger.info("profile of %d step(s) written to %s", taken, self.path)
 
 

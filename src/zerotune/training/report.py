@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune._util.files import write_atomically
+from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.palette import PHASES as PHASE_COLOURS
 from zerotune._util.palette import component_colours
 from zerotune._util.table import Block, Column, Line, Page, Row, Table
 from zerotune._util.text import brief_size
+from zerotune.errors import TrainingError
 from zerotune.plan.memory.model import PHASES as MOMENTS
 from zerotune.plan.memory.model import PLACES
 from zerotune.plan.text import DURING, PLACE_NAMES
@@ -162,10 +163,12 @@ class Report:
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
+            TrainingError: The folder cannot be written to.
         """
         into = Path(folder)
-        into.mkdir(parents=True, exist_ok=True)
-        write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
+        with system_errors(TrainingError, into, "the report cannot be written to it"):
+            into.mkdir(parents=True, exist_ok=True)
+            write_atomically(into / "report.json", json.dumps(self.to_dict(), indent=1).encode())
         steps = range(self.first_step + 1, self.first_step + self.steps + 1)
         return (
             plot_loss(into / "loss.png", steps=list(steps), losses=self.losses),

@@ -135,8 +135,15 @@ class SaveEvery(Callback):
         together(trainer.engine.group, f"save in {self._root}", look)
 
     def _prune(self, trainer: RunView) -> None:
-        if self._keep is not None and trainer.is_main:
-            prune(self._root, keep=self._keep)
+        if self._keep is None:
+            return
+        keep = self._keep
+
+        def remove() -> None:
+            if trainer.is_main:
+                prune(self._root, keep=keep)
+
+        together(trainer.engine.group, f"remove older checkpoints in {self._root}", remove)
 
     def _due(self, trainer: RunView, step: int) -> bool:
         if self._steps is not None and step % self._steps == 0:

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from zerotune._util.files import write_atomically
+from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.numbers import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
@@ -148,7 +148,9 @@ class TensorCache:
 
     def refresh(self) -> None:
         """Look for files that other processes wrote."""
-        if not self.folder.is_dir():
+        with system_errors(DataError, self.folder, "is no place for a cache"):
+            there = self.folder.is_dir()
+        if not there:
             return
         for path in sorted(self.folder.glob("*.safetensors")):
             if path not in self._seen:
@@ -181,9 +183,10 @@ class TensorCache:
         try:
             self._describe()
             write_atomically(path, save(tensors, metadata=metadata))
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            said = getattr(error, "strerror", None) or error
             raise DataError(
-                f"a file of the cache cannot be written ({error.strerror or error})",
+                f"a file of the cache cannot be written ({said})",
                 key=str(path),
                 fix="free space or make the folder writable, and call again: what was written "
                 "stays, the rest is computed",
@@ -199,7 +202,7 @@ class TensorCache:
         """
         if key not in self._places:
             raise DataError(
-                f"is not in the cache {self.folder.name}",
+                f"is not in the cache {self.folder}",
                 key=key,
                 fix="fill the cache with these data and settings first",
             )

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import attrs
 
+from zerotune._util.files import system_errors
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
@@ -189,7 +190,9 @@ class ImageFolder(EncodedSource):
         on_broken: BrokenPolicy | None = None,
     ) -> None:
         self._root = Path(root)
-        if not self._root.is_dir():
+        with system_errors(DataError, self._root, "images cannot be read from it"):
+            there = self._root.is_dir()
+        if not there:
             raise DataError(
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of images"
             )
@@ -247,7 +250,8 @@ def _chosen(after: str, reason: str) -> Decision:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with system_errors(DataError, path, "captions cannot be read from it"):
+            return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"is not UTF-8 (byte {error.start})", key=path.name, fix="save it as UTF-8"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 
-from zerotune._util.files import write_atomically
+from zerotune._util.files import system_errors, write_atomically
 from zerotune.diffusion.data.buckets import Size
 from zerotune.errors import DataError, MissingDependencyError
 
@@ -187,9 +187,14 @@ def readable_errors() -> tuple[type[Exception], ...]:
 
 
 def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) -> None:
-    """Write a list of broken images, one JSON object per line."""
+    """Write a list of broken images, one JSON object per line.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
     lines = [json.dumps(attrs.asdict(image), ensure_ascii=False) + "\n" for image in broken]
-    write_atomically(Path(path), "".join(lines).encode())
+    with system_errors(DataError, path, "the list of broken images cannot be written"):
+        write_atomically(Path(path), "".join(lines).encode())
 
 
 def _open(file: Path | bytes) -> Any:

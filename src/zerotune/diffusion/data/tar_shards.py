@@ -118,7 +118,7 @@ def _index(shard: Path) -> Iterator[tuple[str, str, _Member]]:
                     raise tarfile.ReadError(f"{info.name} is cut off")
                 member = _Member(shard=shard, offset=info.offset_data, size=info.size)
                 yield str(path.parent / stem), ending, member
-    except (OSError, tarfile.TarError) as error:
+    except (OSError, ValueError, tarfile.TarError) as error:
         raise DataError(
             f"cannot be read as an uncompressed tar file ({error})",
             key=os.fspath(shard),

@@ -1,0 +1,143 @@
+"""What everything that reads or writes a path says when the system refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.offload.plans import swapping_plan
+from tests.training.faulty import small
+from zerotune.checkpoint import (
+    RootHold,
+    convert,
+    export_checkpoint,
+    export_pipeline,
+    merge_adapters,
+    verify_checkpoint,
+)
+from zerotune.diffusion.data import (
+    CacheSettings,
+    ImageFolder,
+    TarShards,
+    TensorCache,
+    write_broken,
+)
+from zerotune.ema import EMAModel, EMAShadow, FileStore
+from zerotune.errors import ZeroTuneError
+from zerotune.offload import OffloadManager, benchmark, cleanup_stale_swap, find_leases
+from zerotune.training import (
+    SaveEvery,
+    SaveEveryInBackground,
+    Trainer,
+    plot_loss,
+    plot_report,
+    read_metrics,
+)
+
+Work = Callable[[Path], Any]
+
+
+def reading(trainer: Trainer, root: Path) -> dict[str, Work]:
+    """What is asked to read a path."""
+    engine = trainer.engine
+    return {
+        "resume": trainer.resume,
+        "roll back": lambda path: trainer.roll_back(path, reason="a test"),
+        "verify": verify_checkpoint,
+        "export a checkpoint": lambda path: export_checkpoint(path, root / "1"),
+        "convert": lambda path: convert(path, root / "2"),
+        "merge": lambda path: merge_adapters(path, root / "3", base=root),
+        "base": lambda path: export_pipeline(root / "4", engine=engine, base=path),
+        "metrics": read_metrics,
+        "images": ImageFolder,
+        "shards": lambda path: TarShards([path]),
+        "cache": lambda path: TensorCache(path, settings=CACHE).read("0" * 40),
+        "leases": find_leases,
+        "clean": cleanup_stale_swap,
+    }
+
+
+def writing(trainer: Trainer, root: Path) -> dict[str, Work]:
+    """What is asked to write to a path."""
+    engine, report = trainer.engine, trainer.report()
+    return {
+        "save": trainer.save,
+        "export": trainer.export,
+        "export a file": lambda path: trainer.export(f"{path}.safetensors"),
+        "export a checkpoint": lambda path: export_checkpoint(root / "good", path),
+        "convert": lambda path: convert(root / "good", path),
+        "hold": lambda path: RootHold(path).close(),
+        "save every": lambda path: saving(SaveEvery(steps=1, root=path, keep=1)),
+        "in the background": lambda path: saving(SaveEveryInBackground(steps=1, root=path)),
+        "report": report.save,
+        "plot": lambda path: plot_report(path, report),
+        "losses": lambda path: plot_loss(path, steps=[1], losses=[1.0]),
+        "a shadow": lambda path: EMAShadow(store=FileStore(folder=path)).attach(engine),
+        "averages": averages,
+        "cache": cached,
+        "broken images": lambda path: write_broken([], path),
+        "swap": swapping,
+        "measure": benchmark,
+    }
+
+
+CACHE = CacheSettings(kind="latents", model="none", dtype="float32")
+
+
+def cached(path: Path) -> None:
+    TensorCache(path, settings=CACHE).write({"0" * 40: {"latents": torch.zeros(200_000)}})
+
+
+def averages(path: Path) -> None:
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=8,
+        block_out_channels=(32,),
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+    )
+    ema = EMAModel(model.parameters(), model_cls=UNet2DModel, model_config=model.config)
+    ema.save_pretrained(path)
+
+
+def swapping(path: Path) -> None:
+    with OffloadManager(root=path).lease(swapping_plan()):
+        pass
+
+
+def saving(callback: Any) -> None:
+    with small(callbacks=[callback]) as trainer:
+        trainer.fit(steps=1)
+
+
+def refused(root: str, places: dict[str, str]) -> dict[str, str]:
+    """What each says of each place; empty where it is content."""
+    found = {}
+    with small(ema=EMAShadow(decay=0.9)) as trainer:
+        trainer.fit(steps=1)
+        trainer.save(Path(root) / "good")
+        works = {
+            **{f"read {name}": work for name, work in reading(trainer, Path(root)).items()},
+            **{f"write {name}": work for name, work in writing(trainer, Path(root)).items()},
+        }
+        for name, work in works.items():
+            for place, path in places.items():
+                found[f"{name}: {place}"] = told(work, Path(path))
+    return found
+
+
+def told(work: Work, path: Path) -> str:
+    try:
+        work(path)
+    except ZeroTuneError as error:
+        where = os.fspath(path)[:60]
+        thin = "" if where in str(error).replace("\\x00", "\0") and error.fix else "THIN "
+        return f"{thin}{error}"
+    except Exception as error:  # noqa: BLE001 - what must not happen is told
+        return f"FOREIGN {type(error).__name__}: {error}"
+    return ""

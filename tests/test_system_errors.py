@@ -1,0 +1,41 @@
+"""What the system refuses names the path and what to do, wherever it is met."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.refused import refused
+from tests.support.ranks import run_ranks
+
+NOTHING_THERE = ("read leases", "read clean", "write metrics")
+
+
+def judged(found):
+    """Errors that are not ours, and those that lack the path or a fix."""
+    return {name: text for name, text in found.items() if text.startswith(("FOREIGN", "THIN"))}
+
+
+def test_a_path_that_cannot_be_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    places = {
+        "under a file": str(tmp_path / "file" / "x"),
+        "too long": str(tmp_path / ("x" * 300)),
+        "a null byte": str(tmp_path / "a\0b"),
+    }
+    (found,) = run_ranks(refused, str(tmp_path), places)
+    assert len(found) > 80
+    assert judged(found) == {}
+    assert [name for name, text in found.items() if not text] == []
+
+
+def test_a_disk_that_takes_nothing_is_named_with_what_to_do(tmp_path, mounted):
+    for name, option in (("read-only", "ro"), ("full", "size=64k")):
+        mounted(tmp_path / name, "-t", "tmpfs", "-o", option, "none")
+    with pytest.raises(OSError, match="No space"):
+        (tmp_path / "full" / "other").write_bytes(b"x" * 2**17)
+    places = {name: str(tmp_path / name / "x") for name in ("read-only", "full")}
+    (found,) = run_ranks(refused, str(tmp_path), places)
+    assert judged(found) == {}
+    for name, text in found.items():
+        # An empty folder is made before anything is written to it.
+        assert text or name.endswith(": full"), name
