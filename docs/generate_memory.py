@@ -28,6 +28,7 @@ FAMILIES = {
     "flux": "Flux.1, 11.9 billion parameters",
 }
 CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "10GiB", "8GiB", "6GiB")
+RANK = 16
 HOSTS = {"64GiB": "0", "128GiB": "0", "512GiB": "0", "128GiB and NVMe": "2TB"}
 STAGES = {
     "no partitioning": {"stage": 0},
@@ -57,7 +58,7 @@ def page() -> str:
         INTRODUCTION,
     ]
     for family, title in FAMILIES.items():
-        parts += [f"## {title}", _costs(family), _advice(family)]
+        parts += [f"## {title}", _costs(family), _advice(family), _advice(family, lora=RANK)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -85,7 +86,7 @@ def _costs(family: str) -> str:
     return "What each plan needs, GiB at its peak:\n\n" + "\n".join(rows)
 
 
-def _advice(family: str) -> str:
+def _advice(family: str, *, lora: int | None = None) -> str:
     rows = [
         "| card | " + " | ".join(f"host {host}" for host in HOSTS) + " |",
         "|---|" + "---|" * len(HOSTS),
@@ -94,16 +95,24 @@ def _advice(family: str) -> str:
         cells = []
         for host, nvme in HOSTS.items():
             try:
-                cells.append(_cell(_advise(family, card, host.split()[0], nvme)))
+                cells.append(_cell(_advise(family, card, host.split()[0], nvme, lora)))
             except NothingFitsError:
                 cells.append("nothing fits")
         rows.append(f"| {card} | " + " | ".join(cells) + " |")
-    return "What `advise` chooses:\n\n" + "\n".join(rows)
+    subject = "" if lora is None else f" for adapters of rank {lora} (`lora={lora}`)"
+    return f"What `advise` chooses{subject}:\n\n" + "\n".join(rows)
 
 
-def _advise(family: str, card: str, host: str, nvme: str) -> Advice:
+def _advise(family: str, card: str, host: str, nvme: str, lora: int | None) -> Advice:
     return DeepSpeedPlan.advise(
-        family, vram=card, ram=host, nvme=nvme, ema="host", resolution=1024, precision="bf16"
+        family,
+        vram=card,
+        ram=host,
+        nvme=nvme,
+        ema="host",
+        resolution=1024,
+        precision="bf16",
+        lora=lora,
     )
 
 

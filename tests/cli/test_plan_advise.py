@@ -131,3 +131,21 @@ def test_it_loads_nothing_heavy():
         "sys.exit(status or len(heavy & set(sys.modules)))\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_adapters_are_costed_and_suggested(capsys):
+    assert advise(*ROOMY, "--lora", "16", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"] is True
+    assert advise("--vram", "8GiB", "--ram", "16GiB") == 1
+    assert "adapters fit: lora=16 (--lora 16)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["advise", "explain"])
+def test_help_lists_the_families(verb, capsys):
+    from zerotune.plan.families import family_names
+
+    with pytest.raises(SystemExit):
+        cli.main(["plan", verb, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(family_names()) in shown.replace("- ", "-")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 
 from tests.support.models import tiny_unet
+from tests.support.needs import needs
+from zerotune.diffusion import Flux, LoRA, add_lora
 from zerotune.diffusion.facts import example_inputs, measure_activations, model_facts
 from zerotune.diffusion.passes import activation_peak
 from zerotune.errors import InvalidValueError
+from zerotune.plan.model import ModelFacts
 
 UNET = {
     "_class_name": "UNet2DConditionModel",
@@ -156,3 +160,20 @@ def test_a_missing_file_and_an_unknown_model_are_refused(tmp_path):
         model_facts(tmp_path)
     with pytest.raises(InvalidValueError, match="not known"):
         example_inputs(Chain())
+
+
+def test_planned_adapters_are_those_that_peft_makes():
+    needs("peft")
+    for config, kind, targets in (
+        (UNET, UNet2DConditionModel, None),
+        (SD3, SD3Transformer2DModel, None),
+        (FLUX, FluxTransformer2DModel, Flux.lora_targets),
+        (UNET, UNet2DConditionModel, ("conv1", "conv2")),
+    ):
+        planned = model_facts(config, activations=False).with_adapters(3, targets=targets)
+        model = kind.from_config(config)
+        add_lora(model, LoRA(rank=3, targets=targets))
+        made = ModelFacts.from_module(model)
+        shapes = [Counter(each.shape for each in facts.trainable) for facts in (planned, made)]
+        assert shapes[0] == shapes[1], config["_class_name"]
+        assert planned.numel == made.numel

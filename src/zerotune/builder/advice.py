@@ -40,6 +40,7 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             nvme=sizes["nvme"] or 0,
             resolution=setup.resolution,
             world_size=setup.world_size,
+            lora=setup.lora,
             ema=setup.ema,
             platform=machines.this() if setup.this_machine else None,
             **_wishes(state),

@@ -235,6 +235,12 @@ def setup_fields() -> tuple[Field, ...]:
         ),
         Field(path="resolution", label="Resolution", store="setup", hint="Pixels of a side."),
         Field(
+            path="lora",
+            label="LoRA rank",
+            store="setup",
+            hint="Of adapters on the attention projections; empty trains the whole model.",
+        ),
+        Field(
             path="ema",
             label="EMA of the weights",
             kind="select",

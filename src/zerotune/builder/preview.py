@@ -25,7 +25,7 @@ from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
-from zerotune.plan.families import family_names, model_family
+from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import sides
 from zerotune.plan.memory.model import EMAPlace, Workload
 from zerotune.plan.model import OFFLOAD_DEVICES
@@ -111,6 +111,7 @@ def _show(value: Any) -> str:
 MOST_RANKS: Final = 4096
 MOST_STEPS: Final = 10**9
 LARGEST_SIDE: Final = 16_384
+LARGEST_RANK: Final = 4096
 _PACKAGES: Final = ("deepspeed", "torch", "accelerate", "diffusers")
 
 
@@ -125,6 +126,8 @@ class Setup:
     world_size: int = 1
     total_steps: int = 10_000
     """Optimizer steps of the run, for what a schedule leaves to it."""
+    lora: int | None = None
+    """Rank of adapters that are trained in place of the model; all of it when not given."""
     ema: EMAPlace = "none"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
@@ -228,6 +231,7 @@ _READERS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "resolution": partial(_whole, least=8, most=LARGEST_SIDE),
     "world_size": partial(_whole, least=1, most=MOST_RANKS),
     "total_steps": partial(_whole, least=1, most=MOST_STEPS),
+    "lora": partial(_whole, least=1, most=LARGEST_RANK),
     "ema": partial(as_choice, choices=get_args(EMAPlace)),
     "gradient_checkpointing": partial(as_choice, choices=(True, False)),
     "activation_offload": partial(as_choice, choices=(True, False)),
@@ -316,7 +320,7 @@ def preview_data(
 def _resolve(
     plan: DeepSpeedPlan, setup: Setup, platform: Platform
 ) -> tuple[ResolvedPlan | None, list[Message]]:
-    model = model_family(setup.family).facts if setup.family else None
+    model = as_facts(setup.family, lora=setup.lora) if setup.family else None
     run, assumed = _run(plan, setup)
     context = RuleContext(world_size=setup.world_size, platform=platform, model=model, run=run)
     found = plan.inspect(context, settle=OptimizerResolver(platform=platform).settled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from zerotune.cli.output import print_json, print_page, print_text, tell
@@ -63,6 +64,9 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--world-size", type=_positive, default=1, metavar="N", help="processes")
     group.add_argument(
         "--ema", choices=_EMA_PLACES, default="none", help="where an EMA of the weights is kept"
+    )
+    group.add_argument(
+        "--lora", type=_positive, metavar="RANK", help="train adapters of this rank beside it"
     )
 
 
@@ -328,14 +332,22 @@ def _tell_decisions(decisions: Iterable[Decision]) -> None:
 
 
 _ACCELERATORS: Final = ("cuda", "rocm", "mps", "xpu", "cpu")
-_NEED_A_MODEL: Final = ("batch", "resolution", "no_gradient_checkpointing", "chart")
+_NEED_A_MODEL: Final = ("batch", "resolution", "no_gradient_checkpointing", "lora", "chart")
+
+
+def _families() -> str:
+    """Names of the families, without what loading them takes."""
+    folder = Path(__file__).parents[1] / "plan" / "families"
+    return ", ".join(sorted(file.stem for file in folder.glob("*.json")))
 
 
 def _configure_explain(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("file", metavar="FILE", help="DeepSpeed JSON, or accelerate's YAML")
     model = parser.add_argument_group("model")
-    model.add_argument("--family", metavar="NAME", help="cost the plan for this model (sdxl)")
+    model.add_argument(
+        "--family", metavar="NAME", help=f"cost the plan for this model: {_families()}"
+    )
     model.add_argument("--batch", type=_positive, metavar="N", help="samples per rank and pass")
     model.add_argument("--resolution", type=_positive, metavar="N", help="pixels of a side")
     model.add_argument(
@@ -413,6 +425,7 @@ def _estimate(
         platform=platform,
         world_size=arguments.world_size,
         ema=arguments.ema,
+        lora=arguments.lora,
         gradient_checkpointing=not arguments.no_gradient_checkpointing,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -462,7 +475,8 @@ def _budget(
 
 def _configure_advise(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--family", metavar="NAME", required=True, help="the model (sdxl)")
+    families = f"the model: {_families()}"
+    parser.add_argument("--family", metavar="NAME", required=True, help=families)
     machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
     machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12GiB)")
     machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64GiB)")
@@ -503,6 +517,7 @@ def _advise(arguments: argparse.Namespace) -> int:
             world_size=arguments.world_size,
             precision=arguments.precision,
             ema=arguments.ema,
+            lora=arguments.lora,
             optimizer=optimizer,
         )
     except NothingFitsError as error:

@@ -29,26 +29,7 @@ from zerotune.errors import (
     InvalidValueError,
     MissingDependencyError,
 )
-
-_ATTENTION: Final = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "out_proj",
-    "SelfAttention.q",
-    "SelfAttention.k",
-    "SelfAttention.v",
-    "SelfAttention.o",
-)
-"""What the attention projections of diffusers' models, CLIP and T5 are called."""
+from zerotune.plan.model import ATTENTION_PROJECTIONS
 
 _ADAPTABLE: Final = (
     torch.nn.Linear,
@@ -412,7 +393,7 @@ def _default_targets(model: torch.nn.Module) -> tuple[str, ...]:
         InvalidValueError: It has none.
     """
     names = list(_layers(model))
-    found = tuple(target for target in _ATTENTION if _matches(target, names))
+    found = tuple(target for target in ATTENTION_PROJECTIONS if _matches(target, names))
     if not found:
         raise InvalidValueError(
             f"{type(model).__name__} has no attention projections that are known",

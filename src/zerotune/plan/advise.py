@@ -202,6 +202,8 @@ more time than what is partitioned, recomputing activations less than either."""
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
+_SUGGESTED_RANK: Final = 16
+
 _NAMES: Final[Mapping[Place, str]] = {
     "device": "device memory",
     "host": "host memory",
@@ -248,6 +250,7 @@ def advise(
     ema: EMAPlace,
     frozen_bytes: int,
     reserve: float,
+    lora: int | None,
     into: type[AdviceT],
 ) -> AdviceT:
     """See ``DeepSpeedPlan.advise``."""
@@ -259,7 +262,7 @@ def advise(
     platform = _machine(context, device, host)
     budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
     request = Request(
-        model=as_facts(model),
+        model=as_facts(model, lora=lora),
         platform=platform,
         budget=budget,
         world_size=context.world_size,
@@ -425,7 +428,8 @@ def _nothing_fits(request: Request, candidates: list[CandidateValue]) -> Nothing
         value=f"{format_size(request.budget.device)} device,"
         f" {format_size(request.budget.host)} host, {format_size(request.budget.nvme)} nvme",
         fix=f"provide {enough};{smaller} more ranks or NVMe for swap files lower the need"
-        + _smaller_states(request, nearest),
+        + _smaller_states(request, nearest)
+        + _adapters(request),
     )
 
 
@@ -437,3 +441,17 @@ def _smaller_states(request: Request, nearest: CandidateValue) -> str:
         return ""
     saved = format_size(4 * request.model.trainable_numel)
     return f"; optimizer='AdamWBF16States' takes {saved} less of host memory"
+
+
+def _adapters(request: Request) -> str:
+    """Whether it would fit to train adapters, where all of the model was to be trained."""
+    if request.model.trainable_numel < request.model.numel:
+        return ""
+    try:
+        adapted = attrs.evolve(request, model=request.model.with_adapters(_SUGGESTED_RANK))
+    except InvalidValueError:  # It has no layers that adapters usually go to.
+        return ""
+    fitting = next((one for one in _candidates(adapted) if one.fits), None)
+    if fitting is None:
+        return ""
+    return f"; adapters fit: lora={_SUGGESTED_RANK} (--lora {_SUGGESTED_RANK}), {fitting.title}"

@@ -607,6 +607,7 @@ class DeepSpeedPlan(PlanValue):
         frozen_bytes: int = 0,
         reserve: float = 0.05,
         platform: Platform | None = None,
+        lora: int | None = None,
     ) -> Advice:
         """The plan with the least offload and the lowest stage that fits.
 
@@ -625,6 +626,8 @@ class DeepSpeedPlan(PlanValue):
             frozen_bytes: Bytes of frozen parts that stay on the device.
             reserve: Share of device and host memory to keep free.
             platform: The machine; CUDA when ``vram`` and ``ram`` are given, else this one.
+            lora: Rank of adapters on the attention projections, trained in place of the model;
+                for other layers pass ``facts.with_adapters(rank, targets=...)`` as the model.
 
         Raises:
             NothingFitsError: No plan fits; holds the nearest.
@@ -647,6 +650,7 @@ class DeepSpeedPlan(PlanValue):
             ema=ema,
             frozen_bytes=frozen_bytes,
             reserve=reserve,
+            lora=lora,
             into=Advice,
         )
 
@@ -663,6 +667,7 @@ class DeepSpeedPlan(PlanValue):
         gradient_checkpointing: bool = True,
         activation_offload: bool = False,
         frozen_bytes: int = 0,
+        lora: int | None = None,
     ) -> MemoryEstimate:
         """What training needs of the device, of host RAM and of NVMe, by component.
 
@@ -677,6 +682,7 @@ class DeepSpeedPlan(PlanValue):
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
             activation_offload: Whether their inputs wait in host memory (``ActivationOffload``).
             frozen_bytes: Bytes of frozen parts that stay on the device.
+            lora: Rank of adapters, as in ``advise``.
 
         Raises:
             PlanError: As ``resolve``; also an unknown family or an impossible size.
@@ -693,5 +699,6 @@ class DeepSpeedPlan(PlanValue):
             gradient_checkpointing=gradient_checkpointing,
             activation_offload=activation_offload,
             frozen_bytes=frozen_bytes,
+            lora=lora,
             into=MemoryEstimate,
         )

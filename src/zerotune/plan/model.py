@@ -1588,6 +1588,41 @@ def _as_tuple(parameters: Iterable[ParameterFacts]) -> tuple[ParameterFacts, ...
     return tuple(parameters)
 
 
+ATTENTION_PROJECTIONS: Final = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "out_proj",
+    "SelfAttention.q",
+    "SelfAttention.k",
+    "SelfAttention.v",
+    "SelfAttention.o",
+)
+"""What the attention projections of diffusers' models, CLIP and T5 are called."""
+
+
+def _adapter(
+    weight: ParameterFacts, *, rank: int, ends: tuple[str, ...]
+) -> Iterator[ParameterFacts]:
+    """The two factors beside a layer's weight, as peft makes them; nothing of other layers."""
+    layer, _, kind = weight.name.rpartition(".")
+    named = any(layer == end or layer.endswith(f".{end}") for end in ends)
+    if kind != "weight" or not named or len(weight.shape) < 2:
+        return
+    outputs, inputs, *kernel = weight.shape
+    down, up = (rank, inputs, *kernel), (outputs, rank, *(1 for _ in kernel))
+    yield ParameterFacts(name=f"{layer}.lora_A.weight", shape=down)
+    yield ParameterFacts(name=f"{layer}.lora_B.weight", shape=up)
+
+
 @attrs.frozen(kw_only=True)
 class ModelFacts:
     """Names and shapes of a model's parameters, enough to size every buffer."""
@@ -1629,6 +1664,36 @@ class ModelFacts:
             name=name,
             parameters=[ParameterFacts(name=key, shape=tuple(shape)) for key, shape in shapes],
         )
+
+    def with_adapters(self, rank: int, *, targets: Iterable[str] | None = None) -> ModelFacts:
+        """The same model, frozen, with trained LoRA adapters beside some of its layers.
+
+        Args:
+            rank: Inner size of the two factors.
+            targets: Ends of the layers' dotted names; the attention projections by default, as
+                ``add_lora`` takes them.
+
+        Raises:
+            InvalidValueError: The rank is no whole number above 0, or no layer has such a name.
+        """
+        if not is_integer(rank) or rank < 1:
+            raise InvalidValueError(
+                "must be a whole number", key="lora", value=rank, fix="write the rank, such as 16"
+            )
+        ends = tuple(ATTENTION_PROJECTIONS if targets is None else targets)
+        adapters = [
+            factor for each in self.parameters for factor in _adapter(each, rank=rank, ends=ends)
+        ]
+        if not adapters:
+            raise InvalidValueError(
+                f"no layer of {self.name} is called like this",
+                key="lora_targets",
+                value=ends,
+                fix="name the layers to adapt by the ends of their names",
+            )
+        frozen = [attrs.evolve(each, trainable=False) for each in self.parameters]
+        name = f"{self.name} with adapters of rank {rank}"
+        return attrs.evolve(self, parameters=[*frozen, *adapters], name=name)
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:

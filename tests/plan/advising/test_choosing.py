@@ -160,3 +160,56 @@ def test_advice_takes_less_than_a_fifth_of_a_second():
         advise("12GiB", "64GiB", "1TB", ema="host")
         seconds.append(time.process_time() - began)
     assert min(seconds) < 0.2
+
+
+def test_adapters_need_less_than_the_model_and_hold_what_the_base_holds():
+    whole, adapters = advise("80GiB"), advise("80GiB", lora=16)
+    assert adapters.estimate.device < whole.estimate.device / 3
+    facts = adapters.resolved.model
+    assert facts.numel - facts.trainable_numel == whole.resolved.model.numel
+    # 2.57 billion weights in bf16 stay where they are.
+    weights = sum(i.nbytes for i in adapters.estimate.items if i.component == "weights")
+    assert weights == 2 * facts.numel
+    states = sum(i.nbytes for i in adapters.estimate.items if i.component == "optimizer states")
+    assert states == 8 * facts.trainable_numel
+    again = adapters.plan.estimate(
+        "sdxl",
+        platform=adapters.resolved.platform,
+        lora=16,
+        gradient_checkpointing=adapters.gradient_checkpointing,
+    )
+    assert again.items == adapters.estimate.items
+    larger = advise("80GiB", lora=32).resolved.model
+    assert larger.trainable_numel == 2 * facts.trainable_numel
+
+
+def test_where_nothing_fits_adapters_are_suggested_if_they_would():
+    with pytest.raises(NothingFitsError, match=r"adapters fit: lora=16 \(--lora 16\)"):
+        advise("8GiB", "16GiB")
+    with pytest.raises(NothingFitsError) as told:
+        advise("1GiB", "2GiB")
+    assert "adapters" not in str(told.value)
+    with pytest.raises(NothingFitsError) as told:
+        advise("1GiB", "2GiB", lora=4)
+    assert "adapters" not in str(told.value)
+    none = ModelFacts.from_shapes([("layer.weight", (2**16, 2**16))])
+    with pytest.raises(NothingFitsError) as told:
+        DeepSpeedPlan.advise(none, vram="2GiB", ram="4GiB")
+    assert "adapters" not in str(told.value)
+
+
+@pytest.mark.parametrize("lora", [0, -1, 1.5, "16", True])
+def test_a_rank_is_a_whole_number(lora):
+    with pytest.raises(InvalidValueError, match="lora"):
+        advise("80GiB", lora=lora)
+
+
+def test_layers_that_are_not_there_cannot_be_adapted():
+    facts = ModelFacts.from_shapes([("net.to_q.weight", (8, 4)), ("net.to_q.bias", (8,))])
+    adapted = facts.with_adapters(2)
+    assert {each.name: each.shape for each in adapted.trainable} == {
+        "net.to_q.lora_A.weight": (2, 4),
+        "net.to_q.lora_B.weight": (8, 2),
+    }
+    with pytest.raises(InvalidValueError, match=r"lora_targets = .*ff\.net"):
+        facts.with_adapters(2, targets=["ff.net"])

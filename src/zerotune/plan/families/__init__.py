@@ -96,12 +96,21 @@ def family(name: str) -> ModelFacts:
     return model_family(name).facts
 
 
-def as_facts(model: ModelFacts | str | object) -> ModelFacts:
+def as_facts(model: ModelFacts | str | object, *, lora: int | None = None) -> ModelFacts:
     """Facts from facts, from the name of a family, or from a module.
 
+    Args:
+        model: Any of these.
+        lora: Rank of adapters that are trained in place of the model; ``None``: the model is.
+
     Raises:
-        InvalidValueError: None of these.
+        InvalidValueError: None of these, or adapters that cannot be.
     """
+    facts = _facts_of(model)
+    return facts if lora is None else facts.with_adapters(lora)
+
+
+def _facts_of(model: ModelFacts | str | object) -> ModelFacts:
     if isinstance(model, ModelFacts):
         return model
     if isinstance(model, str):

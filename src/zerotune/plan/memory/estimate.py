@@ -597,10 +597,11 @@ def estimate_plan(
     gradient_checkpointing: bool,
     activation_offload: bool,
     frozen_bytes: int,
+    lora: int | None,
     into: type[EstimateT],
 ) -> EstimateT:
     """See ``DeepSpeedPlan.estimate``."""
-    facts = as_facts(model)
+    facts = as_facts(model, lora=lora)
     if batch is not None:
         micro = count(batch, "batch")
         plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
