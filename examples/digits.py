@@ -78,6 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--accumulation", type=int, default=1, help="forward passes per step")
     add("--output", type=Path, default=Path("outputs/digits"), help="folder for results")
     add("--seed", type=int, default=0)
+    add("--verbose", action="store_true", help="print every decision, not the settings alone")
     add("--per-class", type=int, default=20, help="digits drawn of each class")
     add("--require", type=float, default=80.0, help="percentage that must be recognised")
     # The deepspeed launcher passes it; the environment says the same.
@@ -157,7 +158,7 @@ def first_half(options: argparse.Namespace) -> tuple[Path, float]:
     half = options.steps // 2
     with new_trainer(options) as trainer:
         if trainer.is_main:
-            print(trainer.explain(), flush=True)
+            print(trainer.explain() if options.verbose else trainer, flush=True)
         trainer.fit(steps=half)
         checkpoint = trainer.save(options.output / "checkpoint")
         if trainer.is_main:

@@ -51,3 +51,9 @@ def test_warnings_are_shown_first() -> None:
     lines = render_decisions([note, warning]).splitlines()
     assert warning.key in lines[0]
     assert note.key in lines[1]
+
+
+def test_what_stays_as_it_was_is_on_record_and_not_told():
+    kept = Decision(key="threads", before=2, after=2, reason="two cores")
+    warned = Decision(key="disk", before=None, after=None, reason="slow", severity="warning")
+    assert render_decisions([kept, warned]) == f"  [warning] {warned}"

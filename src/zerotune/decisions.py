@@ -37,6 +37,11 @@ class Decision:
     written: str | None = attrs.field(default=None, eq=False, repr=False)
     """What the user's own file calls the setting, where that is not ``key``."""
 
+    @property
+    def told(self) -> bool:
+        """Whether reports show it: what stays as it was is on record only, warnings excepted."""
+        return self.severity == "warning" or self.before != self.after
+
     def __str__(self) -> str:
         name = readable(self.written or self.key)
         return f"{name}: {_show(self.before)} -> {_show(self.after)} ({self.reason})"
@@ -68,5 +73,6 @@ def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:
 
 def render_decisions(decisions: Sequence[Decision]) -> str:
     """Decisions as aligned text lines, warnings first."""
-    ordered = sorted(decisions, key=lambda decision: decision.severity != "warning")
+    told = [decision for decision in decisions if decision.told]
+    ordered = sorted(told, key=lambda decision: decision.severity != "warning")
     return "\n".join(f"  [{decision.severity}] {decision}" for decision in ordered)

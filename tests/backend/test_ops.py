@@ -164,7 +164,7 @@ class TestReport:
         usable = [name for name in WITHOUT_LIBAIO if found[name]["usable"]]
         assert usable == [name for name in NAMES[:5] if name != "async_io"]
         assert "cpu_lion" in found["fused_lion"]["fix"]
-        assert "AdamW" in found["fused_lamb"]["fix"]
+        assert "zerotune's own Lamb" in found["fused_lamb"]["fix"]
 
     @pytest.mark.nvme
     def test_where_libaio_is_async_io_can_be_built(self, told):

@@ -30,6 +30,25 @@ class TestWhenSomethingFits:
         assert "\nChosen: ZeRO-" in printed.out
         assert "\n  chosen  " in printed.out
 
+    def test_five_candidates_unless_all_are_asked_for(self, capsys):
+        def shown():
+            lines = capsys.readouterr().out.splitlines()
+            states = ("  chosen ", "  fits ", "  too big ", "  refused ")
+            return sum(line.startswith(states) for line in lines), lines[-1]
+
+        assert advise(*ROOMY) == 0
+        few, last = shown()
+        assert few == 5
+        assert last.startswith("  --all shows ")
+        assert advise(*ROOMY, "--all") == 0
+        every, _ = shown()
+        assert every - few == int(last.split()[2])
+
+    def test_a_number_alone_is_gib(self, capsys):
+        assert advise("--vram", "24", "--ram", "128", "--json") == 0
+        sizes = {"device": 24 * GIB, "host": 128 * GIB, "nvme": 0}
+        assert json.loads(capsys.readouterr().out)["budget"] == {**sizes, "reserve": 0.05}
+
     def test_json(self, capsys):
         assert advise(*ROOMY, "--json") == 0
 
@@ -95,7 +114,7 @@ class TestWhenNothingFits:
 
 
 class TestMistakes:
-    @pytest.mark.parametrize("wrong", ["12", "12G", "much"])
+    @pytest.mark.parametrize("wrong", ["12G", "much"])
     def test_a_size_nobody_can_read(self, wrong, capsys):
         assert advise("--vram", wrong, "--ram", "64GiB") == 2
 

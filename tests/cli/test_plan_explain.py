@@ -97,10 +97,13 @@ class TestWithoutAModel:
         assert stopped.value.code == 2
         assert "usage: zerotune plan explain" in capsys.readouterr().err
 
-    def test_a_size_without_unit_is_explained(self, file, capsys):
-        assert explain(file(), "--vram", "12") == 2
+    def test_a_size_that_may_mean_two_things_is_explained(self, file, capsys):
+        assert explain(file(), "--vram", "12G") == 2
 
-        assert "--vram = '12': has no unit. Fix: write a size such as" in capsys.readouterr().err
+        assert (
+            "--vram = '12G': may mean GB or GiB. Fix: write a size such as"
+            in capsys.readouterr().err
+        )
 
     def test_it_loads_nothing_heavy(self, file):
         script = (

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 
-from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice
+import pytest
+
+from zerotune._util.palette import COMPONENTS
+from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice, Workload
 from zerotune.plan.text import describe
 
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")
@@ -22,7 +25,7 @@ def test_an_open_plan_is_explained_too():
     ).explain()
     assert "auto: chosen when the plan is resolved" in text
     assert "train_batch" not in text
-    assert "unset = micro unset x accumulation unset" in text
+    assert "micro ? x accumulation ? x world size" in text
 
 
 def test_a_resolved_plan_tells_warnings_first_and_defaults_last(reference_a, cuda, unet):
@@ -147,3 +150,41 @@ def test_a_resolved_plan_in_one_line(cuda, no_deepspeed):
         "ZeRO-3, optimizer in files (NVMe), parameters in host memory, fp32, 1 process"
     )
     assert line(no_deepspeed) == "plain engine, fp32, 1 process"
+
+
+class TestInAnInterpreterAndANotebook:
+    @pytest.fixture
+    def values(self, reference_a, cuda, unet):
+        plan = DeepSpeedPlan.from_dict(reference_a)
+        resolved = plan.resolve(platform=cuda, model=unet)
+        advice = DeepSpeedPlan.advise("sdxl", vram="24GiB", ram="128GiB")
+        return [plan, resolved, resolved.estimate(Workload()), advice, advice.chosen]
+
+    def test_a_value_is_one_line(self, values):
+        for value in values:
+            assert "\n" not in repr(value)
+            assert len(repr(value)) < 250
+            assert repr(value).startswith(f"<{type(value).__name__}: ")
+
+    def test_printed_it_is_its_report(self, values):
+        plan, resolved, estimate, advice, _ = values
+        assert str(plan).startswith("Plan from dict\n  ZeRO stage ")
+        assert str(resolved).startswith("Resolved plan from dict\n  engine ")
+        assert str(estimate).startswith("Memory per rank: ZeRO-")
+        assert "5 of " in str(advice)
+        assert max(len(line) for line in str(estimate).splitlines()) <= 100
+
+    def test_a_notebook_shows_tables_and_bars(self, values):
+        plan, resolved, estimate, advice, _ = values
+        for value in (plan, resolved, advice):
+            shown = value._repr_html_()
+            assert shown.count("<table>") == shown.count("</table>") >= 1
+            assert len(shown) < 20_000
+        assert f"background:{COMPONENTS['optimizer states']}" in estimate._repr_html_()
+
+    def test_what_a_file_says_is_no_markup(self):
+        plan = DeepSpeedPlan.from_dict(
+            {"optimizer": {"type": "<script>alert(1)</script>", "params": {}}}
+        )
+        assert "<script>" not in plan._repr_html_()
+        assert "&lt;script&gt;" in plan._repr_html_()

@@ -1,4 +1,4 @@
-"""One table in three forms: text for terminals and pipes, Markdown, and data.
+"""One table in four forms: text for terminals and pipes, Markdown, HTML for notebooks, and data.
 
 What is told is a ``Page`` of blocks. A block gives lines; a line knows how it goes on below when it
 does not fit. In a pipe nothing is broken that a program may look for; at a terminal lines end where
@@ -7,6 +7,7 @@ the terminal does, and findings have colours, which ``NO_COLOR`` takes away.
 
 from __future__ import annotations
 
+import html
 import json
 import sys
 import textwrap
@@ -32,6 +33,8 @@ _STYLES: Final[Mapping[str, str]] = {
     "passed": "bold green",
     "failed": "bold red",
 }
+_PRINTED: Final = 100
+"""Letters of a line where the width of what shows it is not known."""
 _NARROWEST: Final = 24
 """Columns that must be left to go on below the last cell; else a row goes on further left."""
 
@@ -55,6 +58,14 @@ class Line:
         """Itself: a line is a block of one."""
         yield self
 
+    def html(self) -> str:
+        """As a paragraph of a notebook."""
+        words = html.escape(self.text.strip())
+        if not words:
+            return ""
+        mark = f"<b>{html.escape(self.mark)}</b> " if self.mark else ""
+        return f'<p style="margin:0 0 0 {self.indent / 2}em">{mark}{_bold(words, self.style)}</p>'
+
     def wrapped(self, width: int | None) -> list[str]:
         """As lines of at most ``width`` letters; ``None``: where it is broken does not matter."""
         whole = " " * self.indent + (f"{self.mark} {self.text}" if self.mark else self.text)
@@ -74,6 +85,9 @@ class Block(Protocol):
 
     def lines(self, width: int | None) -> Iterable[Line]:
         """What it tells in text, for ``width`` letters where that is known."""
+
+    def html(self) -> str:
+        """What it tells in a notebook."""
 
 
 def _shown(value: Any) -> str:
@@ -143,6 +157,26 @@ class Table:
             [column.head for column in self.columns], self._shown(), numbers=numbers
         )
 
+    def html(self) -> str:
+        """The rows as a table of a notebook."""
+        if not self.rows:
+            return ""
+        above = Line(self.above or self.title, style="title").html()
+        heads = [column.head for column in self.columns]
+        sides = ["right" if column.right else "left" for column in self.columns]
+        rows = [("th", heads)] if any(heads) else []
+        rows += [("td", cells) for cells in self._shown()]
+        lines = "".join(
+            "<tr>"
+            + "".join(
+                f'<{kind} style="text-align:{side}">{html.escape(cell)}</{kind}>'
+                for side, cell in zip(sides, cells, strict=True)
+            )
+            + "</tr>"
+            for kind, cells in rows
+        )
+        return f"{above}<table>{lines}</table>"
+
     def data(self) -> list[dict[str, Any]]:
         """The rows as data that JSON can hold, without what a row does not have."""
         return [
@@ -199,6 +233,11 @@ class Page:
                 parts += [*([f"## {block.title}"] if block.title else []), block.markdown()]
         return "\n\n".join(parts) + "\n"
 
+    def html(self) -> str:
+        """As HTML for a notebook; whatever it tells stays text."""
+        title = Line(self.title, style="title").html()
+        return f"<div>{title}{''.join(block.html() for block in self.blocks)}</div>"
+
     def print(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
         """Write it, wrapped and in colour where ``stream`` is a terminal.
 
@@ -222,6 +261,33 @@ class Page:
                 if number == 0 or not line.mark:
                     text.stylize(style, 0, end)
                 console.print(text, soft_wrap=True)
+
+
+class Readable:
+    """A value that reads well: a line of an interpreter, a report of a print or a notebook."""
+
+    __slots__ = ()
+
+    def brief(self) -> str:
+        """What it is, in one line."""
+        raise NotImplementedError
+
+    def page(self) -> Page:
+        """All it has to tell."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.brief()}>"
+
+    def __str__(self) -> str:
+        return self.page().text(_PRINTED)
+
+    def _repr_html_(self) -> str:
+        return self.page().html()
+
+
+def _bold(words: str, style: str) -> str:
+    return f"<b>{words}</b>" if style in {"title", "error", "passed", "failed"} else words
 
 
 class Code(str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -79,8 +80,13 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chart", metavar="PNG", help="draw the memory per rank into this file")
 
 
+_NUMBER: Final = re.compile(r"\s*\d+(\.\d+)?\s*")
+
+
 def _size_argument(text: str | None, name: str) -> int | None:
     """Bytes of a size given as the option ``name``; ``None`` when it was not given.
+
+    A number alone is GiB, in which cards are named and the builder asks.
 
     Raises:
         InvalidValueError: Not a size.
@@ -88,7 +94,9 @@ def _size_argument(text: str | None, name: str) -> int | None:
     # Not an argparse type: argparse would throw away the fix.
     from zerotune._util.text import parse_size
 
-    return None if text is None else parse_size(text, key=name)
+    if text is None:
+        return None
+    return parse_size(f"{text}GiB" if _NUMBER.fullmatch(text) else text, key=name)
 
 
 def _refuse_unused(arguments: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:
@@ -355,8 +363,8 @@ def _configure_explain(parser: argparse.ArgumentParser) -> None:
     )
     machine = parser.add_argument_group("machine", "this one, unless something of it is given")
     machine.add_argument("--accelerator", choices=_ACCELERATORS, help="what it trains on")
-    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12GiB)")
-    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64GiB)")
+    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
     machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files (500GB)")
     _add_workload(parser)
     _add_output(parser)
@@ -478,8 +486,8 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
     families = f"the model: {_families()}"
     parser.add_argument("--family", metavar="NAME", required=True, help=families)
     machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
-    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12GiB)")
-    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64GiB)")
+    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
     machine.add_argument(
         "--nvme", metavar="SIZE", default="0", help="disk space for swap files (500GB); none"
     )
@@ -497,6 +505,7 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
     _add_workload(parser)
     _add_output(parser)
+    parser.add_argument("--all", action="store_true", help="show every candidate, not five")
     parser.add_argument("-o", "--output", metavar="FILE", help="save the plan; .json or .yaml")
 
 
@@ -550,7 +559,7 @@ def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
-    from zerotune.plan.text import advice_page, markdown_advice, rank_budget
+    from zerotune.plan.text import FOREMOST, advice_page, markdown_advice, rank_budget
 
     budget = advice.budget
     sizes: Mapping[Place, int] = {
@@ -564,7 +573,10 @@ def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
     elif arguments.markdown:
         print_text(markdown_advice(advice))
     else:
-        print_page(advice_page(advice), width=_WIDTH)
+        most = None if arguments.all else FOREMOST
+        print_page(advice_page(advice, most=most), width=_WIDTH)
+        if most is not None and len(advice.candidates) > most:
+            print_text(f"  --all shows {len(advice.candidates) - most} more")
     if arguments.output:
         _save(advice.plan, arguments.output)
 

@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.numbers import whole
+from zerotune._util.table import Line, Page, Readable
 from zerotune._util.text import disk_size, listing
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.master_weights import Follower
@@ -36,7 +37,7 @@ _CHUNK = 2**18
 """Elements handled at a time: 2 MiB in float64 stay in a CPU's cache, ten times faster."""
 
 
-class EMAShadow:
+class EMAShadow(Readable):
     """An exponential moving average of an engine's fp32 master weights.
 
     Each rank averages the fragments it owns, in fp32: nothing is gathered, and where offload
@@ -311,6 +312,17 @@ class EMAShadow:
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         """Call ``settle`` before anything looks at the shadow: it ends an update under way."""
         self._settle = settle
+
+    @override
+    def brief(self) -> str:
+        """Its decay, where it lies and how far it is."""
+        attached = "not attached" if self._master is None else f"{self._steps} steps seen"
+        return f"{self._schedule!r} {self._store}, {attached}"
+
+    @override
+    def page(self) -> Page:
+        """What ``explain`` says, as a report."""
+        return Page(blocks=tuple(Line(line) for line in self.explain().splitlines()))
 
     def explain(self) -> str:
         """What is averaged, how fast, and what it costs, as text."""

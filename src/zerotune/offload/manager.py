@@ -10,7 +10,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from typing_extensions import override
 
+from zerotune._util.table import Line, Page, Readable
 from zerotune.decisions import Decision, announce
 from zerotune.errors import OffloadError
 from zerotune.offload.budget import fit_host_memory
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 _Directories = tuple[SwapDirectory, ...]
 
 
-@attrs.define(kw_only=True, eq=False)
-class Lease:
+@attrs.define(kw_only=True, eq=False, repr=False)
+class Lease(Readable):
     """A run's hold on its swap folders."""
 
     plan: ResolvedPlan
@@ -55,6 +57,20 @@ class Lease:
     """Shared by all ranks; ``None`` when nothing goes to NVMe."""
     decisions: tuple[Decision, ...] = ()
     """Every automatic choice, those made when the lease ends included."""
+
+    @override
+    def brief(self) -> str:
+        """Its folders."""
+        return ", ".join(f"{name} in {path}" for name, path in self.paths.items()) or "no folders"
+
+    @override
+    def page(self) -> Page:
+        """Its folders, and every decision about them."""
+        told = (str(decision) for decision in self.decisions if decision.told)
+        return Page(
+            title=f"Lease {self.run_id or 'of nothing'}: {self.brief()}",
+            blocks=tuple(Line(line, indent=2) for line in told),
+        )
 
     @property
     def path(self) -> Path | None:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
+from typing_extensions import override
 
+from zerotune._util.table import Page, Readable
 from zerotune.decisions import announce
 from zerotune.plan import advise, inspection, read, resolve
 from zerotune.plan.memory.model import EMAPlace, EstimateValue, Workload
@@ -41,8 +43,8 @@ if TYPE_CHECKING:
 # -- What will run, and what it costs.
 
 
-@attrs.frozen(kw_only=True)
-class ResolvedPlan(ResolvedValue):
+@attrs.frozen(kw_only=True, repr=False)
+class ResolvedPlan(Readable, ResolvedValue):
     """What will run. Made by ``DeepSpeedPlan.resolve``; completed by ``with_choices``."""
 
     if TYPE_CHECKING:
@@ -103,6 +105,20 @@ class ResolvedPlan(ResolvedValue):
             content["scheduler"] = attrs.asdict(self.scheduler)
         return content
 
+    @override
+    def brief(self) -> str:
+        """What will run, in one line."""
+        from zerotune.plan import text
+
+        return f"{text.describe(self)}; {len(self.decisions)} decisions"
+
+    @override
+    def page(self) -> Page:
+        """What will run and why, as a report."""
+        from zerotune.plan import text
+
+        return text.resolved_page(self)
+
     def explain(self) -> str:
         """What will run and why, as text."""
         from zerotune.plan import text
@@ -136,8 +152,8 @@ class ResolvedPlan(ResolvedValue):
         return diff.diff_resolved(self, other)
 
 
-@attrs.frozen(kw_only=True)
-class MemoryEstimate(EstimateValue):
+@attrs.frozen(kw_only=True, repr=False)
+class MemoryEstimate(Readable, EstimateValue):
     """What a resolved plan needs, per rank, by component. Made by ``DeepSpeedPlan.estimate``."""
 
     resolved_class: ClassVar[type[ResolvedValue]] = ResolvedPlan
@@ -157,6 +173,20 @@ class MemoryEstimate(EstimateValue):
 
         return text.estimate_data(self)
 
+    @override
+    def brief(self) -> str:
+        """The peak of each place, in one line."""
+        from zerotune.plan import text
+
+        return text.describe_estimate(self)
+
+    @override
+    def page(self) -> Page:
+        """One bar per place, then its components, as a report."""
+        from zerotune.plan import text
+
+        return text.estimate_page(self)
+
     def explain(self) -> str:
         """The estimate as text: one bar per place, then its components."""
         from zerotune.plan import text
@@ -167,9 +197,12 @@ class MemoryEstimate(EstimateValue):
 # -- What is advised.
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Candidate(advise.CandidateValue):
     """One plan that was considered."""
+
+    def __repr__(self) -> str:
+        return f"<Candidate: {self.title}, {'fits' if self.fits else 'does not fit'}>"
 
     estimate_class: ClassVar[type[EstimateValue]] = MemoryEstimate
     if TYPE_CHECKING:
@@ -177,8 +210,8 @@ class Candidate(advise.CandidateValue):
         estimate: MemoryEstimate
 
 
-@attrs.frozen(kw_only=True)
-class Advice(advise.AdviceValue):
+@attrs.frozen(kw_only=True, repr=False)
+class Advice(Readable, advise.AdviceValue):
     """The lowest stage and least offload that fits. Made by ``DeepSpeedPlan.advise``."""
 
     candidate_class: ClassVar[type[advise.CandidateValue]] = Candidate
@@ -190,6 +223,20 @@ class Advice(advise.AdviceValue):
         resolved: ResolvedPlan
         runners_up: tuple[Candidate, ...]
         rejected: tuple[Candidate, ...]
+
+    @override
+    def brief(self) -> str:
+        """The choice, in one line."""
+        from zerotune.plan import text
+
+        return f"{text.describe(self.resolved)}; of {len(self.candidates)} candidates"
+
+    @override
+    def page(self) -> Page:
+        """What was chosen and why, and the five candidates that tell most, as a report."""
+        from zerotune.plan import text
+
+        return text.advice_page(self, most=text.FOREMOST)
 
     def explain(self) -> str:
         """What was chosen and why, what is left, and why the others were not."""
@@ -213,8 +260,8 @@ class Advice(advise.AdviceValue):
 # -- What the user wants.
 
 
-@attrs.frozen(kw_only=True)
-class DeepSpeedPlan(PlanValue):
+@attrs.frozen(kw_only=True, repr=False)
+class DeepSpeedPlan(Readable, PlanValue):
     """A DeepSpeed configuration as a frozen value; may hold ``"auto"``.
 
     Attribute names are DeepSpeed's own top-level keys; ``None`` means "not written". Two plans
@@ -555,6 +602,20 @@ class DeepSpeedPlan(PlanValue):
             into=ResolvedPlan,
             mistakes=mistakes,
         )
+
+    @override
+    def brief(self) -> str:
+        """What is asked for, in one line."""
+        from zerotune.plan import text
+
+        return text.describe_plan(self)
+
+    @override
+    def page(self) -> Page:
+        """What is asked for, and what the rules find, as a report."""
+        from zerotune.plan import text
+
+        return text.plan_page(self)
 
     def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
         """What this plan means and what the rules have to say about it, as text.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from zerotune._util.palette import ROOM, component_colours
 from zerotune._util.table import (
     Block,
     Code,
@@ -73,6 +75,20 @@ def resolved_page(resolved: ResolvedValue) -> Page:
     """What will run, and every decision with its reason."""
     title = f"Resolved plan from {resolved.requested.source}"
     return _page(title, _resolved_settings(resolved), resolved.decisions)
+
+
+def running_page(resolved: ResolvedValue, decisions: Iterable[Decision]) -> Page:
+    """What runs, on less than a screen: settings and warnings, and who knows the rest."""
+    told, _ = told_and_defaults(decisions)
+    warnings = [decision for decision in told if decision.severity == "warning"]
+    return Page(
+        title=f"Training: {describe(resolved)}",
+        blocks=(
+            _settings_table(_resolved_settings(resolved)),
+            decisions_table(warnings),
+            Line(f"explain() tells all {len(told)} decisions", indent=2, style="faint"),
+        ),
+    )
 
 
 def resolved_markdown(resolved: ResolvedValue) -> str:
@@ -185,7 +201,7 @@ def told_and_defaults(
     decisions: Iterable[Decision],
 ) -> tuple[list[Decision], list[Decision]]:
     """Decisions worth telling, warnings first, and those that write DeepSpeed's own defaults."""
-    everything = list(decisions)
+    everything = [decision for decision in decisions if decision.told]
     told = [decision for decision in everything if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in everything if decision.reason == DEEPSPEED_DEFAULT]
     return sorted(told, key=lambda decision: decision.severity != "warning"), defaults
@@ -193,20 +209,15 @@ def told_and_defaults(
 
 def _plan_settings(plan: PlanValue) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
-    batch = (
-        _show(plan.train_batch_size),
-        _show(plan.train_micro_batch_size_per_gpu),
-        _show(plan.gradient_accumulation_steps),
-    )
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
         ("optimizer lives", _PLACES[plan.offload_optimizer_device]),
-        ("parameters wait", _PLACES[plan.offload_param_device]),
+        ("parameters wait", _PLACES[plan.offload_param_device if plan.stage == 3 else "none"]),
         ("precision", plan.precision),
-        ("batch", _batch(*batch, "world size")),
-        ("clipping", _show(plan.gradient_clipping)),
-        ("optimizer", _section(plan.optimizer)),
-        ("scheduler", _section(plan.scheduler)),
+        ("batch", _asked_batch(plan)),
+        ("clipping", _show(plan.gradient_clipping, "1.0, DeepSpeed's default")),
+        ("optimizer", _section(plan.optimizer, "AdamW, zerotune's default")),
+        ("scheduler", _section(plan.scheduler, "none; the learning rate is constant")),
     ]
 
 
@@ -239,6 +250,15 @@ def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
         )
         rows.append(("model", f"{model.name}: {numbers}"))
     return rows
+
+
+def describe_plan(plan: PlanValue) -> str:
+    """What a plan asks for, in one line."""
+    optimizer = "" if plan.optimizer is None else f", {_show(plan.optimizer.type)}"
+    return (
+        f"ZeRO-{plan.stage}, optimizer {_PLACES[plan.offload_optimizer_device]}, {plan.precision},"
+        f" {_asked_batch(plan)}{optimizer}, from {plan.source}"
+    )
 
 
 def describe(resolved: ResolvedValue) -> str:
@@ -299,13 +319,20 @@ def _batch(train: Any, micro: Any, accumulation: Any, world: str) -> str:
     return f"{train} = micro {micro} x accumulation {accumulation} x {world}"
 
 
-def _show(value: Any) -> str:
-    return "unset" if value is None else str(value)
+def _asked_batch(plan: PlanValue) -> str:
+    micro = _show(plan.train_micro_batch_size_per_gpu, "?")
+    accumulation = _show(plan.gradient_accumulation_steps, "?")
+    product = f"micro {micro} x accumulation {accumulation} x world size"
+    return product if plan.train_batch_size is None else f"{plan.train_batch_size} = {product}"
 
 
-def _section(section: Any) -> str:
+def _show(value: Any, absent: str = "unset") -> str:
+    return absent if value is None else str(value)
+
+
+def _section(section: Any, absent: str = "unset") -> str:
     if section is None:
-        return "unset"
+        return absent
     params = ", ".join(f"{key}={value}" for key, value in (section.params or {}).items())
     return f"{_show(section.type)}({params})"
 
@@ -442,6 +469,33 @@ class MemoryBars:
         every = fits(self.estimate, self.budget)
         for fit, bar in zip(every, drawn.splitlines(), strict=True):
             yield Line(bar, style="" if fit.fits else "error")
+
+    def html(self) -> str:
+        """One row per place, a coloured piece per component, sizes on it as it is pointed at."""
+        unit = estimate_unit(self.estimate, self.budget)
+        return "".join(
+            _html_bar(self.estimate, fit, fit.words(unit))
+            for fit in fits(self.estimate, self.budget)
+        )
+
+
+def _html_bar(estimate: EstimateValue, fit: Fit, words: str) -> str:
+    full = max(fit.needed, fit.available or 0, 1)
+    held = merged(estimate.peak(fit.place).items)
+    colours = component_colours(name for name, _ in held)
+    pieces = "".join(
+        f'<span title="{escape(name)}: {format_size(size)}" style="display:inline-block;'
+        f'height:1.2em;width:{100 * size / full:.2f}%;background:{colours[name]}"></span>'
+        for name, size in held
+    )
+    key = ", ".join(
+        f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)}' for name, _ in held
+    )
+    return (
+        f'<p style="margin:.4em 0 0"><b>{PLACE_NAMES[fit.place]}</b> {escape(words)}</p>'
+        f'<div style="width:36em;max-width:100%;background:{ROOM};line-height:0">{pieces}</div>'
+        f'<p style="margin:0;font-size:smaller">{key}</p>'
+    )
 
 
 def component_letters(estimate: EstimateValue) -> dict[str, str]:
@@ -624,6 +678,12 @@ def _held(phases: frozenset[Phase]) -> str:
     return "always" if len(held) == len(PHASES) else ", ".join(held)
 
 
+def describe_estimate(estimate: EstimateValue) -> str:
+    """The peak of each place in one line."""
+    needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
+    return f"{describe(estimate.resolved)}: {_sizes(pair for pair in needs if pair[1])} per rank"
+
+
 def subject(estimate: EstimateValue) -> str:
     """The model and the workload in one line."""
     model = estimate.resolved.model
@@ -745,6 +805,8 @@ def _when(item: MemoryItem) -> str:
 Sizes = Mapping[Place, int]
 """Bytes of each kind of memory."""
 
+FOREMOST: Final = 5
+"""Candidates that are shown where not all are asked for."""
 _REASON: Final = 12
 _GIB: Final = 1024**3
 
@@ -778,8 +840,13 @@ def candidate_data(candidate: CandidateValue) -> dict[str, Any]:
     }
 
 
-def advice_page(advice: AdviceValue) -> Page:
-    """What was chosen and why, what is left, and the other candidates."""
+def advice_page(advice: AdviceValue, *, most: int | None = None) -> Page:
+    """What was chosen and why, what is left, and the other candidates.
+
+    Args:
+        advice: What was considered.
+        most: Candidates to show; ``None``: all of them.
+    """
     sizes = _places(advice.budget)
     return Page(
         blocks=(
@@ -792,7 +859,7 @@ def advice_page(advice: AdviceValue) -> Page:
             Line(""),
             MemoryBars(estimate=advice.estimate, budget=rank_budget(sizes, advice.estimate)),
             Line(""),
-            _candidates_table(advice),
+            _candidates_table(advice, most=most),
         )
     )
 
@@ -864,19 +931,20 @@ def rank_budget(budget: Sizes, estimate: EstimateValue) -> RankBudget:
     return {place: size if place == "device" else size // ranks for place, size in budget.items()}
 
 
-def _candidates_table(advice: AdviceValue) -> Table:
-    """Every candidate with its needs; in text, what it lacks and why stand below."""
+def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
+    """Candidates with their needs; in text, what each lacks and why stand below."""
+    every = advice.candidates if most is None else _foremost(advice, most)
 
     def shown(nbytes: int) -> str:
         return f"{nbytes / _GIB:.2f}"
 
-    states = [_state(one, one is advice.chosen) for one in advice.candidates]
+    states = [_state(one, one is advice.chosen) for one in every]
     sizes = [
         Column(name=place, head=f"{PLACE_NAMES[place]}, GiB", show=shown, right=True)
         for place in PLACES
     ]
     return Table(
-        above="Candidates, in order of preference; GiB per rank:",
+        above=f"{_how_many(advice, every)}, in order of preference; GiB per rank:",
         columns=(
             Column(name="state"),
             Column(name="plan", head="plan"),
@@ -892,17 +960,37 @@ def _candidates_table(advice: AdviceValue) -> Table:
                 _sizes(_missing(one)),
                 one.reason,
             )
-            for state, one in zip(states, advice.candidates, strict=True)
+            for state, one in zip(states, every, strict=True)
         ),
         sentences=(
             Line(f"{'':<8}{'device':>9}{'host':>9}{'NVMe':>9}  plan", indent=2, style="faint"),
             *(
                 line
-                for state, one in zip(states, advice.candidates, strict=True)
+                for state, one in zip(states, every, strict=True)
                 for line in _candidate_lines(state, one)
             ),
         ),
     )
+
+
+def _foremost(advice: AdviceValue, most: int) -> tuple[CandidateValue, ...]:
+    """The choice, what fits beside it, and what misses least, in order of preference."""
+
+    def lacking(candidate: CandidateValue) -> int:
+        return sum(candidate.shortfalls.values())
+
+    others = [one for one in advice.candidates if one is not advice.chosen]
+    fitting = [one for one in others if one.fits]
+    short = sorted((one for one in others if _missing(one)), key=lacking)
+    # What almost fits tells as much as what also fits: room for one is kept.
+    fitting = fitting[: most - 1 - bool(short)]
+    kept = [advice.chosen, *fitting, *short][:most]
+    return tuple(one for one in advice.candidates if any(one is other for other in kept))
+
+
+def _how_many(advice: AdviceValue, shown: Sequence[CandidateValue]) -> str:
+    every = len(advice.candidates)
+    return "Candidates" if len(shown) == every else f"{len(shown)} of {every} candidates"
 
 
 def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:

@@ -10,11 +10,12 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+from typing_extensions import override
 
 from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.palette import PHASES as PHASE_COLOURS
 from zerotune._util.palette import component_colours
-from zerotune._util.table import Block, Column, Line, Page, Row, Table
+from zerotune._util.table import Block, Column, Line, Page, Readable, Row, Table
 from zerotune._util.text import brief_size
 from zerotune.errors import TrainingError
 from zerotune.plan.memory.model import PHASES as MOMENTS
@@ -35,8 +36,8 @@ _NOTE: Final = 88
 """Letters of a note that fit its column in a picture."""
 
 
-@attrs.frozen(kw_only=True)
-class Report:
+@attrs.frozen(kw_only=True, repr=False)
+class Report(Readable):
     """One rank's account of the steps a trainer took since it was made."""
 
     first_step: int
@@ -128,9 +129,15 @@ class Report:
         """The report as text."""
         return self.page().text()
 
-    def page(self) -> Page:
-        """The report, for text or a terminal."""
+    @override
+    def brief(self) -> str:
+        """How many steps, and how fast."""
         speed = f"{self.steps_per_second:.2f} it/s, {self.samples_per_second:.0f} samples/s"
+        return f"{self.steps} steps in {self.seconds:.1f} s on {self.processes}: {speed}"
+
+    @override
+    def page(self) -> Page:
+        """The report, for text, a terminal or a notebook."""
         blocks: list[Block] = [_times(self.time_rows()), _memory(self.memory_rows())]
         for title, told in (
             ("what the step waits for:", self.bounds),
@@ -141,7 +148,7 @@ class Report:
         if self.stopped is not None:
             blocks.append(Line(f"stopped early: {self.stopped}", style="warning"))
         return Page(
-            title=f"{self.steps} steps in {self.seconds:.1f} s on {self.processes}: {speed}",
+            title=self.brief(),
             blocks=tuple(blocks),
         )
 

@@ -13,11 +13,13 @@ import torch
 from typing_extensions import Unpack, override
 
 from zerotune._util.closing import Closing
+from zerotune._util.table import Page, Readable
 from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.errors import CheckpointNotFiniteError, TrainingError
 from zerotune.plan.api import Advice
+from zerotune.plan.text import describe, running_page
 from zerotune.training.averages import EMA, Averages
 from zerotune.training.memory import device_peak, host_now, host_peak
 from zerotune.training.nonfinite import NonFinite, NonFinitePolicy, RaiseNonFinite
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from zerotune.training.events import Callback, StepMetrics
 
 
-class Trainer(Closing):
+class Trainer(Closing, Readable):
     """Wires engine, objective, data, EMA, checkpoints and callbacks together.
 
     Everything but the model and the plan is optional, and every part works alone as well::
@@ -378,6 +380,19 @@ class Trainer(Closing):
             stopped=self._stopping.reason,
             **self.running.measured(self.averages.shadows.values(), thorough=thorough),
             **self._record.totals,
+        )
+
+    @override
+    def brief(self) -> str:
+        """What runs, and how far it is."""
+        return f"{describe(self.engine.plan)}, step {self.step}"
+
+    @override
+    def page(self) -> Page:
+        """What runs, on less than a screen; ``explain`` has all of it."""
+        return running_page(
+            self.engine.plan,
+            [*self.engine.plan.decisions, *self.engine.decisions, *self.decisions],
         )
 
     def explain(self) -> str:

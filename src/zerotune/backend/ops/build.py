@@ -109,13 +109,13 @@ _OPS: Final = (
         name="fused_lion",
         builder="FusedLionBuilder",
         purpose="Lion without offload",
-        instead="offload the optimizer to CPU (cpu_lion) or use AdamW",
+        instead="nothing is missing: zerotune's own Lion runs here, or cpu_lion when offloaded",
     ),
     _Op(
         name="fused_lamb",
         builder="FusedLambBuilder",
         purpose="Lamb",
-        instead="use AdamW",
+        instead="nothing is missing: zerotune's own Lamb runs at every stage and offload",
     ),
 )
 
