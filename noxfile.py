@@ -158,14 +158,20 @@ def docs(session: nox.Session) -> None:
         run(session, *strict, "docs", str(build / builder))
 
 
-@nox.session(python=PYTHON)
-def wheel(session: nox.Session) -> None:
-    """Build sdist and wheel; install the wheel alone and import from it."""
+def built_wheel(session: nox.Session) -> Path:
+    """Build sdist and wheel; where the wheel lies."""
     install(session, "build")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     session.run("python", "-m", "build", "--outdir", str(dist))
     (built,) = dist.glob("*.whl")
+    return built
+
+
+@nox.session(python=PYTHON)
+def wheel(session: nox.Session) -> None:
+    """Build sdist and wheel; install the wheel alone and import from it."""
+    built = built_wheel(session)
     install(session, "attrs", "typing-extensions", "packaging", "psutil", "pyyaml", "rich")
     session.install("--no-deps", "--force-reinstall", str(built))
     with session.chdir(session.create_tmp()):
@@ -175,6 +181,19 @@ def wheel(session: nox.Session) -> None:
             "assert r.files('zerotune').joinpath('py.typed').is_file(); "
             "print(zerotune.__version__, zerotune.DeepSpeedPlan.build(stage=2).explain())",
         )  # fmt: skip
+
+
+@nox.session(python=PYTHON)
+def second_day(session: nox.Session) -> None:
+    """Play the second day with the wheel, in an environment that has nothing else of zerotune."""
+    built = built_wheel(session)
+    install(session, f"zerotune[demo,test] @ {built.as_uri()}")
+    session.env.setdefault("TORCH_EXTENSIONS_DIR", EXTENSIONS)
+    session.env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    session.run(
+        "python", "-m", "zerotune", "doctor", "--build-missing", "cpu_adam", success_codes=[0, 1]
+    )
+    session.run("python", "-m", "tests.second_day", *session.posargs)
 
 
 @nox.session(python=False)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-import shutil
-import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from safetensors.torch import load_file
 
 from tests.support import pipelines
 from tests.support.ranks import run_ranks
-from zerotune.training import Callback
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PHOTOS = {
@@ -112,66 +107,6 @@ def test_pixel_art(ranks, models, photos, tmp_path):
     (losses, *_) = run_ranks(run, "pixel_art", arguments, world_size=ranks)
     assert len(losses) == 3
     check_folder(tmp_path)
-
-
-def stopped_at(step: int | None, arguments: list[str]) -> list[float]:
-    """The losses of finetune.py, which gets a SIGTERM during this step."""
-    finetune = importlib.import_module("examples.finetune")
-
-    class Terminate(Callback):
-        def on_step_end(self, trainer, metrics):  # noqa: ARG002
-            if metrics.step == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    others = finetune.callbacks
-    finetune.callbacks = lambda options: [*others(options), Terminate()]
-    try:
-        return run("finetune", arguments)
-    finally:
-        finetune.callbacks = others
-
-
-def second_day(line: list[str], folder: Path) -> dict[str, Any]:
-    """One run without a stop, and one that is stopped, gone on with, repeated and extended."""
-    whole, halves = folder / "whole", folder / "halves"
-    model, photos, *rest = line
-
-    def command(output: Path, steps: int, *more: str) -> list[str]:
-        return [model, photos, str(output), *rest, "--steps", str(steps), *more]
-
-    def exported() -> float:
-        file = halves / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"
-        return float(sum(tensor.double().sum() for tensor in load_file(file).values()))
-
-    all_losses = stopped_at(None, command(whole, 4))
-    found = {"all": all_losses, "stopped": stopped_at(1, command(halves, 3))}
-    found["exported"] = (halves / "pipeline").exists()
-    found["gone on"] = stopped_at(None, command(halves, 3))
-    sums = [exported()]
-    found["repeated"] = stopped_at(None, command(halves, 3))
-    sums.append(exported())
-    found["extended"] = stopped_at(None, command(halves, 4))
-    sums.append(exported())
-    shutil.rmtree(halves / "pipeline")
-    found["asked"] = stopped_at(5, command(halves, 9, "--export-stopped"))
-    sums.append(exported())
-    return {**found, "sums": sums}
-
-
-@pytest.mark.deepspeed
-def test_the_same_command_goes_on_after_a_stop_and_after_the_end(models, photos, tmp_path):
-    line = [str(models("sd15")), str(photos), *plan("sdxl"), *SMALL, *BUCKETS, "--every", "10"]
-    (found,) = run_ranks(second_day, line, tmp_path)
-    assert len(found["all"]) == 4
-    assert found["stopped"] == found["all"][:1]
-    assert not found["exported"], "a run that was stopped exports nothing"
-    assert found["gone on"] == found["all"][1:3]
-    assert found["repeated"] == []
-    assert found["extended"] == found["all"][3:]
-    assert len(found["asked"]) == 1
-    ended, repeated, extended, asked = found["sums"]
-    assert ended == repeated
-    assert len({ended, extended, asked}) == 3, "each export holds the weights of its time"
 
 
 @pytest.mark.parametrize("missing", ["NODES", "GPUS", "HEAD"])

@@ -1,0 +1,353 @@
+"""What people do on their second day, one thing after the other, with what became of each.
+
+``python -m tests.second_day`` plays it with whatever zerotune is installed; ``nox -s second_day``
+does so in an environment of its own with the wheel, and a test with the source tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.resources
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from tests.support.ranks import free_port, run_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee"}
+SMALL = ["--draw-steps", "1", "--prompts", "a cat", "--area", "256", "--bucket-step", "4"]
+ALIKE = 5e-5
+"""Relative difference of losses under different plans."""
+
+
+@attrs.frozen
+class Outcome:
+    """What became of a step of the day."""
+
+    what: str
+    well: bool
+    said: str
+
+
+@attrs.frozen(kw_only=True)
+class Day:
+    """Where it takes place, and what has happened so far."""
+
+    folder: Path
+    memory: dict[str, Any] = attrs.field(factory=dict)
+
+    def finetune(self, output: str, steps: int, *more: str, stop: int | None = None) -> Any:
+        """``finetune.py`` in a process of its own, with a SIGTERM during step ``stop``."""
+        line = [str(self.folder / "model"), str(self.folder / "photos"), str(self.folder / output)]
+        line += ["--plan", str(EXAMPLES / "plans" / "sdxl.json"), *SMALL]
+        line += ["--every", "100", "--steps", str(steps), *more]
+        return run_ranks(finetuned, line, stop)[0]
+
+    def exported(self) -> str | None:
+        """A hash of the pipeline's U-Net; ``None``: there is none."""
+        file = self.folder / "run" / "pipeline" / "unet" / "diffusion_pytorch_model.safetensors"
+        return hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else None
+
+
+# -- The steps of the day. Each says what it saw, or fails with what should have been.
+
+
+def train(day: Day) -> str:
+    """Train in one go, to compare with."""
+    day.memory["whole"] = whole = day.finetune("whole", 4)
+    check(len(whole) == 4, f"{len(whole)} steps instead of 4")
+    return f"{len(whole)} steps, loss {whole[-1]:.4f}"
+
+
+def stop(day: Day) -> str:
+    """Stop with SIGTERM."""
+    losses = day.finetune("run", 3, stop=1)
+    check(losses == day.memory["whole"][:1], f"losses {losses}")
+    check(day.exported() is None, "a stopped run has exported")
+    return "after the step under way, with a checkpoint and without an export"
+
+
+def go_on(day: Day) -> str:
+    """Give the same command again."""
+    losses = day.finetune("run", 3)
+    check(losses == day.memory["whole"][1:3], f"losses {losses}")
+    day.memory["export"] = day.exported()
+    check(day.memory["export"] is not None, "nothing was exported")
+    return "bit for bit as without the stop, and exports"
+
+
+def export_twice(day: Day) -> str:
+    """Give it once more, when all is done."""
+    check(day.finetune("run", 3) == [], "it trained on")
+    check(day.exported() == day.memory["export"], "the export is another")
+    return "no step; the export takes the place of the first, with the same bytes"
+
+
+def extend(day: Day) -> str:
+    """Give it with more steps."""
+    losses = day.finetune("run", 4)
+    check(losses == day.memory["whole"][3:], f"losses {losses}")
+    check(day.exported() not in (None, day.memory["export"]), "the export is the old one")
+    return "bit for bit as in one go; the export is replaced"
+
+
+def ask(day: Day) -> str:
+    """Stop once more, and ask for an export."""
+    before = day.exported()
+    losses = day.finetune("run", 9, "--export-stopped", stop=5)
+    check(len(losses) == 1, f"losses {losses}")
+    check(day.exported() not in (None, before), "the export is the old one")
+    return "the export holds what was reached"
+
+
+def change_plan(day: Day) -> str:
+    """Go on under another plan and with two processes."""
+    one, two = day.folder / "one", {"stage": 3, "offload": "none"}
+    (before,) = run_ranks(digits, 4, None, {"stage": 2, "offload": "cpu"}, str(one))
+    (alone,) = run_ranks(digits, 6, str(one), {"stage": 2, "offload": "cpu"}, None)
+    both = run_ranks(digits, 6, str(one), two, None, world_size=2)
+    check(len(before["losses"]) == 4, f"losses {before['losses']}")
+    check(len(both[0]["losses"]) == 2, f"losses {both[0]['losses']}")
+    check(both[0]["losses"] == both[1]["losses"], "the ranks do not agree")
+    keys = {key for found in both for key in found["decisions"]}
+    check({"stage", "world_size"} <= keys, f"decisions {sorted(keys)}")
+    check(alone["step"] == both[0]["step"] == 6, f"steps {alone['step']}, {both[0]['step']}")
+    return f"ZeRO-2 on one process to ZeRO-3 on two; {len(keys)} decisions"
+
+
+def convert(day: Day) -> str:
+    """Take over what accelerate saved."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    state, portable = str(day.folder / "state"), str(day.folder / "portable")
+    (ahead,) = run_ranks(with_accelerate, 5, None, env=env)
+    (before,) = run_ranks(with_accelerate, 3, state, env=env)
+    check(before == ahead[:3], "accelerate's runs differ")
+    (seen,) = run_ranks(converted, state, portable)
+    apart = max(abs(a - b) / a for a, b in zip(ahead[3:], seen["losses"], strict=True))
+    check(apart < ALIKE, f"losses {seen['losses']} instead of {ahead[3:]}")
+    check({"data", "shadows.ema"} <= set(seen["decisions"]), f"{seen['decisions']}")
+    return f"save_state converted and resumed; losses within {apart:.1e} of accelerate's own"
+
+
+def reuse(day: Day) -> str:
+    """Use the model again after its trainer is closed."""
+    (seen,) = run_ranks(used_again)
+    check(seen["whole"], "the model is not whole")
+    check(seen["again"] == 2, f"{seen['again']} steps of the second trainer")
+    check("is being trained" in seen["open"], seen["open"])
+    return "whole, trained by a second trainer; two at a time are refused"
+
+
+def mistakes(day: Day) -> str:
+    """Make the usual mistakes."""
+    (said,) = run_ranks(mistaken, str(day.folder))
+    wrong = {name: text for name, text in said.items() if not text.startswith(("taken", "told"))}
+    check(not wrong, f"{wrong}")
+    taken = sum(text == "taken" for text in said.values())
+    return f"{taken} taken, {len(said) - taken} answered with what to write"
+
+
+STEPS: tuple[Callable[[Day], str], ...] = (
+    train,
+    stop,
+    go_on,
+    export_twice,
+    extend,
+    ask,
+    change_plan,
+    convert,
+    reuse,
+    mistakes,
+)
+
+
+def play(folder: Path) -> Iterator[Outcome]:
+    """The whole day, in a folder that is there and empty."""
+    day = Day(folder=folder)
+    (ready,) = run_ranks(prepared, str(folder))
+    assert ready
+    for step in STEPS:
+        what = (step.__doc__ or "").strip().rstrip(".").lower()
+        try:
+            yield Outcome(what, True, step(day))
+        except (AssertionError, OSError) as error:
+            yield Outcome(what, False, str(error).strip())
+
+
+def check(well: bool, otherwise: str) -> None:
+    """Fail with what was seen instead."""
+    if not well:
+        raise AssertionError(otherwise)
+
+
+# -- What the processes do.
+
+
+def prepared(folder: str) -> bool:
+    """A tiny Stable Diffusion and two photographs."""
+    from tests.support import pipelines
+
+    pipelines.MAKERS["sd15"](Path(folder) / "model")
+    photos = Path(folder) / "photos"
+    photos.mkdir()
+    data = importlib.resources.files("skimage") / "data"
+    for name, caption in PHOTOS.items():
+        (photos / f"{name}.png").write_bytes((data / f"{name}.png").read_bytes())
+        (photos / f"{name}.txt").write_text(caption)
+    return True
+
+
+def finetuned(line: list[str], stop: int | None) -> list[float]:
+    """Losses of ``finetune.py``."""
+    import torch
+
+    from zerotune.training import Callback
+
+    torch.set_num_threads(1)
+    script = importlib.import_module("examples.finetune")
+
+    class Terminate(Callback):
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
+            if metrics.step == stop:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    others = script.callbacks
+    script.callbacks = lambda options: [*others(options), Terminate()]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return script.main(line)
+
+
+def digits(steps: int, start: str | None, zero: dict[str, Any], save: str | None) -> dict[str, Any]:
+    """A trainer on the digits, from a checkpoint and into one."""
+    from tests.examples.embedded import new_trainer
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    with new_trainer(micro=4 // world_size, deepspeed=True, **zero) as trainer:
+        if start is not None:
+            trainer.resume(start)
+        report = trainer.fit(steps=steps)
+        if save is not None:
+            trainer.save(save)
+        return {
+            "losses": list(report.losses),
+            "step": trainer.step,
+            "decisions": [decision.key for decision in trainer.decisions],
+        }
+
+
+def with_accelerate(steps: int, folder: str | None) -> list[float]:
+    """Losses, per optimizer step, of the script that knows nothing of zerotune."""
+    from tests.examples.embedded import run_script
+
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        return run_script("accelerate_before", steps, folder or elsewhere, zero)["losses"]
+
+
+def converted(state: str, portable: str) -> dict[str, Any]:
+    """What accelerate saved goes on in a trainer, at stage 3."""
+    from tests.examples.embedded import new_trainer
+    from zerotune import cli
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        cli.main(["checkpoint", "convert", state, portable])
+    zero = {"stage": 3, "offload": "none"}
+    with new_trainer(micro=4, first=3, deepspeed=True, **zero) as trainer:
+        trainer.resume(portable)
+        losses = list(trainer.fit(steps=5).losses)
+        return {"losses": losses, "decisions": [d.key for d in trainer.decisions]}
+
+
+def used_again() -> dict[str, Any]:
+    """A model after its trainer, at stage 3."""
+    import torch
+
+    from tests.support.models import tiny_unet
+    from tests.training.workers import FAMILY, dataset, plan
+    from zerotune import FlowMatchingObjective, Trainer
+    from zerotune.errors import ZeroTuneError
+
+    model, found = tiny_unet(), {}
+    options = {"plan": plan(stage=3, offload="none"), "data": dataset(), "callbacks": []}
+    options["objective"] = FlowMatchingObjective(family=FAMILY)
+    with Trainer(model=model, **options) as trainer:
+        trainer.fit(steps=1)
+        try:
+            Trainer(model=model, **options)
+            found["open"] = "not refused"
+        except ZeroTuneError as error:
+            found["open"] = str(error)
+    found["whole"] = all(p.numel() and bool(torch.isfinite(p).all()) for p in model.parameters())
+    with Trainer(model=model, **options) as trainer:
+        found["again"] = trainer.fit(steps=2).steps
+    return found
+
+
+def mistaken(folder: str) -> dict[str, str]:
+    """Each of the usual inputs: taken, or told what to write."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from tests.support.models import tiny_unet
+    from tests.training.workers import FAMILY, dataset, plan
+    from zerotune import FlowMatchingObjective, Trainer
+    from zerotune.errors import ZeroTuneError
+
+    config = plan().to_deepspeed()
+    file = Path(folder) / "plan.json"
+    file.write_text(json.dumps(config))
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    images = TensorDataset(torch.zeros(8, 1, 8, 8), torch.zeros(8, dtype=torch.long))
+
+    def attempt(words: str, **changes: Any) -> str:
+        options = {"model": tiny_unet(), "plan": plan(), "data": dataset(), "callbacks": []}
+        options["objective"] = FlowMatchingObjective(family=FAMILY)
+        try:
+            with Trainer(**{**options, **changes}) as trainer:
+                trainer.fit(steps=1)
+        except ZeroTuneError as error:
+            return "told" if words and words in str(error) else f"said: {error}"
+        except Exception as error:  # noqa: BLE001 - a raw error is what is looked for
+            return f"raw {type(error).__name__}: {error}"
+        return "taken" if not words else "not refused"
+
+    return {
+        "a plan as a dict": attempt("", plan=config),
+        "a plan as a path": attempt("", plan=str(file)),
+        "a tensor dataset": attempt("", data=images),
+        "a model as a path": attempt("load_pretrained", model=str(Path(folder) / "model")),
+        "an optimizer": attempt("OptimizerResolver", optimizer=adam),
+        "a dataset of tuples": attempt("dict", data=[(1, 2), (3, 4)] * 8),
+        "no data": attempt("data", data=None),
+    }
+
+
+def main() -> int:
+    """Play the day; 1 when something went wrong."""
+    import zerotune
+
+    sys.stdout.write(f"zerotune {zerotune.__version__} of {Path(zerotune.__file__).parent}\n")
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="second-day-") as folder:
+        for outcome in play(Path(folder)):
+            bad += not outcome.well
+            mark = "ok  " if outcome.well else "FAIL"
+            sys.stdout.write(f"{mark} {outcome.what}: {outcome.said}\n")
+            sys.stdout.flush()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
