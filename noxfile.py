@@ -246,10 +246,6 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, the main job on it, and SDXL and Flux measured."""
-    training_environment(session)
-    run(session, "-m", "pytest", "-m", "gpu", *session.posargs)
-    run(session, "examples/digits.py", "--output", "outputs/digits-gpu")
-    for name in ("sdxl", "flux"):
-        # Ends after nine minutes; the next call goes on where it stopped.
-        run(session, "-m", "benchmarks", name, "--output", "docs/results")
+    """What a GPU is for, piece by piece: ``nox -s gpu -- --minutes 10 --output DIR``."""
+    training_environment(session, "cpu_adam")
+    run(session, "-m", "benchmarks", "gpu", *(session.posargs or ["--minutes", "60"]))

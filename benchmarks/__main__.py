@@ -7,10 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from benchmarks.framework import Benchmark, run
 from benchmarks.framework.tables import goals_table
 from benchmarks.registry import CPU, available, load
+
+SESSION: Final = "gpu"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = available()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "name", choices=[*known, "all"], help=f"all: {', '.join(CPU)}, one after the other"
+        "name",
+        choices=[*known, "all", SESSION],
+        help=f"all: {', '.join(CPU)}, one after the other; {SESSION}: what a GPU is lent for, "
+        "piece by piece",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help=f"how long {SESSION} may take; 10 by default"
     )
     parser.add_argument(
         "--quick", action="store_true", help="sizes that show within seconds that it works"
@@ -35,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     # Read when torch is loaded: threads that spin while they wait starve the next contestant.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if options.name == SESSION:
+        from benchmarks.session import run_session
+
+        return run_session(output=output, minutes=options.minutes, quick=options.quick)
     for name in CPU if options.name == "all" else (options.name,):
         _run(load(name), output, quick=options.quick, fresh=options.fresh)
     return 0
