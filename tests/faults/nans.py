@@ -163,8 +163,10 @@ class Poisoned:
     ) -> None:
         said = f"{place}, {policy}: {error}"
         after = everything(self._trainer.engine, self._trainer.averages.shadows["ema"])
-        self._all_finite(root, said)
+        # With what needs all ranks: whatever is found after it, nobody waits.
         finite = self._weights_are_finite()
+        if self._rank == 0:  # Which removes older ones.
+            self._all_finite(root, said)
         if error is not None and not isinstance(error, TrainingError | CheckpointNotFiniteError):
             raise Found("foreign", f"{type(error).__name__}: {said}")
         if error is not None and place in ("data", "loss"):

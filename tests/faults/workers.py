@@ -49,10 +49,19 @@ class Team:
         try:
             for _, pipe in self._members:
                 pipe.send((method, args))
-            return [self._answer(rank, seconds) for rank in range(len(self._members))]
-        except (OSError, Found) as error:
+        except OSError as error:
             self.close()
-            raise error if isinstance(error, Found) else Found("foreign", str(error)) from error
+            raise Found("foreign", str(error)) from error
+        answers, found = [], []
+        for rank in range(len(self._members)):
+            try:
+                answers.append(self._answer(rank, seconds))
+            except Found as error:
+                found.append(error)
+        if found:
+            self.close()
+            raise Found(found[-1].kind, "\n   ".join(map(str, found)))
+        return answers
 
     def _answer(self, rank: int, seconds: float) -> Any:
         process, pipe = self._members[rank]
