@@ -32,7 +32,8 @@ DIFFERING = ("model", "data", "plan")
 ENDING = ("kill", "stop", "loop", "exception")
 OURS = ("zerotune.", "torch.distributed.elastic.multiprocessing.api.SignalException")
 """What a rank may end with; torchrun's own handler makes the second of a SIGTERM."""
-MOMENTS = ("data", "forward", "backward", "after the step", "while saving")
+IN_A_STEP = ("data", "forward", "backward", "after the step", "while saving")
+MOMENTS = (*IN_A_STEP, "starting", "resuming", "exporting")
 
 
 @attrs.frozen(kw_only=True)
@@ -74,8 +75,9 @@ class Faulty(Callback):
 
     def at(self, moment: str) -> None:
         # Writing in the background may be a step late.
-        early = self.step < self._fault.step
-        late = self.step > self._fault.step and moment != "while saving"
+        stepping = moment in IN_A_STEP
+        early = stepping and self.step < self._fault.step
+        late = stepping and self.step > self._fault.step and moment != "while saving"
         if not self._mine or moment != self._fault.moment or early or late:
             return
         self._mine = False
@@ -136,6 +138,7 @@ def trained(folder: Path, fault: Fault, rank: int) -> None:
         output: torch.Tensor = (engine(batch["images"]) - 1).pow(2).mean()
         return Hooked.apply(output, faulty)  # type: ignore[no-untyped-call,no-any-return]
 
+    faulty.at("starting")
     saver = SaveEveryInBackground if fault.background else SaveEvery
     with Trainer(
         model=torch.nn.Sequential(
@@ -154,20 +157,25 @@ def trained(folder: Path, fault: Fault, rank: int) -> None:
         timeout_s=TIMEOUT_S,
     ) as trainer:
         if fault.moment == "while saving":
-            at_saving(faulty)
-        trainer.fit(steps=8)
+            before_each("write_at", faulty, "while saving")
+        trainer.fit(steps=4)
+        before_each("read_at", faulty, "resuming")
+        trainer.resume(folder / "checkpoints" / "step-00000004")
+        faulty.at("exporting")
+        trainer.export(folder / "export")
 
 
-def at_saving(faulty: Faulty) -> None:
+def before_each(name: str, faulty: Faulty, moment: str) -> None:
+    """Let the fault happen when a function of the tensors' files is called."""
     from zerotune.checkpoint import tensors
 
-    write = tensors.write_at
+    real = getattr(tensors, name)
 
-    def writing(*arguments: Any) -> None:
-        faulty.at("while saving")
-        write(*arguments)
+    def called(*arguments: Any) -> Any:
+        faulty.at(moment)
+        return real(*arguments)
 
-    tensors.write_at = writing
+    setattr(tensors, name, called)
 
 
 def run_rank(folder: Path, fault: Fault, variables: dict[str, str]) -> None:
@@ -310,7 +318,8 @@ def judge(work: Path, fault: Fault, survivors: list[int]) -> None:
     root = work / "checkpoints"
     for path in root.glob("step-????????"):
         verify_checkpoint(path)
-    if fault.what in ENDING and fault.step >= 2 and latest_checkpoint(root) is None:
+    late = fault.step >= 2 and fault.moment != "starting"
+    if fault.what in ENDING and late and latest_checkpoint(root) is None:
         raise Found("lost", f"{fault}: no checkpoint: {[p.name for p in root.iterdir()]}")
 
 
