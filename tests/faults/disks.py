@@ -79,8 +79,9 @@ class Writer:
             except ZeroTuneError as caught:
                 error = caught
         said = f"{said}: {type(error).__name__}: {error}"
-        if error is not None and error.__cause__ is None and "rror: " in error.reason:
-            raise Found("foreign", said)
+        named = error is None or (error.key is not None and error.fix is not None)
+        if not named or "rror: " in str(error):
+            raise Found("foreign", f"no path, no fix, or a raw error: {said}")
         self._look(said)
         self._trainer.callbacks = self._around
         if error is None:

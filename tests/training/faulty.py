@@ -167,6 +167,10 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
 
     def end(message):
         (Path(folder) / "ended").write_text(message)
+        (Path(folder) / f"ended-{rank}").write_text(message)
+        if int(os.environ["WORLD_SIZE"]) > 2:
+            # As where a launcher or a scheduler sees to the stopped one later.
+            os._exit(EXIT_CODE)
         put_away(folder)
         os._exit(EXIT_CODE)
 
@@ -177,6 +181,15 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
     error = told(lambda: trainer.fit(steps=50))
     (Path(folder) / "told").write_text(f"{time.monotonic() - began:.1f} {error}")
     put_away(folder)
+
+
+def missing_at_the_start(missing: int, deepspeed: bool) -> tuple[str, float]:
+    """One rank never builds its trainer."""
+    if int(os.environ["RANK"]) == missing:
+        time.sleep(2 * TIMEOUT_S)
+        return "", 0.0
+    began = time.monotonic()
+    return told(lambda: small(deepspeed=deepspeed)), time.monotonic() - began
 
 
 def failing_to_write(folder: str) -> str:

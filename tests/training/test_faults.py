@@ -107,6 +107,27 @@ def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost)
     assert "kill -CONT" in message
 
 
+@pytest.mark.world_size(3)
+def test_no_watchdog_takes_another_one_that_ended_its_rank_for_the_fault(tmp_path):
+    with pytest.raises(RanksFailed):
+        run_ranks(faulty.losing, str(tmp_path), 1, faulty.STOP, True, world_size=3, timeout_s=20)
+    faulty.put_away(str(tmp_path))
+    for rank in (0, 2):
+        message = (tmp_path / f"ended-{rank}").read_text()
+        assert message.startswith("rank 1 stopped or ended without a word and the others wait")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("missing", "deepspeed"), [(0, False), (1, False), (0, True), (1, True)])
+def test_a_rank_that_never_starts_is_named(missing, deepspeed):
+    results = run_ranks(faulty.missing_at_the_start, missing, deepspeed, world_size=2)
+    error, seconds = results[1 - missing]
+    assert error.startswith(f"CollectiveError: rank {1 - missing}: not every rank came to the st")
+    assert f"Rank {missing} failed to come: rank {missing} " in error
+    assert seconds < faulty.TIMEOUT_S + 10
+
+
 @pytest.mark.world_size(2)
 def test_a_stopped_rank_is_named_without_a_watchdog(tmp_path):
     with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):

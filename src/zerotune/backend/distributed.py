@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import json
 import os
 import re
 import sys
@@ -328,26 +329,120 @@ class ProcessGroup:
 
     def _lost(self, what: str, error: RuntimeError, *, patience: float) -> CollectiveError:
         """The error that says who is missing, once it can be known."""
-        absent = self._roll.absent(patience=patience)
-        known = "; ".join(f"rank {rank} {state}" for rank, state in absent.items())
-        who = (
-            f"Rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} failed to come: "
-            f"{known}"
-            if absent
-            else f"by now none is missing, so one gave up or failed before: {_first_line(error)}"
-        )
-        return CollectiveError(
-            f"{what} ({who})",
-            key=f"rank {self.rank}",
-            fix="call it on every rank, not inside `if rank == 0`, and look in the log of "
-            "the rank named for why it stopped",
-        )
+        return _missing(what, self._roll.absent(patience=patience), error, rank=self.rank)
 
     def close(self) -> None:
         """Leave the group; the last to leave ends it, if it was started here."""
         if self._owned:
             self._owned = False
             _started.leave()
+
+
+@contextlib.contextmanager
+def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
+    """Wait for all processes that a launcher started, before the block makes a group of them.
+
+    torch itself tells at best how many are missing. Does nothing where there is a group already.
+
+    Args:
+        launch: Who this process is.
+        timeout_s: Seconds to wait.
+
+    Raises:
+        CollectiveError: A rank did not come, or was lost inside the block; the message names it.
+    """
+    if not launch.launched or launch.world_size == 1 or dist.is_initialized():
+        yield
+        return
+    arrivals = _Arrivals(launch, timeout=timedelta(seconds=timeout_s))
+    _started.arrivals = arrivals
+    arrivals.wait()
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_collective(error):
+            raise
+        raise arrivals.lost(error) from error
+
+
+class _Arrivals:
+    """Who of the started processes has come, noted where torch is going to look for them too.
+
+    Args:
+        launch: Who this process is.
+        timeout: How long to wait for the others.
+    """
+
+    def __init__(self, launch: Launch, *, timeout: timedelta) -> None:
+        self._launch, self._timeout = launch, timeout
+        self._place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        # torchrun's agent holds the store then, else rank 0 does.
+        self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        ranks = range(launch.world_size)
+        self._keys = [f"zerotune/arrived/{attempt}/{rank}" for rank in ranks]
+        self._store: Any = None
+        self._members: list[ProcessIdentity] = []
+        self._missing: list[int] = []
+
+    def wait(self) -> None:
+        """Come, and return when all have.
+
+        Raises:
+            CollectiveError: Somebody has not.
+        """
+        try:
+            self._store = self._open()
+            own = json.dumps(attrs.asdict(ProcessIdentity.current()))
+            self._store.set(self._keys[self._launch.rank], own)
+            if self._all_come():
+                found = self._store.multi_get(self._keys)
+                self._members = [ProcessIdentity(**json.loads(each)) for each in found]
+                return
+        except RuntimeError as error:
+            raise self._absent(error) from error
+        raise self._absent(None)
+
+    def lost(self, error: RuntimeError) -> CollectiveError:
+        """The error for what torch raises after all had come."""
+        time.sleep(_SETTLING_S)
+        conditions = {rank: member.condition() for rank, member in enumerate(self._members)}
+        ended = {rank: condition for rank, condition in conditions.items() if condition}
+        return _missing("the ranks came and could not start", ended, error, rank=self._launch.rank)
+
+    def _open(self) -> Any:
+        host, _, port = self._place.rpartition(":")
+        return torch._C._distributed_c10d.TCPStore(
+            host,
+            int(port),
+            self._launch.world_size,
+            is_master=self._launch.rank == 0 and not self._agent,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            # torch's own rendezvous shares it, as long as this one is kept.
+            multi_tenant=True,
+        )
+
+    def _all_come(self) -> bool:
+        timeout, began = self._timeout.total_seconds(), time.monotonic()
+        while not self._store.check(self._keys):
+            waited = time.monotonic() - began
+            # Once before the end: whoever holds the store may give up first.
+            if not self._missing and waited >= 0.8 * timeout:
+                keys = enumerate(self._keys)
+                self._missing = [rank for rank, key in keys if not self._store.check([key])]
+            if waited >= timeout:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _absent(self, error: RuntimeError | None) -> CollectiveError:
+        absent = dict.fromkeys(self._missing, "never came")
+        if not absent and self._launch.rank != 0 and not self._agent:
+            absent = {0: f"cannot be reached at {self._place}, where the ranks are to meet"}
+        timeout = self._timeout.total_seconds()
+        what = f"not every rank came to the start within {timeout:g} s"
+        return _missing(what, absent, error, rank=self._launch.rank)
 
 
 class _Started:
@@ -357,6 +452,9 @@ class _Started:
         self._group: Any = None
         self._users = 0
         self._launched = False
+
+        self.arrivals: _Arrivals | None = None
+        """Kept, because the store that it holds is the group's too."""
 
     def note(self, *, launched: bool) -> None:
         """The default group has just been started here."""
@@ -403,7 +501,8 @@ _started = _Started()
 
 def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
     if launch.launched:
-        dist.init_process_group(backend=backend, timeout=timeout)
+        with meeting(launch, timeout_s=timeout.total_seconds()):
+            dist.init_process_group(backend=backend, timeout=timeout)
         _started.note(launched=True)
         return
     # A store in this process's memory: no port, no environment, no MPI.
@@ -503,6 +602,33 @@ class Asking:
         self._thread.start()
         self._thread.join(seconds)
         return answers[0] if answers else None
+
+
+def _missing(
+    what: str, absent: Mapping[int, str], error: Exception | None, *, rank: int
+) -> CollectiveError:
+    """The error that says who is missing.
+
+    Args:
+        what: What went wrong.
+        absent: What is known of each missing rank.
+        error: What torch said.
+        rank: This one.
+    """
+    ranks = f"Rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
+    known = "; ".join(f"rank {each} {state}" for each, state in absent.items())
+    said = "" if error is None else f": {_first_line(error)}"
+    who = (
+        f"{ranks} failed to come: {known}"
+        if absent
+        else f"by now none is missing, so one gave up or failed before{said}"
+    )
+    return CollectiveError(
+        f"{what} ({who})",
+        key=f"rank {rank}",
+        fix="call it on every rank, not inside `if rank == 0`, and look in the log of "
+        "the rank named for why it stopped",
+    )
 
 
 def is_collective(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, check_alike, expected_groups
 from zerotune.backend.deepspeed.given_back import check_not_gone
 from zerotune.backend.deepspeed.layouts import ParameterLayout, require_trainable
-from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
 from zerotune.backend.dtypes import DTYPES, check_model_dtype
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
@@ -256,7 +256,7 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
         if launch.launched
         else []
     )
-    with environment(**hidden):
+    with environment(**hidden), meeting(launch, timeout_s=timeout_s):
         try:
             return accelerate.Accelerator(
                 mixed_precision={"fp32": "no"}.get(plan.precision, plan.precision),

@@ -319,7 +319,7 @@ class _Watch:
         # The first to go would break the others' connections, and rank 0 may hold the store:
         # all of them are to have read this before anyone goes.
         waiting = 4 * self._interval_s
-        ready = [f"{self._prefix}/end/{beat.rank}" for beat in beats if not beat.done]
+        ready = [f"{self._prefix}/end/{b.rank}" for b in beats if not b.done and b.gone is None]
 
         def meet() -> None:
             self._store.set(f"{self._prefix}/end", "now")
@@ -328,8 +328,7 @@ class _Watch:
             while time.monotonic() < deadline and not self._store.check(ready):
                 time.sleep(self._interval_s / 8)
 
-        if not any(beat.gone for beat in beats):
-            self._asking.ask(meet, seconds=waiting + 1)
+        self._asking.ask(meet, seconds=waiting + 1)
         self._end(message)
 
     def _exchange(self, mine: Beat) -> bool:
