@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.support import pipelines
+from tests.support.ranks import run_ranks
+from zerotune.backend.distributed import ProcessGroup
 from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
-from zerotune.errors import DataError
+from zerotune.errors import CollectiveError, DataError
 
 
 @pytest.fixture
@@ -87,6 +91,39 @@ def test_without_parts_there_is_nothing_to_encode_with(images, sdxl, tmp_path):
     family = load_pretrained(sdxl, parts=False).family
     with pytest.raises(DataError, match="neither VAE nor text encoders"):
         encode_dataset(images, family=family, folder=tmp_path / "cache", progress=False)
+
+
+def encode_slowly(folder, images, target, timeout_s):
+    """One rank encodes for longer than the group waits for a collective."""
+    group = ProcessGroup(backend="gloo", timeout_s=1.0)
+    family = load_pretrained(folder, frozen_dtype="fp32").family
+    if group.rank == 1:
+        parts, usual = family.parts, family.parts.encode_images
+
+        def slowly(pixels):
+            time.sleep(2.0)
+            return usual(pixels)
+
+        parts.encode_images = slowly
+    options = {} if timeout_s is None else {"timeout_s": timeout_s}
+    group.barrier("begin together", timeout_s=60)
+    try:
+        cached = encode_dataset(
+            images, family=family, folder=target, ranks=group, progress=False, **options
+        )
+        return len(cached)
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        group.close()
+
+
+@pytest.mark.world_size(2)
+def test_a_slow_rank_is_waited_for_longer_than_a_collective(images, sdxl, tmp_path):
+    found = run_ranks(encode_slowly, str(sdxl), images, str(tmp_path / "cache"), None, world_size=2)
+    assert found == [3, 3]
+    late = run_ranks(encode_slowly, str(sdxl), images, str(tmp_path / "other"), 0.5, world_size=2)
+    assert "use cached latents" in str(late[0])
 
 
 @pytest.mark.gpu

@@ -29,8 +29,8 @@ class Ranks(Protocol):
     rank: int
     world_size: int
 
-    def barrier(self, purpose: str) -> None:
-        """Wait for all."""
+    def barrier(self, purpose: str, *, timeout_s: float | None = None) -> None:
+        """Wait for all, at most so many seconds."""
         ...
 
 
@@ -43,6 +43,7 @@ def encode_dataset(
     device: torch.device | str | None = None,
     batch_size: int = 4,
     progress: bool = True,
+    timeout_s: float = 24 * 3600.0,
 ) -> CachedImages:
     """Cache latents and text embeddings of all images, and let the frozen parts go.
 
@@ -58,12 +59,15 @@ def encode_dataset(
         device: Where to encode: CUDA where there is any, when not given.
         batch_size: Images, and texts, at a time.
         progress: Show a bar on rank 0.
+        timeout_s: Seconds that a rank which is done waits for the slowest. The group's own timeout,
+            ten minutes, is made for collectives; a rank that died is noticed at once.
 
     Returns:
         The dataset to train on; VAE and text encoders are on the host.
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
+        CollectiveError: A rank did not come in time.
     """
     with ExitStack() as resources:
         chosen = ranks or _launched(resources)
@@ -75,6 +79,7 @@ def encode_dataset(
             device=torch.device(device or _default_device(chosen.rank)),
             batch_size=batch_size,
             shown=progress and chosen.rank == 0,
+            timeout_s=timeout_s,
         )
 
 
@@ -98,6 +103,7 @@ def _encode(
     device: torch.device,
     batch_size: int,
     shown: bool,
+    timeout_s: float,
 ) -> CachedImages:
     latents = TensorCache(folder, settings=family.latent_settings())
     texts = TensorCache(folder, settings=family.text_settings())
@@ -113,7 +119,7 @@ def _encode(
             encode=lambda pixels: family.encode_images(pixels, device=device),
             progress=report,
             release=None if family.parts is None else family.parts.release,
-            barrier=lambda: ranks.barrier("use cached latents"),
+            barrier=lambda: ranks.barrier("use cached latents", timeout_s=timeout_s),
             **shared,
         )
     with _Bar("captions", shown) as report:
@@ -123,7 +129,7 @@ def _encode(
             encode=lambda captions: family.encode_texts(captions, device=device),
             progress=report,
             release=None if family.parts is None else family.parts.release,
-            barrier=lambda: ranks.barrier("use cached captions"),
+            barrier=lambda: ranks.barrier("use cached captions", timeout_s=timeout_s),
             **shared,
         )
     return CachedImages(images, latents=latents, texts=texts)
