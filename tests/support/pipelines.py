@@ -60,11 +60,11 @@ def t5_tokenizer() -> T5TokenizerFast:
     return T5TokenizerFast(tokenizer_object=tokenizer, model_max_length=16)
 
 
-def clip(projection: bool) -> Any:
+def clip(projection: bool, length: int = 16) -> Any:
     torch.manual_seed(1)
     config = CLIPTextConfig(
         vocab_size=54, hidden_size=WIDTH, intermediate_size=37, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=16, projection_dim=WIDTH,
+        num_attention_heads=4, max_position_embeddings=length, projection_dim=WIDTH,
         bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)

@@ -87,6 +87,10 @@ class Drawing:
     guidance_scale: float = 1.0
     size: tuple[int, int] | None = None
     """Height and width in pixels; what the model was made for when not given."""
+    frames: int | None = None
+    """Of a clip; the pipeline's default when not given."""
+    references: Tensor | None = None
+    """Images that are edited, one for each prompt, (n, 3, height, width) in [-1, 1]."""
     scheduler: Any = None
     """A diffusers scheduler to draw with; the pipeline's own when not given."""
     trained_with: Any = None

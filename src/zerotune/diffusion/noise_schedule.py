@@ -97,6 +97,8 @@ def drawing_scheduler(scheduler: Any, trained_with: Any = None) -> Any:
         if "rescale_betas_zero_snr" not in inspect.signature(kind.__init__).parameters:
             kind = _ddim_instead_of(kind)
             kept["clip_sample"] = False  # DDIM's default is for pixels; these are latents.
+    if "shift" in kept and "flow_shift" in inspect.signature(kind.__init__).parameters:
+        kept["flow_shift"] = kept.pop("shift")
     # As keywords: diffusers drops settings that the configuration holds as defaults.
     return kind.from_config(scheduler.config, **kept)
 

@@ -6,18 +6,32 @@ the trained model the pipeline has a ``PipelineModel``, which calls the engine.
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
+import attrs
 import torch
 
-from zerotune.backend.unpartitioned import check_whole
+from zerotune.backend.unpartitioned import check_whole, unpartitioned
 from zerotune.diffusion.data.cache import hash_weights
+from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.family import Denoiser
+from zerotune.diffusion.latents import LatentSpace
 from zerotune.errors import DataError
 
-_EXACT: Final = ("timestep", "time_ids", "guidance", "img_ids", "txt_ids")
+_EXACT: Final = (
+    "timestep",
+    "timesteps",
+    "time_ids",
+    "guidance",
+    "img_ids",
+    "txt_ids",
+    "position_ids",
+)
 """Numbers that bf16 cannot hold."""
 
 Embeddings = Mapping[str, torch.Tensor]
@@ -40,7 +54,7 @@ class FrozenParts:
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
-        self._remembered: dict[str, dict[str, torch.Tensor]] = {}
+        self._remembered: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         for name, module in self.modules.items():
             check_whole(module, name=name)
             module.requires_grad_(False).eval()
@@ -88,9 +102,18 @@ class FrozenParts:
         return found
 
     @property
+    def latents(self) -> LatentSpace:
+        """What the autoencoder's latents are to the model.
+
+        Raises:
+            DataError: It was left out.
+        """
+        return LatentSpace(self.vae)
+
+    @property
     def scale(self) -> int:
         """Pixels per latent pixel, along each side."""
-        return int(2 ** (len(self.vae.config.block_out_channels) - 1))
+        return self.latents.scale
 
     def to(self, device: torch.device | str, names: Sequence[str] | None = None) -> FrozenParts:
         """Move the weights of some parts, or of all."""
@@ -123,73 +146,154 @@ class FrozenParts:
         encode: Callable[[Sequence[str]], Embeddings],
         *,
         device: torch.device,
+        kind: str = "",
     ) -> dict[str, torch.Tensor]:
-        """Embeddings of texts, each computed once on ``device`` and then kept on the host."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._remembered]
+        """Embeddings of texts, each computed once on ``device`` and then kept on the host.
+
+        Args:
+            texts: What is encoded.
+            encode: How.
+            device: Where.
+            kind: Another one is remembered apart.
+        """
+        known = self._remembered.setdefault(kind, {})
+        new = [text for text in dict.fromkeys(texts) if text not in known]
         if new:
             with self.on(device, list(self.text_encoders)), torch.no_grad():
                 for text in new:
-                    encoded = encode([text])
-                    self._remembered[text] = {name: v[0].cpu() for name, v in encoded.items()}
-        first = self._remembered[texts[0]]
-        return {name: torch.stack([self._remembered[t][name] for t in texts]) for name in first}
+                    row = row_of(encode([text]), 0)
+                    known[text] = {name: value.cpu() for name, value in row.items()}
+        return stack_named([known[text] for text in texts])
 
-    @torch.no_grad()
     def encode_images(self, images: torch.Tensor) -> torch.Tensor:
-        """The means of the VAE's distributions as the model sees them.
+        """Latents of images or clips; see ``LatentSpace.encode``."""
+        return self.latents.encode(images)
 
-        Args:
-            images: (b, 3, height, width) in [-1, 1], on the VAE's device or another.
-
-        Returns:
-            (b, c, height / scale, width / scale), fp32, on the VAE's device.
-        """
-        vae = self.vae
-        pixels = images.to(_device(vae), vae.dtype)
-        encoded: torch.Tensor = vae.encode(pixels).latent_dist.mode().float()
-        mean, deviation = self._normalisation(encoded)
-        return (encoded - mean) / deviation
-
-    @torch.no_grad()
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images of latents, one at a time: decoding takes much more memory than encoding.
-
-        Args:
-            latents: (b, c, h, w).
-
-        Returns:
-            (b, 3, height, width), nominally in [-1, 1], fp32, on the CPU.
-        """
-        vae = self.vae
-        mean, deviation = self._normalisation(latents.float())
-        scaled = (latents.float() * deviation + mean).to(_device(vae), vae.dtype)
-        ones = torch.split(scaled, 1)
-        decoded = [vae.decode(one, return_dict=False)[0].float().cpu() for one in ones]
-        return torch.cat(decoded)
+        """Images or clips of latents; see ``LatentSpace.decode``."""
+        return self.latents.decode(latents)
 
     def vae_settings(self) -> dict[str, Any]:
         """All that decides what the VAE makes of an image, but its weights and precision."""
-        names = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
-        return {name: self.vae.config.get(name) for name in names}
+        return self.latents.settings()
 
     def hash(self, names: Sequence[str]) -> str:
         """A hash of the weights of some parts."""
         return "+".join(hash_weights(self.modules[name]) for name in names)
 
-    def _normalisation(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and deviation of latents, (1, c or 1, 1, 1): what the model sees has 0 and 1."""
-        settings = self.vae_settings()
-        scaling = float(settings["scaling_factor"])
-        mean = settings["latents_mean"]
-        deviation = settings["latents_std"]
-        if mean is None or deviation is None:
-            shift = torch.full((1, 1, 1, 1), float(settings["shift_factor"] or 0.0))
-            return shift.to(latents), torch.full((1, 1, 1, 1), 1 / scaling).to(latents)
-        channels = (1, -1, 1, 1)
-        return (
-            torch.tensor(mean).view(channels).to(latents),
-            torch.tensor(deviation).view(channels).to(latents) / scaling,
+
+class Described:
+    """A model that answers questions and computes nothing: no module to a pipeline.
+
+    So it neither decides where the pipeline computes nor moves with it.
+
+    Args:
+        module: One on the ``meta`` device, or one that waits elsewhere.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Blueprint:
+    """A diffusers pipeline without its weights: what it takes to make one around an engine."""
+
+    kind: type[Any]
+    """Its class."""
+    settings: Mapping[str, Any]
+    """Arguments of its constructor that are no components."""
+    components: tuple[str, ...]
+    """The others, by name."""
+    scheduler: Any
+    """What it draws with."""
+    vae: Described | None
+    """What it asks for sizes."""
+
+    @classmethod
+    def of(cls, pipeline: Any) -> Blueprint:
+        """That of a pipeline."""
+        names = tuple(pipeline.components)
+        settings = {
+            name: value
+            for name, value in pipeline.config.items()
+            if name not in names and not name.startswith("_")
+        }
+        return cls(
+            kind=type(pipeline),
+            settings=settings,
+            components=names,
+            scheduler=pipeline.scheduler,
+            vae=None if pipeline.vae is None else Described(pipeline.vae),
         )
+
+    @classmethod
+    def read(cls, folder: Path, kind: type[Any]) -> Blueprint:
+        """That of a pipeline in a folder; no weights are read.
+
+        Args:
+            folder: With ``model_index.json``.
+            kind: The pipeline's class.
+        """
+        import diffusers
+
+        index = json.loads((folder / "model_index.json").read_text())
+        known = {name: entry for name, entry in index.items() if isinstance(entry, list)}
+        # A setting may be a list of numbers; a component is a library and a class.
+        parts = {
+            name: entry
+            for name, entry in known.items()
+            if len(entry) == 2 and all(one is None or isinstance(one, str) for one in entry)
+        }
+        settings = {
+            name: value
+            for name, value in index.items()
+            if name not in parts and not name.startswith("_")
+        }
+        scheduler = getattr(diffusers, parts["scheduler"][1])
+        vae = parts.get("vae", [None, None])[1]
+        with unpartitioned(), torch.device("meta"):
+            described = vae and getattr(diffusers, vae).from_config(
+                getattr(diffusers, vae).load_config(folder, subfolder="vae")
+            )
+        return cls(
+            kind=kind,
+            settings=settings,
+            components=tuple(parts),
+            scheduler=scheduler.from_pretrained(folder, subfolder="scheduler"),
+            vae=Described(described) if described else None,
+        )
+
+    @classmethod
+    def usual(cls, kind: type[Any]) -> Blueprint:
+        """One of a class alone: its settings, and its sizes without a VAE, are the defaults."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return cls(
+            kind=kind,
+            settings={},
+            components=tuple(
+                name
+                for name, taken in inspect.signature(kind.__init__).parameters.items()
+                if name != "self" and taken.default is inspect.Parameter.empty
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(),
+            vae=None,
+        )
+
+    def around(self, **components: Any) -> Any:
+        """A pipeline of these components and the described VAE alone."""
+        missing = dict.fromkeys(self.components)
+        pipe = self.kind(**missing | dict(self.settings) | {"vae": self.vae} | components)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
 
 
 class PipelineModel(torch.nn.Module):
@@ -221,16 +325,22 @@ class PipelineModel(torch.nn.Module):
         return torch.float32
 
     @contextmanager
-    def cache_context(self, name: str) -> Iterator[None]:  # noqa: ARG002 - diffusers' signature
+    def cache_context(self, name: str, **_: Any) -> Iterator[None]:  # noqa: ARG002 - diffusers'
         """Nothing is cached between the steps of training."""
         yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the engine with the arguments a pipeline gives its model."""
         model: Any = self._model
-        arguments = [_cast(value, model.dtype) for value in args[:1]] + list(args[1:])
+        names = _parameters_of(getattr(model, "module", model))
+        arguments = [
+            value if name in _EXACT else _cast(value, model.dtype)
+            for name, value in zip(names, args, strict=False)
+        ]
         output = model(*arguments, **_cast(kwargs, model.dtype))
         prediction = output[0] if isinstance(output, tuple) else output.sample
+        if isinstance(prediction, list):
+            return ([one.float() for one in prediction],)
         return (prediction.float(),)
 
     def __getattr__(self, name: str) -> Any:
@@ -244,6 +354,11 @@ def _device(module: torch.nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def _parameters_of(module: Any) -> list[str]:
+    """Names of what the model's forward pass takes by place."""
+    return list(inspect.signature(module.forward).parameters)
+
+
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -251,4 +366,4 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return {
             name: inner if name in _EXACT else _cast(inner, dtype) for name, inner in value.items()
         }
-    return value
+    return [_cast(inner, dtype) for inner in value] if isinstance(value, list) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,10 @@ from packaging.version import Version
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
+from zerotune.diffusion.families.declared import DECLARED
 from zerotune.diffusion.families.flux import Flux
+from zerotune.diffusion.families.pipeline_family import PipelineFamily
+from zerotune.diffusion.families.probe import probe
 from zerotune.diffusion.families.stable_diffusion import StableDiffusion
 from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
 from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
@@ -22,7 +26,7 @@ from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.family import Family
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
-from zerotune.diffusion.pipeline import FrozenParts, PipelineModel
+from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.errors import InvalidValueError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {
     family.pipeline: family
-    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, Flux)
+    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, Flux, *DECLARED)
 }
 """Families by the class of their diffusers pipeline."""
 
@@ -63,11 +67,13 @@ class Pretrained:
         """The objective these models were made with.
 
         Args:
-            **settings: Of ``FlowMatchingObjective`` for SD3 and Flux (time steps are drawn
-                logit-normal if nothing else is said), of ``DenoisingObjective`` for all others;
-                ``scheduler`` replaces the one of the folder.
+            **settings: Of ``FlowMatchingObjective`` for families with ``flow_matching`` (time
+                steps are drawn logit-normal if nothing else is said), of ``DenoisingObjective``
+                for all others; ``scheduler`` replaces the one of the folder.
         """
         usual = {"scheduler": self.scheduler, "family": self.family}
+        if isinstance(self.family, PipelineFamily):
+            settings = self.family.objective_settings() | settings
         if getattr(self.family, "flow_matching", False):
             return FlowMatchingObjective(**usual | {"density": "logit_normal"} | settings)
         return DenoisingObjective(**usual | settings)
@@ -109,7 +115,8 @@ def load_pretrained(
         Model, family, training scheduler and the local folder.
 
     Raises:
-        InvalidValueError: There is nothing to load, or the pipeline's family is not known.
+        InvalidValueError: There is nothing to load, the pipeline's family is not known, or the
+            pipeline of a declared family cannot be trained through (``probe``).
         MissingDependencyError: Text encoders without transformers installed.
     """
     folder = _folder(source, revision=revision, variant=variant, local_files_only=local_files_only)
@@ -119,18 +126,23 @@ def load_pretrained(
     kind = family or _family(index, folder)
     options: dict[str, Any] = {"variant": variant, "local_files_only": True}
     _check_left_out(leave_out, index, kind.component)
-    scheduler = _training_scheduler(folder, flow_matching=kind.flow_matching)
+    scheduler, replaced = _training_scheduler(folder, flow_matching=kind.flow_matching)
     with unpartitioned():
         model = _component(folder, index, kind.component, _dtype(dtype), options)
         loaded = None
         if parts:
             options |= _left_out(index, leave_out) | _precision(_dtype(frozen_dtype))
             loaded = _frozen(folder, kind, model.config, options)
-    decisions = () if loaded is None else _spare_the_vae(loaded)
+        if issubclass(kind, PipelineFamily):
+            settings["blueprint"] = Blueprint.read(folder, _pipeline_class(kind))
+    chosen = kind(parts=loaded, **settings)
+    decisions = replaced + (() if loaded is None else _spare_the_vae(loaded))
+    if isinstance(chosen, PipelineFamily):
+        decisions += probe(chosen, model)
     announce(decisions)
     return Pretrained(
         model=model.train(),
-        family=kind(parts=loaded, **settings),
+        family=chosen,
         scheduler=scheduler,
         folder=folder,
         decisions=decisions,
@@ -217,10 +229,8 @@ def _frozen(
     config: Any,
     options: dict[str, Any],
 ) -> FrozenParts:
-    import diffusers
-
     try:
-        pipeline = getattr(diffusers, kind.pipeline).from_pretrained(
+        pipeline = _pipeline_class(kind).from_pretrained(
             folder, **{kind.component: None}, **options
         )
     except ImportError as error:
@@ -232,6 +242,12 @@ def _frozen(
     # The pipeline asks its model for sizes while it encodes texts.
     setattr(pipeline, kind.component, PipelineModel(config=config))
     return FrozenParts(pipeline)
+
+
+def _pipeline_class(kind: type[TextToImage]) -> Any:
+    import diffusers
+
+    return getattr(diffusers, kind.pipeline)
 
 
 def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
@@ -251,15 +267,30 @@ def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:
     )
 
 
-def _training_scheduler(folder: Path, *, flow_matching: bool) -> Any:
+def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tuple[Decision, ...]]:
     from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 
     kind = FlowMatchEulerDiscreteScheduler if flow_matching else DDPMScheduler
     # The stored scheduler may be one for drawing, such as Euler's; its settings are the model's.
     try:
-        return kind.from_pretrained(folder, subfolder="scheduler", local_files_only=True)
+        config = kind.load_config(folder, subfolder="scheduler", local_files_only=True)
     except OSError as error:
         raise _unreadable(folder / "scheduler", error) from error
+    stored = config.get("_class_name", kind.__name__)
+    if not flow_matching or stored == kind.__name__:
+        return kind.from_config(config), ()
+    taken = inspect.signature(kind.__init__).parameters
+    known = {name: value for name, value in config.items() if name in taken}
+    shift = config.get("flow_shift", known.get("shift"))
+    if shift is None:
+        return kind.from_config(known), ()
+    decision = Decision(
+        key="scheduler",
+        before=f"{stored}, flow_shift={shift:g}",
+        after=f"{kind.__name__}, shift={shift:g}",
+        reason="the former only samples; training draws its noise levels with the same shift",
+    )
+    return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
 
 def _bare_model(

@@ -40,6 +40,8 @@ def sample(
     count: int | None = None,
     shape: tuple[int, int, int] | None = None,
     size: tuple[int, int] | None = None,
+    frames: int | None = None,
+    references: torch.Tensor | None = None,
     steps: int = 50,
     guidance_scale: float = 1.0,
     trained_with: Any = None,
@@ -68,6 +70,9 @@ def sample(
         shape: (c, h, w) of a sample; read from the model's configuration when not given. Not
             with prompts.
         size: Height and width in pixels; only with prompts.
+        frames: Of each clip; only with prompts, of a family of clips.
+        references: Images that are edited, (n, 3, height, width) in [-1, 1]; only with prompts, of
+            a family that edits.
         steps: Denoising steps.
         guidance_scale: Classifier-free guidance; 1 is none.
         trained_with: The objective's scheduler, so that a pipeline's own predicts what was
@@ -76,7 +81,8 @@ def sample(
         batch_size: Images per forward pass and rank; all at once when not given.
 
     Returns:
-        fp32 images on the CPU, (n, c, h, w), nominally in [-1, 1], not clamped.
+        fp32 images on the CPU, (n, c, h, w), or clips (n, c, frames, h, w), nominally in [-1, 1],
+        not clamped.
 
     Raises:
         InvalidValueError: An argument is missing or does not fit the family.
@@ -85,7 +91,12 @@ def sample(
     family = Unconditional() if family is None else family
     if prompts is None:
         _unfitting(
-            "prompts", size=size, negative_prompt=negative_prompt or None, trained_with=trained_with
+            "prompts",
+            size=size,
+            frames=frames,
+            references=references,
+            negative_prompt=negative_prompt or None,
+            trained_with=trained_with,
         )
     else:
         _unfitting("labels or count", labels=labels, shape=shape)
@@ -107,6 +118,8 @@ def sample(
             steps=steps,
             guidance_scale=guidance_scale,
             size=size,
+            frames=frames,
+            references=references,
             scheduler=scheduler,
             trained_with=trained_with,
         )
@@ -149,6 +162,7 @@ def _from_prompts(model: Denoiser, family: Family, request: Drawing) -> _Draw:
             request,
             prompts=tuple(request.prompts[index] for index in picked),
             seeds=tuple(request.seeds[index] for index in picked),
+            references=None if request.references is None else request.references[picked],
         )
         return family.draw(model, mine)
 

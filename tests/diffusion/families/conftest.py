@@ -1,4 +1,4 @@
-"""Whole tiny pipelines in folders, made once."""
+"""Whole tiny pipelines in folders, each made once, when it is asked for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pipelines import MAKERS
+from tests.support import declared_pipelines, pipelines
+
+MAKERS = pipelines.MAKERS | declared_pipelines.MAKERS
+
+
+class _Folders(dict[str, Path]):
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, name: str) -> Path:
+        self[name] = MAKERS[name](self._root / name)
+        return self[name]
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """The folder of each family's pipeline."""
-    root = tmp_path_factory.mktemp("pipelines")
-    return {name: make(root / name) for name, make in MAKERS.items()}
+    return _Folders(tmp_path_factory.mktemp("pipelines"))

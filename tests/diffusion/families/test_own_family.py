@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusers import DDPMScheduler, PixArtSigmaPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, OvisImagePipeline
 
 from tests.diffusion.families.own_family import (
     PROMPTS,
     family_of_the_page,
-    pixart,
     train_and_draw,
 )
+from tests.support.declared_pipelines import ovis_image
 from tests.support.ranks import run_ranks
 from zerotune.diffusion import FAMILIES, load_pretrained
 from zerotune.errors import InvalidValueError
@@ -19,7 +19,7 @@ from zerotune.errors import InvalidValueError
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return pixart(tmp_path_factory.mktemp("pixart"))
+    return ovis_image(tmp_path_factory.mktemp("ovis"))
 
 
 def test_its_texts_and_scheduler_are_those_of_the_pipeline(folder):
@@ -29,13 +29,16 @@ def test_its_texts_and_scheduler_are_those_of_the_pipeline(folder):
         folder, family=family_of_the_page(), frozen_dtype="fp32", max_sequence_length=12
     )
     assert loaded.family.pipeline not in FAMILIES
-    assert isinstance(loaded.scheduler, DDPMScheduler)
+    assert isinstance(loaded.scheduler, FlowMatchEulerDiscreteScheduler)
     given = loaded.family.encode_texts(PROMPTS)
-    pipe = PixArtSigmaPipeline.from_pretrained(folder)
+    pipe = OvisImagePipeline.from_pretrained(folder)
     with torch.no_grad():
-        embeds, mask, _, _ = pipe.encode_prompt(PROMPTS, False, max_sequence_length=12)
+        embeds, negative, _, _ = pipe.encode_prompt(
+            PROMPTS, negative_prompt=["ugly"] * 2, max_sequence_length=12
+        )
     assert torch.equal(given["prompt_embeds"], embeds)
-    assert torch.equal(given["prompt_attention_mask"], mask)
+    ours = loaded.family.remembered_negative(["ugly"] * 2, device=torch.device("cpu"))
+    torch.testing.assert_close(ours["prompt_embeds"], negative)
     assert loaded.family.text_settings().settings["max_sequence_length"] == 12
 
 
@@ -49,15 +52,14 @@ def test_it_trains_at_stage_3_and_draws_what_plain_diffusers_draws(folder, tmp_p
     drawn_there = torch.from_numpy(first["images"])
     assert torch.equal(drawn_there, torch.from_numpy(second["images"]))
     assert first["moved"] == first["of"]
-    pipe = PixArtSigmaPipeline.from_pretrained(tmp_path / "out")
+    pipe = OvisImagePipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)
     drawn = torch.Generator().manual_seed(1)
     seeds = torch.randint(2**63 - 1, (2,), generator=drawn).tolist()
     images = pipe(
         PROMPTS, num_inference_steps=3, guidance_scale=2.0, height=16, width=16,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
-        max_sequence_length=12, use_resolution_binning=False, clean_caption=False,
-        output_type="pt",
+        max_sequence_length=12, negative_prompt=[""] * 2, output_type="pt",
     ).images  # fmt: skip
     ours = (drawn_there / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(ours, images, rtol=0, atol=3e-6)

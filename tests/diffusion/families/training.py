@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch
 from tests.support.runs import Case, start
 from zerotune.checkpoint import export_pipeline
 from zerotune.checkpoint.adapters import LORA_FILE, export_adapters
-from zerotune.diffusion import TextToImage, load_pretrained
+from zerotune.diffusion import PipelineFamily, Pretrained, TextToImage, load_pretrained
 from zerotune.diffusion.lora import LoRA, add_lora
 
+TOKENS = 6
 SHARES = 2
 """Micro batches of a step: of two ranks, or of one that accumulates. One reference serves both."""
 MICRO = 2
@@ -64,21 +66,61 @@ def fitted(data: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor
     return {name: data[name] for name in data if name not in ("texts", "pooled")} | texts
 
 
+def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
+    """A micro batch of a declared family; texts of six tokens, where there are masks of fewer."""
+    generator = torch.Generator().manual_seed(1000 * step + share)
+    latents, known = family.example(model, batch=MICRO, side=8)
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    found = {"latents": drawn(tuple(latents.shape))}
+    for name, tensor in known.items():
+        if name.endswith("mask"):
+            found[name] = torch.ones(MICRO, TOKENS, dtype=tensor.dtype)
+            found[name][1, 4:] = 0
+        elif tensor.ndim == 2 or name not in family.text_tensors:
+            found[name] = drawn(tuple(tensor.shape))
+        else:
+            found[name] = drawn((MICRO, TOKENS, *tensor.shape[2:]))
+    return found
+
+
+def data_of(family: TextToImage, model: Any, step: int, share: int) -> dict[str, torch.Tensor]:
+    """A micro batch as the family takes it."""
+    if isinstance(family, PipelineFamily):
+        return example(family, model, step, share)
+    return fitted(batch(step, share), model.config)
+
+
 def train(
     folder: str, case: Case, variants: Sequence[Variant], steps: int, exported: str | None = None
 ) -> list[dict[str, Any]]:
     """Train each variant in turn; the mean loss of each step, and what was seen on the way."""
+    loaded = load_pretrained(folder, parts=False)
     return [
-        _train(folder, case, variant, steps, exported and f"{exported}-{variant}")
+        _train(loaded, case, variant, steps, exported and f"{exported}-{variant}")
         for variant in variants
     ]
 
 
+def train_several(
+    jobs: Sequence[tuple[str, Sequence[Variant]]],
+    case: Case,
+    steps: int,
+    exported: str | None = None,
+) -> list[list[dict[str, Any]]]:
+    """``train`` for several folders in one process: an engine starts faster in a warm one."""
+    return [
+        train(folder, case, variants, steps, exported and f"{exported}-{number}")
+        for number, (folder, variants) in enumerate(jobs)
+    ]
+
+
 def _train(
-    folder: str, case: Case, variant: Variant, steps: int, exported: str | None
+    loaded: Pretrained, case: Case, variant: Variant, steps: int, exported: str | None
 ) -> dict[str, Any]:
-    loaded = load_pretrained(folder, parts=False)
-    model: Any = loaded.model
+    model: Any = copy.deepcopy(loaded.model)
     family = loaded.family
     assert isinstance(family, TextToImage)
     if variant.lora:
@@ -92,21 +134,21 @@ def _train(
         attrs.evolve(case, micro_batch=MICRO, accumulation=SHARES // ranks, lr=LR), model
     )
     found: dict[str, Any] = {
-        "losses": [_step(engine, objective, step, config=model.config) for step in range(steps)],
+        "losses": [_step(engine, objective, step, family, model) for step in range(steps)],
         "partitioned": all(p.numel() == 0 for p in engine.module.parameters()),
     }
     if exported:
-        found["same"] = _reloads(engine, exported, folder, variant)
+        found["same"] = _reloads(engine, exported, str(loaded.folder), variant, family)
     engine.close()
     return found
 
 
-def _step(engine: Any, objective: Any, step: int, *, config: Any) -> float:
+def _step(engine: Any, objective: Any, step: int, family: TextToImage, model: Any) -> float:
     ranks = engine.group.world_size
     total = torch.zeros(1)
     for share in range(engine.group.rank, SHARES, ranks):
         generator = torch.Generator().manual_seed(7 * step + share)
-        loss = objective(engine, fitted(batch(step, share), config), generator)
+        loss = objective(engine, data_of(family, model, step, share), generator)
         engine.backward(loss)
         engine.step()
         total += loss.detach() / SHARES
@@ -115,10 +157,8 @@ def _step(engine: Any, objective: Any, step: int, *, config: Any) -> float:
     return float(total)
 
 
-def _reloads(engine: Any, target: str, folder: str, variant: Variant) -> bool:
+def _reloads(engine: Any, target: str, folder: str, variant: Variant, family: TextToImage) -> bool:
     """Whether plain diffusers predicts the same from the exported pipeline."""
-    family = load_pretrained(folder, parts=False).family
-    assert isinstance(family, TextToImage)
     with engine.evaluating():
         wanted = _predict(family, engine)
     path, kind = Path(target), type(engine.module)
@@ -127,14 +167,16 @@ def _reloads(engine: Any, target: str, folder: str, variant: Variant) -> bool:
         plain = kind.from_pretrained(folder, subfolder=family.component)
         plain.load_lora_adapter(str(path), prefix=family.component, weight_name=LORA_FILE)
     else:
-        export_pipeline(path, engine=engine, base=folder)
+        export_pipeline(path, engine=engine, base=folder, component=family.component)
         plain = kind.from_pretrained(path, subfolder=family.component)
+    for parameter in plain.parameters():
+        # A mapped file's tensors lie anywhere, and kernels round by how they are aligned.
+        parameter.data = parameter.data.clone()
     with torch.no_grad():
         return torch.equal(wanted, _predict(family, plain.eval()))
 
 
 def _predict(family: TextToImage, model: Any) -> torch.Tensor:
-    config = getattr(model, "module", model).config
-    data = fitted(batch(99, 0), config)
+    data = data_of(family, getattr(model, "module", model), 99, 0)
     conditioning = family.conditioning(data, torch.Generator())
     return family.predict(model, data["latents"], torch.tensor([500.0, 20.0]), conditioning)

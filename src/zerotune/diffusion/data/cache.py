@@ -26,7 +26,7 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import PreparedImages, micro_conditioning
-from zerotune.diffusion.data.streams import check_rank
+from zerotune.diffusion.data.streams import check_rank, row_of
 from zerotune.errors import DataError, InvalidValueError
 
 FORMAT: Final = "1"
@@ -499,7 +499,7 @@ def _by_key(
             )
     # Cloned: a view would keep the whole batch alive until its file is written.
     return {
-        key: {name: tensor[row].detach().cpu().clone() for name, tensor in encoded.items()}
+        key: {name: tensor.detach().cpu().clone() for name, tensor in row_of(encoded, row).items()}
         for row, key in enumerate(keys)
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, runtime_checkable
 
 import attrs
@@ -276,13 +276,64 @@ class BucketedDataset(Protocol):
         ...
 
 
+_MASK: Final = "_mask"
+"""Ending of the name of a mask: ``prompt_embeds_mask`` marks what is text in ``prompt_embeds``."""
+
+
 def stack_samples(samples: list[Mapping[str, Any]]) -> Batch:
-    """A batch of samples: tensors are stacked, strings become ``Captions``."""
+    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``."""
+    words = {name for name, first in samples[0].items() if isinstance(first, str)}
+    tensors = stack_named([{n: v for n, v in each.items() if n not in words} for each in samples])
     batch: dict[str, Any] = {}
-    for name, first in samples[0].items():
-        values = [sample[name] for sample in samples]
-        batch[name] = Captions(values) if isinstance(first, str) else torch.stack(values)
+    for name in samples[0]:
+        spoken = name in words
+        batch[name] = Captions([each[name] for each in samples]) if spoken else tensors[name]
     return batch
+
+
+def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors of several samples as those of a batch.
+
+    All of a name are of one shape, but for those that come with a mask: they, and their masks, are
+    padded with zeros to the longest. ``row_of`` takes that away again.
+
+    Raises:
+        RuntimeError: Shapes differ without a mask.
+    """
+    return {
+        name: torch.stack(
+            _padded([row[name] for row in rows])
+            if _ragged(name, first)
+            else [row[name] for row in rows]
+        )
+        for first in rows[:1]
+        for name in first
+    }
+
+
+def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """The tensors of one sample, those with a mask as long as it marks them."""
+    row = {name: tensor[index] for name, tensor in batch.items()}
+    for name in list(row):
+        if name + _MASK in row:
+            marked = row[name + _MASK].nonzero()
+            length = int(marked.max()) + 1 if len(marked) else 1
+            row |= {each: row[each][:length] for each in (name, name + _MASK)}
+    return row
+
+
+def _ragged(name: str, names: Mapping[str, Any]) -> bool:
+    return name + _MASK in names or (name.endswith(_MASK) and name.removesuffix(_MASK) in names)
+
+
+def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    longest = max(len(tensor) for tensor in tensors)
+    return [
+        torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+        if len(tensor) < longest
+        else tensor
+        for tensor in tensors
+    ]
 
 
 class BucketStream(_OrderedStream):

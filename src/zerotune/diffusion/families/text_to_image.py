@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerotune._util.numbers import probability, validated
 from zerotune.diffusion.data.cache import CacheSettings
+from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.families.base import config_of, take
 from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
 from zerotune.diffusion.noise_schedule import drawing_scheduler
@@ -84,8 +85,14 @@ class TextToImage(ABC):
         dropped = torch.rand(count, generator=generator) < self.dropout
         if self.parts is None:
             raise _no_empty_text(self.dropout)
-        empty = self.remembered([""], device=texts[first].device)
-        return {name: _replaced(value, empty[name], dropped) for name, value in texts.items()}
+        known = self.unconditional(device=texts[first].device)
+        empty = {name: value.to(texts[name]) for name, value in known.items()}
+        if not bool(dropped.any()):
+            return texts
+        rows = [
+            row_of(empty if gone else texts, 0 if gone else n) for n, gone in enumerate(dropped)
+        ]
+        return stack_named(rows)
 
     def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
         """Where the tensors of a batch lie."""
@@ -120,6 +127,10 @@ class TextToImage(ABC):
         parts = self._needed("captions")
         encoded = parts.remember(texts, lambda t: self.embed(parts, t, device), device=device)
         return {name: value.to(device) for name, value in encoded.items()}
+
+    def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
+        """What dropped texts become: the empty text, (1, …)."""
+        return self.remembered([""], device=device)
 
     def latent_settings(self) -> CacheSettings:
         """What cached latents depend on."""
@@ -249,8 +260,3 @@ def _no_empty_text(dropout: float) -> DataError:
         value=dropout,
         fix="load them, or drop captions in the data: Augmentation(caption_dropout=...)",
     )
-
-
-def _replaced(value: Tensor, empty: Tensor, dropped: Tensor) -> Tensor:
-    mask = dropped.to(value.device).view(-1, *(1,) * (value.ndim - 1))
-    return torch.where(mask, empty.to(value), value)

@@ -1,0 +1,347 @@
+"""The families that are declarations: what their pipelines do not say themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
+
+import attrs
+import torch
+from torch import Tensor
+
+from zerotune.diffusion.families.base import config_of
+from zerotune.diffusion.families.flux import Flux
+from zerotune.diffusion.families.pipeline_family import PipelineFamily
+from zerotune.diffusion.family import Conditioning, Denoiser
+from zerotune.diffusion.latents import Packing, Tokens
+from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
+from zerotune.errors import DataError
+
+_MASKED = ("prompt_embeds", "prompt_attention_mask")
+_MASKLESS = 3
+"""Arguments by place of a checkpointed block: states, times and places."""
+_UNBINNED = {"use_resolution_binning": False}
+
+
+class QwenImage(PipelineFamily):
+    """Qwen-Image: texts of their own lengths with a mask, packed latents."""
+
+    pipeline: ClassVar[str] = "QwenImagePipeline"
+    model: ClassVar[str] = "QwenImageTransformer2DModel"
+    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "prompt_embeds_mask")
+    leaf_modules: ClassVar[tuple[str, ...]] = ("QwenImageTransformerBlock",)
+    packing: ClassVar[Packing] = Tokens(2)
+    guided_by: ClassVar[str | None] = "true_cfg_scale"
+
+
+class ZImage(PipelineFamily):
+    """Z-Image: a list of texts, each of its own length; the model's sign and time are reversed.
+
+    Its pipeline adds ``guidance_scale`` times the difference to the conditioned prediction, so
+    guidance begins at 0 there and at 1 here.
+    """
+
+    pipeline: ClassVar[str] = "ZImagePipeline"
+    model: ClassVar[str] = "ZImageTransformer2DModel"
+    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "prompt_embeds_mask")
+    leaf_modules: ClassVar[tuple[str, ...]] = ("ZImageTransformerBlock",)
+    encoded: ClassVar[tuple[str, ...]] = ("prompt_embeds", "negative_prompt_embeds")
+    listed: ClassVar[bool] = True
+    unguided: ClassVar[float] = 0.0
+
+
+class Flux2(PipelineFamily):
+    """Flux.2 dev: told its guidance; 128 channels, normalised by the VAE's own statistics."""
+
+    pipeline: ClassVar[str] = "Flux2Pipeline"
+    model: ClassVar[str] = "Flux2Transformer2DModel"
+    usual_scale: ClassVar[int] = 16
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "attn.to_k",
+        "attn.to_q",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.to_qkv_mlp_proj",
+    )
+    leaf_modules: ClassVar[tuple[str, ...]] = (
+        "Flux2TransformerBlock",
+        "Flux2SingleTransformerBlock",
+    )
+    encoded: ClassVar[tuple[str, ...]] = ("prompt_embeds", "text_ids")
+    packing: ClassVar[Packing] = Tokens(1, packs=False)
+    guided_by: ClassVar[str | None] = None
+    told_guidance: ClassVar[str | None] = "guidance_scale"
+
+
+class Flux2Klein(Flux2):
+    """Flux.2 klein: guided in truth."""
+
+    pipeline: ClassVar[str] = "Flux2KleinPipeline"
+    guided_by: ClassVar[str | None] = "guidance_scale"
+    told_guidance: ClassVar[str | None] = None
+
+
+class Wan(PipelineFamily):
+    """Wan 2.1 and 2.2, texts to clips; of 2.2's two experts the one for much noise."""
+
+    pipeline: ClassVar[str] = "WanPipeline"
+    model: ClassVar[str] = "WanTransformer3DModel"
+    usual_frames: ClassVar[int] = 4
+    leaf_modules: ClassVar[tuple[str, ...]] = ("WanTransformerBlock",)
+    clips: ClassVar[bool] = True
+    other: ClassVar[str] = "transformer_2"
+    """The other expert's name in the pipeline."""
+
+    @property
+    def boundary(self) -> float | None:
+        """The sigma at which the experts change; ``None`` where there is one model."""
+        found = self.known_blueprint().settings.get("boundary_ratio")
+        return None if found is None else float(found)
+
+    def objective_settings(self) -> dict[str, Any]:
+        """An expert is trained on its own noise levels."""
+        return {} if self.boundary is None else {"timestep_range": self._levels(self.boundary)}
+
+    def _levels(self, boundary: float) -> tuple[float, float]:
+        return boundary, 1.0
+
+    def calls_one_by_one(self) -> bool:
+        """Wan 2.2's small model takes a time step for each token, the same for all samples."""
+        return bool(self.known_blueprint().settings.get("expand_timesteps"))
+
+    def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
+        """One model for all time steps: which expert it is the objective's levels decide."""
+        blueprint = self.known_blueprint()
+        settings = {**blueprint.settings, "boundary_ratio": None}
+        stand_in = PipelineModel(config=config_of(model), model=model)
+        return attrs.evolve(blueprint, settings=settings).around(
+            transformer=stand_in, scheduler=scheduler
+        )
+
+    def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
+        """Both experts: the trained one, and the other as it was loaded.
+
+        Raises:
+            DataError: The other expert was left out.
+        """
+        if self.boundary is None:
+            return super().drawing_pipeline(parts, model, scheduler)
+        other = parts.modules.get(self.other)
+        if other is None:
+            raise DataError(
+                "the other expert was left out, and clips are drawn by both",
+                key=f"parts.{self.other}",
+                value=None,
+                fix="load it",
+            )
+        beside = PipelineModel(config=config_of(other), model=cast("Denoiser", other))
+        return self._around(Blueprint.of(parts.pipeline), model, scheduler, **{self.other: beside})
+
+    @property
+    def drawing_parts(self) -> tuple[str, ...]:
+        """The other expert."""
+        return (self.other,)
+
+
+class WanLowNoise(Wan):
+    """Of Wan 2.2's two experts the one for little noise: ``family=WanLowNoise``."""
+
+    component: ClassVar[str] = "transformer_2"
+    other: ClassVar[str] = "transformer"
+
+    def _levels(self, boundary: float) -> tuple[float, float]:
+        return 0.0, boundary
+
+
+class Sana(PipelineFamily):
+    """Sana: a VAE that compresses 32-fold, Gemma's texts with their mask."""
+
+    pipeline: ClassVar[str] = "SanaPipeline"
+    model: ClassVar[str] = "SanaTransformer2DModel"
+    usual_scale: ClassVar[int] = 32
+    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    leaf_modules: ClassVar[tuple[str, ...]] = ("SanaTransformerBlock",)
+    arguments: ClassVar[Mapping[str, Any]] = _UNBINNED
+
+
+class Lumina2(PipelineFamily):
+    """Lumina Image 2.0: Gemma's texts with their mask; time runs from noise to data."""
+
+    pipeline: ClassVar[str] = "Lumina2Pipeline"
+    model: ClassVar[str] = "Lumina2Transformer2DModel"
+    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    leaf_modules: ClassVar[tuple[str, ...]] = ("Lumina2TransformerBlock",)
+
+
+class LTXVideo(PipelineFamily):
+    """LTX-Video: tokens of single latents, a VAE that compresses 32-fold and 8 frames to one."""
+
+    pipeline: ClassVar[str] = "LTXPipeline"
+    model: ClassVar[str] = "LTXVideoTransformer3DModel"
+    usual_scale: ClassVar[int] = 32
+    usual_frames: ClassVar[int] = 8
+    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    leaf_modules: ClassVar[tuple[str, ...]] = ("LTXVideoTransformerBlock",)
+    packing: ClassVar[Packing] = Tokens(1)
+    clips: ClassVar[bool] = True
+
+
+class HunyuanVideo(PipelineFamily):
+    """HunyuanVideo: LLaMA's texts with their mask and CLIP's; told its guidance."""
+
+    pipeline: ClassVar[str] = "HunyuanVideoPipeline"
+    model: ClassVar[str] = "HunyuanVideoTransformer3DModel"
+    usual_frames: ClassVar[int] = 4
+    text_tensors: ClassVar[tuple[str, ...]] = (
+        "prompt_embeds",
+        "pooled_prompt_embeds",
+        "prompt_attention_mask",
+    )
+    leaf_modules: ClassVar[tuple[str, ...]] = (
+        "HunyuanVideoTransformerBlock",
+        "HunyuanVideoSingleTransformerBlock",
+    )
+    clips: ClassVar[bool] = True
+    guided_by: ClassVar[str | None] = "true_cfg_scale"
+    told_guidance: ClassVar[str | None] = "guidance_scale"
+
+
+class Chroma(PipelineFamily):
+    """Chroma: Flux without CLIP and without a guidance to be told; T5's texts with their mask."""
+
+    pipeline: ClassVar[str] = "ChromaPipeline"
+    model: ClassVar[str] = "ChromaTransformer2DModel"
+    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    leaf_modules: ClassVar[tuple[str, ...]] = (
+        "ChromaTransformerBlock",
+        "ChromaSingleTransformerBlock",
+    )
+    encoded: ClassVar[tuple[str, ...]] = (
+        "prompt_embeds",
+        "text_ids",
+        "prompt_attention_mask",
+        "negative_prompt_embeds",
+        "negative_text_ids",
+        "negative_prompt_attention_mask",
+    )
+    packing: ClassVar[Packing] = Tokens(2)
+
+    def predict(
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """As of any pipeline, with the mask also where blocks are checkpointed."""
+        _pass_mask_on(getattr(model, "module", model))
+        return super().predict(model, noisy, timesteps, conditioning)
+
+
+def _pass_mask_on(module: Any) -> None:
+    # diffusers 0.42 calls checkpointed single blocks without the attention mask.
+    if hasattr(module, "passes_mask_on"):
+        return
+    known: dict[str, Any] = {}
+
+    def remember(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        known["attention_mask"] = kwargs.get("attention_mask")
+
+    def give(_block: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (args, {**kwargs, **known}) if len(args) == _MASKLESS else None
+
+    module.register_forward_pre_hook(remember, with_kwargs=True)
+    for block in module.single_transformer_blocks:
+        block.register_forward_pre_hook(give, with_kwargs=True)
+    module.passes_mask_on = True
+
+
+class AuraFlow(PipelineFamily):
+    """AuraFlow: its pipeline takes one time step for all samples, so they are called in turn."""
+
+    pipeline: ClassVar[str] = "AuraFlowPipeline"
+    model: ClassVar[str] = "AuraFlowTransformer2DModel"
+    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    leaf_modules: ClassVar[tuple[str, ...]] = (
+        "AuraFlowJointTransformerBlock",
+        "AuraFlowSingleTransformerBlock",
+    )
+    one_by_one: ClassVar[bool] = True
+
+
+class PixArtAlpha(PipelineFamily):
+    """PixArt-alpha: denoising; the variance that its transformer also predicts is left as it is."""
+
+    pipeline: ClassVar[str] = "PixArtAlphaPipeline"
+    text_tensors: ClassVar[tuple[str, ...]] = _MASKED
+    leaf_modules: ClassVar[tuple[str, ...]] = ("BasicTransformerBlock",)
+    flow_matching: ClassVar[bool] = False
+    arguments: ClassVar[Mapping[str, Any]] = {**_UNBINNED, "clean_caption": False}
+
+
+class PixArtSigma(PixArtAlpha):
+    """PixArt-Sigma: as alpha, with longer texts."""
+
+    pipeline: ClassVar[str] = "PixArtSigmaPipeline"
+    model: ClassVar[str] = "PixArtTransformer2DModel"
+
+
+class Krea2(PipelineFamily):
+    """Krea 2: states of several layers for each token of a text.
+
+    Its pipeline adds ``guidance_scale`` times the difference to the conditioned prediction, so
+    guidance begins at 0 there and at 1 here.
+    """
+
+    pipeline: ClassVar[str] = "Krea2Pipeline"
+    model: ClassVar[str] = "Krea2Transformer2DModel"
+    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "prompt_embeds_mask")
+    leaf_modules: ClassVar[tuple[str, ...]] = ("Krea2TransformerBlock",)
+    packing: ClassVar[Packing] = Tokens(2)
+    unguided: ClassVar[float] = 0.0
+
+    def example_text(self, name: str, config: Any, batch: int) -> Tensor:
+        """Layers between tokens and width."""
+        if name.endswith("mask"):
+            return super().example_text(name, config, batch)
+        shape = (batch, self.tokens(), config.num_text_layers, config.text_hidden_dim)
+        return torch.empty(shape, device="meta")
+
+
+class FluxKontext(PipelineFamily):
+    """Flux.1 Kontext: edits the images whose latents are ``reference_latents`` of a batch."""
+
+    pipeline: ClassVar[str] = "FluxKontextPipeline"
+    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
+    lora_targets: ClassVar[tuple[str, ...]] = Flux.lora_targets
+    leaf_modules: ClassVar[tuple[str, ...]] = Flux.leaf_modules
+    packing: ClassVar[Packing] = Tokens(2)
+    guided_by: ClassVar[str | None] = "true_cfg_scale"
+    told_guidance: ClassVar[str | None] = "guidance_scale"
+    reference: ClassVar[str | None] = "image"
+    arguments: ClassVar[Mapping[str, Any]] = {"_auto_resize": False}
+
+    def sized(self, size: Mapping[str, int]) -> dict[str, int]:
+        """The pipeline brings images to an area of its own, if it is not told another."""
+        return {**size, "max_area": size["height"] * size["width"]}
+
+
+DECLARED = (
+    QwenImage,
+    ZImage,
+    Flux2,
+    Flux2Klein,
+    Wan,
+    Sana,
+    Lumina2,
+    LTXVideo,
+    HunyuanVideo,
+    Chroma,
+    AuraFlow,
+    PixArtAlpha,
+    PixArtSigma,
+    Krea2,
+    FluxKontext,
+)
+"""All of them that a pipeline's class decides."""
+
+BY_MODEL: Mapping[str, type[PipelineFamily]] = {
+    family.model: family for family in DECLARED if "model" in vars(family)
+}
+"""Families by the class of their model, where that decides."""

@@ -1,0 +1,601 @@
+"""Families by declaration: the prediction is what a diffusers pipeline makes of one step.
+
+The pipeline's own ``__call__`` runs, without its ``no_grad``, with the engine in the place of its
+model and a scheduler of one step, whose time is that of each sample. What it hands its scheduler
+is the prediction, with its graph. Scaling of times, signs, position ids, masks, guidance embeddings
+and reference images are so diffusers' own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
+
+import attrs
+import torch
+from torch import Tensor
+
+from zerotune.diffusion.data.streams import stack_named
+from zerotune.diffusion.families.base import config_of
+from zerotune.diffusion.families.text_to_image import TextToImage
+from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
+from zerotune.diffusion.latents import LatentSpace, Packing, Tokens, Unpacked
+from zerotune.diffusion.noise_schedule import drawing_scheduler
+from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
+from zerotune.errors import DataError, InvalidValueError
+
+REFERENCES: Final = "reference_latents"
+"""Key of a batch: latents (b, c, h, w) of the images that are edited."""
+
+_TEXT_WIDTHS: Final = (
+    "joint_attention_dim",
+    "text_dim",
+    "text_embed_dim",
+    "caption_channels",
+    "cap_feat_dim",
+    "cross_attention_dim",
+)
+"""Keys of configurations of diffusers' models."""
+
+_NEGATIVE: Final = "negative_"
+
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@attrs.frozen(kw_only=True)
+class _UsualSpace:
+    """Sizes of the latents of a VAE that is not there."""
+
+    scale: int
+    frames: int
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a clip."""
+        return (frames - 1) // self.frames + 1
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class PipelineFamily(TextToImage):
+    """A family that its diffusers pipeline describes. Subclass it and name what differs.
+
+    Any pipeline will do that takes ``latents`` and ``prompt_embeds`` and gives its scheduler what
+    its model predicts. ``load_pretrained`` tries it once, on the ``meta`` device, and refuses with
+    the reason.
+    """
+
+    component: ClassVar[str] = "transformer"
+    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+    leaf_modules: ClassVar[tuple[str, ...]] = ()
+    flow_matching: ClassVar[bool] = True
+
+    model: ClassVar[str] = ""
+    """Class of the trained model in diffusers; needed for ``model_facts`` of a configuration."""
+    usual_scale: ClassVar[int] = 8
+    """Pixels per latent pixel where no VAE tells."""
+    usual_frames: ClassVar[int] = 1
+    """Frames per latent frame where no VAE tells."""
+    packing: ClassVar[Packing] = Unpacked()
+    """How the pipeline wants its latents."""
+    clips: ClassVar[bool] = False
+    """Whether latents have frames: (b, c, frames, h, w)."""
+    encoded: ClassVar[tuple[str, ...]] = ()
+    """What ``encode_prompt`` returns, in order, where that is not ``text_tensors`` and then the
+    same of negative prompts."""
+    listed: ClassVar[bool] = False
+    """Whether the pipeline takes one tensor per text, each of its own length."""
+    guided_by: ClassVar[str | None] = "guidance_scale"
+    """The argument of guidance that calls the model twice; ``None`` where there is none."""
+    unguided: ClassVar[float] = 1.0
+    """Its value without guidance."""
+    told_guidance: ClassVar[str | None] = None
+    """The argument that tells a guidance-distilled model its guidance."""
+    reference: ClassVar[str | None] = None
+    """The argument that takes ``reference_latents``."""
+    text_width: ClassVar[str | None] = None
+    """The key of the model's configuration that says how wide texts are, where it is none of the
+    usual ones."""
+    arguments: ClassVar[Mapping[str, Any]] = _NONE
+    """What else the pipeline is told."""
+    one_by_one: ClassVar[bool] = False
+    """Whether the pipeline takes one time step for all samples: they are then called in turn."""
+
+    max_sequence_length: int | None = None
+    """Tokens of a text; what the pipeline's ``__call__`` takes when not given."""
+    guidance: float = 1.0
+    """What a guidance-distilled model is told in training."""
+    blueprint: Blueprint | None = None
+    """The pipeline without weights; that of ``parts`` when not given."""
+
+    # -- Texts.
+
+    def embed(
+        self, parts: FrozenParts, captions: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """What the pipeline's ``encode_prompt`` makes of captions, told what ``__call__`` tells."""
+        told = {"prompt": list(captions), "do_classifier_free_guidance": False}
+        return self._encoded(parts.pipeline, device, told)
+
+    def embed_negative(
+        self, parts: FrozenParts, texts: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """What the pipeline makes of negative prompts: some give prompts instructions."""
+        if "negative_prompt" not in _parameters(parts.pipeline.encode_prompt):
+            return self.embed(parts, texts, device)
+        told = {
+            "prompt": list(texts),
+            "negative_prompt": list(texts),
+            "do_classifier_free_guidance": True,
+        }
+        return self._encoded(parts.pipeline, device, told, prefix=_NEGATIVE)
+
+    def _encoded(
+        self, pipeline: Any, device: torch.device, told: Mapping[str, Any], prefix: str = ""
+    ) -> dict[str, Tensor]:
+        encode = pipeline.encode_prompt
+        known = {**self._prompt_arguments(pipeline), "device": device, **told}
+        results = encode(**{n: v for n, v in known.items() if n in _parameters(encode)})
+        results = results if isinstance(results, tuple) else (results,)
+        usual = (*self.text_tensors, *(f"{_NEGATIVE}{name}" for name in self.text_tensors))
+        names = self.encoded or usual
+        named = dict(zip(names, results, strict=False))
+        if self.listed:
+            return _masked(named[f"{prefix}prompt_embeds"])
+        return {name: _whole(named, name, prefix) for name in self.text_tensors}
+
+    def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
+        """What dropped texts become: the pipeline's empty negative prompt, (1, …)."""
+        return self.remembered_negative([""], device=device)
+
+    def remembered_negative(
+        self, texts: Sequence[str], *, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Embeddings of negative prompts, computed once each."""
+        parts = self._needed("captions")
+        encoded = parts.remember(
+            texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=_NEGATIVE
+        )
+        return {name: value.to(device) for name, value in encoded.items()}
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """The length of texts."""
+        pipeline = self._needed("captions").pipeline
+        return {"max_sequence_length": self._prompt_arguments(pipeline).get("max_sequence_length")}
+
+    def _prompt_arguments(self, pipeline: Any) -> dict[str, Any]:
+        # Defaults of encode_prompt differ from those it is called with (Wan: 226 and 512 tokens).
+        taken = _parameters(pipeline.encode_prompt)
+        known = {
+            name: parameter.default
+            for name, parameter in _parameters(type(pipeline).__call__).items()
+            if name in taken and parameter.default is not inspect.Parameter.empty
+        }
+        known |= {name: value for name, value in self.arguments.items() if name in taken}
+        if self.max_sequence_length is not None:
+            known["max_sequence_length"] = self.max_sequence_length
+        return known
+
+    # -- Samples.
+
+    def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The latents of a batch (b, c, [frames,] h, w), fp32; images and clips are encoded."""
+        latents = super().clean(batch)
+        return latents.unsqueeze(2) if self.clips and latents.ndim == 4 else latents
+
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
+        """Embeddings of a batch's texts, and latents of the images that are edited."""
+        texts = super().conditioning(batch, generator)
+        if self.reference is None:
+            return texts
+        return {**texts, REFERENCES: self._references(batch)}
+
+    def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
+        if REFERENCES in batch:
+            return batch[REFERENCES].float()
+        images = batch.get("reference_images")
+        if images is None:
+            raise DataError(
+                f"{type(self).__name__} edits images, and the batch has none, only {sorted(batch)}",
+                key=f"batch[{REFERENCES!r}]",
+                fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
+            )
+        return self.encode_images(images, device=images.device)["latents"].to(images.device)
+
+    # -- The prediction.
+
+    def predict(
+        self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """What the pipeline's ``__call__`` gives its scheduler in one step, shaped as ``noisy``.
+
+        Raises:
+            DataError: The pipeline called its model more than once, or predicts another shape.
+        """
+        if not self.calls_one_by_one():
+            return self.in_one_call(model, noisy, timesteps[None], conditioning)
+        singles = [
+            self.in_one_call(
+                model,
+                noisy[index : index + 1],
+                timesteps[index : index + 1],
+                {name: value[index : index + 1] for name, value in conditioning.items()},
+            )
+            for index in range(len(noisy))
+        ]
+        return torch.cat(singles)
+
+    def calls_one_by_one(self) -> bool:
+        """Whether the samples of a batch are called in turn."""
+        return self.one_by_one
+
+    def in_one_call(
+        self, model: Denoiser, noisy: Tensor, steps: Tensor, conditioning: Conditioning
+    ) -> Tensor:
+        """The prediction of one call of the pipeline.
+
+        Args:
+            model: What predicts.
+            noisy: As for ``predict``.
+            steps: What the pipeline's loop is over: (1, b), or (1,) for one time for all samples.
+            conditioning: As for ``predict``.
+        """
+        blueprint = self.known_blueprint()
+        scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
+        pipe = self.predicting_pipeline(model, scheduler)
+        told = self._told(noisy, conditioning, model.device)
+        try:
+            # The function below ``torch.no_grad``.
+            call: Any = type(pipe).__call__
+            inspect.unwrap(call)(pipe, **told)
+        except _Predicted as found:
+            prediction = found.prediction
+            found.__traceback__ = None  # Its frames hold the graph.
+        else:
+            raise _not_captured(type(self).__name__)
+        return self._as_latents(prediction, noisy)
+
+    def _as_latents(self, prediction: Tensor, noisy: Tensor) -> Tensor:
+        wanted = tuple(noisy.shape)
+        if prediction.numel() == noisy.numel():
+            return self.packing.unpack(prediction, wanted)
+        raise DataError(
+            f"the pipeline predicts {tuple(prediction.shape)} for latents of {wanted}",
+            key=f"{self.pipeline}.scheduler.step",
+            fix="name the packing of its latents; learned variance and guidance are not trained",
+        )
+
+    def _told(
+        self, noisy: Tensor, conditioning: Conditioning, device: torch.device
+    ) -> dict[str, Any]:
+        """The arguments of the pipeline for one step without guidance."""
+        texts = {n: v for n, v in conditioning.items() if n in self.text_tensors}
+        told = {
+            "latents": self.packing.pack(noisy.to(device)),
+            "num_inference_steps": 1,
+            "output_type": "latent",
+            **self._texts(texts, device),
+            **self._size_of(tuple(noisy.shape)),
+            **self.arguments,
+        }
+        if self.guided_by is not None:
+            told[self.guided_by] = self.unguided
+        if self.told_guidance is not None:
+            told[self.told_guidance] = self.guidance
+        if self.reference is not None:
+            told[self.reference] = conditioning[REFERENCES].to(device)
+        return told
+
+    def _texts(
+        self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
+    ) -> dict[str, Any]:
+        # fp32: pipelines keep latents, and time steps, in the precision of their texts.
+        moved = {
+            name: value.to(device, torch.float32 if value.is_floating_point() else value.dtype)
+            for name, value in texts.items()
+        }
+        if self.listed:
+            rows = zip(moved["prompt_embeds"], moved["prompt_embeds_mask"].bool(), strict=True)
+            return {f"{prefix}prompt_embeds": [row[mask] for row, mask in rows]}
+        return {f"{prefix}{name}": value for name, value in moved.items()}
+
+    def _size_of(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Height, width and frames of samples with latents of this shape."""
+        space = self._space()
+        size = {"height": shape[-2] * space.scale, "width": shape[-1] * space.scale}
+        if self.clips:
+            size["num_frames"] = (shape[2] - 1) * space.frames + 1
+        return self.sized(size)
+
+    def sized(self, size: Mapping[str, int]) -> dict[str, int]:
+        """All that the pipeline is told of a size in pixels and frames."""
+        return dict(size)
+
+    def _space(self) -> LatentSpace | _UsualSpace:
+        vae = self.known_blueprint().vae
+        if vae is None:
+            return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
+        return LatentSpace(vae)
+
+    def _channels(self, config: Any) -> int:
+        vae = self.known_blueprint().vae
+        patch = self.packing.patch if isinstance(self.packing, Tokens) else 1
+        own = int(config.in_channels) // patch**2
+        return own if vae is None else LatentSpace(vae).channels
+
+    def known_blueprint(self) -> Blueprint:
+        """The pipeline without weights.
+
+        Raises:
+            DataError: The family was made by hand, without one.
+        """
+        if self.blueprint is not None:
+            return self.blueprint
+        if self.parts is not None:
+            return Blueprint.of(self.parts.pipeline)
+        raise DataError(
+            f"{type(self).__name__} does not know its pipeline",
+            key="blueprint",
+            value=None,
+            fix="load it: load_pretrained(folder).family, also with parts=False",
+        )
+
+    def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
+        """The pipeline whose call is the prediction."""
+        return self._around(self.known_blueprint(), model, scheduler)
+
+    def _around(self, blueprint: Blueprint, model: Denoiser, scheduler: Any, **others: Any) -> Any:
+        stand_in = PipelineModel(config=config_of(model), model=model)
+        return blueprint.around(**{self.component: stand_in, "scheduler": scheduler, **others})
+
+    def objective_settings(self) -> dict[str, Any]:
+        """Settings of the objective that these models were made with."""
+        return {}
+
+    # -- Examples.
+
+    def example(
+        self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
+    ) -> tuple[Tensor, Conditioning]:
+        """Latents and conditioning of the shapes that a model takes, without data but for masks.
+
+        Args:
+            model: A diffusers model; its configuration says how wide texts are.
+            batch: Samples.
+            side: Height and width of the latents, or both in one.
+            frames: Latent frames of a clip.
+        """
+        config = config_of(model)
+        sides = (side, side) if isinstance(side, int) else side
+        shape = (batch, self._channels(config), *((frames,) if self.clips else ()), *sides)
+        latents = torch.empty(shape, device="meta")
+        known = {name: self.example_text(name, config, batch) for name in self.text_tensors}
+        if self.reference is not None:
+            known[REFERENCES] = torch.empty_like(latents)
+        return latents, known
+
+    def example_text(self, name: str, config: Any, batch: int) -> Tensor:
+        """A tensor of texts as the model takes it; masks are ones, all else is without data."""
+        if name.endswith("mask"):
+            return torch.ones(batch, self.tokens(), dtype=torch.bool)
+        if name.startswith("pooled"):
+            return torch.empty(batch, config.pooled_projection_dim, device="meta")
+        return torch.empty(batch, self.tokens(), self._width(config), device="meta")
+
+    def _width(self, config: Any) -> int:
+        for name in (self.text_width,) if self.text_width else _TEXT_WIDTHS:
+            if config.get(name) is not None:
+                return int(config[name])
+        raise InvalidValueError(
+            "the model's configuration does not say how wide texts are",
+            key=f"{type(self).__name__}.text_width",
+            value=self.text_width,
+            fix=f"name the key of its configuration; tried were {', '.join(_TEXT_WIDTHS)}",
+        )
+
+    def tokens(self) -> int:
+        """Of a text, padded."""
+        usual = _parameters(self.known_blueprint().kind.__call__).get("max_sequence_length")
+        return self.max_sequence_length or (usual.default if usual is not None else 0) or 64
+
+    # -- Drawing.
+
+    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
+        """Images (n, 3, height, width) of prompts, or clips (n, 3, frames, height, width).
+
+        Raises:
+            DataError: The family was made without its frozen parts.
+        """
+        parts = self._needed("prompts")
+        scheduler = drawing_scheduler(
+            drawing.scheduler or parts.pipeline.scheduler,
+            None if drawing.scheduler else drawing.trained_with,
+        )
+        pipe = self.drawing_pipeline(parts, model, scheduler)
+        size = self._drawn_size(pipe, drawing)
+        last = _LastStep()
+        with parts.on(model.device, self.drawing_parts):
+            pipe(
+                **self.drawing_arguments(drawing, device=model.device),
+                **size,
+                num_inference_steps=drawing.steps,
+                generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
+                output_type="latent",
+                **last.listening(type(pipe).__call__),
+            )
+        latents = last.latents
+        with parts.on(model.device, ["vae"]):
+            return parts.decode_latents(
+                self.packing.unpack(latents, self._shape_of(latents, size, len(drawing.prompts)))
+            )
+
+    @property
+    def drawing_parts(self) -> tuple[str, ...]:
+        """Parts that compute while images are drawn, beside the VAE at the end."""
+        return ()
+
+    def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
+        """The pipeline that draws."""
+        return self._around(Blueprint.of(parts.pipeline), model, scheduler)
+
+    def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
+        """What the pipeline is told of prompts and guidance.
+
+        A model distilled for guidance is told it; with a negative prompt it is told what it was
+        trained with, and guided in truth.
+        """
+        told = {
+            **self.arguments,
+            **self._texts(self.remembered(drawing.prompts, device=device), device),
+        }
+        if self.reference is not None:
+            told[self.reference] = self._drawn_references(drawing, device)
+        scale = drawing.guidance_scale
+        if self.told_guidance is not None:
+            told[self.told_guidance] = self.guidance if drawing.negative_prompt else scale
+        if self.guided_by is None:
+            return told
+        guided = scale != 1.0 and (self.told_guidance is None or bool(drawing.negative_prompt))
+        told[self.guided_by] = scale if guided else self.unguided
+        if guided:
+            texts = [drawing.negative_prompt] * len(drawing.prompts)
+            negative = self.remembered_negative(texts, device=device)
+            told |= self._texts(negative, device, prefix=_NEGATIVE)
+            if "negative_prompt" in _parameters(self.known_blueprint().kind.__call__):
+                told["negative_prompt"] = None  # Sana's has a text of its own.
+        return told
+
+    def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
+        if drawing.references is None:
+            raise DataError(
+                f"{type(self).__name__} edits images, and none were given",
+                key="references",
+                value=None,
+                fix="pass references=, images (n, 3, height, width) in [-1, 1]",
+            )
+        parts = self._needed("references")
+        with parts.on(device, ["vae"]):
+            return parts.encode_images(drawing.references).to(device)
+
+    def _drawn_size(self, pipe: Any, drawing: Drawing) -> dict[str, int]:
+        taken = _parameters(type(pipe).__call__)
+        usual = getattr(pipe, "default_sample_size", 0) * getattr(pipe, "vae_scale_factor", 0)
+        size = {name: int(taken[name].default or usual or 1024) for name in ("height", "width")}
+        if drawing.size is not None:
+            size = {"height": drawing.size[0], "width": drawing.size[1]}
+        if self.clips:
+            size["num_frames"] = drawing.frames or int(taken["num_frames"].default)
+        return self.sized(size)
+
+    def _shape_of(self, latents: Tensor, size: Mapping[str, int], count: int) -> tuple[int, ...]:
+        space = self._space()
+        frames = (space.latent_frames(size["num_frames"]),) if self.clips else ()
+        sides = (*frames, size["height"] // space.scale, size["width"] // space.scale)
+        channels = latents.numel() // (count * int(torch.Size(sides).numel()))
+        return (count, channels, *sides)
+
+
+class _LastStep:
+    """Keeps what the last step gave: pipelines differ in what they call latents at the end."""
+
+    latents: Tensor
+
+    def listening(self, call: Any) -> dict[str, Any]:
+        """The argument with which a pipeline tells of its steps."""
+        if "callback_on_step_end" in _parameters(call):
+            return {"callback_on_step_end": self._stepped}
+        return {"callback": self._called}
+
+    def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
+        self.latents = tensors["latents"]
+        return {}
+
+    def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
+        self.latents = latents
+
+
+# -- A scheduler of one step.
+
+
+class _Predicted(Exception):  # noqa: N818 - no error: it ends the pipeline's call
+    def __init__(self, prediction: Tensor) -> None:
+        super().__init__("the pipeline's prediction")
+        self.prediction = prediction
+
+
+class _OneStep:
+    """Looks like a scheduler to a pipeline; its one step is the time of each sample.
+
+    Args:
+        config: Of the pipeline's own scheduler.
+        steps: (1, b), or (1,) for pipelines that take one time for all.
+    """
+
+    order = 1
+    init_noise_sigma = 1.0
+
+    def __init__(self, config: Any, steps: Tensor) -> None:
+        self.config = config
+        self.timesteps = steps
+        self.sigmas = torch.tensor([1.0, 0.0])
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: Any = None,
+        *,
+        timesteps: Any = None,
+        sigmas: Any = None,
+        **_: Any,
+    ) -> None:
+        """They stay what they are."""
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """There is one."""
+
+    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:  # noqa: ARG002
+        """Flow matching scales nothing."""
+        return sample
+
+    def step(self, model_output: Tensor, *_: Any, **__: Any) -> Any:
+        """End the pipeline's call with its prediction."""
+        raise _Predicted(model_output)
+
+
+def _not_captured(family: str) -> DataError:
+    return DataError(
+        "the pipeline's call ended without a step of its scheduler",
+        key=family,
+        fix="write predict by hand (docs/families.md)",
+    )
+
+
+# -- Small helpers.
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def _masked(texts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Texts of unequal length, padded, with their mask."""
+    ones = [torch.ones(len(text), dtype=torch.long, device=text.device) for text in texts]
+    pairs = zip(texts, ones, strict=True)
+    return stack_named([{"prompt_embeds": t, "prompt_embeds_mask": mask} for t, mask in pairs])
+
+
+def _whole(named: Mapping[str, Any], name: str, prefix: str) -> Tensor:
+    """A result of ``encode_prompt``; a mask that is left out, since nothing is masked, is ones."""
+    found = named.get(prefix + name)
+    if found is None and name.endswith("mask"):
+        embeds: Tensor = named[f"{prefix}prompt_embeds"]
+        return torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+    if not isinstance(found, Tensor):
+        raise InvalidValueError(
+            "encode_prompt gave no such tensor",
+            key=f"text_tensors: {name}",
+            value=type(found).__name__,
+            fix="name what it returns, in order: encoded = (...)",
+        )
+    return found

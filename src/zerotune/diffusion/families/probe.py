@@ -1,0 +1,183 @@
+"""One try of a declared family before anything is trained: sizes without arithmetic.
+
+The model has no weights (it lies on the ``meta`` device), while masks, sizes and time steps are
+real, so that a pipeline may look at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config as symbolic
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zerotune.backend.unpartitioned import unpartitioned
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, ZeroTuneError
+
+if TYPE_CHECKING:
+    from zerotune.diffusion.families.pipeline_family import PipelineFamily
+
+_SAMPLES: Final = 2
+_TIMES: Final = (900.0, 100.0)
+_SIDE: Final = 16
+"""Of the latents: even in patches, and small."""
+_META: Final = torch.device("meta")
+
+
+class SizesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whatever meets a tensor without data has none either; all else is computed."""
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        leaves = tree_leaves((args, named))
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            if "device" in named:
+                named["device"] = _META
+            args, named = tree_map(_without_data, (args, named))
+        return func(*args, **named)
+
+
+def _without_data(leaf: Any) -> Any:
+    return leaf.to(_META) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+@contextmanager
+def sizes_only() -> Iterator[None]:
+    """Inside, tensors without data are computed with; a mask without data marks everything."""
+    before = symbolic.meta_nonzero_assume_all_nonzero
+    symbolic.meta_nonzero_assume_all_nonzero = True
+    try:
+        with SizesOnly():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        symbolic.meta_nonzero_assume_all_nonzero = before
+
+
+@attrs.define(eq=False)
+class Witness:
+    """A model without weights that remembers what it was called with."""
+
+    module: torch.nn.Module
+    calls: list[tuple[Any, Any]] = attrs.field(factory=list)
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass."""
+        self.calls.append((args, kwargs))
+        return self.module(*args, **kwargs)
+
+
+def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...]:
+    """Try a family on a model like this one, and say why it cannot be trained.
+
+    Args:
+        family: With its blueprint.
+        model: Of a diffusers class; a copy without weights is made of its configuration.
+
+    Returns:
+        A warning where the model cannot be tried without weights.
+
+    Raises:
+        InvalidValueError: The pipeline calls its model more than once or with a doubled batch,
+            does not pass on a time step for each sample, predicts another shape, or no gradient
+            reaches the first or the last block.
+    """
+    kind: Any = type(model)
+    with unpartitioned(), torch.device("meta"):
+        module = kind.from_config(model.config).train()
+    witness = Witness(module)
+    try:
+        with sizes_only():
+            latents, conditioning = family.example(module, batch=_SAMPLES, side=_SIDE)
+            output = family.predict(witness, latents, torch.tensor(_TIMES), conditioning)
+            output.sum().backward()  # type: ignore[no-untyped-call]
+    except ZeroTuneError as error:
+        raise _refused(family, str(error)) from error
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise _refused(family, f"{type(error).__name__}: {error}") from error
+        return (_untried(family, error),)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise _refused(family, f"{type(error).__name__}: {error}") from error
+    _check_calls(family, witness)
+    _check_gradients(family, module)
+    return ()
+
+
+def _check_calls(family: PipelineFamily, witness: Witness) -> None:
+    single = family.calls_one_by_one()
+    wanted = _SAMPLES if single else 1
+    if len(witness.calls) != wanted:
+        raise _refused(family, f"its model is called {len(witness.calls)} times in one step")
+    rows = 1 if single else _SAMPLES
+    for call in witness.calls:
+        found = _rows(call)
+        if found != rows:
+            raise _refused(family, f"its model is given {found} samples of {rows}: guidance is on")
+    if not single and not _tells_samples_apart(witness.calls[0]):
+        raise _refused(family, "its model is not told a time step for each sample")
+
+
+def _rows(call: tuple[Any, Mapping[str, Any]]) -> int:
+    """How many samples a call has: of its first argument, whatever that is called."""
+    arguments = [*call[0], *call[1].values()]
+    for value in arguments:
+        if isinstance(value, Sequence) and value and isinstance(value[0], Tensor):
+            return len(value)
+        if isinstance(value, Tensor) and value.ndim > 1:
+            return len(value)
+    return 0
+
+
+def _tells_samples_apart(call: tuple[Any, Any]) -> bool:
+    # All samples are alike but for their time.
+    return any(
+        isinstance(leaf, Tensor)
+        and not leaf.is_meta
+        and leaf.ndim > 0
+        and len(leaf) == _SAMPLES
+        and not torch.equal(leaf[0], leaf[1])
+        for leaf in tree_leaves(call)
+    )
+
+
+def _check_gradients(family: PipelineFamily, module: torch.nn.Module) -> None:
+    lists = [
+        each for each in module.children() if isinstance(each, torch.nn.ModuleList) and len(each)
+    ]
+    blocks = [("first", lists[0][0]), ("last", lists[-1][-1])] if lists else [("only", module)]
+    for which, block in blocks:
+        trained = list(block.parameters())
+        if trained and all(parameter.grad is None for parameter in trained):
+            raise _refused(
+                family, f"no gradient reaches the {which} block of {type(module).__name__}"
+            )
+
+
+def _refused(family: PipelineFamily, reason: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"cannot be trained through its pipeline: {reason}",
+        key="family",
+        value=f"{type(family).__name__} ({family.pipeline})",
+        fix="name in the declaration what differs, or write predict by hand (docs/families.md)",
+    )
+
+
+def _untried(family: PipelineFamily, error: Exception) -> Decision:
+    return Decision(
+        key="family",
+        before="tried without weights",
+        after="not tried",
+        reason=f"{family.pipeline} looks at numbers that a model without weights has not "
+        f"({str(error).splitlines()[0]}); the first prediction shows whether it fits",
+        severity="warning",
+    )

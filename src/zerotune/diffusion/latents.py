@@ -1,0 +1,218 @@
+"""What a VAE's latents are to the model that learns them: compression, statistics, packing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, Protocol, runtime_checkable
+
+import attrs
+import torch
+
+_PATCH: Final = 2
+"""Side of the patches that a VAE with batch statistics (Flux.2's) puts into its channels."""
+
+
+class LatentSpace:
+    """The latents of one VAE: mean 0 and deviation 1 as far as its configuration says how.
+
+    Knows diffusers' VAEs of images and of clips, deterministic ones (``AutoencoderDC``), scaling
+    factors with and without shift, means and deviations of channels, and batch statistics.
+
+    Args:
+        vae: A diffusers VAE; one on the ``meta`` device does for ``scale`` and ``frames``.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        self._vae = vae
+
+    @property
+    def scale(self) -> int:
+        """Pixels per latent pixel, along each side."""
+        own = getattr(self._vae, "spatial_compression_ratio", None)
+        if own is None:
+            own = 2 ** (len(self._vae.config.block_out_channels) - 1)
+        return int(own) * (_PATCH if self._patched else 1)
+
+    @property
+    def channels(self) -> int:
+        """Of the latents."""
+        config = self._vae.config
+        own = config.get("latent_channels") or config.get("z_dim")
+        return int(own) * (_PATCH**2 if self._patched else 1)
+
+    @property
+    def frames(self) -> int:
+        """Frames per latent frame after the first; 1 for images."""
+        if not self._of_clips:
+            return 1
+        for name in ("temporal_compression_ratio", "time_compression_ratio"):
+            found = getattr(self._vae, name, None)
+            if found is not None:
+                return int(found)
+        return int(self._vae.config.get("scale_factor_temporal") or self._from_steps())
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a clip; the first frame has one of its own."""
+        return (frames - 1) // self.frames + 1
+
+    @torch.no_grad()
+    def encode(self, images: torch.Tensor) -> torch.Tensor:
+        """The means of the VAE's distributions as the model sees them.
+
+        Args:
+            images: (b, 3, height, width) or (b, 3, frames, height, width) in [-1, 1].
+
+        Returns:
+            (b, c, height / scale, width / scale), with latent frames before the height for clips,
+            fp32, on the VAE's device.
+        """
+        pixels = images.to(self._device, self._vae.dtype)
+        single = self._of_clips and pixels.ndim == 4
+        found = self._vae.encode(pixels.unsqueeze(2) if single else pixels)
+        latents: torch.Tensor = (
+            found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
+        )
+        latents = (latents.squeeze(2) if single else latents).float()
+        if self._patched:
+            latents = torch.nn.functional.pixel_unshuffle(latents, _PATCH)
+        mean, deviation = self._statistics(latents)
+        return (latents - mean) / deviation
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Images or clips of latents, one at a time: decoding takes more memory than encoding.
+
+        Args:
+            latents: As ``encode`` gives them.
+
+        Returns:
+            Shaped as ``encode`` takes them, nominally in [-1, 1], fp32, on the CPU.
+        """
+        mean, deviation = self._statistics(latents.float())
+        scaled = latents.float() * deviation + mean
+        if self._patched:
+            scaled = torch.nn.functional.pixel_shuffle(scaled, _PATCH)
+        single = self._of_clips and scaled.ndim == 4
+        if single:
+            scaled = scaled.unsqueeze(2)
+        scaled = scaled.to(self._device, self._vae.dtype)
+        ones = torch.split(scaled, 1)
+        decoded = torch.cat([self._decoded(one).float().cpu() for one in ones])
+        return decoded.squeeze(2) if single else decoded
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides what the VAE makes of an image, but its weights and precision."""
+        names = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+        return {name: self._vae.config.get(name) for name in names}
+
+    def _decoded(self, one: torch.Tensor) -> torch.Tensor:
+        # LTX's decoder is told how much noise is left; the pipeline's default is none.
+        if self._vae.config.get("timestep_conditioning"):
+            return self._vae.decode(one, one.new_zeros(1), return_dict=False)[0]  # type: ignore[no-any-return]
+        return self._vae.decode(one, return_dict=False)[0]  # type: ignore[no-any-return]
+
+    def _statistics(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and deviation, (1, c or 1, 1, …): what the model sees has 0 and 1."""
+        channels = (1, -1, *(1,) * (latents.ndim - 2))
+        if self._patched:
+            norm = self._vae.bn
+            deviation = torch.sqrt(norm.running_var + self._vae.config.batch_norm_eps)
+            return norm.running_mean.view(channels).to(latents), deviation.view(channels).to(
+                latents
+            )
+        settings = self.settings()
+        scaling = float(settings["scaling_factor"] or 1.0)
+        means, deviations = self._of_channels("latents_mean"), self._of_channels("latents_std")
+        if means is None or deviations is None:
+            ones = (1,) * latents.ndim
+            shift = torch.full(ones, float(settings["shift_factor"] or 0.0))
+            return shift.to(latents), torch.full(ones, 1 / scaling).to(latents)
+        return means.view(channels).to(latents), deviations.view(channels).to(latents) / scaling
+
+    def _of_channels(self, name: str) -> torch.Tensor | None:
+        # LTX keeps them as buffers, all others in their configuration.
+        found = self._vae.config.get(name)
+        if found is not None:
+            return torch.tensor(found)
+        return dict(self._vae.named_buffers()).get(name)
+
+    def _from_steps(self) -> int:
+        halved = self._vae.config.get("temperal_downsample") or ()
+        return int(2 ** sum(map(bool, halved)))
+
+    @property
+    def _patched(self) -> bool:
+        return isinstance(getattr(self._vae, "bn", None), torch.nn.BatchNorm2d)
+
+    @property
+    def _of_clips(self) -> bool:
+        return any(parameter.ndim == 5 for parameter in self._vae.parameters())
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._vae.parameters()).device  # type: ignore[no-any-return]
+
+
+@runtime_checkable
+class Packing(Protocol):
+    """How a pipeline wants its latents, and how its predictions lie."""
+
+    def pack(self, latents: torch.Tensor) -> torch.Tensor:
+        """What the pipeline takes as ``latents``.
+
+        Args:
+            latents: (b, c, [frames,] h, w).
+        """
+        ...
+
+    def unpack(self, prediction: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A prediction as latents.
+
+        Args:
+            prediction: What the pipeline gives its scheduler.
+            shape: Of the latents.
+        """
+        ...
+
+
+@attrs.frozen
+class Unpacked:
+    """Latents as they are."""
+
+    def pack(self, latents: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return latents
+
+    def unpack(self, prediction: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ARG002
+        """The same."""
+        return prediction
+
+
+@attrs.frozen
+class Tokens:
+    """A row of tokens, (b, n, c * patch²): patches line by line, channels first inside of each."""
+
+    patch: int = 1
+    """Side of a patch in latent pixels; frames are not put together."""
+    packs: bool = True
+    """Whether the pipeline wants tokens; if not, it makes them itself and only predicts them."""
+
+    def pack(self, latents: torch.Tensor) -> torch.Tensor:
+        """The tokens of latents."""
+        if not self.packs:
+            return latents
+        count, channels, *frames, height, width = latents.shape
+        side = self.patch
+        grid = latents.reshape(
+            count, channels, math.prod(frames), height // side, side, width // side, side
+        )
+        return grid.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3)
+
+    def unpack(self, prediction: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Latents of tokens."""
+        count, channels, *frames, height, width = shape
+        side = self.patch
+        grid = prediction.reshape(
+            count, math.prod(frames), height // side, width // side, channels, side, side
+        )
+        return grid.permute(0, 4, 1, 2, 5, 3, 6).reshape(shape)

@@ -1,0 +1,433 @@
+"""Declared families against hand-written calls, plain diffusers, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+
+import diffusers
+import pytest
+import torch
+from diffusers import FluxPipeline, QwenImagePipeline
+
+from tests.diffusion.families.training import example
+from tests.support.declared_pipelines import MAKERS
+from zerotune.diffusion import (
+    Flux,
+    PipelineFamily,
+    QwenImage,
+    StableDiffusion3,
+    Tokens,
+    Wan,
+    WanLowNoise,
+    ZImage,
+    load_pretrained,
+    sample,
+)
+from zerotune.diffusion.families.probe import probe
+from zerotune.diffusion.pipeline import Blueprint
+from zerotune.errors import DataError, InvalidValueError
+
+TIMES = torch.tensor([731.25, 12.5])
+PROMPTS = ["a cat", "the dog ran"]
+
+
+@pytest.fixture(scope="module")
+def bare(folders):
+    """Models and families without their frozen parts, by name."""
+    known = {}
+
+    def load(name, **options):
+        key = (name, *options.values())
+        if key not in known:
+            known[key] = load_pretrained(folders[name], parts=False, **options)
+        return known[key]
+
+    return load
+
+
+def tokens(latents):
+    return QwenImagePipeline._pack_latents(latents, *latents.shape)
+
+
+def untokens(prediction, like):
+    return QwenImagePipeline._unpack_latents(prediction, like.shape[2], like.shape[3], 1)[:, :, 0]
+
+
+def qwen_by_hand(model, noisy, known):
+    rows = [(1, noisy.shape[2] // 2, noisy.shape[3] // 2)]
+    output = model(
+        hidden_states=tokens(noisy), timestep=TIMES / 1000, return_dict=False,
+        encoder_hidden_states=known["prompt_embeds"],
+        encoder_hidden_states_mask=known["prompt_embeds_mask"], img_shapes=[rows] * len(noisy),
+    )[0]  # fmt: skip
+    return untokens(output, noisy)
+
+
+def z_image_by_hand(model, noisy, known):
+    lengths = known["prompt_embeds_mask"].sum(1).tolist()
+    texts = [text[:length] for text, length in zip(known["prompt_embeds"], lengths, strict=True)]
+    output = model([x[:, None] for x in noisy], (1000 - TIMES) / 1000, texts, return_dict=False)[0]
+    return -torch.stack([x[:, 0] for x in output])
+
+
+def flux2_by_hand(model, noisy, known):
+    pipe = diffusers.Flux2Pipeline
+    output = model(
+        hidden_states=pipe._pack_latents(noisy), timestep=TIMES / 1000, return_dict=False,
+        guidance=torch.ones(1).expand(2), encoder_hidden_states=known["prompt_embeds"],
+        txt_ids=pipe._prepare_text_ids(known["prompt_embeds"]),
+        img_ids=pipe._prepare_latent_ids(noisy),
+    )[0]  # fmt: skip
+    return output.permute(0, 2, 1).reshape(noisy.shape)
+
+
+def wan_by_hand(model, noisy, known):
+    return model(noisy, TIMES, known["prompt_embeds"], return_dict=False)[0]
+
+
+def sana_by_hand(model, noisy, known):
+    return model(
+        noisy, encoder_hidden_states=known["prompt_embeds"], timestep=TIMES,
+        encoder_attention_mask=known["prompt_attention_mask"], return_dict=False,
+    )[0]  # fmt: skip
+
+
+def lumina2_by_hand(model, noisy, known):
+    return -model(
+        noisy, timestep=1 - TIMES / 1000, encoder_hidden_states=known["prompt_embeds"],
+        encoder_attention_mask=known["prompt_attention_mask"], return_dict=False,
+    )[0]  # fmt: skip
+
+
+BY_HAND = {
+    "qwen-image": qwen_by_hand,
+    "z-image": z_image_by_hand,
+    "flux2": flux2_by_hand,
+    "wan": wan_by_hand,
+    "sana": sana_by_hand,
+    "lumina2": lumina2_by_hand,
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_predictions_are_those_of_the_call_written_by_hand(bare, name):
+    loaded = bare(name)
+    model = loaded.model.eval()
+    data = example(loaded.family, model, step=0, share=0)
+    known = loaded.family.conditioning(data, torch.Generator())
+    with torch.no_grad():
+        ours = loaded.family.predict(model, data["latents"], TIMES, known)
+        theirs = BY_HAND[name](model, data["latents"], known)
+    assert torch.equal(ours, theirs)
+    assert ours.std() > 0.01
+    assert (ours[0] - ours[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_checkpointing_changes_no_prediction(bare, name):
+    loaded = bare(name)
+    model, family = copy.deepcopy(loaded.model), loaded.family
+    data = example(family, model, step=0, share=0)
+    known = family.conditioning(data, torch.Generator())
+    plain = family.predict(model, data["latents"], TIMES, known)
+    model.enable_gradient_checkpointing()
+    spared = family.predict(model, data["latents"], TIMES, known)
+    assert torch.equal(plain, spared)
+    gradients = [torch.autograd.grad(x.square().sum(), first(model))[0] for x in (plain, spared)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0
+
+
+def first(model):
+    """A weight that everything goes through."""
+    return next(p for n, p in model.named_parameters() if p.ndim >= 2 and "embed" in n)
+
+
+class DeclaredFlux(PipelineFamily):
+    pipeline = "FluxPipeline"
+    text_tensors = ("prompt_embeds", "pooled_prompt_embeds")
+    packing = Tokens(2)
+    guided_by = None
+    told_guidance = "guidance_scale"
+
+
+class DeclaredStableDiffusion3(PipelineFamily):
+    pipeline = "StableDiffusion3Pipeline"
+    text_tensors = ("prompt_embeds", "pooled_prompt_embeds")
+
+
+@pytest.mark.parametrize(
+    ("name", "declared", "by_hand"),
+    [("flux", DeclaredFlux, Flux), ("sd3", DeclaredStableDiffusion3, StableDiffusion3)],
+)
+def test_the_families_written_by_hand_predict_what_their_declaration_does(
+    folders, name, declared, by_hand
+):
+    loaded = load_pretrained(folders[name], parts=False, family=declared)
+    model = loaded.model.eval()
+    data = example(loaded.family, model, step=0, share=0)
+    with torch.no_grad():
+        ours = loaded.family.predict(model, data["latents"], TIMES, data)
+        theirs = by_hand().predict(model, data["latents"], TIMES, data)
+    assert torch.equal(ours, theirs)
+
+
+# -- Drawing.
+
+
+def plain_images(folder, name, *, steps, guidance, size, told):
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    drawn = torch.Generator().manual_seed(11)
+    seeds = torch.randint(2**63 - 1, (2,), generator=drawn).tolist()
+    negative = {"negative_prompt": ["ugly"] * 2} if guidance != told["unguided"] else {}
+    given = {"num_frames": 5} if told["clips"] else {}
+    told["guidance"] = {told["guided_by"]: guidance}
+    if told["told_guidance"]:
+        told["guidance"][told["told_guidance"]] = 1.0
+    if told["references"] is not None:
+        given |= {"image": told["references"] / 2 + 0.5, "max_area": size[0] * size[1]}
+    output = pipe(
+        prompt=list(PROMPTS), num_inference_steps=steps, height=size[0], width=size[1],
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds], output_type="pt",
+        return_dict=False, **told["guidance"], **told["arguments"], **negative, **given,
+    )[0]  # fmt: skip
+    return (output.transpose(1, 2) if told["clips"] else output) * 2 - 1
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if "flux2" not in name])
+def test_images_are_those_of_plain_diffusers(folders, name):
+    loaded = load_pretrained(folders[name], frozen_dtype="fp32")
+    family = loaded.family
+    side = 8 * family.parts.scale
+    references = None
+    if family.reference is not None:
+        references = torch.randn(
+            2, 3, side, side, generator=torch.Generator().manual_seed(5)
+        ).tanh()
+    told = {
+        "references": references, "told_guidance": family.told_guidance,
+        "clips": family.clips, "guided_by": family.guided_by,
+        "unguided": family.unguided,
+        "arguments": family.arguments,
+    }  # fmt: skip
+    images = sample(
+        loaded.model, family=family, prompts=PROMPTS, steps=2, guidance_scale=3.0,
+        negative_prompt="ugly", size=(side, side), frames=5 if family.clips else None,
+        references=references, generator=torch.Generator().manual_seed(11),
+    )  # fmt: skip
+    wanted = plain_images(folders[name], name, steps=2, guidance=3.0, size=(side, side), told=told)
+    assert images.shape == wanted.shape
+    # The pipeline encodes and decodes all texts and images at once, zerotune one by one.
+    torch.testing.assert_close(images.clamp(-1, 1), wanted, rtol=0, atol=2e-5)
+    assert (images[0] - images[1]).abs().max() > 0.01
+
+
+# -- What is refused, when it is loaded.
+
+
+class Guided(QwenImage):
+    """Says nothing of guidance, which is on by default."""
+
+    pipeline = "SanaPipeline"
+    text_tensors = ("prompt_embeds", "prompt_attention_mask")
+    packing = PipelineFamily.packing
+    guided_by = None
+    arguments = {"use_resolution_binning": False, "negative_prompt": "", "guidance_scale": 4.5}
+
+
+class NotPacked(QwenImage):
+    packing = PipelineFamily.packing
+
+
+class WrongArgument(QwenImage):
+    arguments = {"no_such": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "reason"),
+    [
+        ("qwen-image", NotPacked, "cannot be trained through its pipeline"),
+        ("qwen-image", WrongArgument, "no_such"),
+        ("sana", Guided, "cannot be trained through its pipeline"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_is_refused_with_the_reason(folders, name, family, reason):
+    with pytest.raises(InvalidValueError, match=reason):
+        load_pretrained(folders[name], parts=False, family=family)
+
+
+def altered(monkeypatch, kind, change):
+    """The pipeline with another call."""
+
+    def call(self, *args, **kwargs):
+        return change(self, *args, **kwargs)
+
+    call.__wrapped__ = change
+    monkeypatch.setattr(kind, "__call__", call)
+
+
+def test_a_pipeline_that_calls_twice_doubles_or_forgets_is_refused(bare, monkeypatch):
+    loaded = bare("wan")
+    plain = diffusers.WanPipeline.__call__.__wrapped__
+
+    def once_more(pipe, *, latents, prompt_embeds, **told):
+        pipe.transformer(latents, pipe.scheduler.timesteps[0], prompt_embeds)
+        return plain(pipe, latents=latents, prompt_embeds=prompt_embeds, **told)
+
+    def doubled(pipe, *, latents, prompt_embeds, **_):
+        both = (torch.cat([each, each]) for each in (latents, prompt_embeds))
+        one, texts = both
+        times = torch.cat([pipe.scheduler.timesteps[0]] * 2)
+        pipe.scheduler.step(pipe.transformer(one, times, texts)[0].chunk(2)[0])
+
+    def same_time(pipe, *, latents, prompt_embeds, **_):
+        times = torch.full((2,), 5.0)
+        pipe.scheduler.step(pipe.transformer(latents, times, prompt_embeds)[0])
+
+    def without_gradient(pipe, *, latents, prompt_embeds, **_):
+        with torch.no_grad():
+            found = pipe.transformer(latents, pipe.scheduler.timesteps[0], prompt_embeds)[0]
+        pipe.scheduler.step(found + torch.zeros((), requires_grad=True))
+
+    def no_step(pipe, **_):
+        return None
+
+    for change, reason in (
+        (once_more, "called 2 times"),
+        (doubled, "given 4 samples of 2"),
+        (same_time, "not told a time step for each sample"),
+        (without_gradient, "no gradient reaches the first block"),
+        (no_step, "ended without a step"),
+    ):
+        altered(monkeypatch, diffusers.WanPipeline, change)
+        with pytest.raises(InvalidValueError, match=reason):
+            probe(loaded.family, loaded.model)
+    altered(monkeypatch, diffusers.WanPipeline, plain)
+    assert probe(loaded.family, loaded.model) == ()
+
+
+def test_a_pipeline_that_looks_at_weights_is_not_refused_but_said(bare, monkeypatch):
+    loaded = bare("wan")
+    plain = diffusers.WanPipeline.__call__.__wrapped__
+
+    def looking(pipe, **told):
+        float(pipe.transformer.proj_out.weight.sum())
+        return plain(pipe, **told)
+
+    altered(monkeypatch, diffusers.WanPipeline, looking)
+    (decision,) = probe(loaded.family, loaded.model)
+    assert decision.severity == "warning"
+    assert "WanPipeline" in decision.reason
+
+
+def test_a_family_made_by_hand_does_not_know_its_pipeline():
+    with pytest.raises(DataError, match="load_pretrained"):
+        QwenImage().predict(torch.nn.Linear(1, 1), torch.zeros(1, 4, 8, 8), TIMES[:1], {})
+
+
+# -- What declarations say.
+
+
+def test_the_shift_of_a_scheduler_that_only_samples_is_kept(folders):
+    loaded = load_pretrained(folders["wan"], parts=False)
+    assert loaded.scheduler.config.shift == 3.0
+    (decision,) = [each for each in loaded.decisions if each.key == "scheduler"]
+    assert "flow_shift=3" in decision.before
+    trained = type(loaded.scheduler).from_config(loaded.scheduler.config, shift=7.0)
+    from zerotune.diffusion.noise_schedule import drawing_scheduler
+
+    drawn = drawing_scheduler(loaded.family.blueprint.scheduler, trained)
+    assert isinstance(drawn, diffusers.UniPCMultistepScheduler)
+    assert drawn.config.flow_shift == 7.0
+
+
+def test_each_expert_is_trained_on_its_own_noise(bare):
+    high, low = bare("wan22"), bare("wan22", family=WanLowNoise)
+    assert isinstance(high.family, Wan)
+    assert high.objective().timestep_range == (0.875, 1.0)
+    assert low.objective().timestep_range == (0.0, 0.875)
+    assert low.objective(timestep_range=(0.0, 0.5)).timestep_range == (0.0, 0.5)
+    assert (high.component, low.component) == ("transformer", "transformer_2")
+    one, other = (each.model.state_dict() for each in (high, low))
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_clips_are_drawn_by_both_experts(folders):
+    low = load_pretrained(folders["wan22"], frozen_dtype="fp32", family=WanLowNoise)
+    assert "transformer" in low.family.parts.modules
+    alone = load_pretrained(folders["wan22"], frozen_dtype="fp32", leave_out=("transformer_2",))
+    with pytest.raises(DataError, match="drawn by both"):
+        sample(alone.model, family=alone.family, prompts=["a"], steps=2, size=(16, 16), frames=3)
+
+
+def test_texts_of_their_own_length_are_kept_padded_and_dropped(folders):
+    loaded = load_pretrained(folders["z-image"], frozen_dtype="fp32")
+    family = loaded.family
+    assert isinstance(family, ZImage)
+    both = family.encode_texts(PROMPTS)
+    alone = [family.encode_texts([text]) for text in PROMPTS]
+    lengths = [each["prompt_embeds"].shape[1] for each in alone]
+    assert len(set(lengths)) == 2
+    assert both["prompt_embeds_mask"].sum(1).tolist() == lengths
+    remembered = family.remembered(PROMPTS[::-1], device=torch.device("cpu"))
+    assert remembered["prompt_embeds_mask"].sum(1).tolist() == lengths[::-1]
+    torch.testing.assert_close(
+        remembered["prompt_embeds"][1, : lengths[0]], alone[0]["prompt_embeds"][0]
+    )
+    dropping = type(family)(parts=family.parts, dropout=1.0)
+    batch = {"latents": torch.zeros(2, 4, 8, 8), **both}
+    empty = family.encode_texts([""])["prompt_embeds"].shape[1]
+    dropped = dropping.conditioning(batch, torch.Generator())
+    assert dropped["prompt_embeds_mask"].sum(1).tolist() == [empty, empty]
+    # Padding changes nothing.
+    model, noisy = loaded.model.eval(), torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        together = family.predict(model, noisy, TIMES, both)
+        single = family.predict(model, noisy[:1], TIMES[:1], alone[0])
+    torch.testing.assert_close(together[:1], single, rtol=0, atol=1e-5)
+
+
+def test_latents_are_those_of_the_pipelines(folders):
+    flux2 = load_pretrained(folders["flux2"], frozen_dtype="fp32").family
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).tanh()
+    latents = flux2.clean({"images": images})
+    with torch.no_grad():
+        theirs = flux2.parts.pipeline._encode_vae_image(images, None)
+    torch.testing.assert_close(latents, theirs, rtol=0, atol=1e-6)
+    wan = load_pretrained(folders["wan"], frozen_dtype="fp32").family
+    clip = torch.randn(1, 3, 5, 16, 16, generator=torch.Generator().manual_seed(2)).tanh()
+    given = wan.clean({"images": clip})
+    vae = wan.parts.vae
+    mean, deviation = (
+        torch.tensor(vae.config[name]).view(1, 4, 1, 1, 1)
+        for name in ("latents_mean", "latents_std")
+    )
+    with torch.no_grad():
+        encoded = vae.encode(clip).latent_dist.mode()
+        decoded = vae.decode(encoded).sample
+    torch.testing.assert_close(given, (encoded - mean) / deviation)
+    torch.testing.assert_close(wan.parts.decode_latents(given), decoded, rtol=0, atol=1e-5)
+    assert wan.clean({"images": clip[:, :, 0]}).shape == (1, 4, 1, 8, 8)
+
+
+def test_a_blueprint_says_what_the_pipeline_is_made_of(folders):
+    read = Blueprint.read(folders["wan22"], diffusers.WanPipeline)
+    pipe = diffusers.WanPipeline.from_pretrained(folders["wan22"])
+    made = Blueprint.of(pipe)
+    assert set(read.components) == set(made.components)
+    assert dict(read.settings) == dict(made.settings)
+    assert read.vae.config.z_dim == made.vae.config.z_dim
+    assert type(read.scheduler) is type(made.scheduler)
+    assert all(parameter.is_meta for parameter in read.vae.parameters())
+
+
+def test_packing_is_that_of_the_pipelines():
+    latents = torch.randn(2, 4, 8, 6)
+    packed = FluxPipeline._pack_latents(latents, *latents.shape)
+    assert torch.equal(Tokens(2).pack(latents), packed)
+    assert torch.equal(Tokens(2).unpack(packed, latents.shape), latents)
+    clip = torch.randn(2, 4, 3, 8, 6)
+    assert torch.equal(Tokens(1).pack(clip), diffusers.LTXPipeline._pack_latents(clip))
+    assert torch.equal(Tokens(1).unpack(Tokens(1).pack(clip), clip.shape), clip)
+    assert Tokens(1, packs=False).pack(latents) is latents
