@@ -9,6 +9,9 @@ All weights of the U-Net or transformer, or adapters beside it:
     torchrun examples/finetune.py MODEL PHOTOS runs/flux --plan examples/plans/flux-lora.json \
         --lora 16
 
+An installed zerotune has it too: torchrun -m zerotune.examples.finetune, with --plan sdxl,
+sdxl-lora, sd3 or flux-lora.
+
 MODEL is a folder or a hub id, such as stabilityai/stable-diffusion-xl-base-1.0; what it is stands
 in its model_index.json. PHOTOS holds images, each with its caption beside it (cat.png, cat.txt).
 The same command goes on after a stop, also under another plan or number of GPUs, and with more
@@ -30,10 +33,13 @@ from zerotune.diffusion import LoRA, Pretrained, add_lora, encode_dataset, load_
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.training import Callback, ProgressBar, SaveEvery, ValidationImages
 
+PLANS = Path(__file__).parent / "plans"
+
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
-    plan = DeepSpeedPlan.from_json(options.plan)
+    shipped = PLANS / f"{options.plan}.json"
+    plan = DeepSpeedPlan.from_json(shipped if shipped.is_file() else options.plan)
     loaded = load_pretrained(options.model)
     if options.lora:
         adapters = LoRA(rank=options.lora, targets=loaded.family.lora_targets)
@@ -98,7 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("photos", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--plan", required=True, help="a DeepSpeed configuration")
+    parser.add_argument("--plan", required=True, help="a DeepSpeed configuration, or sdxl, …")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all")
     parser.add_argument("--base-dtype", default="bf16", help="of the weights beside adapters")
     parser.add_argument("--start", type=Path, help="checkpoint to begin with, also a converted one")

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.resources
+import importlib.util
 import io
 import json
 import os
@@ -24,7 +25,12 @@ import attrs
 
 from tests.support.ranks import free_port, run_ranks
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+try:
+    INSTALLED = importlib.util.find_spec("zerotune.examples.finetune") is not None
+except ImportError:
+    INSTALLED = False
+SCRIPTS = "zerotune.examples" if INSTALLED else "examples"
+"""Those of the wheel, or beside the source tree."""
 PHOTOS = {"chelsea": "a cat", "coffee": "a cup of coffee"}
 SMALL = ["--draw-steps", "1", "--prompts", "a cat", "--area", "256", "--bucket-step", "4"]
 ALIKE = 5e-5
@@ -50,7 +56,7 @@ class Day:
     def finetune(self, output: str, steps: int, *more: str, stop: int | None = None) -> Any:
         """``finetune.py`` in a process of its own, with a SIGTERM during step ``stop``."""
         line = [str(self.folder / "model"), str(self.folder / "photos"), str(self.folder / output)]
-        line += ["--plan", str(EXAMPLES / "plans" / "sdxl.json"), *SMALL]
+        line += ["--plan", "sdxl", *SMALL]
         line += ["--every", "100", "--steps", str(steps), *more]
         return run_ranks(finetuned, line, stop)[0]
 
@@ -216,7 +222,7 @@ def finetuned(line: list[str], stop: int | None) -> list[float]:
     from zerotune.training import Callback
 
     torch.set_num_threads(1)
-    script = importlib.import_module("examples.finetune")
+    script = importlib.import_module(f"{SCRIPTS}.finetune")
 
     class Terminate(Callback):
         def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
@@ -338,7 +344,9 @@ def main() -> int:
     """Play the day; 1 when something went wrong."""
     import zerotune
 
-    sys.stdout.write(f"zerotune {zerotune.__version__} of {Path(zerotune.__file__).parent}\n")
+    sys.stdout.write(
+        f"zerotune {zerotune.__version__} of {Path(zerotune.__file__).parent}, {SCRIPTS}\n"
+    )
     bad = 0
     with tempfile.TemporaryDirectory(prefix="second-day-") as folder:
         for outcome in play(Path(folder)):

@@ -88,6 +88,14 @@ class TestWhenSomethingFits:
 
         assert path.read_bytes().startswith(b"\x89PNG")
 
+    def test_a_folder_that_was_made_for_the_chart_is_told(self, tmp_path, capsys):
+        path = tmp_path / "new" / "memory.pdf"
+        assert advise(*ROOMY, "--chart", str(path)) == 0
+        assert path.read_bytes().startswith(b"%PDF-")
+        assert f"made the folder {tmp_path / 'new'}" in capsys.readouterr().err
+        assert advise(*ROOMY, "--chart", str(path)) == 0
+        assert capsys.readouterr().err == ""
+
 
 class TestWhenNothingFits:
     def test_the_nearest_is_told_with_status_1(self, capsys):

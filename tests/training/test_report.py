@@ -56,6 +56,13 @@ def test_a_report_of_nothing_divides_by_nothing():
     ]
 
 
+@pytest.mark.parametrize(("copy_rate", "resource"), [(1e7, "host memory"), (1e13, "compute")])
+def test_moving_bytes_is_not_blamed_far_below_a_copys_rate(copy_rate, resource):
+    judged = [one for one in report(copy_rate=copy_rate).bounds if one.reference]
+    assert {one.phase for one in judged} == {"optimizer", "ema"}
+    assert {one.resource for one in judged} == {resource}
+
+
 def test_the_report_says_what_the_step_waits_for():
     first, second, *others = report(copy_rate=2e9).bounds
     assert (first.resource, first.phase) == ("compute", "forward and backward")

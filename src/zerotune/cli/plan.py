@@ -77,7 +77,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     forms = group.add_mutually_exclusive_group()
     forms.add_argument("--json", action="store_true", help="print JSON; sizes are in bytes")
     forms.add_argument("--markdown", action="store_true", help="print Markdown")
-    group.add_argument("--chart", metavar="PNG", help="draw the memory per rank into this file")
+    group.add_argument("--chart", metavar="FILE", help="draw the memory per rank: .png, .pdf, .svg")
 
 
 _NUMBER: Final = re.compile(r"\s*\d+(\.\d+)?\s*")
@@ -118,7 +118,11 @@ def _draw(estimate: MemoryEstimate, budget: RankBudget, arguments: argparse.Name
     if arguments.chart:
         from zerotune.plan.charts import plot_memory
 
+        folder = Path(arguments.chart).resolve().parent
+        new = not folder.exists()
         plot_memory(estimate, arguments.chart, budget=budget)
+        if new:
+            tell(f"made the folder {folder} for the chart")
 
 
 # -- check

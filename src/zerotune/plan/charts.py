@@ -27,6 +27,7 @@ from zerotune._util.palette import (
     empty_figure,
     ink_on,
 )
+from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.model import EstimateValue
 from zerotune.plan.text import (
     PLACE_NAMES,
@@ -148,6 +149,8 @@ def _in_rows(segments: Sequence[Segment], across: float, measure: Measure) -> Ba
 # -- The picture.
 
 
+_FORMATS: Final = ("png", "pdf", "svg")
+
 # Inches.
 _WIDTH: Final = 9.0
 _MARGIN: Final = 0.35
@@ -166,22 +169,25 @@ _FONT: Final = 9
 def plot_memory(
     estimate: EstimateValue, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
-    """Write the peak of each place as a stacked bar, by component, as PNG.
+    """Write the peak of each place as a stacked bar, by component, as PNG, PDF or SVG.
 
     Each place has a scale of its own that starts at zero and holds its budget if there is one.
 
     Args:
         estimate: What is needed.
-        path: The file; its folder is made, and a picture already there is replaced.
+        path: The file, whose ending says the format (none: PNG); its folder is made, and a
+            picture already there is replaced.
         budget: Bytes per rank there are at each place.
 
     Returns:
         ``path``.
 
     Raises:
+        InvalidValueError: Another ending.
         MissingDependencyError: matplotlib is not installed.
         PlanFileError: The file cannot be written.
     """
+    kind = picture_format(path)
     figure, measure = _figure()
     unit = estimate_unit(estimate, budget)
     panels = [_panel(estimate, fit, unit, measure) for fit in fits(estimate, budget)]
@@ -196,8 +202,27 @@ def plot_memory(
         _draw(figure.add_axes(place), panel)
         top += panel.height
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=_PIXELS_PER_INCH)
+    # Without the day, so that the same estimate gives the same file.
+    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
+    figure.savefig(picture, format=kind, dpi=_PIXELS_PER_INCH, metadata=undated)
     return write_whole(path, picture.getvalue())
+
+
+def picture_format(path: str | os.PathLike[str]) -> str:
+    """The format that a picture's name asks for.
+
+    Raises:
+        InvalidValueError: One that is not written.
+    """
+    ending = Path(path).suffix.lower().removeprefix(".") or _FORMATS[0]
+    if ending not in _FORMATS:
+        raise InvalidValueError(
+            "is no format of pictures that is written",
+            key="path",
+            value=str(path),
+            fix=f"end the name with one of {', '.join(f'.{one}' for one in _FORMATS)}",
+        )
+    return ending
 
 
 @attrs.frozen(kw_only=True)

@@ -161,8 +161,7 @@ def _optimizer(
     if on_disk:
         return _bound("disk", phase, seconds, step, on_disk)
     if traffic.optimizer:
-        near = reference is None or traffic.optimizer / max(seconds, 1e-9) > _NEAR * reference
-        kind: Resource = "host memory" if near else "compute"
+        kind = _moving(traffic.optimizer, seconds, reference)
         found = _bound(kind, phase, seconds, step, traffic.optimizer)
         return attrs.evolve(found, reference=reference)
     return _bound("compute", phase, seconds, step)
@@ -173,5 +172,11 @@ def _ema(
 ) -> Bound:
     if traffic is None or not traffic.ema:
         return _bound("compute", "ema", seconds, step)
-    found = _bound("host memory", "ema", seconds, step, traffic.ema)
+    found = _bound(_moving(traffic.ema, seconds, reference), "ema", seconds, step, traffic.ema)
     return attrs.evolve(found, reference=reference)
+
+
+def _moving(nbytes: int, seconds: float, reference: float | None) -> Resource:
+    """Whether moving bytes in host memory is what takes the time, or computing on the way."""
+    near = reference is None or nbytes / max(seconds, 1e-9) > _NEAR * reference
+    return "host memory" if near else "compute"

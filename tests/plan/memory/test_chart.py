@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.errors import MissingDependencyError, PlanFileError
+from zerotune.errors import InvalidValueError, MissingDependencyError, PlanFileError
 from zerotune.plan.charts import arrange, plot_memory
 from zerotune.platform import GIB
 
@@ -74,6 +74,18 @@ class TestPicture:
         assert path == tmp_path / "deep" / "memory.png"
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert [file.name for file in path.parent.iterdir()] == ["memory.png"]
+
+    @pytest.mark.parametrize(
+        ("name", "begins"), [("m.pdf", b"%PDF-"), ("m.svg", b"<?xml"), ("m", b"\x89PNG")]
+    )
+    def test_the_ending_says_the_format(self, name, begins, estimate, tmp_path):
+        path = plot_memory(estimate, tmp_path / name)
+        assert path.read_bytes().startswith(begins)
+
+    def test_another_ending_is_refused(self, estimate, tmp_path):
+        with pytest.raises(InvalidValueError, match=r"m\.docx.*\.png, \.pdf, \.svg"):
+            plot_memory(estimate, tmp_path / "m.docx")
+        assert list(tmp_path.iterdir()) == []
 
     def test_more_places_make_it_taller(self, estimate, tmp_path):
         def height(path):
