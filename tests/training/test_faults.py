@@ -55,7 +55,7 @@ def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is():
     found = run_ranks(faulty.first_meetings, world_size=2)[0]
     for name, begins in {
         "save": "saving checkpoint nowhere/step",
-        "resume": "loading checkpoint nowhere/there",
+        "resume": "resuming from nowhere/there",
         "roll back": "loading checkpoint nowhere/there",
         "export": "exporting to nowhere/model",
         "export a pipeline": "exporting to ",
@@ -64,7 +64,7 @@ def test_whatever_needs_all_ranks_begins_at_a_barrier_that_says_what_it_is():
         "draw": "drawing images",
         "run on an average": "running on averaged weights",
         "gather an average": "gathering the weights",
-        "save in the background": "making a BackgroundSaver",
+        "save in the background": "saving in nowhere",
     }.items():
         assert found.pop(name).startswith(begins), name
     assert not found

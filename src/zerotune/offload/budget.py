@@ -131,7 +131,7 @@ def fit_host_memory(
     if not found.lock_fits:
         raise _cannot_lock(found)
     if found.fits:
-        return resolved, (_decision(str(found)),)
+        return resolved, (_decision(str(found), needed=found.needed),)
     unpinned = _unpinned(resolved, only_automatic=True)
     if resolved.world_size == 1 and unpinned != resolved:
         fitting = host_budget(unpinned, ranks=ranks, held=held)
@@ -272,5 +272,6 @@ def _on_nvme(resolved: ResolvedPlan) -> ResolvedPlan:
     return attrs.evolve(other, optimizer=resolved.optimizer)
 
 
-def _decision(reason: str) -> Decision:
-    return Decision(key=KEY, before=None, after=None, reason=reason)
+def _decision(reason: str, *, needed: int | None = None) -> Decision:
+    after = None if needed is None else format_size(needed)
+    return Decision(key=KEY, before=None, after=after, reason=reason)

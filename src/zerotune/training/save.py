@@ -132,7 +132,7 @@ class SaveEvery(Callback):
             if self._hold is not None:
                 self._hold.confirm()
 
-        together(trainer.engine.group, f"save in {self._root}", look)
+        together(trainer.engine.group, f"saving in {self._root}", look)
 
     def _prune(self, trainer: RunView) -> None:
         if self._keep is None:
