@@ -14,6 +14,12 @@ from typing import Any
 import attrs
 
 DOCS = Path(__file__).parents[2] / "docs"
+README = DOCS.parent / "README.md"
+_CHECKED = re.compile(
+    r"^```json\n(?P<file>.*?)^```$|^(?:\$ zerotune plan check ds_config\.json.*\n(?:```\n\n```text\n)?)"
+    r"(?P<said>ds_config\.json: .*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 _DOCTEST = re.compile(r"^```\{doctest\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A reader's runs take hours; what they are about shows within three steps of small images.
@@ -56,6 +62,18 @@ def failures(page: str) -> str:
     said = io.StringIO()
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.write)
     return said.getvalue()
+
+
+def checked(page: Path) -> str:
+    """What a page says that ``zerotune plan check ds_config.json`` answers, on one line."""
+    (said,) = (found["said"] for found in _CHECKED.finditer(page.read_text()) if found["said"])
+    return " ".join(said.split())
+
+
+def configuration() -> str:
+    """The ``ds_config.json`` of the quickstart."""
+    found = next(_CHECKED.finditer((DOCS / "quickstart.md").read_text()))
+    return found["file"]
 
 
 def names(*sections: str) -> str:

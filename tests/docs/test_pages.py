@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.docs.pages import DOCS, blocks, failures, run, sessions
+from tests.docs.pages import (
+    DOCS,
+    README,
+    blocks,
+    checked,
+    configuration,
+    failures,
+    run,
+    sessions,
+)
 from tests.support.ranks import run_ranks
+from zerotune import cli
 
 MODEL = ("Model",)
 ENGINE = ("Model", "An engine")
@@ -82,6 +92,7 @@ UNet2DConditionModel(
 """
 
 PAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "../README.md": ((), ""),
     "quickstart.md": ((), ""),
     "names.md": ((), ""),
     "from-deepspeed.md": (MODEL, RANDOM),
@@ -117,6 +128,14 @@ def test_an_interpreter_answers_what_a_page_says(page):
     assert failures(page) == ""
 
 
+@pytest.mark.parametrize("page", [README, DOCS / "quickstart.md"], ids=lambda page: page.name)
+def test_the_catch_that_is_shown_is_what_the_command_says(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds_config.json").write_text(configuration())
+    assert cli.main(["plan", "check", "ds_config.json"]) == 1
+    assert " ".join(capsys.readouterr().out.split()) == checked(page)
+
+
 def test_no_page_with_code_is_left_out():
-    written = {path.name for path in DOCS.rglob("*.md") if any(blocks(path))}
-    assert written == {*PAGES, *ELSEWHERE}
+    written = {path.name for path in [README, *DOCS.rglob("*.md")] if any(blocks(path))}
+    assert written == {name.removeprefix("../") for name in (*PAGES, *ELSEWHERE)}
