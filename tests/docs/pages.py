@@ -16,7 +16,8 @@ import attrs
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
 _CHECKED = re.compile(
-    r"^```json\n(?P<file>.*?)^```$|^(?:\$ zerotune plan check ds_config\.json.*\n(?:```\n\n```text\n)?)"
+    r"^```json\n(?P<file>.*?)^```$"
+    r"|^\$ zerotune plan check ds_config\.json.*\n(?:```\n\n```text\n)?"
     r"(?P<said>ds_config\.json: .*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
