@@ -1776,6 +1776,58 @@ class RunFacts:
     warmup_steps: int | None = None
     """Optimizer steps of warm-up."""
 
+    @classmethod
+    def from_arguments(cls, arguments: Any) -> RunFacts:
+        """What the flags of a training script say, by the names that diffusers' scripts give them.
+
+        So ``--learning_rate`` keeps its effect on a plan whose ``lr`` is ``"auto"``. What a script
+        has no flag for, or leaves ``None``, stays open.
+
+        Args:
+            arguments: An ``argparse.Namespace``, or anything with such attributes.
+
+        Raises:
+            InvalidValueError: A value of another type than such a flag has.
+        """
+        given = {
+            fact: _flag(arguments, name, kind)
+            for fact, (name, kind) in _FLAGS.items()
+            if getattr(arguments, name, None) is not None
+        }
+        ends = [_flag(arguments, f"adam_beta{number}", float) for number in (1, 2)]
+        if None not in ends:
+            given["betas"] = tuple(ends)
+        if given.get("mixed_precision") == "no":
+            given["mixed_precision"] = "fp32"
+        return cls(**given)
+
+
+_FLAGS: Final[Mapping[str, tuple[str, type]]] = {
+    "lr": ("learning_rate", float),
+    "weight_decay": ("adam_weight_decay", float),
+    "eps": ("adam_epsilon", float),
+    "micro_batch_size": ("train_batch_size", int),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
+    "gradient_clipping": ("max_grad_norm", float),
+    "mixed_precision": ("mixed_precision", str),
+    "total_steps": ("max_train_steps", int),
+    "warmup_steps": ("lr_warmup_steps", int),
+}
+"""For each fact the flag of diffusers' scripts that says it, and its type."""
+
+
+def _flag(arguments: Any, name: str, kind: type) -> Any:
+    value = getattr(arguments, name, None)
+    fits = is_number(value) if kind is float else isinstance(value, kind)
+    if value is None or (fits and not isinstance(value, bool)):
+        return value
+    raise InvalidValueError(
+        f"is no {kind.__name__}",
+        key=f"arguments.{name}",
+        value=value,
+        fix="write RunFacts(...) where the script's flag of this name means something else",
+    )
+
 
 # -- The optimizer and scheduler a resolved plan will really use.
 
