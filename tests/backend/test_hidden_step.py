@@ -61,6 +61,7 @@ class Web(torch.nn.Module):
 def begin(
     stage: int, model: torch.nn.Module, *, precision: str = "bf16", hidden: bool | None,
     clipping: float = 0.5, accumulation: int = 1, groups: bool = False, persistent: int = 0,
+    optimizer: str = "AdamW",
 ) -> Any:  # fmt: skip
     from zerotune.backend.build import build_engine
     from zerotune.optim import ParameterGroups
@@ -71,7 +72,7 @@ def begin(
     plan = DeepSpeedPlan.build(
         stage=stage, offload="cpu", precision=precision, micro_batch_size=2,
         gradient_clipping=clipping, gradient_accumulation_steps=accumulation,
-        optimizer={"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        optimizer={"type": optimizer, "params": {"lr": 2e-3, "weight_decay": 0.01}},
         scheduler={"type": "WarmupLR", "params": {
             "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 9}},
         **({"stage3_param_persistence_threshold": persistent} if stage == 3 else {}),
@@ -245,8 +246,18 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         (2, {"stage": 2, "precision": "fp32", "groups": True}),
         (1, {"stage": 3, "precision": "fp32", "accumulation": 3}),
         (2, {"stage": 3, "groups": True, "clipping": 0.0}),
+        (1, {"stage": 2, "groups": True, "optimizer": "AdamWBF16States"}),
+        (1, {"stage": 3, "optimizer": "AdamWBF16States"}),
     ],
-    ids=["z1 fp32", "z2 accumulated", "z2 groups", "z3 accumulated", "z3 groups"],
+    ids=[
+        "z1 fp32",
+        "z2 accumulated",
+        "z2 groups",
+        "z3 accumulated",
+        "z3 groups",
+        "z2 bf16 states",
+        "z3 bf16 states",
+    ],
 )
 def test_no_setting_changes_a_bit(averages, arguments):
     ((mine, theirs),) = run_ranks(both, averages, arguments)

@@ -156,3 +156,66 @@ def test_norms_are_those_of_fp64():
 def test_a_sum_is_finite_if_and_only_if_all_elements_are():
     (found,) = run_ranks(not_finite)
     assert [value == value and value < float("inf") for value in found] == [False] * 6 + [True] * 2
+
+
+def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> list[str]:
+    """What differs between AdamWBF16States and the pass, in parts and in any order, after steps."""
+    from zerotune.backend.deepspeed.host_adam import HostBF16Adam, torch_rounds_alike
+    from zerotune.backend.ops.host_step import Average, load_host_step
+    from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+
+    op = load_host_step()
+    if not torch_rounds_alike(op):
+        return ["this torch"]
+    generator = torch.Generator().manual_seed(sizes[0])
+    starts = [torch.randn(size, generator=generator) for size in sizes]
+    mine, theirs = (
+        AdamWBF16States(
+            [torch.nn.Parameter(start.clone()) for start in starts], lr=1e-2, weight_decay=decay
+        )
+        for _ in range(2)
+    )
+    host, group = HostBF16Adam(op=op, adam=mine), mine.param_groups[0]
+    pairs = list(zip(group["params"], theirs.param_groups[0]["params"], strict=True))
+    shadows = [(start.clone(), start.clone()) for start in starts]
+    out = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+    for step in range(1, STEPS + 1):
+        gradients = [(torch.randn(size, generator=generator) * step).to(dtype) for size in sizes]
+        factor = float(torch.tensor(0.3 + 0.1 * step))
+        host.rewind(sizes)
+        begun = [
+            host.begin(slab, gradient=gradient, group=group, factor=factor, out=cast)
+            for (slab, _), gradient, cast in zip(pairs, gradients, out, strict=True)
+        ]
+        for each, (shadow, _), size in zip(
+            reversed(begun), reversed(shadows), reversed(sizes), strict=True
+        ):
+            for start in range(size // 3 * 2, -1, -max(size // 3, 1)):
+                stop = size if start == size // 3 * 2 else start + max(size // 3, 1)
+                average = Average(shadow=shadow[start:stop], weight=0.1)
+                each.run(start, stop, [average])
+        for (_, other), gradient in zip(pairs, gradients, strict=True):
+            other.grad = gradient.float().mul_(factor)
+        theirs.step()
+        for (_, shadow), (_, other) in zip(shadows, pairs, strict=True):
+            shadow.lerp_(other.data, 0.1)
+    wrong = []
+    for (slab, other), (shadow, expected), cast in zip(pairs, shadows, out, strict=True):
+        found = {
+            "weight": (slab.data, other.data),
+            "average": (shadow, expected),
+            "cast": (cast, other.data.bfloat16()),
+        }
+        for name in ("exp_avg", "exp_avg_sq"):
+            found[name] = mine.state[slab][name], theirs.state[other][name]
+        wrong += [
+            f"{name} of {slab.numel()}" for name, pair in found.items() if not torch.equal(*pair)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("sizes", [(33, 1000, 3 * 7), (2**19 + 37, 2**20, 48)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_pass_with_bf16_states_equals_the_optimizer_itself(sizes, dtype, decay):
+    assert run_ranks(bf16_stepped, sizes, dtype, decay) == [[]]

@@ -82,7 +82,7 @@ def digest(engine: Any) -> str:
         found.update(fragment.address.key.encode())
         found.update(fragment.value.numpy().tobytes())
         for name, state in sorted(fragment.states.items()):
-            found.update(name.encode() + state.numpy().tobytes())
+            found.update(name.encode() + state.view(torch.uint8).numpy().tobytes())
         found.update(str(fragment.step).encode())
     return found.hexdigest()
 
@@ -115,7 +115,9 @@ def same(
     theirs = run_ranks(train, case, False, drop, added_up, world_size=world_size)
     for one, other in zip(mine, theirs, strict=True):
         assert one["decisions"] == ["one pass"]
-        assert other["decisions"] == ["DeepSpeed's"]
+        assert other["decisions"] == [
+            "AdamWBF16States' own" if case.optimizer == "AdamWBF16States" else "DeepSpeed's"
+        ]
         assert one["explained"]
         for name in ("losses", "norms", "master", "ema", "model"):
             assert one[name] == other[name], name
@@ -140,12 +142,16 @@ def test_nor_on_two_ranks(case):
     [
         attrs.evolve(CASES[1], accumulation=3),
         attrs.evolve(CASES[3], accumulation=3),
+        attrs.evolve(CASES[1], optimizer="AdamWBF16States"),
+        attrs.evolve(CASES[2], optimizer="AdamWBF16States", clipping=0.0),
+        attrs.evolve(CASES[3], optimizer="AdamWBF16States", accumulation=3),
         attrs.evolve(CASES[1], clipping=0.0),
         attrs.evolve(CASES[1], clipping=4.1),
         attrs.evolve(CASES[2], optimizer={"type": "Adam", "params": {"adam_w_mode": False,
                                           "weight_decay": 0.1, "lr": 1e-3}}),
     ],
-    ids=["accumulated", "accumulated at stage 3", "not clipped", "clipped at times", "L2 decay"],
+    ids=["accumulated", "accumulated at stage 3", "bf16 states", "bf16 states, fp32",
+         "bf16 states at stage 3", "not clipped", "clipped at times", "L2 decay"],
 )  # fmt: skip
 def test_nor_with_other_settings(case):
     kept = same(case)

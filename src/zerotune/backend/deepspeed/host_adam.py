@@ -1,21 +1,29 @@
-"""``HostAdam``: the steps of a DeepSpeedCPUAdam, each slab in one pass over memory."""
+"""The steps of a DeepSpeedCPUAdam or an AdamWBF16States, each slab in one pass over memory."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import attrs
 import torch
+from typing_extensions import override
 
-from zerotune.backend.ops.host_step import AdamNumbers, Average, HostStepOp
+from zerotune.backend.ops.host_step import AdamBF16Numbers, AdamNumbers, Average, HostStepOp
+from zerotune.backend.optimizers.adamw_bf16_states import (
+    AdamWBF16States,
+    Noise,
+    TensorNoise,
+    update_chunk,
+)
 
 _VECTOR: Final = 16
-"""Elements of DeepSpeed's widest vectors; what is left over it updates one by one."""
+"""Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
 
 
 class BetaPowers:
@@ -48,19 +56,16 @@ class BetaPowers:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class SlabStep:
+class SlabStep(ABC):
     """One step of one slab, begun but not yet taken: any part of it may be run at any time."""
 
     op: HostStepOp
-    numbers: AdamNumbers
     weight: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     gradient: torch.Tensor
     out: torch.Tensor | None
     """Where the weights go in their own dtype; as long as the others."""
-    scalar: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
-    """The optimizer itself: weights, gradient in fp32, and both moments, updated in place."""
 
     def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
         """Update elements ``start`` to ``stop``, each exactly once a step.
@@ -72,54 +77,113 @@ class SlabStep:
         """
         middle = max(start, min(stop, self.weight.numel() // _VECTOR * _VECTOR))
         if start < middle:
-            part = slice(start, middle)
-            self.op.adam(
-                weight=self.weight[part],
-                exp_avg=self.exp_avg[part],
-                exp_avg_sq=self.exp_avg_sq[part],
-                gradient=self.gradient[part],
-                numbers=self.numbers,
-                averages=averages,
-                out=None if self.out is None else self.out[part],
-            )
+            self._run_vectors(slice(start, middle), averages)
         if middle < stop:
             self._run_tail(slice(middle, stop), averages, skipped=middle - start)
 
     def _run_tail(self, part: slice, averages: Sequence[Average], *, skipped: int) -> None:
-        """The last elements, one by one: there the compiler of DeepSpeed's op chose the fmas."""
+        """The last elements, one by one: there the compiler of the other op chose the fmas."""
         weight = self.weight[part]
-        gradient = self.gradient[part].float() * self.numbers.factor
-        self.scalar(weight, gradient, self.exp_avg[part], self.exp_avg_sq[part])
+        self._update_tail(part)
         for average in averages:
             average.shadow[skipped:].lerp_(weight, average.weight)
         if self.out is not None:
             self.out[part].copy_(weight)
 
+    @abstractmethod
+    def _run_vectors(self, part: slice, averages: Sequence[Average]) -> None:
+        """Elements of which there are whole vectors."""
 
-class HostAdam:
-    """Steps for a DeepSpeedCPUAdam, whose groups, states and counters stay its own.
+    @abstractmethod
+    def _update_tail(self, part: slice) -> None:
+        """Weights and moments of the last elements."""
 
-    Bit for bit what it does itself to a gradient multiplied by ``factor``.
+    def _streams(self, part: slice) -> dict[str, Any]:
+        return {
+            "weight": self.weight[part],
+            "exp_avg": self.exp_avg[part],
+            "exp_avg_sq": self.exp_avg_sq[part],
+            "gradient": self.gradient[part],
+            "out": None if self.out is None else self.out[part],
+        }
 
-    Args:
-        op: The compiled functions.
-        adam: The optimizer.
-    """
 
-    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
-        self._op = op
-        self._adam = adam
-        beta1, beta2 = adam.defaults["betas"]
-        self._powers = BetaPowers(beta1=beta1, beta2=beta2)
-        self._scalar = threading.Lock()
+@attrs.frozen(kw_only=True, eq=False)
+class AdamSlabStep(SlabStep):
+    """As DeepSpeedCPUAdam."""
+
+    numbers: AdamNumbers
+    scalar: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+    """The optimizer itself: weights, gradient in fp32, and both moments, updated in place."""
+
+    @override
+    def _run_vectors(self, part: slice, averages: Sequence[Average]) -> None:
+        self.op.adam(numbers=self.numbers, averages=averages, **self._streams(part))
+
+    @override
+    def _update_tail(self, part: slice) -> None:
+        gradient = self.gradient[part].float() * self.numbers.factor
+        self.scalar(self.weight[part], gradient, self.exp_avg[part], self.exp_avg_sq[part])
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class BF16SlabStep(SlabStep):
+    """As AdamWBF16States."""
+
+    numbers: AdamBF16Numbers
+    noise: TensorNoise
+    taken: int
+    """Steps before this one."""
+    group: Mapping[str, Any]
+
+    @override
+    def _run_vectors(self, part: slice, averages: Sequence[Average]) -> None:
+        for start, stop in self._chunks(part):
+            inside = slice(start - part.start, stop - part.start)
+            self.op.adam_bf16(
+                numbers=self.numbers,
+                noise=(self.noise.of(0, start, stop), self.noise.of(1, start, stop)),
+                averages=[attrs.evolve(each, shadow=each.shadow[inside]) for each in averages],
+                **self._streams(slice(start, stop)),
+            )
+
+    @override
+    def _update_tail(self, part: slice) -> None:
+        for start, stop in self._chunks(part):
+            inside = slice(start, stop)
+            update_chunk(
+                self.weight[inside],
+                self.gradient[inside].float() * self.numbers.factor,
+                (self.exp_avg[inside], self.exp_avg_sq[inside]),
+                wide=[torch.empty(stop - start) for _ in range(2)],
+                noise=[self.noise.of(moment, start, stop) for moment in range(2)],
+                taken=self.taken,
+                group=self.group,
+            )
+
+    def _chunks(self, part: slice) -> Iterator[tuple[int, int]]:
+        """The part, cut where its random bits are."""
+        size, start = self.noise.size, part.start
+        while start < part.stop:
+            stop = min(part.stop, (start // size + 1) * size)
+            yield start, stop
+            start = stop
+
+
+class Stepper(Protocol):
+    """Begins the steps of an optimizer in host memory."""
+
+    def rewind(self, numels: Sequence[int]) -> None:
+        """Before the first slab of a call of the optimizer's ``step``.
+
+        Args:
+            numels: Of the slabs that it is about to step.
+        """
+        ...
 
     def replay(self, steps: int) -> None:
         """Go through the steps that were taken before, as another process did."""
-        betas = list(dict.fromkeys(tuple(group["betas"]) for group in self._adam.param_groups))
-        # Where groups differ, each change from one to the next begins anew.
-        for step in range(1 if len(betas) == 1 else steps, steps + 1):
-            for beta1, beta2 in betas:
-                self._powers.at(step, beta1, beta2)
+        ...
 
     def begin(
         self,
@@ -139,12 +203,137 @@ class HostAdam:
             factor: What its gradient is multiplied by.
             out: As ``SlabStep.out``.
         """
+        ...
+
+
+class HostBF16Adam:
+    """Steps for an AdamWBF16States, bit for bit what it does itself.
+
+    Args:
+        op: The compiled functions.
+        adam: The optimizer.
+    """
+
+    def __init__(self, *, op: HostStepOp, adam: AdamWBF16States) -> None:
+        self._op = op
+        self._adam = adam
+        self._noise = Noise()
+
+    def rewind(self, numels: Sequence[int]) -> None:
+        """As ``Stepper.rewind``."""
+        self._noise.rewind(max(numels, default=0))
+
+    def replay(self, steps: int) -> None:
+        """What it rounds by is told by each tensor's own counter."""
+
+    def begin(
+        self,
+        slab: torch.Tensor,
+        *,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: float,
+        out: torch.Tensor | None,
+    ) -> SlabStep:
+        """As ``Stepper.begin``."""
+        state = self._adam.state[slab]
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(slab.data, dtype=self._adam.state_dtype)
+        taken = int(state.get("step", 0))
+        state["step"] = taken + 1
+        return BF16SlabStep(
+            op=self._op,
+            numbers=_bf16_numbers(group, taken + 1, factor),
+            weight=slab.data.view(-1),
+            exp_avg=state["exp_avg"].view(-1),
+            exp_avg_sq=state["exp_avg_sq"].view(-1),
+            gradient=gradient.data.view(-1),
+            out=None if out is None else out.data.view(-1),
+            noise=self._noise.take(slab, seed=taken),
+            taken=taken,
+            group=dict(group),
+        )
+
+
+def _bf16_numbers(group: Mapping[str, Any], step: int, factor: float) -> AdamBF16Numbers:
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    return AdamBF16Numbers(
+        factor=factor,
+        decay=1.0 - lr * group["weight_decay"],
+        first=1.0 - beta1,
+        beta2=beta2,
+        second=1.0 - beta2,
+        root=math.sqrt(1.0 - math.pow(beta2, step)),
+        eps=group["eps"],
+        step_size=-lr / (1.0 - math.pow(beta1, step)),
+    )
+
+
+def torch_rounds_alike(op: HostStepOp) -> bool:
+    """Whether this build of torch rounds as the op does; other compilers choose other fmas."""
+    generator = torch.Generator().manual_seed(0)
+    numel, group = 64 * _VECTOR, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    group["weight_decay"] = 0.01
+    weight, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
+    moments = torch.rand(2, numel, generator=generator).bfloat16() * 1e-3
+    noise = torch.randint(0, 2**16, (2, numel), dtype=torch.int32, generator=generator)
+    theirs = [weight.clone(), *moments.clone()]
+    update_chunk(
+        theirs[0], gradient, theirs[1:], wide=torch.empty(2, numel).unbind(), noise=noise.unbind(),
+        taken=6, group=group,
+    )  # fmt: skip
+    op.adam_bf16(
+        weight=weight, exp_avg=moments[0], exp_avg_sq=moments[1], gradient=gradient,
+        noise=(noise[0], noise[1]), numbers=_bf16_numbers(group, 7, 1.0),
+    )  # fmt: skip
+    return all(map(torch.equal, theirs, (weight, *moments)))
+
+
+class HostAdam:
+    """Steps for a DeepSpeedCPUAdam, whose groups, states and counters stay its own.
+
+    Bit for bit what it does itself to a gradient multiplied by ``factor``.
+
+    Args:
+        op: The compiled functions.
+        adam: The optimizer.
+    """
+
+    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
+        self._op = op
+        self._adam = adam
+        beta1, beta2 = adam.defaults["betas"]
+        self._powers = BetaPowers(beta1=beta1, beta2=beta2)
+        self._scalar = threading.Lock()
+
+    def rewind(self, numels: Sequence[int]) -> None:
+        """A slab's step knows nothing of the others'."""
+
+    def replay(self, steps: int) -> None:
+        """As ``Stepper.replay``."""
+        betas = list(dict.fromkeys(tuple(group["betas"]) for group in self._adam.param_groups))
+        # Where groups differ, each change from one to the next begins anew.
+        for step in range(1 if len(betas) == 1 else steps, steps + 1):
+            for beta1, beta2 in betas:
+                self._powers.at(step, beta1, beta2)
+
+    def begin(
+        self,
+        slab: torch.Tensor,
+        *,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: float,
+        out: torch.Tensor | None,
+    ) -> SlabStep:
+        """As ``Stepper.begin``."""
         adam, state = self._adam, self._adam.state[slab]
         state["step"] = state.get("step", 0) + 1
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
                 state[name] = torch.zeros_like(slab.data, dtype=torch.float32)
-        return SlabStep(
+        return AdamSlabStep(
             op=self._op,
             numbers=self._numbers(group, state["step"], factor),
             weight=slab.data.view(-1),

@@ -23,7 +23,13 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import override
 
-from zerotune.backend.deepspeed.host_adam import HostAdam, SlabStep
+from zerotune.backend.deepspeed.host_adam import (
+    HostAdam,
+    HostBF16Adam,
+    SlabStep,
+    Stepper,
+    torch_rounds_alike,
+)
 from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed, trainable_parameters
 from zerotune.backend.deepspeed.pending_step import (
     Part,
@@ -37,6 +43,7 @@ from zerotune.backend.deepspeed.pending_step import (
 from zerotune.backend.deepspeed.reads import read_at_once
 from zerotune.backend.master_weights import Follower, MasterLayout
 from zerotune.backend.ops.host_step import HostStepOp, load_host_step
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.decisions import Decision
 from zerotune.errors import PlatformError
 from zerotune.plan.api import ResolvedPlan
@@ -48,6 +55,7 @@ _REASON: Final = (
     "clipping, Adam and the cast of the weights go over host memory once, not once each, and "
     "gradients stay in the dtype they arrive in; the same bits"
 )
+_ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
 _OTHER_STEPS: Final = (
     "has_moe_layers",
     "zenflow",
@@ -61,7 +69,9 @@ _SCATTER: Final = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
 def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tuple[Decision, ...]]:
-    """Have the steps of a DeepSpeedCPUAdam taken in one pass, where that is possible.
+    """Have an Adam in host memory stepped in one pass, where that is possible.
+
+    Adam is a DeepSpeedCPUAdam, or an AdamWBF16States.
 
     Args:
         engine: A ``deepspeed.DeepSpeedEngine``, before its first step.
@@ -74,26 +84,32 @@ def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tu
     wrapper = engine.optimizer
     adam = getattr(wrapper, "optimizer", None)
     kind = _STEPS.get(type(wrapper).__name__)
-    if kind is None or type(adam).__name__ != "DeepSpeedCPUAdam":
+    ours = isinstance(adam, AdamWBF16States)
+    if kind is None or not (ours or type(adam).__name__ == "DeepSpeedCPUAdam"):
         return None, ()
+    usual = "AdamWBF16States' own" if ours else "DeepSpeed's"
     if not plan.host_step:
-        return None, (_decision("DeepSpeed's", "the plan was resolved with host_step=False"),)
+        reason = "the plan was resolved with host_step=False"
+        return None, (_decision(usual, usual, reason),)
     obstacle = _obstacle(wrapper, kind)
     if obstacle is None:
         try:
-            step = kind(
-                wrapper=wrapper,
-                op=load_host_step(),
-                module=engine.module,
-                layout=layout_of_deepspeed(engine, rank=engine.global_rank),
-            )
+            op = load_host_step()
         except PlatformError as error:
             obstacle = f"the op host_step cannot be built: {error.reason}"
         else:
+            obstacle = "" if not ours or torch_rounds_alike(op) else _ROUNDS_OTHERWISE
+        if not obstacle:
+            layout = layout_of_deepspeed(engine, rank=engine.global_rank)
+            step = kind(wrapper=wrapper, op=op, module=engine.module, layout=layout)
             step.install()
-            decided = _decision("one pass", _REASON), _hide(step, plan), *_accumulates(step, plan)
+            decided = (
+                _decision(usual, "one pass", _REASON),
+                _hide(step, plan),
+                *_accumulates(step, plan),
+            )
             return step, decided
-    return None, (_decision("DeepSpeed's", obstacle),)
+    return None, (_decision(usual, usual, obstacle),)
 
 
 def _accumulates(step: HostStep, plan: ResolvedPlan) -> tuple[Decision, ...]:
@@ -134,8 +150,8 @@ def _hide(step: HostStep, plan: ResolvedPlan) -> Decision:
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
 
 
-def _decision(after: str, reason: str) -> Decision:
-    return Decision(key=KEY, before="DeepSpeed's", after=after, reason=reason)
+def _decision(before: str, after: str, reason: str) -> Decision:
+    return Decision(key=KEY, before=before, after=after, reason=reason)
 
 
 def _obstacle(wrapper: Any, kind: type[HostStep]) -> str | None:
@@ -146,13 +162,13 @@ def _obstacle(wrapper: Any, kind: type[HostStep]) -> str | None:
     others = [name for name in _OTHER_STEPS if getattr(wrapper, name, None)]
     if others:
         return f"with {others[0]} DeepSpeed's step does more"
-    if not wrapper.optimizer.fp32_optimizer_states:
+    if not getattr(wrapper.optimizer, "fp32_optimizer_states", True):
         return "the moments are not fp32"
     return kind.obstacle(wrapper)
 
 
 class HostStep(ABC):
-    """Takes the steps of a ZeRO optimizer whose inner one is DeepSpeedCPUAdam.
+    """Takes the steps of a ZeRO optimizer whose inner one is an Adam in host memory.
 
     Args:
         wrapper: DeepSpeed's ZeRO optimizer.
@@ -174,7 +190,12 @@ class HostStep(ABC):
         self._op = op
         self._module = module
         self._layout = layout
-        self._adam = HostAdam(op=op, adam=wrapper.optimizer)
+        adam = wrapper.optimizer
+        self._adam: Stepper = (
+            HostBF16Adam(op=op, adam=adam)
+            if isinstance(adam, AdamWBF16States)
+            else HostAdam(op=op, adam=adam)
+        )
         self._home = sys.modules[type(wrapper).__module__]
         self._parts: tuple[Part, ...] = ()
         self._order: list[int] = []
@@ -241,7 +262,12 @@ class HostStep(ABC):
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with the pass under way; whether there is one they can move with."""
         self._averaged, pending = True, self._pending
-        return pending is not None and pending.follow(followers)
+        if pending is None or not pending.follow(followers):
+            return False
+        if self._thread is None:
+            # It has waited for them, and nobody else takes it.
+            self.settle()
+        return True
 
     def close(self) -> None:
         """Settle, and let the thread go; steps that come all the same are taken at once."""
@@ -566,6 +592,7 @@ class PartitionedStep(HostStep):
         begun: list[SlabStep] = []
         sources: list[torch.Tensor | None] = []
         targets: list[torch.Tensor | None] = []
+        self._adam.rewind([slab.numel() for slab in self._slabs])
         for index, (slab, group) in enumerate(zip(self._slabs, adam.param_groups, strict=True)):
             rank = self._home.dist.get_rank(group=wrapper.real_dp_process_group[index])
             target = wrapper.parallel_partitioned_bit16_groups[index][rank]
@@ -745,6 +772,7 @@ class ShardedStep(HostStep):
             self._begun, self._waits = [], self._may_wait()
 
         def run(_adam: torch.optim.Optimizer) -> None:
+            self._adam.rewind([slab.numel()])
             step = self._adam.begin(
                 slab,
                 gradient=slab.grad,

@@ -85,6 +85,17 @@ struct Adam {
     int32_t decays;      // 0: not at all; 1: decoupled; 2: L2
 };
 
+struct AdamBF16 {
+    float factor;      // of the gradient: clips and undoes the loss scale
+    float decay;       // 1 - lr * weight decay
+    float first;       // 1 - beta1
+    float beta2;
+    float second;      // 1 - beta2
+    float root;        // sqrt(1 - beta2^t)
+    float eps;
+    float step_size;   // -lr / (1 - beta1^t)
+};
+
 struct Average {
     float* shadow;
     float weight;
@@ -139,6 +150,37 @@ void average(int64_t n, const float* __restrict w, const Average& into)
     }
 }
 
+// Up or down by chance: the carry out of the lower half, to which random bits are added.
+inline uint16_t rounded(float value, int32_t random)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return static_cast<uint16_t>(((is_nan ? 0x7fc00000u : bits) + static_cast<uint32_t>(random)) >> 16);
+}
+
+// What torch's fused AdamW does, with its roundings, between widened and rounded moments.
+template <int KIND>
+void update_bf16(int64_t n, float* __restrict w, uint16_t* __restrict m, uint16_t* __restrict v,
+                 const void* gradients, const int32_t* __restrict noise_m,
+                 const int32_t* __restrict noise_v, const AdamBF16& a)
+{
+    const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
+    const bool is_small = std::fabs(a.first) < 0.5f;
+    const float coefficient = is_small ? a.first : a.first - 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float grad = Number<KIND>::get(g[i]) * a.factor;
+        const float old = from_bf16(m[i]);
+        const float first = __builtin_fmaf(coefficient, grad - old, is_small ? old : grad);
+        const float second = __builtin_fmaf(a.second * grad, grad, a.beta2 * from_bf16(v[i]));
+        const float below = __builtin_sqrtf(second) / a.root + a.eps;
+        w[i] = w[i] * a.decay + a.step_size * first / below;
+        m[i] = rounded(first, noise_m[i]);
+        v[i] = rounded(second, noise_v[i]);
+    }
+}
+
 template <int KIND>
 void cast(int64_t n, const float* __restrict w, void* out)
 {
@@ -172,6 +214,18 @@ inline char* at(void* start, int64_t element, int32_t kind)
     return static_cast<char*>(start) + element * width(kind);
 }
 
+// What follows an update while the weights are in the cache.
+void finish(int64_t start, int64_t size, const float* w, int32_t averages, const Average* into,
+            void* out, int32_t out_kind)
+{
+    for (int32_t i = 0; i < averages; i++)
+        average(size, w + start, Average{into[i].shadow + start, into[i].weight});
+    if (out == nullptr) return;
+    char* target = at(out, start, out_kind);
+#define CAST(KIND) cast<KIND>(size, w + start, target)
+    FOR_KIND(out_kind, CAST)
+}
+
 }  // namespace
 
 extern "C" {
@@ -199,12 +253,27 @@ void zerotune_adam(int64_t n, float* w, float* m, float* v, const void* g, int32
         const char* gradients = at(g, start, gradient_kind);
 #define UPDATE(KIND) update_as<KIND>(size, w + start, m + start, v + start, gradients, *adam)
         FOR_KIND(gradient_kind, UPDATE)
-        for (int32_t i = 0; i < averages; i++)
-            average(size, w + start, Average{into[i].shadow + start, into[i].weight});
-        if (out == nullptr) continue;
-        char* target = at(out, start, out_kind);
-#define CAST(KIND) cast<KIND>(size, w + start, target)
-        FOR_KIND(out_kind, CAST)
+        finish(start, size, w, averages, into, out, out_kind);
+    }
+}
+
+// As zerotune_adam, with moments in bf16 that are rounded by chance: n random numbers each.
+void zerotune_adam_bf16(int64_t n, float* w, uint16_t* m, uint16_t* v, const void* g,
+                        int32_t gradient_kind, const int32_t* noise_m, const int32_t* noise_v,
+                        const AdamBF16* adam, int32_t averages, const Average* into, void* out,
+                        int32_t out_kind, int32_t threads)
+{
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t start = block * BLOCK;
+        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+        const char* gradients = at(g, start, gradient_kind);
+#define UPDATE_BF16(KIND)                                                                          \
+    update_bf16<KIND>(size, w + start, m + start, v + start, gradients, noise_m + start,           \
+                      noise_v + start, *adam)
+        FOR_KIND(gradient_kind, UPDATE_BF16)
+        finish(start, size, w, averages, into, out, out_kind);
     }
 }
 

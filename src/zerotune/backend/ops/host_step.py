@@ -67,6 +67,19 @@ class _Adam(ctypes.Structure):
     ]
 
 
+class _AdamBF16(ctypes.Structure):
+    _fields_ = [
+        ("factor", ctypes.c_float),
+        ("decay", ctypes.c_float),
+        ("first", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("second", ctypes.c_float),
+        ("root", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("step_size", ctypes.c_float),
+    ]
+
+
 class _Average(ctypes.Structure):
     _fields_ = [("shadow", ctypes.c_void_p), ("weight", ctypes.c_float)]
 
@@ -90,6 +103,26 @@ class AdamNumbers:
     """``-lr * weight_decay``, or ``weight_decay`` itself where it is L2."""
     decays: int
     """0: not at all; 1: decoupled; 2: L2."""
+
+
+@attrs.frozen(kw_only=True)
+class AdamBF16Numbers:
+    """What one step of AdamW with moments in bf16 does to every element, in torch's arithmetic."""
+
+    factor: float
+    """Of the gradient: clips it and undoes the loss scale."""
+    decay: float
+    """``1 - lr * weight_decay``."""
+    first: float
+    """``1 - beta1``."""
+    beta2: float
+    second: float
+    """``1 - beta2``."""
+    root: float
+    """``sqrt(1 - beta2 ** step)``."""
+    eps: float
+    step_size: float
+    """``-lr / (1 - beta1 ** step)``."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -141,8 +174,6 @@ class HostStepOp:
             averages: Shadows, as long as ``weight``.
             out: Receives the weights in its own dtype.
         """
-        list_of = _Average * max(len(averages), 1)
-        into = list_of(*(_Average(a.shadow.data_ptr(), a.weight) for a in averages))
         adam = _Adam(*attrs.astuple(numbers))
         self._library.zerotune_adam(
             ctypes.c_int64(weight.numel()),
@@ -152,11 +183,45 @@ class HostStepOp:
             _pointer(gradient),
             ctypes.c_int32(_KINDS[gradient.dtype]),
             ctypes.byref(adam),
-            ctypes.c_int32(len(averages)),
-            into,
-            _pointer(out),
-            ctypes.c_int32(0 if out is None else _KINDS[out.dtype]),
-            ctypes.c_int32(torch.get_num_threads()),
+            *_followed_by(averages, out),
+        )
+
+    def adam_bf16(
+        self,
+        *,
+        weight: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        noise: tuple[torch.Tensor, torch.Tensor],
+        numbers: AdamBF16Numbers,
+        averages: Sequence[Average] = (),
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """As ``adam``, with moments that are rounded by chance.
+
+        Args:
+            weight: fp32.
+            exp_avg: bf16.
+            exp_avg_sq: bf16.
+            gradient: fp32, bf16 or fp16.
+            noise: For each moment int32 from 0 to 65,535, as many as there are weights.
+            numbers: Of this step.
+            averages: Shadows, as long as ``weight``.
+            out: Receives the weights in its own dtype.
+        """
+        adam = _AdamBF16(*attrs.astuple(numbers))
+        self._library.zerotune_adam_bf16(
+            ctypes.c_int64(weight.numel()),
+            _pointer(weight),
+            _pointer(exp_avg),
+            _pointer(exp_avg_sq),
+            _pointer(gradient),
+            ctypes.c_int32(_KINDS[gradient.dtype]),
+            _pointer(noise[0]),
+            _pointer(noise[1]),
+            ctypes.byref(adam),
+            *_followed_by(averages, out),
         )
 
     def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
@@ -177,6 +242,18 @@ class HostStepOp:
             ctypes.c_int32(torch.get_num_threads()),
         )
         return total
+
+
+def _followed_by(averages: Sequence[Average], out: torch.Tensor | None) -> tuple[Any, ...]:
+    """The last arguments of an update: averages, cast, threads."""
+    list_of = _Average * max(len(averages), 1)
+    return (
+        ctypes.c_int32(len(averages)),
+        list_of(*(_Average(a.shadow.data_ptr(), a.weight) for a in averages)),
+        _pointer(out),
+        ctypes.c_int32(0 if out is None else _KINDS[out.dtype]),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:

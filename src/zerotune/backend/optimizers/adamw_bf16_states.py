@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import attrs
 import torch
 from torch.optim.adamw import adamw
 
@@ -53,16 +54,14 @@ class AdamWBF16States(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
-        self._scratch = _Scratch()
+        self._noise = Noise()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         loss = None if closure is None else closure()
         groups = self.param_groups
-        self._scratch.rewind(
-            max((p.numel() for group in groups for p in group["params"]), default=0)
-        )
+        self._noise.rewind(max((p.numel() for group in groups for p in group["params"]), default=0))
         for group in groups:
             for p in group["params"]:
                 # Of a small parameter another rank may hold all.
@@ -77,28 +76,51 @@ class AdamWBF16States(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(p, dtype=self.state_dtype)
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
-        beta1, beta2 = group["betas"]
         flat = _flat(p, grad, state["exp_avg"], state["exp_avg_sq"])
-        size = self._scratch.prepare(p.device, seed=taken)
-        for weight, slope, *moments in zip(*(torch.split(t, size) for t in flat), strict=True):
-            wide = self._scratch.widen(moments)
-            adamw(
-                [weight], [slope], [wide[0]], [wide[1]], [],
-                [torch.full((), float(taken), device=weight.device)],
-                fused=weight.device.type in _FUSED, foreach=False, amsgrad=False, maximize=False,
-                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-                weight_decay=group["weight_decay"],
+        noise = self._noise.take(p, seed=taken)
+        room = [torch.empty(min(noise.size, p.numel()), device=p.device) for _ in range(2)]
+        for start, (weight, slope, *moments) in zip(
+            range(0, p.numel(), noise.size),
+            zip(*(torch.split(t, noise.size) for t in flat), strict=True),
+            strict=True,
+        ):
+            stop = start + weight.numel()
+            update_chunk(
+                weight, slope, moments, taken=taken, group=group,
+                wide=[each[: weight.numel()] for each in room],
+                noise=[noise.of(moment, start, stop) for moment in range(2)],
             )  # fmt: skip
-            for exact, moment in zip(wide, moments, strict=True):
-                round_stochastically(exact, self._scratch.bits(exact.numel()), into=moment)
 
 
-class _Scratch:
-    """Room for one chunk: its moments in fp32, and random bits to round them by."""
+@attrs.frozen(kw_only=True, eq=False)
+class TensorNoise:
+    """The random bits of one tensor at one step."""
+
+    size: int
+    """Elements of a chunk."""
+    _bits: torch.Tensor = attrs.field(alias="bits")
+    _cuts: int = attrs.field(alias="cuts")
+
+    def of(self, moment: int, start: int, stop: int) -> torch.Tensor:
+        """int32 from 0 to 65,535, for elements that lie within one chunk.
+
+        Args:
+            moment: 0 or 1.
+            start: First element.
+            stop: One past the last.
+        """
+        # Chunks may share bits with other chunks: an element's errors cancel over the steps as
+        # long as its own bits are new at each step.
+        cut = self._cuts + 2 * (start // self.size) + moment + 1
+        first = cut * _STRIDE % (self._bits.numel() // 2) + start % self.size
+        return self._bits[first : first + stop - start]
+
+
+class Noise:
+    """Random bits to round by: a function of the step alone."""
 
     def __init__(self) -> None:
         self._drawn: tuple[torch.device, int, int] | None = None
-        self._wide: tuple[torch.Tensor, ...] = ()
         self._bits = torch.empty(0, dtype=torch.int32)
         self._cuts = self._largest = 0
 
@@ -106,36 +128,53 @@ class _Scratch:
         """Begin with the first chunk of a step over tensors of at most ``largest`` elements."""
         self._cuts, self._largest = 0, largest
 
-    def prepare(self, device: torch.device, *, seed: int) -> int:
-        """Draw the random bits of a step, once for all tensors on a device.
-
-        Returns:
-            Elements of a chunk.
-        """
+    def take(self, tensor: torch.Tensor, *, seed: int) -> TensorNoise:
+        """Those of the next tensor of a step; drawn once for all tensors on a device."""
+        device = tensor.device
         size = min(self._largest, _CHUNK.get(device.type, _CHUNK_ON_DEVICE))
-        if self._drawn == (device, size, seed):
-            return size
-        if self._drawn is None or self._drawn[:2] != (device, size):
-            self._wide = tuple(torch.empty(size, device=device) for _ in range(2))
-        generator = torch.Generator(device).manual_seed(seed)
-        self._bits = torch.randint(
-            0, 2**16, (2 * size,), dtype=torch.int32, device=device, generator=generator
-        )
-        self._drawn = device, size, seed
-        return size
+        if self._drawn != (device, size, seed):
+            generator = torch.Generator(device).manual_seed(seed)
+            self._bits = torch.randint(
+                0, 2**16, (2 * size,), dtype=torch.int32, device=device, generator=generator
+            )
+            self._drawn = device, size, seed
+        noise = TensorNoise(size=size, bits=self._bits, cuts=self._cuts)
+        self._cuts += 2 * math.ceil(tensor.numel() / size)
+        return noise
 
-    def widen(self, moments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The moments of a chunk in fp32."""
-        pairs = zip(self._wide, moments, strict=True)
-        return [wide[: moment.numel()].copy_(moment) for wide, moment in pairs]
 
-    def bits(self, numel: int) -> torch.Tensor:
-        """int32 from 0 to 65,535."""
-        # Chunks may share bits with other chunks: an element's errors cancel over the steps as
-        # long as its own bits are new at each step.
-        self._cuts += 1
-        start = self._cuts * _STRIDE % (self._bits.numel() // 2)
-        return self._bits[start : start + numel]
+def update_chunk(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    moments: Sequence[torch.Tensor],
+    *,
+    wide: Sequence[torch.Tensor],
+    noise: Sequence[torch.Tensor],
+    taken: int,
+    group: Mapping[str, Any],
+) -> None:
+    """Widen moments, have torch update them and the weights, and round them back.
+
+    Args:
+        weight: fp32, 1-D.
+        grad: fp32.
+        moments: Both, bf16.
+        wide: Room for both in fp32.
+        noise: int32 from 0 to 65,535, for both.
+        taken: Steps before this one.
+        group: The optimizer's arguments.
+    """
+    exact = [room.copy_(moment) for room, moment in zip(wide, moments, strict=True)]
+    beta1, beta2 = group["betas"]
+    adamw(
+        [weight], [grad], [exact[0]], [exact[1]], [],
+        [torch.full((), float(taken), device=weight.device)],
+        fused=weight.device.type in _FUSED, foreach=False, amsgrad=False, maximize=False,
+        lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+        weight_decay=group["weight_decay"],
+    )  # fmt: skip
+    for each, bits, moment in zip(exact, noise, moments, strict=True):
+        round_stochastically(each, bits, into=moment)
 
 
 def round_stochastically(exact: torch.Tensor, bits: torch.Tensor, *, into: torch.Tensor) -> None:

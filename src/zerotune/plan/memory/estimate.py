@@ -47,6 +47,7 @@ STEP: Final[frozenset[Phase]] = frozenset({"optimizer step"})
 CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
+_STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -130,7 +131,7 @@ class Costing:
     def reduces_nothing(self) -> bool:
         """Whether the step in one pass leaves out what one rank would send to itself."""
         resolved, choice = self.resolved, self.resolved.optimizer
-        steps = choice is not None and choice.implementation == "DeepSpeedCPUAdam"
+        steps = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
         # Elsewhere than measured, the estimate stays on the safe side.
         return steps and resolved.host_step and self.on_cpu and self.ranks == 1
 
