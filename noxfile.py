@@ -221,6 +221,13 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def fuzz(session: nox.Session) -> None:
+    """Anything at all, given to all that reads: ``nox -s fuzz -- --minutes 30 --seed 1``."""
+    shared_environment(session)
+    run(session, "-m", "tests.fuzz", *session.posargs)
+
+
+@nox.session(python=False)
 def parity(session: nox.Session) -> None:
     """Every working optimizer under every stage and offload against its plain reference."""
     training_environment(session)

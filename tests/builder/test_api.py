@@ -8,6 +8,7 @@ from importlib import metadata
 import pytest
 
 from tests.builder.states import PLAN, state
+from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from zerotune.plan import DeepSpeedPlan
 
@@ -140,7 +141,22 @@ class TestOpen:
         broken = {**PLAN, "train_batch_sise": 4, "zero_optimization": {"stage": "two"}}
         opened = self.open(client, text=json.dumps(broken)).json()
         assert opened["state"]["config"] == broken
-        assert opened["messages"][0]["severity"] == "error"
+        assert [one["severity"] for one in opened["messages"]] == ["error", "error"]
+        assert {one["key"] for one in opened["messages"]} == {
+            "train_batch_sise", "zero_optimization.stage",
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("place", ["path", "text"])
+    def test_hjson_opens(self, client, root, place):
+        text = "{\n  train_batch_size: 4  # four\n  zero_optimization: {stage: 2}\n}\n"
+        (root / "ds.hjson").write_text(text)
+        asked = {"path": "ds.hjson"} if place == "path" else {"text": text, "name": "ds.hjson"}
+        needs("hjson")
+        opened = self.open(client, **asked).json()
+        assert opened["state"]["config"] == {
+            "train_batch_size": 4, "zero_optimization": {"stage": 2},
+        }  # fmt: skip
+        assert "HJSON" in opened["messages"][0]["text"]
 
     def test_nothing_is_lost_or_changed(self, client):
         config = {

@@ -126,6 +126,17 @@ def test_a_report_of_a_file_that_cannot_be_read_is_json_too(check, content, line
     assert finding["key"] == "ds.json"
 
 
+def test_a_larger_file_is_read_when_it_is_allowed(check):
+    large = {**CLEAN, "_note": "x" * 200_000}
+    status, _, err = check(large, "--max-size", "100KiB")
+    assert status == 2
+    assert "--max-size SIZE" in err
+    assert check(large, "--max-size", "1MiB")[0] == 0
+    status, _, err = check(large, "--max-size", "much")
+    assert status == 2
+    assert err.startswith("zerotune: error: --max-size = 'much': is not a size.")
+
+
 def test_a_report_of_a_missing_file_is_json_too(tmp_path, capsys):
     assert cli.main(["plan", "check", str(tmp_path / "no.json"), "--json"]) == 2
     printed = capsys.readouterr()

@@ -12,6 +12,10 @@ CONFIG = {
     "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/mnt/a"}},
 }
 YAML = "{distributed_type: DEEPSPEED, num_processes: 2, deepspeed_config: {zero_stage: 2}}"
+SHARED = (
+    "{distributed_type: DEEPSPEED, num_processes: 2,"
+    " deepspeed_config: {train_batch_size: 8, zero_optimization: {stage: 2}}}"
+)
 
 
 @pytest.fixture
@@ -44,14 +48,22 @@ def test_python_is_a_script_that_builds_the_plan(folder, capsys):
 
 
 def test_what_the_format_cannot_hold_is_refused_unless_it_is_named(folder, capsys):
+    (folder / "a.yaml").write_text(SHARED)
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", "-o", "x.json"]) == 2
     assert "--lossy num_processes" in capsys.readouterr().err
     assert not (folder / "x.json").exists()
     named = ["--lossy", "num_processes,gpu_ids"]
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", *named]) == 0
     printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+    assert "zerotune: [warning] launch.num_processes: 2 -> unset" in printed.err
+
+
+def test_how_processes_are_started_is_left_to_the_launcher_and_told(folder, capsys):
+    assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
+    printed = capsys.readouterr()
     assert json.loads(printed.out) == {"zero_optimization": {"stage": 2}}
-    assert printed.err.startswith("zerotune: [warning] launch.num_processes: 2 -> unset")
+    assert printed.err.startswith("zerotune: [note] launch.num_processes: 2 -> unset (it says how")
 
 
 def test_a_trainers_file_keeps_everything_else(folder, capsys):

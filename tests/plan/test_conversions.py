@@ -167,6 +167,50 @@ def test_what_nobody_chose_is_left_out_without_a_question():
     assert {d.severity for d in document.decisions} == {"note"}
 
 
+ELSEWHERE = {"gpu_ids": "0,1", "machine_rank": 1, "main_process_ip": "10.0.0.1",
+             "main_process_port": 29500, "num_machines": 2}  # fmt: skip
+TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+
+
+@pytest.mark.parametrize(
+    ("batch", "kept"),
+    [
+        ({}, True),
+        ({MICRO: 4}, True),
+        ({MICRO: "auto"}, True),
+        ({TRAIN: 32, MICRO: 4, "gradient_accumulation_steps": 4}, True),
+        ({TRAIN: 32}, False),
+        ({TRAIN: "auto", MICRO: 4}, False),
+        ({TRAIN: 32, MICRO: 4}, False),
+        ({TRAIN: 32, MICRO: 4, "gradient_accumulation_steps": "auto"}, False),
+    ],
+)
+@pytest.mark.parametrize("to", ["deepspeed", "trainer"])
+def test_the_number_of_processes_is_the_launchers_unless_a_batch_is_shared_by_it(batch, kept, to):
+    plan = DeepSpeedPlan.from_dict(batch)
+    plan = plan.with_overrides({"launch": {**ELSEWHERE, "num_processes": 2}})
+    if not kept:
+        with pytest.raises(InvalidValueError, match="--lossy num_processes on") as caught:
+            plan_document(plan, to)
+        assert caught.value.key == "launch.num_processes"
+    document = plan_document(plan, to, lossy=() if kept else ["num_processes"])
+    told = {decision.key: decision.severity for decision in document.decisions}
+    assert told == {
+        **{f"launch.{key}": "note" for key in ELSEWHERE},
+        "launch.num_processes": "note" if kept else "warning",
+    }
+
+
+@pytest.mark.parametrize("key", ["use_cpu", "dynamo_backend", "fsdp_config", "mixed_precision"])
+def test_what_changes_how_it_trains_is_not_the_launchers(key):
+    value = {"fsdp_config": {"a": 1}, "mixed_precision": "fp8", "use_cpu": True}.get(
+        key, "inductor"
+    )
+    plan = DeepSpeedPlan().with_overrides({"launch": {key: value}})
+    with pytest.raises(InvalidValueError, match=f"--lossy {key}"):
+        plan_document(plan, "deepspeed")
+
+
 def test_a_precision_without_a_place_is_refused():
     plan = DeepSpeedPlan().with_overrides({"launch": {"mixed_precision": "fp8"}})
     with pytest.raises(InvalidValueError, match="--lossy mixed_precision"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from zerotune import DeepSpeedPlan
@@ -158,6 +160,25 @@ class TestSize:
             DeepSpeedPlan.load(file)
         assert DeepSpeedPlan.load(file).extra
 
+    def test_a_file_may_hold_so_many_values(self, tmp_path):
+        file = tmp_path / "ds.json"
+        file.write_text('{"_note": ["a,b", ' + "1.5," * 900_000 + "2]}")
+        with pytest.raises(PlanFileError, match="838,860 values"):
+            DeepSpeedPlan.load(file)
+        with reading_at_most("32MiB"):
+            assert len(DeepSpeedPlan.load(file).extra["_note"]) == 900_002
+
+    def test_commas_in_texts_are_no_values(self):
+        text = '{"_note": "' + r"\",\\," * 500_000 + '"}'
+        assert len(DeepSpeedPlan.from_json(text).extra["_note"]) == 2_000_000
+
+    def test_a_long_plan_is_not_written_as_a_yaml_that_nobody_reads(self):
+        plan = DeepSpeedPlan.from_dict({"_note": "x" * 200_000})
+        with pytest.raises(InvalidValueError, match=r"longer than 128\.00 KiB"):
+            plan.to_yaml()
+        with reading_at_most("64MiB"):
+            assert "xxx" in plan.to_yaml()
+
     def test_yaml_may_be_smaller(self):
         with pytest.raises(PlanFileError, match="too large"):
             parse_yaml("#" * 300_000, source="x")
@@ -206,6 +227,20 @@ class TestValues:
 
     def test_null_is_kept_where_it_is_passed_through(self):
         assert DeepSpeedPlan.from_dict({"log_level": None}).to_dict() == {"log_level": None}
+
+    def test_plans_made_of_one_another_share_nothing_that_changes(self):
+        plan = DeepSpeedPlan.from_dict({"tensorboard": {"enabled": True}, "_note": [1]})
+        other = plan.with_overrides({"gradient_clipping": 1.0})
+        evolved = attrs.evolve(plan, gradient_clipping=1.0)
+        plan.extra["_note"].append(2)
+        plan.extra["tensorboard"]["enabled"] = False
+        with pytest.raises(TypeError):
+            plan.extra["_note"] = 3
+        for each in (plan, other, evolved):
+            assert each.extra == {"tensorboard": {"enabled": True}, "_note": [1]}
+        again = pickle.loads(pickle.dumps(plan))
+        assert again == plan == copy.deepcopy(plan)
+        assert repr(plan.extra) == repr({"tensorboard": {"enabled": True}, "_note": [1]})
 
     def test_a_section_keeps_its_own_copy_of_what_it_is_given(self):
         config = {

@@ -101,9 +101,10 @@ class TestSave:
 
     def test_settings_of_a_launcher_find_their_place_or_are_named_as_lost(self, tmp_path):
         plan = DeepSpeedPlan(
+            train_batch_size=4,
             launch=LaunchSection(
                 distributed_type="DEEPSPEED", num_processes=2, mixed_precision="bf16"
-            )
+            ),
         )
         with pytest.raises(InvalidValueError, match="--lossy num_processes") as caught:
             plan.save(tmp_path / "ds.json")
@@ -114,7 +115,8 @@ class TestSave:
             ("launch.mixed_precision", "note"),
             ("launch.num_processes", "warning"),
         ]
-        assert json.loads((tmp_path / "ds.json").read_text()) == {"bf16": {"enabled": True}}
+        written = json.loads((tmp_path / "ds.json").read_text())
+        assert written == {"train_batch_size": 4, "bf16": {"enabled": True}}
 
     def test_accelerates_json_is_not_written_over_as_something_else(self, plan, tmp_path):
         file = tmp_path / "default_config.json"

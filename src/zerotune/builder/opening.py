@@ -20,6 +20,8 @@ from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, Z
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.source import (
     WRAPPERS,
+    YAML_SUFFIXES,
+    parse_file,
     parse_json,
     parse_yaml,
     read_text,
@@ -27,7 +29,7 @@ from zerotune.plan.source import (
     undashed,
 )
 
-_YAML_SUFFIXES: Final = (".yaml", ".yml")
+_OWN_SUFFIXES: Final = (*YAML_SUFFIXES, ".hjson")
 _LARGEST: Final = 1 << 20
 _LONGEST_NAME: Final = 255
 """Bytes of a name inside a folder, on every file system in use."""
@@ -171,10 +173,10 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
     """Open the text of a configuration.
 
     A configuration that says something impossible opens all the same, to be repaired in the
-    form; only what is no JSON or YAML, or no configuration at all, is refused.
+    form; only what is no JSON, YAML or HJSON, or no configuration at all, is refused.
 
     Args:
-        text: JSON, or accelerate's YAML.
+        text: JSON, accelerate's YAML, or HJSON.
         name: Name of the file, for messages and for its suffix.
         root: Where files that the text names may lie.
         folder: Where relative ones are looked up.
@@ -198,14 +200,15 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         config = _repairable(content)
         if config is None:
             raise
-        return Opened(state=FormState(config=config), messages=(of_error(error),), source=name)
+        wrong = tuple(map(of_error, error.each()))
+        return Opened(state=FormState(config=config), messages=wrong, source=name)
     messages = of_decisions((*tolerated(sentences, name), *plan.decisions))
     return Opened(state=FormState.of_plan(plan), messages=tuple(messages), source=name)
 
 
 def _parsed(text: str, name: str) -> tuple[Any, list[str]]:
-    if Path(name).suffix.lower() in _YAML_SUFFIXES:
-        return parse_yaml(text, source=name), []
+    if Path(name).suffix.lower() in _OWN_SUFFIXES:
+        return parse_file(text, Path(name))
     try:
         return parse_json(text, source=name)
     except PlanSyntaxError as error:

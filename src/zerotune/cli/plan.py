@@ -39,7 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command that was named."""
-    return int(arguments.run_plan(arguments))
+    size = getattr(arguments, "max_size", None)
+    if size is None:
+        return int(arguments.run_plan(arguments))
+    from zerotune.plan.source import reading_at_most
+
+    with reading_at_most(size, key="--max-size"):
+        return int(arguments.run_plan(arguments))
 
 
 # -- What the commands share.
@@ -57,6 +63,14 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return number
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    """Add the file to read, and how large it may be."""
+    parser.add_argument("file", metavar="FILE", help=_FILE)
+    parser.add_argument(
+        "--max-size", metavar="SIZE", help="largest file to read; 16MiB, of YAML 128KiB, by default"
+    )
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +163,7 @@ class Problem(NamedTuple):
 
 def _configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help=_FILE)
+    _add_file(parser)
     parser.add_argument(
         "--world-size", type=_positive, default=1, metavar="N", help="processes that train together"
     )
@@ -297,7 +311,7 @@ _FORMATS: Final = ("deepspeed", "accelerate", "trainer", "python")
 
 def _configure_convert(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help=_FILE)
+    _add_file(parser)
     parser.add_argument("--to", choices=_FORMATS, required=True, help="format to write")
     parser.add_argument(
         "-o",
@@ -355,7 +369,7 @@ def _families() -> str:
 
 def _configure_explain(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", metavar="FILE", help="DeepSpeed JSON, or accelerate's YAML")
+    _add_file(parser)
     model = parser.add_argument_group("model")
     model.add_argument(
         "--family", metavar="NAME", help=f"cost the plan for this model: {_families()}"

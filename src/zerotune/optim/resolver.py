@@ -11,6 +11,7 @@ import attrs
 
 from zerotune._util.mistakes import noted, together
 from zerotune._util.numbers import as_number
+from zerotune._util.table import Block, Column, Line, Page, Table
 from zerotune.decisions import Decision, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
@@ -415,25 +416,26 @@ def _explained(resolution: OptimizerResolution) -> str:
     """A resolution as text: what runs, its schedule at a few steps, and every decision."""
     optimizer, scheduler = resolution.optimizer, resolution.scheduler
     builder = _BUILDER.get(optimizer.source, f"of the package {optimizer.package}")
-    lines = [f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"]
-    lines.append(f"  on {resolution.situation}")
-    if optimizer.weight_decay_mode is not None:
-        lines.append(f"  weight decay: {_DECAY[optimizer.weight_decay_mode]}")
-    states = ", ".join(resolution.states) or "none"
-    lines.append(f"  states per parameter: {states}")
-    lines += _arguments(optimizer.params)
+    decay = optimizer.weight_decay_mode
+    blocks: list[Block] = [
+        Line(f"optimizer: {optimizer.name}, runs as {optimizer.implementation} ({builder})"),
+        Line(f"on {resolution.situation}", indent=2),
+        *([] if decay is None else [Line(f"weight decay: {_DECAY[decay]}", indent=2)]),
+        Line(f"states per parameter: {', '.join(resolution.states) or 'none'}", indent=2),
+        _arguments(optimizer.params),
+    ]
     if optimizer.groups:
-        lines.append("parameter groups, the first match wins:")
-        lines += [f"  {describe(group)}" for group in optimizer.groups]
+        blocks.append(Line("parameter groups, the first match wins:"))
+        blocks += [Line(describe(group), indent=2) for group in optimizer.groups]
     if scheduler is None:
-        lines.append("scheduler: none, the learning rate stays constant")
+        blocks.append(Line("scheduler: none, the learning rate stays constant"))
     else:
-        lines.append(f"scheduler: {scheduler.name}, {SCHEDULERS[scheduler.name].summary.lower()}")
-        lines += _arguments(scheduler.params)
-        lines += _curve(scheduler, optimizer.lr)
+        summary = SCHEDULERS[scheduler.name].summary.lower()
+        blocks.append(Line(f"scheduler: {scheduler.name}, {summary}"))
+        blocks += [_arguments(scheduler.params), *_curve(scheduler, optimizer.lr)]
     if resolution.decisions:
-        lines += ["decisions:", render_decisions(resolution.decisions)]
-    return "\n".join(lines)
+        blocks += [Line("decisions:"), Line(render_decisions(resolution.decisions))]
+    return Page(blocks=tuple(blocks)).text()
 
 
 _BUILDER: Final = {
@@ -448,9 +450,9 @@ _DECAY: Final = {
 }
 
 
-def _arguments(params: Mapping[str, Any]) -> list[str]:
-    width = max((len(key) for key in params), default=0)
-    return [f"  {key:<{width}}  {_value(value)}" for key, value in params.items()]
+def _arguments(params: Mapping[str, Any]) -> Table:
+    columns = (Column(name="argument"), Column(name="value", show=_value))
+    return Table(columns=columns, rows=tuple(params.items()))
 
 
 def _value(value: Any) -> str:
@@ -459,7 +461,7 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
-def _curve(scheduler: SchedulerChoice, base_lr: float) -> list[str]:
+def _curve(scheduler: SchedulerChoice, base_lr: float) -> tuple[Line, Table]:
     """The learning rate where the schedule turns."""
     params = scheduler.params
     warmup = params.get("warmup_num_steps", params.get("num_warmup_steps"))
@@ -468,7 +470,9 @@ def _curve(scheduler: SchedulerChoice, base_lr: float) -> list[str]:
     steps |= {warmup + 1} if warmup is not None else set()
     steps = {step for step in steps if total is None or step < total}
     steps |= {total - 1} if total is not None else set()
-    width = len(str(max(steps)))
-    return ["  learning rate of update number (from 0)"] + [
-        f"    {step:>{width}}  {lr_at(scheduler, step, base_lr):.6g}" for step in sorted(steps)
-    ]
+    columns = (Column(name="update", right=True), Column(name="rate", show="{:.6g}".format))
+    rows = tuple((step, lr_at(scheduler, step, base_lr)) for step in sorted(steps))
+    return (
+        Line("learning rate of update number (from 0)", indent=2),
+        Table(columns=columns, rows=rows, indent=4),
+    )

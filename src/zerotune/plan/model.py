@@ -493,7 +493,8 @@ class Section:
             written[attribute.name] = (
                 value.to_dict() if isinstance(value, Section) else copied(value)
             )
-        written.update(copied(dict(getattr(self, "extra", {}))))
+        extra = getattr(self, "extra", {})
+        written.update(extra if isinstance(extra, _Kept) else copied(dict(extra)))
         return written
 
 
@@ -529,8 +530,35 @@ def as_tuple(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
     return tuple(decisions)
 
 
-class _Kept(dict[str, Any]):
-    """Keys a section keeps: looked at and copied once, however often the section is evolved."""
+class _Kept(Mapping[str, Any]):
+    """Keys a section keeps: looked at and copied once, however often the section is evolved.
+
+    Sections share it, so nobody is given what could be changed in place: containers inside come
+    as copies.
+    """
+
+    __slots__ = ("_own",)
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self._own = own
+
+    def __getitem__(self, key: str) -> Any:
+        return copied(self._own[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def __repr__(self) -> str:
+        return repr(self._own)
+
+    def __eq__(self, other: object) -> bool:
+        own = other._own if isinstance(other, _Kept) else other
+        return self._own == own
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def _own_copy(value: Any) -> Any:

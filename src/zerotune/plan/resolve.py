@@ -285,15 +285,22 @@ def automatic_paths(value: Any, path: str = "") -> list[str]:
         return [
             found
             for key, item in value.items()
+            if _may_be_automatic(item)
             for found in automatic_paths(item, f"{path}.{key}" if path else str(key))
         ]
     if isinstance(value, list | tuple):
         return [
             found
             for index, item in enumerate(value)
+            if _may_be_automatic(item)
             for found in automatic_paths(item, f"{path}[{index}]")
         ]
     return []
+
+
+def _may_be_automatic(value: Any) -> bool:
+    # Most of what is long is neither, and needs no path.
+    return value == AUTO if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
 
 
 def _render_choices(resolved: ResolvedValue, config: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
-from zerotune.errors import PlanFileError, PlanSyntaxError, shorten
+from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, shorten
 
 # -- How much is read.
 
@@ -21,20 +21,65 @@ from zerotune.errors import PlanFileError, PlanSyntaxError, shorten
 _LARGEST = ContextVar("largest plan file", default=16 * 1024**2)
 _YAML_SHARE = 128
 """YAML takes as many times longer to read than JSON, so a file of it may be as much smaller."""
+_BYTES_OF_A_VALUE = 20
+"""A file may hold a value for as many bytes that it may have: each takes more when it is read."""
+_TEXTS = re.compile(r'"[^"]*"?')
 
 
 @contextmanager
-def reading_at_most(size: int | str) -> Iterator[None]:
+def reading_at_most(size: int | str, *, key: str = "size") -> Iterator[None]:
     """Read plan files of up to ``size`` inside; 16 MiB without it.
 
     Args:
-        size: Bytes, or an amount such as ``"64MiB"``; YAML may have a 128th of it.
+        size: Bytes, or an amount such as ``"64MiB"``; YAML may have a 128th of it, and JSON a
+            value for each 20 of them.
+        key: Name of the setting, for the message.
+
+    Raises:
+        InvalidValueError: ``size`` is no amount.
     """
-    token = _LARGEST.set(parse_size(size, key="size"))
+    token = _LARGEST.set(parse_size(size, key=key))
     try:
         yield
     finally:
         _LARGEST.reset(token)
+
+
+def refuse_long_yaml(text: str, *, key: str) -> None:
+    """Raise ``InvalidValueError`` for what no reader would take as a part of a YAML."""
+    most = _LARGEST.get() // _YAML_SHARE
+    if len(text) > most:
+        raise InvalidValueError(
+            f"is longer than {format_size(most)}, more than is read again from a YAML",
+            key=key,
+            fix="write DeepSpeed's format, or leave something out",
+        )
+
+
+def _refuse_too_many(text: str, source: str) -> None:
+    """Refuse JSON of more values than a configuration has, before they take memory."""
+    most = _LARGEST.get() // _BYTES_OF_A_VALUE
+    if text.count(",") >= most and _TEXTS.sub("", _without_escapes(text)).count(",") >= most:
+        raise PlanFileError(
+            f"holds more than {most:,} values, too many for a configuration",
+            key="file",
+            value=source,
+            fix=_READ_MORE,
+        )
+
+
+def _without_escapes(text: str) -> str:
+    """The text with blanks for what is escaped: only then each quote begins or ends a text.
+
+    ``re`` would remember every escape of a long text until it has seen its end.
+    """
+    return text.replace("\\\\", "  ").replace('\\"', "  ")
+
+
+_READ_MORE = (
+    "give the file of a configuration, or allow for more: --max-size SIZE on the command line,"
+    " zerotune.plan.source.reading_at_most(…) in Python"
+)
 
 
 def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
@@ -43,8 +88,7 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
             f"is larger than {format_size(largest)}, too large for a configuration",
             key=key,
             value=source,
-            fix="give the file of a configuration, or read it within"
-            " zerotune.plan.source.reading_at_most(…)",
+            fix=_READ_MORE,
         )
 
 
@@ -91,7 +135,7 @@ _MOST_LIBERTIES = 20
 _LOOKED_AT_AGAIN = 1024**2
 """Letters of a text in which the parser that names mistakes is still quick."""
 _SHOWN_OF_A_WORD = 80
-_STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"?'
+_STRING = r'"[^"]*"?'
 _COMMENT = r"(?://[^\n]*|#[^\n]*|/\*.*?\*/)"
 _TEXT_OR_COMMENTS = re.compile(rf"{_STRING}|(?:{_COMMENT}[ \t\r\n]*){{1,1000}}", re.DOTALL)
 _ONE_COMMENT = re.compile(_COMMENT, re.DOTALL)
@@ -118,6 +162,7 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
     text = text.removeprefix("\ufeff")
     _refuse_too_large(len(text), _LARGEST.get(), source, "file")
     _refuse_half_letters(text, source)
+    _refuse_too_many(text, source)
     try:
         return _strictly(text), []
     except (ValueError, RecursionError):
@@ -198,7 +243,7 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
     """The text with blanks where its comments and trailing commas are, and where those are."""
     found: list[tuple[str, int]] = []
     parts, done = [], 0
-    for match in _TEXT_OR_COMMENTS.finditer(text):
+    for match in _TEXT_OR_COMMENTS.finditer(_without_escapes(text)):
         if match[0][0] == '"':
             continue
         parts += [text[done : match.start()], " " * len(match[0])]
@@ -208,7 +253,7 @@ def _without_liberties(text: str) -> tuple[str, list[str]]:
             found += [("a comment", each.start()) for each in inside]
     plain = "".join((*parts, text[done:]))
     parts, done, commas = [], 0, []
-    for match in _TEXT_OR_LAST_COMMA.finditer(plain):
+    for match in _TEXT_OR_LAST_COMMA.finditer(_without_escapes(plain)):
         if match[0] == "," and _follows_a_value(plain, match.start()):
             parts += [plain[done : match.start()], " "]
             done = match.end()

@@ -33,6 +33,7 @@ from zerotune.plan.source import (
     parse_json,
     read_named,
     read_text,
+    refuse_long_yaml,
     undashed,
     wrapper_of,
 )
@@ -114,7 +115,8 @@ def plan_document(
             ``config.json`` that holds ``deepspeed_config``) or ``"python"`` (a script).
         existing: A trainer's file to keep everything else of.
         lossy: Launch settings that may be lost where the format has no place for them
-            (``"num_processes"``).
+            (``"num_processes"`` where a train batch is shared among processes). How processes
+            are started is otherwise left to the launcher, and told.
 
     Raises:
         InvalidValueError: There is no such format, or it has no place for a setting that
@@ -223,6 +225,30 @@ _UNSAID: Final[Mapping[str, Any]] = {
     "use_cpu": False,
 }
 """Launch setting to the value ``accelerate config`` writes where nobody chose one."""
+_PROCESSES: Final = "num_processes"
+_LAUNCHERS: Final = frozenset(
+    {
+        _PROCESSES,
+        "command_file",
+        "commands",
+        "compute_environment",
+        "deepspeed_exclusion_filter",
+        "deepspeed_hostfile",
+        "deepspeed_inclusion_filter",
+        "deepspeed_multinode_launcher",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "main_training_function",
+        "mpirun_config",
+        "num_machines",
+        "rdzv_backend",
+        "same_network",
+    }
+)
+"""Settings of how and where processes are started, which no plan is resolved with."""
 
 
 def _launched(plan: PlanValue) -> dict[str, Any]:
@@ -240,8 +266,10 @@ def _given_up(
         InvalidValueError: One that says something is not among ``lossy``.
     """
     unsaid = {key: value for key, value in left.items() if _says_nothing(plan, key, value)}
-    lost = {key: value for key, value in left.items() if key not in unsaid}
     named = {name.strip().removeprefix("launch.") for name in lossy}
+    starts = [key for key in left if key not in named and key not in unsaid]
+    starts = [key for key in starts if key in _LAUNCHERS and not _shares_a_batch(plan, key)]
+    lost = {key: value for key, value in left.items() if key not in (*unsaid, *starts)}
     refused = [key for key in lost if key not in named]
     if refused:
         others = f" (nor for {', '.join(refused[1:])})" if refused[1:] else ""
@@ -256,12 +284,21 @@ def _given_up(
             f" lossy={names.split(',')} in Python",
         )
     decisions = [_moved(key, value, None, why, "warning") for key, value in lost.items()]
+    started = "it says how processes are started, not what they train: tell the launcher"
+    decisions += [_moved(key, left[key], None, started) for key in starts]
     if unsaid:
         reason = "these say nothing that is not so without them"
         decisions.append(
             Decision(key="launch", before=", ".join(unsaid), after=None, reason=reason)
         )
     return decisions
+
+
+def _shares_a_batch(plan: PlanValue, key: str) -> bool:
+    """Whether the setting is needed to solve the batch sizes that are written."""
+    parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
+    solved = is_integer(plan.train_batch_size) and all(map(is_integer, parts))
+    return key == _PROCESSES and plan.train_batch_size is not None and not solved
 
 
 def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
@@ -429,7 +466,8 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     not among them, because ``accelerate launch`` loses those.
 
     Raises:
-        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
+        InvalidValueError: It has no place for a setting that ``lossy`` does not name, or is too
+            long to be read again.
     """
     decisions: list[Decision] = []
     plan = _settled_inside(plan, "accelerate", decisions)
@@ -440,6 +478,7 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     if block is None:
         plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", decisions)
         block = {FILE: _config_text(plan)}
+        refuse_long_yaml(block[FILE], key=f"deepspeed_config.{FILE}")
         launched = plan.launch.to_dict() if plan.launch else {}
         if "mixed_precision" in launched:
             refused["mixed_precision"] = launched.pop("mixed_precision")
@@ -530,6 +569,7 @@ def _yaml(content: dict[str, Any]) -> str:
 
 _WIDTH: Final = 88
 _STEP: Final = "    "
+_LONG: Final = 10_000
 
 
 def python_expression(plan: PlanValue) -> str:
@@ -576,15 +616,39 @@ def _call(section: Section, indent: str) -> str:
 def _value(value: Any, indent: str) -> str:
     if isinstance(value, Section):
         return _call(value, indent)
-    single = repr(value)
-    if len(single) <= _WIDTH - len(indent) or not isinstance(value, dict | list) or not value:
-        return single
+    if not isinstance(value, dict | list) or not value:
+        # One letter that is not ASCII makes each of a long text take four bytes.
+        return ascii(value) if isinstance(value, str) and len(value) > _LONG else repr(value)
     inner = indent + _STEP
+    if isinstance(value, list) and not any(isinstance(each, dict | list) for each in value):
+        return _row(value, indent)
+    single = repr(value)
+    if len(single) <= _WIDTH - len(indent):
+        return single
     if isinstance(value, dict):
         lines = [f"{key!r}: {_value(item, inner)}" for key, item in value.items()]
         return "{\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "}"
     lines = [_value(item, inner) for item in value]
     return "[\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "]"
+
+
+def _row(values: list[Any], indent: str) -> str:
+    """A list of plain values, as many in a line as there is room for."""
+    room, length = _WIDTH - len(indent) - len(_STEP), 0
+    lines: list[str] = []
+    line: list[str] = []
+    for text in map(repr, values):
+        if line and length + len(text) > room:
+            lines.append(", ".join(line))
+            line, length = [], 0
+        line.append(text)
+        length += len(text) + 2
+    whole = ", ".join([*lines, ", ".join(line)]) if len(lines) < 2 else ""
+    if whole and len(whole) + 2 <= _WIDTH - len(indent):
+        return f"[{whole}]"
+    lines.append(", ".join(line))
+    inner = indent + _STEP
+    return "[\n" + "".join(f"{inner}{each},\n" for each in lines) + indent + "]"
 
 
 # -- A plan inside a trainer's ``config.json``.
