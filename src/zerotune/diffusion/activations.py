@@ -208,6 +208,8 @@ class StreamTransfers:
 
     def release(self, stored: Stored) -> None:
         """The block may be used again; the side stream keeps the order."""
+        # The device's tensor may be dropped with it, whose memory is used again from then on.
+        self._computation().wait_event(stored.event)
         if stored.buffer is not None:
             self.pool.give(stored.buffer)
 

@@ -84,6 +84,13 @@ class _Following(Protocol):
     def step(self) -> None: ...
 
 
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch where the engine needs it; only what is page-locked is copied behind other work."""
+    return {
+        name: tensor.to(device, non_blocking=tensor.is_pinned()) for name, tensor in batch.items()
+    }
+
+
 class TrainStep:
     """Takes optimizer steps; the whole of the loop without anything around it.
 
@@ -184,8 +191,7 @@ class TrainStep:
                 fix="set train_micro_batch_size_per_gpu to the loader's batch size, and "
                 "drop_last=True in the loader",
             )
-        device = self._engine.device
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        return on_device(batch, self._engine.device)
 
     def _mean(self, loss: float) -> float:
         """Mean over the ranks; where it is not finite, the policy has agreed to drop it."""

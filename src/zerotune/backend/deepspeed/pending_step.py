@@ -131,7 +131,8 @@ class Upload:
             source, target = self.sources[piece.slab], self.targets[piece.slab]
             if source is not None and target is not None:
                 part = slice(piece.start, piece.stop)
-                target[part].copy_(source[part], non_blocking=True)
+                # Without page-locking the driver copies the source aside first, and waits.
+                target[part].copy_(source[part], non_blocking=source.is_pinned())
 
     def receive(self, sent: Any) -> None:
         """Have what comes after on this thread see them."""

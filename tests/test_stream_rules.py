@@ -1,0 +1,339 @@
+"""No read before its event, no buffer used again in flight, no wait that nobody counted.
+
+The same tests hold on a CPU, where the recorder's streams stand in for a device's, and on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, start, unet_loss
+from tests.support.streams import RecordedStream, Recorder
+from zerotune.backend.deepspeed.pending_step import Piece, StreamUpload
+from zerotune.diffusion import ActivationOffload
+from zerotune.diffusion.activations import StreamTransfers
+from zerotune.ema import BackgroundEMA, EMAShadow
+from zerotune.training.step import on_device
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# -- The recorder itself.
+
+
+def two_streams() -> tuple[Recorder, RecordedStream, torch.Tensor, torch.Tensor]:
+    recorder = Recorder()
+    with recorder:
+        locked = torch.zeros(64, pin_memory=True)
+        there = torch.ones(64, device=DEVICE)
+    return recorder, recorder.Stream(), locked, there
+
+
+def test_a_read_before_its_event_is_a_fault() -> None:
+    recorder, side, locked, there = two_streams()
+    with recorder, recorder.stream(side):
+        locked.copy_(there, non_blocking=True)
+    assert len(recorder.faults) == 1
+    assert "reads device memory written on computation" in recorder.faults[0]
+
+
+def test_what_an_event_orders_is_none() -> None:
+    recorder, side, locked, there = two_streams()
+    side.wait_stream(recorder.current_stream())
+    with recorder, recorder.stream(side):
+        locked.copy_(there, non_blocking=True)
+    done = side.record_event()
+    assert recorder.faults == recorder.waits == []
+    assert recorder.copies == 1
+    done.synchronize()
+    with recorder:
+        locked.add_(1)
+    assert (recorder.faults, recorder.waits) == ([], ["event.synchronize"])
+
+
+def test_a_page_locked_buffer_that_is_used_again_in_flight_is_a_fault() -> None:
+    recorder, side, locked, there = two_streams()
+    side.wait_stream(recorder.current_stream())
+    with recorder:
+        with recorder.stream(side):
+            there.copy_(locked, non_blocking=True)
+        locked.fill_(3)
+    assert len(recorder.faults) == 1
+    assert "writes locked memory read on stream 1" in recorder.faults[0]
+
+
+def test_device_memory_that_is_freed_in_flight_is_a_fault() -> None:
+    recorder, side, locked, there = two_streams()
+    side.wait_stream(recorder.current_stream())
+    with recorder, recorder.stream(side):
+        locked.copy_(there, non_blocking=True)
+    del there
+    with recorder:
+        torch.ones(3, device=DEVICE)
+    assert recorder.faults == ["device memory of computation is freed while stream 1 uses it"]
+
+
+def test_pageable_memory_may_not_be_copied_as_if_it_were_not() -> None:
+    recorder = Recorder()
+    with recorder:
+        here, there = torch.zeros(8), torch.ones(8, device=DEVICE)
+        recorder.lie("pageable", here) if DEVICE == "cpu" else None
+        there.copy_(here, non_blocking=True)
+    assert recorder.faults == ["aten::copy_ of pageable memory is declared not to wait"]
+
+
+def test_every_wait_of_the_host_is_counted() -> None:
+    recorder, side, locked, there = two_streams()
+    with recorder:
+        float(there.sum())
+        locked.copy_(there)
+        locked.add_(1)
+    side.synchronize()
+    assert recorder.waits == ["aten::_local_scalar_dense", "aten::copy_", "stream.synchronize"]
+    assert recorder.faults == []
+
+
+# -- Activations.
+
+
+class NoWaitToStore(StreamTransfers):
+    def store(self, tensor: torch.Tensor) -> Any:
+        self._side.wait_stream = lambda _other: None
+        try:
+            return super().store(tensor)
+        finally:
+            del self._side.wait_stream
+
+
+class NoSettling(StreamTransfers):
+    def settle(self, stored: Any) -> None:
+        pass
+
+
+class NoWaitToLoad(StreamTransfers):
+    def finish(self, loading: Any) -> torch.Tensor:
+        return loading.tensor
+
+
+class ReleasedAtOnce(StreamTransfers):
+    """The host block is given to the next tensor while the first is on its way into it."""
+
+    def store(self, tensor: torch.Tensor) -> Any:
+        stored = super().store(tensor)
+        stored.buffer[:1].fill_(0)
+        return stored
+
+
+def offload(kind: type[StreamTransfers]) -> tuple[Recorder, ActivationOffload]:
+    """Two steps of a U-Net whose activations wait in host memory."""
+    from tests.diffusion.test_activations import text_unet
+
+    model = text_unet().to(DEVICE).train()
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda _device: recorder)
+        transfers = kind(torch.device(DEVICE))
+    offloading = ActivationOffload(smallest=1, transfers=transfers)
+    inputs = {
+        "sample": torch.randn(2, 4, 16, 16, device=DEVICE),
+        "timestep": torch.tensor([3, 5], device=DEVICE),
+        "encoder_hidden_states": torch.randn(2, 6, 12, device=DEVICE),
+    }
+    with recorder, offloading.attach(model):
+        for _ in range(2):
+            model(**inputs).sample.square().mean().backward()
+    return recorder, offloading
+
+
+def test_activations_keep_to_the_rules() -> None:
+    recorder, offloading = offload(StreamTransfers)
+    assert recorder.faults == []
+    assert recorder.waits == [], "the host queues both passes without looking back"
+    counts = offloading.counts
+    assert counts.stored > 20
+    assert counts.fetched_ahead > 10
+    assert recorder.copies >= counts.stored + counts.fetched_ahead
+
+
+@pytest.mark.parametrize("kind", [NoWaitToStore, NoSettling, NoWaitToLoad, ReleasedAtOnce])
+def test_activations_that_break_a_rule_are_found_out(kind: type[StreamTransfers]) -> None:
+    recorder, _ = offload(kind)
+    assert recorder.faults
+
+
+# -- Averages in the background.
+
+
+class NotJoined(BackgroundEMA):
+    def _about_to_change(self) -> None:
+        self._changes += 1
+
+
+def average(kind: type[BackgroundEMA]) -> Recorder:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # All of it is in host memory, where threads are what streams are elsewhere.
+    recorder = Recorder(otherwise="pageable")
+    ema = EMAShadow(decay=0.9)
+    background = kind(shadow=ema, optimizer=optimizer)
+    with recorder, recorder.threads(), background.attach(model):
+        for _ in range(3):
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            background.step()
+    return recorder
+
+
+def test_averages_in_the_background_keep_to_the_rules() -> None:
+    recorder = average(BackgroundEMA)
+    assert recorder.faults == []
+    assert recorder.waits == []
+
+
+def test_an_average_that_nobody_waits_for_is_found_out() -> None:
+    faults = average(NotJoined).faults
+    assert any("the host's zerotune-ema" in fault for fault in faults), faults
+
+
+# -- Gradients on their way to host memory, in the real engine.
+
+
+def gradients(waits: bool) -> dict[str, Any]:
+    """Two steps at stage 2 with the recorder as DeepSpeed's device."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from tests.support.models import tiny_unet
+    from zerotune.backend.ops.host_step import HostStepOp
+
+    recorder = Recorder()
+    accelerator = type(get_accelerator())
+    for name in ("Stream", "Event", "current_stream", "stream"):
+        setattr(accelerator, name, getattr(recorder, name))
+
+    def record_stream(tensor: torch.Tensor, stream: RecordedStream) -> None:
+        recorder.keep(tensor, stream)
+
+    torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]
+    if DEVICE == "cpu":
+        accelerator.resolves_data_dependency = lambda _self: False
+        # Gradients arrive in another dtype than the buffers then, as from a device.
+        HostStepOp.knows = lambda _self, _dtype: False
+    if not waits:
+        DeepSpeedZeroOptimizer._wait_for_offload_copies = lambda _self: None
+    engine = start(Case(stage=2, offload="cpu", precision="bf16"), tiny_unet())
+    optimizer = engine.deepspeed_engine.optimizer
+    slabs = optimizer.single_partition_of_fp32_groups
+    if DEVICE == "cpu":
+        for slab in slabs:
+            recorder.lie("locked", slab.data, slab.grad)
+    passes = []
+    for step in range(3):
+        with recorder:
+            loss = unet_loss(engine, step)
+            recorder.waits.clear()
+            engine.backward(loss)
+            passes.append(len(recorder.waits))
+            optimizer._wait_for_offload_copies()
+            for slab in slabs:
+                slab.grad.mul_(1.0)  # The step does it in C++, which nobody sees.
+        engine.step()
+    found = {"faults": list(recorder.faults), "waits": passes, "copies": recorder.copies}
+    found["parameters"] = sum(1 for _ in engine.module.parameters())
+    engine.close()
+    return found
+
+
+@pytest.mark.deepspeed
+def test_gradients_keep_to_the_rules() -> None:
+    (found,) = run_ranks(gradients, True)
+    assert found["faults"] == []
+    assert found["copies"] >= 3 * found["parameters"]
+    assert max(found["waits"]) == 0
+
+
+@pytest.mark.deepspeed
+def test_gradients_that_nobody_waits_for_are_found_out() -> None:
+    (found,) = run_ranks(gradients, False)
+    assert any("locked memory written on" in fault for fault in found["faults"])
+
+
+# -- Batches on their way to the device.
+
+
+def test_a_batch_that_is_not_page_locked_is_copied_as_what_it_is() -> None:
+    batch = {"images": torch.zeros(2, 3), "labels": torch.zeros(2, dtype=torch.int64)}
+    recorder = Recorder()
+    if DEVICE == "cpu":
+        recorder.lie("pageable", *batch.values())
+    with recorder:
+        moved = on_device(batch, torch.device("meta" if DEVICE == "cpu" else DEVICE))
+    assert recorder.faults == []
+    assert recorder.waits == ["aten::_to_copy"] * 2
+    assert list(moved) == list(batch)
+
+
+# -- Weights on their way to the device.
+
+
+class NotWaitedFor(StreamUpload):
+    def begin(self) -> None:
+        self.stream.wait_stream(self.accelerator.current_stream())
+
+
+class NotReceived(StreamUpload):
+    def receive(self, sent: Any) -> None:
+        pass
+
+
+class TooEarly(StreamUpload):
+    """The forward pass before may still read the weights."""
+
+    def begin(self) -> None:
+        self.stream.synchronize()
+
+
+def upload(kind: type[StreamUpload]) -> Recorder:
+    """Three steps of two slabs: written by the host, sent part by part, used by a forward."""
+    recorder = Recorder()
+    with recorder, recorder.page_locking():
+        targets = [torch.zeros(64, device=DEVICE) for _ in range(2)]
+        sources = [torch.zeros(64, pin_memory=True) for _ in range(2)]
+        made = kind(
+            targets=targets, sources=sources, stream=recorder.Stream(), accelerator=recorder
+        )
+        for _ in range(3):
+            made.begin()
+            sent: Sequence[Any] = [_write_and_send(made, half) for half in (0, 32)]
+            for each in sent:
+                made.receive(each)
+            for target in targets:
+                target.mul(2)
+    return recorder
+
+
+def _write_and_send(made: StreamUpload, start: int) -> Any:
+    pieces = [Piece(slab=slab, start=start, stop=start + 32) for slab in range(2)]
+    for piece in pieces:
+        source = made.sources[piece.slab]
+        assert source is not None
+        source[piece.start : piece.stop].fill_(1.0)
+    return made.send(pieces)
+
+
+def test_weights_keep_to_the_rules() -> None:
+    recorder = upload(StreamUpload)
+    assert recorder.faults == []
+    assert recorder.waits == ["stream.synchronize"] * 3, "once per step, for the step before"
+    assert recorder.copies == 12
+
+
+@pytest.mark.parametrize("kind", [NotWaitedFor, NotReceived, TooEarly])
+def test_weights_that_break_a_rule_are_found_out(kind: type[StreamUpload]) -> None:
+    assert upload(kind).faults
