@@ -29,6 +29,10 @@ class Found(Exception):
         self.kind = kind
 
 
+class Missed(Exception):
+    """The run was over before it came to where the fault was to be."""
+
+
 class NotHere(Exception):
     """A class of faults cannot be injected on this machine."""
 
@@ -48,6 +52,7 @@ class Faults(Protocol):
 
         Raises:
             Found: It was not survived.
+            Missed: Nothing was injected this time.
             NotHere: It cannot be tried here.
         """
         ...
@@ -62,6 +67,7 @@ class Row:
     """What became of one class of faults."""
 
     name: str
+    tried: int = 0
     injected: int = 0
     counts: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(KINDS, 0))
     worst_s: float = 0.0
@@ -84,10 +90,13 @@ def attack(name: str, faults: Faults, row: Row, seed: int, number: int) -> None:
     """Inject one fault, and count what became of it."""
     began = time.monotonic()
     seconds: float | None = None
+    row.tried += 1
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as folder:
         try:
             seconds = faults.inject(Path(folder), random.Random(f"{seed}/{name}/{number}"))
             row.injected += 1
+        except Missed:
+            seconds = 0.0
         except NotHere as reason:
             row.why_not = f"not here: {reason}"
         except Exception as error:  # noqa: BLE001 - what is counted.
@@ -139,14 +148,14 @@ def campaign(
             left = [
                 row
                 for row in rows.values()
-                if not row.why_not and (times is None or row.injected < times)
+                if not row.why_not and (times is None or row.tried < times)
             ]
             if not left:
                 break
             row = min(left, key=lambda row: row.used_s)
             if row.name not in started and not start(classes[row.name], row, started):
                 continue
-            attack(row.name, started[row.name], row, seed, first + row.injected)
+            attack(row.name, started[row.name], row, seed, first + row.tried)
     finally:
         for faults in started.values():
             faults.close()

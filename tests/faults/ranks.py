@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import torch
 
-from tests.faults.campaign import Found
+from tests.faults.campaign import Found, Missed
 from tests.faults.workers import quiet, rank_variables
 from tests.support.ranks import _fork_server, free_port
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
@@ -258,7 +258,7 @@ class RankFaults:
         while not began.exists() or not began.read_text():
             if all(ended(work, rank) for rank in range(fault.world_size)):
                 if "to the end" in read(work / f"told-{fault.lost}"):
-                    return 0.0  # It was never where the fault was to be.
+                    raise Missed
                 raise Found("foreign", f"{fault}: over before the fault: {told(work)}")
             if time.monotonic() > limit:
                 raise Found("hung", f"{fault}: it did not come so far: {told(work)}")

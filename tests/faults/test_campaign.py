@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.faults.__main__ import CLASSES
-from tests.faults.campaign import Found, NotHere, campaign, table
+from tests.faults.campaign import Found, Missed, NotHere, campaign, table
 
 
 class Faults:
@@ -36,6 +36,7 @@ def test_what_was_found_is_counted_by_kind_and_named_so_that_it_can_be_repeated(
         "lost": lambda: fails(Found("lost", "a step")),
         "foreign": lambda: fails(ValueError("raw \ud800")),
         "not here": lambda: fails(NotHere("no disk")),
+        "missed": lambda: fails(Missed()),
     }
     classes = {name: partial(Faults, inject) for name, inject in made.items()}
     rows = {row.name: row for row in campaign(classes, seed=1, minutes=1, first=7, times=2)}
@@ -43,6 +44,7 @@ def test_what_was_found_is_counted_by_kind_and_named_so_that_it_can_be_repeated(
     assert (rows["lost"].injected, rows["lost"].counts["lost"]) == (2, 2)
     assert (rows["foreign"].injected, rows["foreign"].counts["foreign"]) == (2, 2)
     assert (rows["not here"].injected, rows["not here"].why_not) == (0, "not here: no disk")
+    assert (rows["missed"].tried, rows["missed"].injected, rows["missed"].bad) == (2, 0, 0)
     said = capsys.readouterr().out
     assert "lost #7: lost: a step\n" in said
     assert "lost #8: lost: a step\n" in said
