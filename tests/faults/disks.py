@@ -185,6 +185,14 @@ class Writer:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def mounted(point: Path) -> bool:
+    """Whether a small file system could be mounted there."""
+    options = ("-t", "tmpfs", "-o", f"size={64 * SIZE}", "none", str(point))
+    if shutil.which("mount") is None:
+        return False
+    return not subprocess.run(["mount", *options], capture_output=True, check=False).returncode
+
+
 def remount(point: Path, mode: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{mode}", str(point)], check=True)
 
@@ -203,13 +211,8 @@ class Disks:
         if self._team is None or not self._team.alive:
             disk = Path(self._folder.name, str(len(self._mounts)))
             disk.mkdir()
-            done = subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", f"size={64 * SIZE}", "none", str(disk)],
-                capture_output=True,
-                check=False,
-            )
             self._mounts.append(disk)
-            self._team = Team(Writer, str(disk), done.returncode == 0)
+            self._team = Team(Writer, str(disk), mounted(disk))
         self._team.ask("attack", chance.random())
 
     def close(self) -> None:
