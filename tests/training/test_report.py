@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 
 from tests.training.fakes import drive, report
+from zerotune._util.palette import component_colours
 from zerotune.errors import DataError, MissingDependencyError
 from zerotune.training import plot_loss
-from zerotune.training.report import Record
+from zerotune.training.report import Record, plot_report
 
 
 def test_rates_and_rows_are_plain_arithmetic():
@@ -157,3 +158,17 @@ def test_plotting_leaves_the_users_backend_alone(tmp_path):
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_memory_picture_is_a_chart_with_what_was_measured(tmp_path):
+    found = report()
+    path = plot_report(tmp_path / "memory.png", found)
+    colours = component_colours(item.component for item in found.estimate.items)
+    with Image.open(path) as image:
+        pixels = image.convert("RGB").getcolors(image.width * image.height)
+        area = {colour: count / (image.width * image.height) for count, colour in pixels}
+    # A bar, where the swatch of a table would be a hundredth of that.
+    assert area.get(ImageColor.getrgb(colours["runtime"]), 0) > 0.04
+    assert found.measured_memory() == {"host": found.host_peak, "device": found.device_peak}
+    without = plot_report(tmp_path / "without.png", report(estimate=None))
+    assert without.stat().st_size > 5000

@@ -188,12 +188,42 @@ def plot_memory(
         PlanFileError: The file cannot be written.
     """
     kind = picture_format(path)
+    figure = memory_figure(estimate, budget=budget)
+    picture = io.BytesIO()
+    # Without the day, so that the same estimate gives the same file.
+    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
+    figure.savefig(picture, format=kind, dpi=_PIXELS_PER_INCH, metadata=undated)
+    return write_whole(path, picture.getvalue())
+
+
+def memory_figure(
+    estimate: EstimateValue,
+    *,
+    budget: RankBudget | None = None,
+    measured: RankBudget | None = None,
+    below: float = 0.0,
+) -> Any:
+    """The picture as a matplotlib figure, to which more may be added.
+
+    Args:
+        estimate: What is needed.
+        budget: Bytes per rank there are at each place.
+        measured: Bytes per rank that were seen at each place, where no budget is shown.
+        below: Inches to be left free at the bottom.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
     figure, measure = _figure()
     unit = estimate_unit(estimate, budget)
-    panels = [_panel(estimate, fit, unit, measure) for fit in fits(estimate, budget)]
+    seen: RankBudget = measured or {}
+    panels = [
+        _panel(estimate, fit, unit, measure, seen=seen.get(fit.place))
+        for fit in fits(estimate, budget)
+    ]
     heading = textwrap.wrap(subject(estimate), 118)
     top = _HEADING + _LINE * len(heading)
-    height = top + sum(panel.height for panel in panels)
+    height = top + sum(panel.height for panel in panels) + below
     figure.set_size_inches(_WIDTH, height)
     _write_heading(figure, estimate, heading, height)
     for panel in panels:
@@ -201,11 +231,7 @@ def plot_memory(
         place = (_MARGIN / _WIDTH, 1 - (bar + _BAR) / height, _ACROSS / _WIDTH, _BAR / height)
         _draw(figure.add_axes(place), panel)
         top += panel.height
-    picture = io.BytesIO()
-    # Without the day, so that the same estimate gives the same file.
-    undated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(kind)
-    figure.savefig(picture, format=kind, dpi=_PIXELS_PER_INCH, metadata=undated)
-    return write_whole(path, picture.getvalue())
+    return figure
 
 
 def picture_format(path: str | os.PathLike[str]) -> str:
@@ -237,6 +263,8 @@ class _Panel:
     """Bytes across the panel."""
     bar: Bar
     colours: dict[str, str]
+    seen: int | None
+    """Bytes that were measured."""
 
     @property
     def height(self) -> float:
@@ -247,9 +275,11 @@ class _Panel:
         return inches / _ACROSS * self.full / self.unit[1]
 
 
-def _panel(estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Measure) -> _Panel:
+def _panel(
+    estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Measure, *, seen: int | None
+) -> _Panel:
     peak = estimate.peak(fit.place)
-    full = max(fit.needed, fit.available or 0) * 1.02
+    full = max(fit.needed, fit.available or 0, seen or 0) * 1.02
     name = PLACE_NAMES[fit.place]
     return _Panel(
         fit=fit,
@@ -265,6 +295,7 @@ def _panel(estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Me
             measure=measure,
         ),
         colours=component_colours(item.component for item in estimate.items),
+        seen=seen,
     )
 
 
@@ -351,6 +382,7 @@ def _draw_titles(axes: Any, panel: _Panel) -> None:
     axes.annotate(panel.phase, (panel.amount(1.75), 1), (0, above), **at | faint)
     available = panel.fit.available
     if available is None:
+        _draw_seen(axes, panel, above)
         return
     left = available - panel.fit.needed
     rest = f"{left / size:.2f} free" if left >= 0 else f"over by {-left / size:.2f}"
@@ -363,4 +395,22 @@ def _draw_titles(axes: Any, panel: _Panel) -> None:
         (0, above),
         ha="right",
         **at | bold | {"color": colour},
+    )
+
+
+def _draw_seen(axes: Any, panel: _Panel, above: float) -> None:
+    if panel.seen is None:
+        return
+    name, size = panel.unit
+    seen = panel.seen / size
+    axes.plot([seen] * 2, [-0.1, 1.1], color=INK, linewidth=2.2, clip_on=False)
+    axes.annotate(
+        f"measured {seen:.2f} {name}",
+        (panel.amount(_ACROSS), 1),
+        (0, above),
+        ha="right",
+        textcoords="offset points",
+        va="baseline",
+        annotation_clip=False,
+        **_TEXT | {"fontweight": "bold"},
     )

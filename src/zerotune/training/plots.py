@@ -15,6 +15,8 @@ from zerotune.errors import DataError, TrainingError
 
 _WINDOW: Final = 20
 _PIXELS_PER_INCH: Final = 120
+_WIDTH: Final = 10.0
+"""Inches across tables."""
 
 
 def plot_loss(
@@ -80,11 +82,36 @@ def plot_tables(path: str | os.PathLike[str], tables: Sequence[TablePicture]) ->
         MissingDependencyError: matplotlib is not installed.
     """
     heights = [len(table.rows) + 1 for table in tables]
-    figure = _figure(width=10.0, height=0.32 * sum(heights) + 0.6 * len(tables))
+    figure = _figure(width=_WIDTH, height=0.32 * sum(heights) + 0.6 * len(tables))
     places = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)
     for axes, table in zip(places[:, 0], tables, strict=True):
         _draw(axes, table)
     return _write(figure, path)
+
+
+def plot_below(path: str | os.PathLike[str], figure: Any, table: TablePicture) -> Path:
+    """Write a figure that has left ``room_of(table)`` at its bottom, with the table there, as PNG.
+
+    Args:
+        path: The file; its folder is made.
+        figure: Of matplotlib.
+        table: What goes below.
+
+    Returns:
+        ``path``.
+    """
+    width, height = figure.get_size_inches()
+    margin, title = 0.35, 0.35
+    rows = room_of(table) - margin - title
+    place = (margin / width, margin / height, 1 - 2 * margin / width, rows / height)
+    _draw(figure.add_axes(place), table)
+    # As wide as tables alone.
+    return _write(figure, path, dpi=_PIXELS_PER_INCH * _WIDTH / width)
+
+
+def room_of(table: TablePicture) -> float:
+    """Inches that a table takes below a figure."""
+    return 0.7 + 0.32 * (len(table.rows) + 1)
 
 
 def _figure(*, width: float, height: float) -> Any:
@@ -116,9 +143,9 @@ def _draw(axes: Any, wanted: TablePicture) -> None:
             cell.set_text_props(fontweight="bold")
 
 
-def _write(figure: Any, path: str | os.PathLike[str]) -> Path:
+def _write(figure: Any, path: str | os.PathLike[str], *, dpi: float = _PIXELS_PER_INCH) -> Path:
     file = Path(path)
     with system_errors(TrainingError, file, "the picture cannot be written"):
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=_PIXELS_PER_INCH, format="png")
+        figure.savefig(file, dpi=dpi, format="png")
     return file

@@ -18,12 +18,19 @@ from zerotune._util.palette import component_colours
 from zerotune._util.table import Block, Column, Line, Page, Readable, Row, Table
 from zerotune._util.text import brief_size
 from zerotune.errors import TrainingError
+from zerotune.plan.charts import memory_figure
 from zerotune.plan.memory.model import PHASES as MOMENTS
-from zerotune.plan.memory.model import PLACES
+from zerotune.plan.memory.model import PLACES, Place
 from zerotune.plan.text import DURING, PLACE_NAMES
 from zerotune.training.bounds import Bound, bounds
 from zerotune.training.events import PHASES, Callback
-from zerotune.training.plots import TablePicture, plot_loss, plot_tables
+from zerotune.training.plots import (
+    TablePicture,
+    plot_below,
+    plot_loss,
+    plot_tables,
+    room_of,
+)
 
 if TYPE_CHECKING:
     from zerotune.plan.api import MemoryEstimate
@@ -102,6 +109,11 @@ class Report(Readable):
         rows.append(("measured before", "host", before, "libraries, model and data"))
         rows.append(("measured peak", "host", brief_size(self.host_peak), "whole process"))
         return rows
+
+    def measured_memory(self) -> dict[Place, int]:
+        """Bytes of the peak that was measured at each place, where it was."""
+        found: dict[Place, int] = {"host": self.host_peak}
+        return found if self.device_peak is None else found | {"device": self.device_peak}
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
@@ -184,7 +196,10 @@ class Report(Readable):
 
 
 def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
-    """Write the memory table and the split of the step time as PNG.
+    """Write memory as a bar for each place, and the split of the step time, as PNG.
+
+    Bars are the estimate's parts, with a line where the measured peak was; without an estimate
+    it is a table of what was measured.
 
     Args:
         path: The file; its folder is made.
@@ -196,19 +211,23 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    memory = TablePicture(
-        title=f"Memory per rank ({report.processes})",
-        header=("component", "where", "size", "what"),
-        rows=[(*row[:3], shorten(row[3], _NOTE, placeholder=" …")) for row in report.memory_rows()],
-        widths=(0.02, 0.17, 0.07, 0.12, 0.62),
-        colours=component_colours(()),
-    )
     times = TablePicture(
         title=f"Time per step ({report.steps} steps, {report.steps_per_second:.2f} it/s)",
         header=("phase", "mean", "share", "waits for"),
         rows=[(*row, _waits(row[0], report.bounds)) for row in report.time_rows()],
         widths=(0.02, 0.17, 0.11, 0.08, 0.62),
         colours=PHASE_COLOURS,
+    )
+    if report.estimate is not None:
+        measured = report.measured_memory()
+        chart = memory_figure(report.estimate, measured=measured, below=room_of(times))
+        return plot_below(path, chart, times)
+    memory = TablePicture(
+        title=f"Memory per rank ({report.processes})",
+        header=("component", "where", "size", "what"),
+        rows=[(*row[:3], shorten(row[3], _NOTE, placeholder=" …")) for row in report.memory_rows()],
+        widths=(0.02, 0.17, 0.07, 0.12, 0.62),
+        colours=component_colours(()),
     )
     return plot_tables(path, (memory, times))
 
