@@ -11,6 +11,7 @@ from tests.builder.states import PLAN, state
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.write import launchable
 
 
 def preview(client, **parts):
@@ -25,9 +26,12 @@ class TestPreview:
     def test_four_files_that_say_the_same(self, client, root):
         found = preview(client)
         assert json.loads(found["outputs"]["json"]["text"]) == PLAN
-        for name, output in (("a.json", "json"), ("a.yaml", "yaml")):
+        plan = DeepSpeedPlan.from_dict(PLAN)
+        for name, output, said in (
+            ("a.json", "json", plan), ("a.yaml", "yaml", launchable(plan)),
+        ):  # fmt: skip
             (root / name).write_text(found["outputs"][output]["text"])
-            assert DeepSpeedPlan.load(root / name) == DeepSpeedPlan.from_dict(PLAN)
+            assert DeepSpeedPlan.load(root / name) == said
         names: dict = {}
         exec(found["outputs"]["python"]["text"], names)
         assert names["plan"] == DeepSpeedPlan.from_dict(PLAN)
@@ -184,6 +188,11 @@ class TestOpen:
         opened = self.open(client, text=text).json()
         assert opened["state"]["config"]["zero_optimization"]["stage"] == 3
         assert opened["state"]["setup"]["world_size"] == 4
+
+    def test_a_yaml_names_the_processes_of_the_machine_panel(self, client):
+        state = {"config": PLAN, "setup": {"world_size": 2}}
+        shown = client.post("/api/preview", json={"state": state}).json()["outputs"]["yaml"]["text"]
+        assert "num_processes: 2\n" in shown
 
     def test_comments_are_told(self, client):
         opened = self.open(client, text='{"train_batch_size": 1, // one\n}').json()

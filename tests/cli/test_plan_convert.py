@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
 from zerotune import cli
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.write import launchable
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -26,9 +29,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("to", "name"), [("deepspeed", "x.json"), ("accelerate", "x.yaml"), ("trainer", "config.json")]
-)
+@pytest.mark.parametrize(("to", "name"), [("deepspeed", "x.json"), ("trainer", "config.json")])
 def test_what_is_printed_and_what_is_written_reads_the_same(folder, capsys, to, name):
     plan = DeepSpeedPlan.load("ds.json")
     assert cli.main(["plan", "convert", "ds.json", "--to", to]) == 0
@@ -38,6 +39,50 @@ def test_what_is_printed_and_what_is_written_reads_the_same(folder, capsys, to, 
     assert (folder / name).read_text() == printed.out
     assert DeepSpeedPlan.load(name) == plan
     assert capsys.readouterr().err == f"zerotune: wrote {name}\n"
+
+
+def test_an_accelerate_yaml_says_how_many_processes_it_starts(folder, capsys):
+    assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", "-o", "x.yaml"]) == 0
+    assert "launch.num_processes: unset -> 1 (accelerate launch" in capsys.readouterr().err
+    plan = DeepSpeedPlan.load("ds.json")
+    assert DeepSpeedPlan.load("x.yaml") == launchable(plan)
+    asked = ["--num-processes", "4"]
+    assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", *asked]) == 0
+    assert "num_processes: 4\n" in capsys.readouterr().out
+    assert cli.main(["plan", "convert", "a.yaml", "--to", "accelerate", *asked]) == 0
+    assert "num_processes: 2\n" in capsys.readouterr().out, "what the file says stays"
+
+
+def test_accelerate_launch_starts_what_is_written(folder):
+    (folder / "ds.json").write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 1,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            }
+        )
+    )
+    (folder / "script.py").write_text(
+        "import os; print('stage', os.environ['ACCELERATE_USE_DEEPSPEED'])"
+    )
+    assert cli.main(["plan", "convert", "ds.json", "--to", "accelerate", "-o", "x.yaml"]) == 0
+    launched = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            "x.yaml",
+            "script.py",
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.endswith("stage true\n")
 
 
 def test_python_is_a_script_that_builds_the_plan(folder, capsys):

@@ -131,7 +131,9 @@ class Api:
                 f"the plan cannot run: {worst.text}", key=worst.key or "plan", fix=worst.fix or None
             )
         try:
-            return self.session.apply(preview.plan, version=_version(sent))
+            return self.session.apply(
+                preview.plan, version=_version(sent), processes=preview.setup.world_size
+            )
         except ZeroTuneError:
             raise
         except Exception as error:
@@ -145,7 +147,10 @@ class Api:
         format_ = sent.get("format")
         if format_ is not None:
             format_ = as_text(format_, "format", longest=20)
-        return self.session.save(plan, path, format_=format_, version=_version(sent))
+        setup, _ = read_setup(_state(sent).setup)
+        return self.session.save(
+            plan, path, format_=format_, version=_version(sent), processes=setup.world_size
+        )
 
     def _list_templates(self, _: Data) -> Data:
         return {

@@ -31,6 +31,7 @@ from zerotune.plan.memory.model import EMAPlace, Workload
 from zerotune.plan.model import OFFLOAD_DEVICES
 from zerotune.plan.rules import RuleContext
 from zerotune.plan.text import DURING, describe, estimate_data, fits, subject, told_and_defaults
+from zerotune.plan.write import launchable
 from zerotune.platform import Platform, detect_platform
 
 Severity = Literal["error", "warning", "note"]
@@ -378,8 +379,11 @@ def _outputs(preview: Preview) -> dict[str, Any]:
     leased = [] if preview.resolved is None else _leased(preview.resolved)
     if preview.plan is not None:
         for format_, name in _FORMATS:
+            plan = preview.plan
+            if format_ == "accelerate":
+                plan = launchable(plan, processes=preview.setup.world_size)
             try:
-                document = plan_document(preview.plan, format_, lossy=told_as_lost(preview.plan))
+                document = plan_document(plan, format_, lossy=told_as_lost(plan))
             except ZeroTuneError as error:
                 found[name] = {"text": None, "messages": [attrs.asdict(of_error(error))]}
                 continue

@@ -14,7 +14,7 @@ from zerotune.builder.forms import FormState, read_plan, told_as_lost
 from zerotune.builder.opening import Root, open_file
 from zerotune.errors import PlanConflictError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, plan_document
-from zerotune.plan.write import SavedPlan, format_of
+from zerotune.plan.write import SavedPlan, format_of, launchable
 
 ApplyCallback = Callable[[DeepSpeedPlan], object]
 ABSENT: Final = "absent"
@@ -78,11 +78,14 @@ class Session:
             "can_apply": self.can_apply,
         }
 
-    def apply(self, plan: DeepSpeedPlan, *, version: str | None) -> dict[str, Any]:
+    def apply(
+        self, plan: DeepSpeedPlan, *, version: str | None, processes: int = 1
+    ) -> dict[str, Any]:
         """Write the plan file, then tell the trainer that mounted the builder.
 
         Args:
             plan: What to apply.
+            processes: What accelerate's launcher is to start, where the plan does not say it.
             version: Version of the plan file that the page started from; ``None`` overwrites.
 
         Raises:
@@ -99,7 +102,7 @@ class Session:
             saved = None
             if self.plan_file is not None:
                 refuse_changed(self.plan_file, version)
-                saved = save_inside(plan, self.plan_file, self.root)
+                saved = save_inside(plan, self.plan_file, self.root, processes=processes)
             answer = None if self._on_apply is None else self._on_apply(plan)
             self.applied = plan
         return {
@@ -109,12 +112,19 @@ class Session:
         }
 
     def save(
-        self, plan: DeepSpeedPlan, path: Path, *, format_: str | None, version: str | None
+        self,
+        plan: DeepSpeedPlan,
+        path: Path,
+        *,
+        format_: str | None,
+        version: str | None,
+        processes: int = 1,
     ) -> dict[str, Any]:
         """Write a file inside the root.
 
         Args:
             plan: What to write.
+            processes: What accelerate's launcher is to start, where the plan does not say it.
             path: The file, already found to be inside the root.
             format_: As in ``DeepSpeedPlan.save``.
             version: Version it must still have; ``None`` overwrites.
@@ -125,7 +135,7 @@ class Session:
         """
         with self._lock:
             refuse_changed(path, version)
-            saved = save_inside(plan, path, self.root, format_=format_)
+            saved = save_inside(plan, path, self.root, format_=format_, processes=processes)
             if path == self.plan_file:
                 self.applied = plan
         return {"version": version_of(path), **saved_data(saved)}
@@ -135,7 +145,12 @@ class Session:
 
 
 def save_inside(
-    plan: DeepSpeedPlan, path: Path, root: Root, *, format_: str | None = None
+    plan: DeepSpeedPlan,
+    path: Path,
+    root: Root,
+    *,
+    format_: str | None = None,
+    processes: int = 1,
 ) -> SavedPlan:
     """Save a plan, and no file outside the root: a trainer's file may name another one.
 
@@ -143,6 +158,8 @@ def save_inside(
         PlanError: As ``DeepSpeedPlan.save``; also a file outside the root.
     """
     chosen = format_ or format_of(path)
+    if chosen == "accelerate":
+        plan = launchable(plan, processes=processes)
     existing = path if chosen == "trainer" and path.exists() else None
     lossy = told_as_lost(plan)
     for beside in plan_document(plan, chosen, existing=existing, lossy=lossy).beside:

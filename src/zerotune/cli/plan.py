@@ -320,6 +320,13 @@ def _configure_convert(parser: argparse.ArgumentParser) -> None:
         help="file to write, its predecessor kept as OUT.bak; printed when left out",
     )
     parser.add_argument(
+        "--num-processes",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="what an accelerate YAML starts where FILE does not say it; 1 by default",
+    )
+    parser.add_argument(
         "--lossy",
         metavar="KEYS",
         default="",
@@ -331,9 +338,11 @@ def _configure_convert(parser: argparse.ArgumentParser) -> None:
 def _convert(arguments: argparse.Namespace) -> int:
     """Convert; 0 also when what ``--lossy`` names was lost, which is said on stderr."""
     from zerotune.plan import DeepSpeedPlan
-    from zerotune.plan.write import plan_document
+    from zerotune.plan.write import launchable, plan_document
 
     plan = DeepSpeedPlan.load(arguments.file)
+    if arguments.to == "accelerate":
+        plan = launchable(plan, processes=arguments.num_processes)
     lossy = arguments.lossy.split(",")
     if arguments.output is None:
         document = plan_document(plan, arguments.to, lossy=lossy)

@@ -20,6 +20,8 @@ from zerotune.plan.model import (
     PRECISIONS,
     Bf16Section,
     Fp16Section,
+    LaunchSection,
+    PlanT,
     PlanValue,
     Section,
     as_tuple,
@@ -136,6 +138,32 @@ def plan_document(
         key="format",
         value=format,
         fix="write one of " + ", ".join(repr(name) for name in FORMATS),
+    )
+
+
+def launchable(plan: PlanT, *, processes: int = 1) -> PlanT:
+    """The plan as ``accelerate launch --config_file`` can start it once it is written as YAML.
+
+    Without ``num_processes`` the launcher refuses a file; what it starts has no say in DeepSpeed's
+    own launcher or ``torchrun``.
+
+    Args:
+        plan: The plan; one that says how many processes there are is returned as it is.
+        processes: How many, where it does not say.
+    """
+    launch = plan.launch or LaunchSection()
+    if launch.num_processes is not None:
+        return plan
+    told = Decision(
+        key="launch.num_processes",
+        before=None,
+        after=processes,
+        reason="accelerate launch starts no file without it; --num_processes of the launcher wins",
+    )
+    return attrs.evolve(
+        plan,
+        launch=attrs.evolve(launch, num_processes=processes),
+        decisions=(*plan.decisions, told),
     )
 
 
