@@ -1,0 +1,100 @@
+"""The table of versions in docs/status.md, from what sessions recorded and from nothing else.
+
+``python docs/generate_status.py`` writes the page anew; ``... NAME REPORT`` records a run first,
+from the JUnit file that pytest left, and fails where one of its tests did.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+from xml.etree import ElementTree
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+TARGET: Final = ROOT / "docs" / "status.md"
+RECORDS: Final = ROOT / "docs" / "results" / "versions.json"
+BEGIN, END = "<!-- versions: written by docs/generate_status.py -->", "<!-- end of versions -->"
+WANTED: Final[Mapping[str, str]] = {
+    "engine, torch 2.11.0": "nox -s torch_versions",
+    "engine, torch 2.13.0": "nox -s torch_versions",
+    "engine, deepspeed 0.18.9": "nox -s deepspeed_versions",
+    "engine, deepspeed 0.19.8": "nox -s deepspeed_versions",
+    **{f"pure, Python 3.{minor}": "nox -s pure" for minor in range(10, 14)},
+}
+"""What is to be run before a release, and by what."""
+
+
+def outcome(report: Path) -> dict[str, Any]:
+    """What a run of pytest came to, on which versions."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+
+    def count(*kinds: str) -> int:
+        return sum(any(case.find(kind) is not None for kind in kinds) for case in cases)
+
+    failed, skipped = count("failure", "error"), count("skipped")
+    found = {"python": platform.python_version()}
+    for package in ("torch", "deepspeed"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "passed": len(cases) - failed - skipped,
+        "failed": failed,
+        "skipped": skipped,
+        "versions": found,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def table(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """What was run, and what was not."""
+    lines = ["| part | on | passed | failed | skipped | when | command |"]
+    lines.append("|---|---|--:|--:|--:|---|---|")
+    for name in dict.fromkeys((*WANTED, *records)):
+        command = f"`{WANTED[name]}`" if name in WANTED else ""
+        found = records.get(name)
+        if found is None:
+            lines.append(f"| {name} | not run yet | | | | | {command} |")
+            continue
+        where = ", ".join(f"{package} {one}" for package, one in found["versions"].items())
+        cells = [name, where, found["passed"], found["failed"], found["skipped"], found["date"]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {command} |")
+    return "\n".join(lines)
+
+
+def page(text: str, records: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with the table of these records."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}"
+
+
+def stored() -> dict[str, Any]:
+    """What was recorded so far."""
+    if not RECORDS.exists():
+        return {}
+    found: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """Record a run, if one is given, and write the page."""
+    records, failed = stored(), 0
+    if arguments:
+        name, report = arguments
+        records[name] = outcome(Path(report))
+        failed = records[name]["failed"]
+        RECORDS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    TARGET.write_text(page(TARGET.read_text(encoding="utf-8"), records), encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
