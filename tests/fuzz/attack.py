@@ -19,10 +19,11 @@ from typing import Any, Final
 
 import attrs
 
-from tests.fuzz.cases import Case
+from tests.fuzz.cases import KEYS, VALUES, Case
 from zerotune import OptimizerResolver, cli
 from zerotune.errors import ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, RunFacts, plan_document
+from zerotune.plan.read import SHORT_NAMES
 from zerotune.platform import Platform
 
 LONGEST: Final = 2.0
@@ -32,6 +33,17 @@ MOST: Final = 200 * 2**20
 _HOPELESS: Final = 30.0
 """Seconds after which an operation is stopped."""
 _ANSWERS: Final = frozenset({200, 400, 404, 409, 413, 422})
+VARIABLES: Final = [
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_GRADIENT_CLIPPING",
+    "ACCELERATE_MIXED_PRECISION",
+]
 _MACHINES: Final = {
     "cuda": Platform.synthetic("cuda", device_count=8),
     "cpu": Platform.synthetic("cpu"),
@@ -146,6 +158,11 @@ def _operations(
     plans: list[DeepSpeedPlan] = []
     yield "load", lambda: plans.append(DeepSpeedPlan.load(file))
     yield "from_json", lambda: DeepSpeedPlan.from_json("{" + case.text)
+    around = {name: _words(chance) for name in chance.sample(VARIABLES, 3)}
+    around |= {"ACCELERATE_USE_DEEPSPEED": "true"}
+    if chance.random() < 0.3:
+        around["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = file.name
+    yield "environment", lambda: DeepSpeedPlan.from_accelerate_environment(around)
     yield from _commands(case, file, chance)
     if plans:
         yield from _verbs(plans[0], folder, chance)
@@ -164,7 +181,16 @@ def _verbs(
     yield "explain_markdown", lambda: plan.explain_markdown(**where)
     yield "summary", lambda: json.dumps(plan.summary(**where), allow_nan=False)
     yield "normalised", lambda: _same(plan, plan.normalised())
-    yield "overrides", lambda: plan.with_overrides({"zero_stage": 3, "mixed_precision": "bf16"})
+    asked = {chance.choice([*KEYS, *SHORT_NAMES]): chance.choice(VALUES) for _ in range(2)}
+    yield "overrides", lambda: plan.with_overrides(asked)
+    known = [f"launch.{key}" for key in asked]
+    yield (
+        "also_known",
+        lambda: DeepSpeedPlan.from_dict({**plan.to_dict(), **asked}, also_known=[*asked, *known]),
+    )
+    lossy = [*plan.launch.to_dict()] if plan.launch else []
+    saved = folder / f"saved{chance.choice(('.json', '.yaml', '.py', '.hjson'))}"
+    yield "save", lambda: plan.save(saved, lossy=lossy)
     for to, suffix in _FORMATS.items():
         yield f"write {to}", lambda to=to, suffix=suffix: _written(plan, to, suffix, folder)
     run = RunFacts(lr=1e-4, total_steps=1000)
@@ -189,6 +215,12 @@ def _verbs(
             "estimate",
             lambda: plan.estimate("sdxl", platform=machine, world_size=ranks).explain(),
         )
+
+
+def _words(chance: random.Random) -> str:
+    """A value as a variable of the environment holds it."""
+    value = chance.choice(VALUES)
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def _same(plan: DeepSpeedPlan, again: DeepSpeedPlan) -> None:
