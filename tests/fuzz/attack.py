@@ -21,6 +21,7 @@ import attrs
 
 from tests.fuzz.cases import KEYS, VALUES, Case
 from zerotune import OptimizerResolver, cli
+from zerotune._util.mistakes import as_far_as_possible
 from zerotune.errors import ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, RunFacts, plan_document
 from zerotune.plan.read import SHORT_NAMES
@@ -102,7 +103,7 @@ class Attacker:
         failures: list[Failure] = []
         with _inside(self._folder):
             for name, operation in _operations(case, self._folder, self._client):
-                if only and name not in (only, "load") and not name.startswith("resolve "):
+                if only and name != only and not name.startswith(("load", "resolve ")):
                     continue
                 failure = self._done(name, operation)
                 if failure is not None:
@@ -157,6 +158,8 @@ def _operations(
     file.write_bytes(case.content())
     plans: list[DeepSpeedPlan] = []
     yield "load", lambda: plans.append(DeepSpeedPlan.load(file))
+    if not plans:  # what is right of a file with mistakes is a plan too
+        yield "load rest", lambda: plans.extend(_rest(file))
     yield "from_json", lambda: DeepSpeedPlan.from_json("{" + case.text)
     around = {name: _words(chance) for name in chance.sample(VARIABLES, 3)}
     around |= {"ACCELERATE_USE_DEEPSPEED": "true"}
@@ -215,6 +218,13 @@ def _verbs(
             "estimate",
             lambda: plan.estimate("sdxl", platform=machine, world_size=ranks).explain(),
         )
+
+
+def _rest(file: Path) -> list[DeepSpeedPlan]:
+    plan, mistakes = as_far_as_possible(lambda: DeepSpeedPlan.load(file))
+    if plan is None and not mistakes:
+        raise AssertionError("neither a plan nor a mistake")
+    return [] if plan is None else [plan]
 
 
 def _words(chance: random.Random) -> str:
