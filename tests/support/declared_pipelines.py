@@ -358,6 +358,27 @@ def krea2(folder: Path) -> Path:
     return saved(pipeline, folder)
 
 
+def hidream(folder: Path) -> Path:
+    torch.manual_seed(4)
+    transformer = diffusers.HiDreamImageTransformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=1, num_single_layers=1,
+        attention_head_dim=8, num_attention_heads=2, caption_channels=[WIDTH, WIDTH],
+        text_emb_dim=2 * WIDTH, num_routed_experts=2, num_activated_experts=1,
+        axes_dims_rope=(4, 2, 2), max_resolution=(16, 16), llama_layers=[0, 1],
+    )  # fmt: skip
+    made = folder / "made"
+    llama = language_model()
+    llama.config._attn_implementation = "eager"
+    pipeline = diffusers.HiDreamImagePipeline(
+        scheduler=flow(shift=3.0), vae=vae(scaling_factor=0.3611, shift_factor=0.1159),
+        text_encoder=clip(projection=True, length=128), tokenizer=clip_tokenizer(made),
+        text_encoder_2=clip(projection=True, length=128), tokenizer_2=clip_tokenizer(made),
+        text_encoder_3=t5(), tokenizer_3=t5_tokenizer(), text_encoder_4=llama,
+        tokenizer_4=letters(), transformer=alive(transformer),
+    )  # fmt: skip
+    return saved(pipeline, folder)
+
+
 def flux_kontext(folder: Path) -> Path:
     pipeline = diffusers.FluxKontextPipeline(
         scheduler=flow(use_dynamic_shifting=True), text_encoder=clip(projection=False),
@@ -399,5 +420,6 @@ MAKERS = {
     "pixart-alpha": pixart_alpha,
     "pixart-sigma": pixart_sigma,
     "krea2": krea2,
+    "hidream": hidream,
     "flux-kontext": flux_kontext,
 }

@@ -15,6 +15,7 @@ from zerotune.diffusion.families.declared import Chroma as Chroma
 from zerotune.diffusion.families.declared import Flux2 as Flux2
 from zerotune.diffusion.families.declared import Flux2Klein as Flux2Klein
 from zerotune.diffusion.families.declared import FluxKontext as FluxKontext
+from zerotune.diffusion.families.declared import HiDream as HiDream
 from zerotune.diffusion.families.declared import HunyuanVideo as HunyuanVideo
 from zerotune.diffusion.families.declared import Krea2 as Krea2
 from zerotune.diffusion.families.declared import LTXVideo as LTXVideo

@@ -50,6 +50,7 @@ def check_run(run: dict[str, Any], *, stage: int) -> None:
     """Whether the model was partitioned, and plain diffusers predicts the same from the export."""
     assert run["partitioned"] == (stage == 3)
     assert run["same"], "plain diffusers predicts something else from the export"
+    assert run.get("drawn", True), "the engine draws something else than the exported model"
 
 
 def _check(run: dict[str, Any], expected: Sequence[float], *, stage: int) -> None:

@@ -143,6 +143,20 @@ def first(model):
     return next(p for n, p in model.named_parameters() if p.ndim >= 2 and "embed" in n)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 8, 8), (2, 4, 8, 12)])
+def test_hidream_predicts_in_training_what_it_draws_with(bare, shape):
+    loaded = bare("hidream")
+    model, family = copy.deepcopy(loaded.model), loaded.family
+    known = example(family, model, step=0, share=0)
+    noisy = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        trained = family.predict(model.train(), noisy, TIMES, known)
+        drawn = family.predict(model.eval(), noisy, TIMES, known)
+    # Tokens go through their experts one by one in training, and sorted otherwise.
+    torch.testing.assert_close(trained, drawn, rtol=0, atol=1e-5)
+    assert trained.std() > 0.01
+
+
 class DeclaredFlux(PipelineFamily):
     pipeline = "FluxPipeline"
     text_tensors = ("prompt_embeds", "pooled_prompt_embeds")

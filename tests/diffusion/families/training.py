@@ -14,7 +14,7 @@ import torch
 from tests.support.runs import Case, start
 from zerotune.checkpoint import export_pipeline
 from zerotune.checkpoint.adapters import LORA_FILE, export_adapters
-from zerotune.diffusion import PipelineFamily, Pretrained, TextToImage, load_pretrained
+from zerotune.diffusion import PipelineFamily, Pretrained, TextToImage, load_pretrained, sample
 from zerotune.diffusion.lora import LoRA, add_lora
 
 TOKENS = 6
@@ -81,6 +81,8 @@ def example(family: PipelineFamily, model: Any, step: int, share: int) -> dict[s
             found[name][1, 4:] = 0
         elif tensor.ndim == 2 or name not in family.text_tensors:
             found[name] = drawn(tuple(tensor.shape))
+        elif name.endswith("llama3"):
+            found[name] = drawn((*tensor.shape[:2], TOKENS, tensor.shape[3]))
         else:
             found[name] = drawn((MICRO, TOKENS, *tensor.shape[2:]))
     return found
@@ -138,7 +140,10 @@ def _train(
         "partitioned": all(p.numel() == 0 for p in engine.module.parameters()),
     }
     if exported:
-        found["same"] = _reloads(engine, exported, str(loaded.folder), variant, family)
+        plain = _reloaded(engine, exported, str(loaded.folder), variant, family)
+        found["same"] = _predicts_the_same(engine, plain, family)
+        if isinstance(family, PipelineFamily) and not variant.lora:
+            found["drawn"] = _draws_the_same(engine, plain, loaded)
     engine.close()
     return found
 
@@ -157,10 +162,8 @@ def _step(engine: Any, objective: Any, step: int, family: TextToImage, model: An
     return float(total)
 
 
-def _reloads(engine: Any, target: str, folder: str, variant: Variant, family: TextToImage) -> bool:
-    """Whether plain diffusers predicts the same from the exported pipeline."""
-    with engine.evaluating():
-        wanted = _predict(family, engine)
+def _reloaded(engine: Any, target: str, folder: str, variant: Variant, family: TextToImage) -> Any:
+    """The exported model, as plain diffusers loads it."""
     path, kind = Path(target), type(engine.module)
     if variant.lora:
         export_adapters(path, engine=engine, component=family.component)
@@ -172,8 +175,31 @@ def _reloads(engine: Any, target: str, folder: str, variant: Variant, family: Te
     for parameter in plain.parameters():
         # A mapped file's tensors lie anywhere, and kernels round by how they are aligned.
         parameter.data = parameter.data.clone()
+    return plain.eval()
+
+
+def _predicts_the_same(engine: Any, plain: Any, family: TextToImage) -> bool:
+    with engine.evaluating():
+        wanted = _predict(family, engine)
     with torch.no_grad():
-        return torch.equal(wanted, _predict(family, plain.eval()))
+        return torch.equal(wanted, _predict(family, plain))
+
+
+def _draws_the_same(engine: Any, plain: Any, loaded: Pretrained) -> bool:
+    """Whether the engine, on all ranks, draws what the exported model draws alone."""
+    family: Any = load_pretrained(
+        loaded.folder, frozen_dtype="fp32", family=type(loaded.family)
+    ).family
+    side = 8 * family.parts.scale
+    wanted: dict[str, Any] = {"prompts": ["a", "b"], "steps": 2, "size": (side, side)}
+    wanted["frames"] = 5 if family.clips else None
+    if family.reference is not None:
+        wanted["references"] = torch.linspace(-1, 1, 6 * side * side).view(2, 3, side, side)
+    ours, theirs = (
+        sample(model, family=family, generator=torch.Generator().manual_seed(1), **wanted)
+        for model in (engine, plain)
+    )
+    return bool(torch.allclose(ours, theirs, rtol=0, atol=2e-5)) and float(ours.std()) > 0.01
 
 
 def _predict(family: TextToImage, model: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
@@ -18,6 +19,7 @@ from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.errors import DataError
 
 _MASKED = ("prompt_embeds", "prompt_attention_mask")
+_ROUNDED_UP = 1 + 1e-6
 _MASKLESS = 3
 """Arguments by place of a checkpointed block: states, times and places."""
 _UNBINNED = {"use_resolution_binning": False}
@@ -304,6 +306,82 @@ class Krea2(PipelineFamily):
         return torch.empty(shape, device="meta")
 
 
+@attrs.frozen
+class _Patches:
+    """HiDream's own order in training: (b, c, patches, patch²), padded where it is not square."""
+
+    def pack(self, latents: Tensor) -> Tensor:
+        """The same."""
+        return latents
+
+    def unpack(self, prediction: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Latents of patches; outside of training they are latents already."""
+        if tuple(prediction.shape) == shape:
+            return prediction
+        count, channels, height, width = shape
+        side = math.isqrt(prediction.shape[-1])
+        rows, columns = height // side, width // side
+        grid = prediction[:, :, : rows * columns].reshape(
+            count, channels, rows, columns, side, side
+        )
+        return grid.permute(0, 1, 2, 4, 3, 5).reshape(shape)
+
+
+class HiDream(PipelineFamily):
+    """HiDream-I1: texts of CLIP, T5 and of each of LLaMA's layers; experts chosen by token.
+
+    Caches and batches hold LLaMA's layers after the sample, the pipeline takes them before it.
+    """
+
+    pipeline: ClassVar[str] = "HiDreamImagePipeline"
+    model: ClassVar[str] = "HiDreamImageTransformer2DModel"
+    text_tensors: ClassVar[tuple[str, ...]] = (
+        "prompt_embeds_t5",
+        "prompt_embeds_llama3",
+        "pooled_prompt_embeds",
+    )
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out")
+    leaf_modules: ClassVar[tuple[str, ...]] = ("MOEFeedForwardSwiGLU",)
+    encoded: ClassVar[tuple[str, ...]] = (
+        "prompt_embeds_t5",
+        "negative_prompt_embeds_t5",
+        "prompt_embeds_llama3",
+        "negative_prompt_embeds_llama3",
+        "pooled_prompt_embeds",
+        "negative_pooled_prompt_embeds",
+    )
+    packing: ClassVar[Packing] = _Patches()
+
+    def adjust(self, pipe: Any, *, height: int, width: int) -> None:
+        """The pipeline brings every image to the area of its ``default_sample_size``."""
+        side = math.sqrt(height * width) / pipe.vae_scale_factor
+        pipe.default_sample_size = side * _ROUNDED_UP
+
+    def encode_with(
+        self, pipeline: Any, device: torch.device, told: Mapping[str, Any], prefix: str = ""
+    ) -> dict[str, Tensor]:
+        """Batch first, LLaMA's layers too."""
+        found = super().encode_with(pipeline, device, told, prefix)
+        return found | {"prompt_embeds_llama3": found["prompt_embeds_llama3"].transpose(0, 1)}
+
+    def told_texts(
+        self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
+    ) -> dict[str, Any]:
+        """Layers first."""
+        layers = {"prompt_embeds_llama3": texts["prompt_embeds_llama3"].transpose(0, 1)}
+        return super().told_texts({**texts, **layers}, device, prefix)
+
+    def example_text(self, name: str, config: Any, batch: int) -> Tensor:
+        """As the four encoders give them."""
+        if name == "pooled_prompt_embeds":
+            return torch.empty(batch, config.text_emb_dim, device="meta")
+        t5, llama = config.caption_channels
+        if name == "prompt_embeds_t5":
+            return torch.empty(batch, self.tokens(), t5, device="meta")
+        layers = max(config.llama_layers) + 1
+        return torch.empty(batch, layers, self.tokens(), llama, device="meta")
+
+
 class FluxKontext(PipelineFamily):
     """Flux.1 Kontext: edits the images whose latents are ``reference_latents`` of a batch."""
 
@@ -337,6 +415,7 @@ DECLARED = (
     PixArtAlpha,
     PixArtSigma,
     Krea2,
+    HiDream,
     FluxKontext,
 )
 """All of them that a pipeline's class decides."""

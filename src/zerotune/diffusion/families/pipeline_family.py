@@ -8,6 +8,7 @@ and reference images are so diffusers' own code.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -116,7 +117,7 @@ class PipelineFamily(TextToImage):
     ) -> dict[str, Tensor]:
         """What the pipeline's ``encode_prompt`` makes of captions, told what ``__call__`` tells."""
         told = {"prompt": list(captions), "do_classifier_free_guidance": False}
-        return self._encoded(parts.pipeline, device, told)
+        return self.encode_with(parts.pipeline, device, told)
 
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
@@ -129,11 +130,19 @@ class PipelineFamily(TextToImage):
             "negative_prompt": list(texts),
             "do_classifier_free_guidance": True,
         }
-        return self._encoded(parts.pipeline, device, told, prefix=_NEGATIVE)
+        return self.encode_with(parts.pipeline, device, told, prefix=_NEGATIVE)
 
-    def _encoded(
+    def encode_with(
         self, pipeline: Any, device: torch.device, told: Mapping[str, Any], prefix: str = ""
     ) -> dict[str, Tensor]:
+        """What ``encode_prompt`` makes of texts, by ``text_tensors``, batch first.
+
+        Args:
+            pipeline: Whose.
+            device: Where.
+            told: What to encode.
+            prefix: ``"negative_"`` for what it makes of negative prompts.
+        """
         encode = pipeline.encode_prompt
         known = {**self._prompt_arguments(pipeline), "device": device, **told}
         results = encode(**{n: v for n, v in known.items() if n in _parameters(encode)})
@@ -245,6 +254,7 @@ class PipelineFamily(TextToImage):
         scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
         pipe = self.predicting_pipeline(model, scheduler)
         told = self._told(noisy, conditioning, model.device)
+        self.adjust(pipe, height=told["height"], width=told["width"])
         try:
             # The function below ``torch.no_grad``.
             call: Any = type(pipe).__call__
@@ -257,9 +267,11 @@ class PipelineFamily(TextToImage):
         return self._as_latents(prediction, noisy)
 
     def _as_latents(self, prediction: Tensor, noisy: Tensor) -> Tensor:
-        wanted = tuple(noisy.shape)
-        if prediction.numel() == noisy.numel():
-            return self.packing.unpack(prediction, wanted)
+        wanted, found = tuple(noisy.shape), None
+        with contextlib.suppress(RuntimeError, ValueError):
+            found = self.packing.unpack(prediction, wanted)
+        if found is not None and tuple(found.shape) == wanted:
+            return found
         raise DataError(
             f"the pipeline predicts {tuple(prediction.shape)} for latents of {wanted}",
             key=f"{self.pipeline}.scheduler.step",
@@ -275,7 +287,7 @@ class PipelineFamily(TextToImage):
             "latents": self.packing.pack(noisy.to(device)),
             "num_inference_steps": 1,
             "output_type": "latent",
-            **self._texts(texts, device),
+            **self.told_texts(texts, device),
             **self._size_of(tuple(noisy.shape)),
             **self.arguments,
         }
@@ -287,9 +299,16 @@ class PipelineFamily(TextToImage):
             told[self.reference] = conditioning[REFERENCES].to(device)
         return told
 
-    def _texts(
+    def told_texts(
         self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
     ) -> dict[str, Any]:
+        """The pipeline's arguments of texts.
+
+        Args:
+            texts: By ``text_tensors``, batch first.
+            device: Where they go.
+            prefix: ``"negative_"`` for negative prompts.
+        """
         # fp32: pipelines keep latents, and time steps, in the precision of their texts.
         moved = {
             name: value.to(device, torch.float32 if value.is_floating_point() else value.dtype)
@@ -307,6 +326,9 @@ class PipelineFamily(TextToImage):
         if self.clips:
             size["num_frames"] = (shape[2] - 1) * space.frames + 1
         return self.sized(size)
+
+    def adjust(self, pipe: Any, *, height: int, width: int) -> None:
+        """Make a pipeline that was just made take images of a size."""
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
         """All that the pipeline is told of a size in pixels and frames."""
@@ -414,6 +436,7 @@ class PipelineFamily(TextToImage):
         )
         pipe = self.drawing_pipeline(parts, model, scheduler)
         size = self._drawn_size(pipe, drawing)
+        self.adjust(pipe, height=size["height"], width=size["width"])
         last = _LastStep()
         with parts.on(model.device, self.drawing_parts):
             pipe(
@@ -447,7 +470,7 @@ class PipelineFamily(TextToImage):
         """
         told = {
             **self.arguments,
-            **self._texts(self.remembered(drawing.prompts, device=device), device),
+            **self.told_texts(self.remembered(drawing.prompts, device=device), device),
         }
         if self.reference is not None:
             told[self.reference] = self._drawn_references(drawing, device)
@@ -461,7 +484,7 @@ class PipelineFamily(TextToImage):
         if guided:
             texts = [drawing.negative_prompt] * len(drawing.prompts)
             negative = self.remembered_negative(texts, device=device)
-            told |= self._texts(negative, device, prefix=_NEGATIVE)
+            told |= self.told_texts(negative, device, prefix=_NEGATIVE)
             if "negative_prompt" in _parameters(self.known_blueprint().kind.__call__):
                 told["negative_prompt"] = None  # Sana's has a text of its own.
         return told
