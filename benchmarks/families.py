@@ -69,6 +69,13 @@ FLUX: dict[str, Any] = {
     "guidance_embeds": True,
 }
 
+# Those published are the defaults of diffusers' classes.
+QWEN_IMAGE: dict[str, Any] = {"_class_name": "QwenImageTransformer2DModel"}
+Z_IMAGE: dict[str, Any] = {"_class_name": "ZImageTransformer2DModel"}
+FLUX2: dict[str, Any] = {"_class_name": "Flux2Transformer2DModel"}
+CHROMA: dict[str, Any] = {"_class_name": "ChromaTransformer2DModel"}
+KREA2: dict[str, Any] = {"_class_name": "Krea2Transformer2DModel"}
+
 CONFIGURATIONS = {
     "sd15": (SD15, 512),
     "sd21": (SD21, 768),
@@ -77,6 +84,11 @@ CONFIGURATIONS = {
     "sd35-medium": (SD35_MEDIUM, 1024),
     "sd35-large": (SD35_LARGE, 1024),
     "flux": (FLUX, 1024),
+    "qwen-image": (QWEN_IMAGE, 1024),
+    "z-image": (Z_IMAGE, 1024),
+    "flux2": (FLUX2, 1024),
+    "chroma": (CHROMA, 1024),
+    "krea2": (KREA2, 1024),
 }
 
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import diffusers
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 
+from tests.support.declared_pipelines import MAKERS
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
-from zerotune.diffusion import Flux, LoRA, add_lora
-from zerotune.diffusion.facts import example_inputs, measure_activations, model_facts
+from zerotune.diffusion import Flux, LoRA, PipelineFamily, Tokens, add_lora
+from zerotune.diffusion.facts import (
+    example_inputs,
+    latent_scale,
+    measure_activations,
+    model_facts,
+)
 from zerotune.diffusion.passes import activation_peak
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import ModelFacts
@@ -177,3 +184,65 @@ def test_planned_adapters_are_those_that_peft_makes():
         shapes = [Counter(each.shape for each in facts.trainable) for facts in (planned, made)]
         assert shapes[0] == shapes[1], config["_class_name"]
         assert planned.numel == made.numel
+
+
+# -- Declared families: what their pipelines give their models.
+
+
+def declared(name, folder):
+    """The configuration of a tiny model, and the model."""
+    path = MAKERS[name](folder)
+    config = json.loads((path / "transformer" / "config.json").read_text())
+    kind = getattr(diffusers, config["_class_name"])
+    with torch.device("meta"):
+        return config, kind.from_config(config).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["z-image", "hunyuan-video"])
+def test_a_captured_call_is_what_the_model_takes(name, tmp_path):
+    config, model = declared(name, tmp_path / name)
+    facts = model_facts(config, activations=False)
+    assert facts.numel == sum(p.numel() for p in model.parameters())
+    make = example_inputs(model)
+    small, large = (activation_peak(model, make(batch, 256, 256)) for batch in (1, 2))
+    wide = activation_peak(model, make(1, 256, 512))
+    assert 0 < small < wide
+    assert small < large <= 2.2 * small
+
+
+def test_pipelines_that_take_samples_in_turn_keep_all_their_graphs(tmp_path):
+    _, model = declared("aura-flow", tmp_path / "aura-flow")
+    make = example_inputs(model)
+    one, four = (make(batch, 128, 128) for batch in (1, 4))
+    assert (one["hidden_states"].shape[0], four["hidden_states"].shape[0]) == (1, 4)
+    assert activation_peak(model, four) > 2 * activation_peak(model, one)
+
+
+def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
+    """Flux is known by hand; its declaration gives its model the same."""
+
+    class DeclaredFlux(PipelineFamily):
+        pipeline = "FluxPipeline"
+        text_tensors = ("prompt_embeds", "pooled_prompt_embeds")
+        packing = Tokens(2)
+        guided_by = None
+        told_guidance = "guidance_scale"
+
+    with torch.device("meta"):
+        model = FluxTransformer2DModel.from_config(FLUX)
+    by_hand = example_inputs(model)(2, 256, 512)
+    monkeypatch.setattr(
+        "zerotune.diffusion.facts.BY_MODEL", {"FluxTransformer2DModel": DeclaredFlux}
+    )
+    captured = example_inputs(model)(2, 256, 512)
+    for key, tensor in by_hand.items():
+        assert captured[key].shape == tensor.shape, key
+    # The pipeline's places are fp32, which a tiny model feels.
+    assert activation_peak(model, captured) == pytest.approx(
+        activation_peak(model, by_hand), rel=0.05
+    )
+
+
+def test_latents_are_as_small_as_the_family_makes_them(tmp_path):
+    _, sana = declared("sana", tmp_path / "sana")
+    assert (latent_scale(sana), latent_scale(torch.nn.Linear(1, 1))) == (32, 8)

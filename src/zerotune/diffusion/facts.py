@@ -5,11 +5,12 @@ Nothing is computed and no memory is taken: the model runs on the ``meta`` devic
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import numpy as np
@@ -17,7 +18,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
-from zerotune.diffusion.passes import KINDS, Pass, counted_pass
+from zerotune.diffusion.families.declared import BY_MODEL
+from zerotune.diffusion.passes import KINDS, Pass, counted_pass, sizes_only
+from zerotune.diffusion.pipeline import Blueprint
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import (
     SMALLEST_OFFLOADED,
@@ -28,6 +31,9 @@ from zerotune.plan.model import (
     ModelFacts,
     PassWork,
 )
+
+if TYPE_CHECKING:
+    from zerotune.diffusion.families.pipeline_family import PipelineFamily
 
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
@@ -43,12 +49,15 @@ def example_inputs(module: torch.nn.Module) -> Callable[[int, int, int], Mapping
     """A function from batch, height and width in pixels to the arguments of ``forward``.
 
     Text takes as many tokens as the family's pipelines use at most: 77 for CLIP, 333 for SD3,
-    512 for Flux.
+    512 for Flux. Those of a declared family are what its pipeline gives its model; of clips, one
+    latent frame.
 
     Raises:
         InvalidValueError: A class whose arguments are not known.
     """
     name = type(module).__name__
+    if name in BY_MODEL:
+        return _captured_inputs(BY_MODEL[name], module)
     if name not in _MAKERS:
         raise InvalidValueError(
             "the arguments of this model's forward are not known",
@@ -58,6 +67,58 @@ def example_inputs(module: torch.nn.Module) -> Callable[[int, int, int], Mapping
         )
     make, config = _MAKERS[name], module.config
     return lambda batch, height, width: make(config, batch, height, width)
+
+
+def latent_scale(module: torch.nn.Module) -> int:
+    """Pixels of an image per pixel of the latents that a model of this class usually sees."""
+    family = BY_MODEL.get(type(module).__name__)
+    return _LATENT if family is None else family.usual_scale
+
+
+class _Seen(Exception):  # noqa: N818 - no error: it ends the call
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__("the model's arguments")
+        self.arguments = arguments
+
+
+@attrs.frozen(kw_only=True)
+class _Asking:
+    """Stands for a model and ends the pipeline's call with what it would be given."""
+
+    module: torch.nn.Module
+
+    device = torch.device("cpu")
+    dtype = torch.bfloat16
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = list(inspect.signature(self.module.forward).parameters)
+        raise _Seen({**dict(zip(names, args, strict=False)), **kwargs})
+
+
+def _captured_inputs(
+    kind: type[PipelineFamily], module: torch.nn.Module
+) -> Callable[[int, int, int], Mapping[str, Any]]:
+    import diffusers
+
+    family = kind(blueprint=Blueprint.usual(getattr(diffusers, kind.pipeline)))
+
+    def make(batch: int, height: int, width: int) -> Mapping[str, Any]:
+        scale = kind.usual_scale
+        latents, known = family.example(
+            module, batch=batch, side=(height // scale, width // scale), frames=1
+        )
+        # All samples in one call, also of a pipeline that takes them in turn: their graphs add up.
+        steps = torch.tensor([500.0])
+        if not family.calls_one_by_one():
+            steps = steps.expand(1, batch)
+        try:
+            with sizes_only():
+                family.in_one_call(_Asking(module=module), latents, steps, known)
+        except _Seen as seen:
+            return seen.arguments
+        raise AssertionError("the pipeline did not call its model")
+
+    return make
 
 
 def _empty(*shape: int) -> torch.Tensor:
@@ -153,7 +214,7 @@ def model_facts(
             ``_class_name``), a ``config.json`` or a folder that holds one. A configuration is
             built on the ``meta`` device, so a 12-billion-parameter model takes a second.
         inputs: Makes the arguments of ``forward`` on the ``meta`` device; known for diffusers'
-            U-Nets, SD3 and Flux transformers.
+            U-Nets, SD3 and Flux transformers, and the models of all declared families.
         activations: ``False`` leaves them out, which saves some seconds.
         name: Name in reports; the class by default.
 

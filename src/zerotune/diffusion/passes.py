@@ -14,13 +14,15 @@ from unittest import mock
 
 import attrs
 import torch
+from torch.fx.experimental import _config as symbolic
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 KINDS: Final = ("products", "convolutions", "attention", "moved")
 """Floating-point operations of matrix products, of convolutions and of attention (a product and a
 sum are two), and bytes that all other operators read and write."""
+_META: Final = torch.device("meta")
 _MOVES_NOTHING: Final = ("empty", "new_empty", "detach")
 
 
@@ -71,10 +73,12 @@ def counted_pass(
     counts = _Counts(known)
     if watched_by is not None:
         watched_by(lambda: len(counts.live))
-    with _fused_operators(counts), counts:
+    with _fused_operators(counts), counts, _beside_data(arguments):
         output = module(**arguments)
         sample = output[0] if isinstance(output, tuple) else output.sample
-        loss = sample.float().pow(2).mean()
+        # Z-Image gives one tensor for each sample.
+        samples = torch.stack(sample) if isinstance(sample, list) else sample
+        loss = samples.float().pow(2).mean()
         forward = dict(counts.work)
         loss.backward()
     return Pass(
@@ -83,6 +87,42 @@ def counted_pass(
         forward=forward,
         backward={kind: counts.work[kind] - forward[kind] for kind in KINDS},
     )
+
+
+def _beside_data(arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """What lets a model without data take arguments that have some, where there are any."""
+    tensors = [leaf for leaf in tree_leaves(dict(arguments)) if isinstance(leaf, torch.Tensor)]
+    whole = all(tensor.is_meta for tensor in tensors)
+    return contextlib.nullcontext() if whole else sizes_only()
+
+
+class SizesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whatever meets a tensor without data has none either; all else is computed."""
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        leaves = tree_leaves((args, named))
+        if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+            if "device" in named:
+                named["device"] = _META
+            args, named = tree_map(_without_data, (args, named))
+        return func(*args, **named)
+
+
+def _without_data(leaf: Any) -> Any:
+    return leaf.to(_META) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf
+
+
+@contextlib.contextmanager
+def sizes_only() -> Iterator[None]:
+    """Inside, tensors without data are computed with; a mask without data marks everything."""
+    before = symbolic.meta_nonzero_assume_all_nonzero
+    symbolic.meta_nonzero_assume_all_nonzero = True
+    try:
+        with SizesOnly():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        symbolic.meta_nonzero_assume_all_nonzero = before
 
 
 class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]

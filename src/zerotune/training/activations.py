@@ -17,7 +17,7 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
-from zerotune.diffusion.facts import example_inputs
+from zerotune.diffusion.facts import example_inputs, latent_scale
 from zerotune.diffusion.passes import activation_peak
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan.model import ActivationCost, ActivationFacts
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
     from zerotune.plan.api import Advice
 
-_LATENT: Final = 8
-"""Pixels of the image per pixel of the latent, along each side."""
 _SAMPLES: Final = ("latents", "images", "pixel_values")
 """Where a batch keeps what is denoised, as the families name it."""
 
@@ -89,18 +87,22 @@ def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | Non
     for name in _SAMPLES:
         shape: Any = getattr(sample.get(name), "shape", ())
         if len(shape) >= 3:
-            factor = 1 if _in_pixels(model, name) else _LATENT
+            factor = 1 if _in_pixels(model, name) else latent_scale(model)
             return (shape[-2] * factor, shape[-1] * factor), f"the data's {name!r}"
     side = config.get("sample_size") if isinstance(config, Mapping) else None
     if isinstance(side, int):
-        factor = 1 if _in_pixels(model, "images") else _LATENT
+        factor = 1 if _in_pixels(model, "images") else latent_scale(model)
         return (side * factor, side * factor), "the model's sample_size"
     return None, "neither data nor model tell the size of an image"
 
 
 def input_positions(model: torch.nn.Module, size: tuple[int, int]) -> int:
     """Pixels of the model's own input: of latents, but for unconditional models of images."""
-    factor = 1 if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images") else _LATENT
+    factor = (
+        1
+        if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images")
+        else latent_scale(model)
+    )
     return max(1, size[0] * size[1] // factor**2)
 
 

@@ -6,19 +6,17 @@ real, so that a pipeline may look at them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config as symbolic
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision
+from zerotune.diffusion.passes import sizes_only
 from zerotune.errors import InvalidValueError, ZeroTuneError
 
 if TYPE_CHECKING:
@@ -28,36 +26,6 @@ _SAMPLES: Final = 2
 _TIMES: Final = (900.0, 100.0)
 _SIDE: Final = 16
 """Of the latents: even in patches, and small."""
-_META: Final = torch.device("meta")
-
-
-class SizesOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whatever meets a tensor without data has none either; all else is computed."""
-
-    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        leaves = tree_leaves((args, named))
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            if "device" in named:
-                named["device"] = _META
-            args, named = tree_map(_without_data, (args, named))
-        return func(*args, **named)
-
-
-def _without_data(leaf: Any) -> Any:
-    return leaf.to(_META) if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
-
-
-@contextmanager
-def sizes_only() -> Iterator[None]:
-    """Inside, tensors without data are computed with; a mask without data marks everything."""
-    before = symbolic.meta_nonzero_assume_all_nonzero
-    symbolic.meta_nonzero_assume_all_nonzero = True
-    try:
-        with SizesOnly():  # type: ignore[no-untyped-call]
-            yield
-    finally:
-        symbolic.meta_nonzero_assume_all_nonzero = before
 
 
 @attrs.define(eq=False)
