@@ -16,7 +16,7 @@ from tests.support.runs import PLAIN, Case
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(240)]
 
-STEPS = 5
+STEPS = 3
 # A wrong rate or a lost gradient is off by 1e-3.
 TOLERANCE = 1e-6
 FULL, LORA = Variant(), Variant(lora=True)
