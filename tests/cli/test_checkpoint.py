@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -77,3 +78,14 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path, capsys):
     code, _, err = run(capsys, "convert", tmp_path, tmp_path / "new")
     assert code == 2
     assert "holds no safetensors weights" in err
+
+
+def test_without_torch_one_line_says_so(tmp_path, capsys, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else found(name)
+    )
+    code, out, err = run(capsys, "show", tmp_path)
+    assert (code, out) == (2, "")
+    assert "torch: is not installed" in err
+    assert err.count("\n") == 1

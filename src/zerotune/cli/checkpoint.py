@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zerotune._util.text import disk_size
 from zerotune.cli.output import print_json, print_page
+from zerotune.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from zerotune._util.table import Page
@@ -60,7 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         0 when all is well; 1 when ``verify`` finds damage.
+
+    Raises:
+        MissingDependencyError: torch is not installed.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependencyError(
+            "is not installed, and checkpoints are read with it",
+            key="torch",
+            fix="pip install torch",
+        )
     return int(arguments.act(arguments))
 
 
