@@ -225,6 +225,19 @@ class TestValues:
         with pytest.raises(UnknownKeyError, match=r"a\\x1b\[2Jb"):
             DeepSpeedPlan.from_dict({"a\x1b[2Jb": 1})
 
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"scheduler": "\ud800"},
+            {"optimizer": {"type": "a\ud800"}},
+            {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/\udc80"}}},
+            {"deepspeed_config": {}, "offload_param_path": "/\ud800"},
+        ],
+    )
+    def test_half_letters_are_refused_wherever_text_stands(self, config):
+        with pytest.raises(InvalidValueError, match="surrogate"):
+            DeepSpeedPlan.from_dict(config)
+
     def test_null_is_kept_where_it_is_passed_through(self):
         assert DeepSpeedPlan.from_dict({"log_level": None}).to_dict() == {"log_level": None}
 

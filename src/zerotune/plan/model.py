@@ -303,6 +303,7 @@ class Text(Kind):
             raise InvalidValueError("must be text", key=key, value=value, fix="write a string")
         if not self.empty and not value.strip():
             raise InvalidValueError("is empty", key=key, value=value, fix="write a name")
+        check_letters(value, key)
 
     def read(self, value: Any, key: str) -> Reading:
         """Strip surrounding blanks."""
@@ -324,6 +325,7 @@ class Folder(Kind):
                 value=value,
                 fix="write a path, or leave the key out to let zerotune choose the folder",
             )
+        check_letters(value, key)
 
     def read(self, value: Any, key: str) -> Reading:
         """Accept path objects; an empty path or ``"none"`` means not given."""
