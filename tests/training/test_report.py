@@ -12,6 +12,8 @@ from PIL import Image, ImageColor
 from tests.training.fakes import drive, report
 from zerotune._util.palette import component_colours
 from zerotune.errors import DataError, MissingDependencyError
+from zerotune.plan import DeepSpeedPlan
+from zerotune.platform import Platform
 from zerotune.training import plot_loss
 from zerotune.training.report import Record, plot_report
 
@@ -76,6 +78,20 @@ def test_the_report_says_what_the_step_waits_for():
     assert report(copy_rate=2e8).bounds[1].resource == "host memory"
     assert "79% of what a plain copy reaches" in report(copy_rate=2e8).render()
     assert sum(one.share for one in (first, second, *others)) == pytest.approx(1)
+
+
+def test_the_prediction_lies_beside_what_was_measured():
+    assert report().prediction_rows() == [], "neither size nor arithmetic are known"
+    known = DeepSpeedPlan.build(offload="cpu", precision="bf16").estimate(
+        "sdxl", platform=Platform.synthetic("cuda"), ema="host"
+    )
+    found = report(estimate=known)
+    rows = {name: cells for name, *cells in found.prediction_rows()}
+    assert list(rows) == ["forward", "backward", "optimizer", "ema", "step"]
+    assert rows["step"] == [f"{1000 * found.predicted.seconds:.1f} ms", "500.0 ms"]
+    assert rows["forward"][1] == "125.0 ms"
+    assert "predicted and measured, per step; rates: catalogued" in found.render()
+    assert found.to_dict()["predicted"]["seconds"] == found.predicted.seconds
 
 
 def test_a_report_is_plain_data(tmp_path):

@@ -7,14 +7,17 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from zerotune._util.table import Column, Line, Page, Table
 from zerotune.cli.output import print_json, print_page
 from zerotune.errors import PlatformError
+from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
 from zerotune.platform import GIB, Device, Platform, detect_platform
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from zerotune._util.table import Block
     from zerotune.backend.ops.build import OpStatus
     from zerotune.cli.checkup import Checkup
@@ -52,6 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="compile those of the ops named (of all, when none is) that can be and are not",
     )
     parser.add_argument(
+        "--rates",
+        action="store_true",
+        help="measure for some seconds how fast this machine computes and moves bytes, and keep"
+        " it for predictions",
+    )
+    parser.add_argument(
         "--allow-rocm", action="store_true", help="let DeepSpeed run on ROCm, untested"
     )
     parser.add_argument(
@@ -72,10 +81,14 @@ def run(arguments: argparse.Namespace) -> int:
         from zerotune.cli.checkup import Checkup
 
         checkup = Checkup.of(platform)
+        measured = _measure(platform) if arguments.rates else None
+    rates = known_rates(platform)
     if arguments.json:
-        print_json(checkup.to_dict())
+        print_json(checkup.to_dict() | {"rates": _rates_data(rates)})
     else:
-        _print(checkup)
+        _print(checkup, rates if arguments.rates else None)
+    if measured is not None:
+        sys.stderr.write(f"rates kept in {measured}\n")
     return 0 if checkup.healthy else 1
 
 
@@ -99,7 +112,31 @@ def _build(names: Iterable[str], platform: Platform) -> None:
         sys.stderr.write(f"loaded {name} in {time.perf_counter() - started:.1f} s\n")
 
 
-def _print(checkup: Checkup) -> None:
+def _measure(platform: Platform) -> Path:
+    from zerotune.backend.rates import measure_rates
+
+    sys.stderr.write("measuring rates for some seconds ...\n")
+    return store_rates(platform, measure_rates())
+
+
+def _rates_data(rates: Rates) -> dict[str, Any]:
+    found = {name: {"per_second": getattr(rates, name), "source": rates.source(name)}
+             for name in RATE_NAMES}  # fmt: skip
+    return {"origin": rates.origin, **found}
+
+
+def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
+    arithmetic = ("products", "convolutions", "attention")
+    rows = []
+    for name in RATE_NAMES:
+        unit = "GFLOP/s" if name.startswith(arithmetic) else "GB/s"
+        value = f"{getattr(rates, name) / 1e9:,.1f} {unit}"
+        label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
+        rows.append((label, f"{value}, {rates.source(name)}"))
+    return [("origin", rates.origin), *rows]
+
+
+def _print(checkup: Checkup, rates: Rates | None = None) -> None:
     platform = checkup.platform
     decisions = [(one.severity, str(one)) for one in platform.decisions]
     sections = {
@@ -109,6 +146,7 @@ def _print(checkup: Checkup) -> None:
         "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
         "DeepSpeed ops": _ops_table(checkup.ops),
         "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
+        "Rates": _table([] if rates is None else _rate_rows(rates)),
         "Decisions": _table(decisions),
     }
     blocks: list[Block] = []

@@ -530,6 +530,12 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
     )
     training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="AdamW by default")
     training.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
+    parser.add_argument(
+        "--prefer",
+        choices=("fastest", "least offload"),
+        default="fastest",
+        help="what to choose of all that fits; by predicted seconds per step when not given",
+    )
     _add_workload(parser)
     _add_output(parser)
     parser.add_argument("--all", action="store_true", help="show every candidate, not five")
@@ -555,6 +561,7 @@ def _advise(arguments: argparse.Namespace) -> int:
             ema=arguments.ema,
             lora=arguments.lora,
             optimizer=optimizer,
+            prefer=arguments.prefer,
         )
     except NothingFitsError as error:
         _report_nothing(error, machine, arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 import attrs
 
@@ -14,6 +14,8 @@ from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.memory.estimate import count, estimate_resolved, sides
 from zerotune.plan.memory.model import PLACES, EMAPlace, EstimateValue, Phase, Place, Workload
+from zerotune.plan.memory.rates import Rates, known_rates
+from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.model import (
     Context,
     ModelFacts,
@@ -26,6 +28,11 @@ from zerotune.plan.resolve import resolve
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
+
+
+Preference = Literal["fastest", "least offload"]
+"""What is chosen of all that fits."""
+PREFERENCES: Final[tuple[Preference, ...]] = get_args(Preference)
 
 
 @attrs.frozen(kw_only=True)
@@ -67,11 +74,13 @@ class CandidateValue:
     """Why it was chosen, comes later, or was rejected."""
     activation_offload: bool = False
     """Whether the inputs of recomputed blocks wait in host memory (``ActivationOffload``)."""
+    time: StepTime | None = None
+    """What a step is predicted to take; ``None``: the model's arithmetic is not known."""
 
 
 @attrs.frozen(kw_only=True)
 class AdviceValue:
-    """The lowest stage and least offload that fits. Made by ``DeepSpeedPlan.advise``."""
+    """The fastest plan that fits, by prediction. Made by ``DeepSpeedPlan.advise``."""
 
     candidate_class: ClassVar[type[CandidateValue]] = CandidateValue
     """What the candidates are made as."""
@@ -79,7 +88,7 @@ class AdviceValue:
     budget: Budget
     chosen: CandidateValue
     candidates: tuple[CandidateValue, ...]
-    """Everything considered, in order of preference."""
+    """Everything considered, from least to most offload."""
 
     @property
     def plan(self) -> PlanValue:
@@ -124,12 +133,12 @@ class AdviceValue:
 
     @property
     def runners_up(self) -> tuple[CandidateValue, ...]:
-        """The others that fit, in order of preference."""
+        """The others that fit, from least to most offload."""
         return tuple(one for one in self.candidates if one.fits and one is not self.chosen)
 
     @property
     def rejected(self) -> tuple[CandidateValue, ...]:
-        """Those that do not fit, in order of preference."""
+        """Those that do not fit, from least to most offload."""
         return tuple(one for one in self.candidates if not one.fits)
 
     @property
@@ -156,7 +165,7 @@ def machine_needs(estimate: EstimateValue) -> dict[Place, int]:
     }
 
 
-# -- The candidates in order of preference, and the first that fits.
+# -- The candidates from least to most offload, and the one that is chosen.
 
 
 @attrs.frozen(kw_only=True)
@@ -228,6 +237,10 @@ class Request:
     workload: Workload
     plan: PlanValue
     """Everything but the layout: precision, optimizer, accumulation …"""
+    rates: Rates
+    """How fast the machine is."""
+    prefer: Preference
+    """What is chosen of all that fits."""
     made_as: type[CandidateValue]
     """The class of the candidates."""
 
@@ -251,11 +264,20 @@ def advise(
     frozen_bytes: int,
     reserve: float,
     lora: int | None,
+    rates: Rates | None,
+    prefer: Preference,
     into: type[AdviceT],
 ) -> AdviceT:
     """See ``DeepSpeedPlan.advise``."""
     if resolution is None and isinstance(model, str):
         resolution = model_family(model).resolution
+    if prefer not in PREFERENCES:
+        raise InvalidValueError(
+            "is not what a plan can be chosen by",
+            key="prefer",
+            value=prefer,
+            fix='write "fastest" or "least offload"',
+        )
     height, width = sides(resolution)
     device = None if vram is None else parse_size(vram, key="vram")
     host = None if ram is None else parse_size(ram, key="ram")
@@ -274,9 +296,11 @@ def advise(
             frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
         ),
         plan=plan,
+        rates=known_rates(platform) if rates is None else rates,
+        prefer=prefer,
         made_as=into.candidate_class,
     )
-    return _first_that_fits(request, into)
+    return _chosen(request, into)
 
 
 def _machine(context: Context, device: int | None, host: int | None) -> Platform:
@@ -303,13 +327,23 @@ def _budget(
     return Budget(device=device, host=host, nvme=nvme, reserve=float(reserve))
 
 
-def _first_that_fits(request: Request, into: type[AdviceT]) -> AdviceT:
+_ALIKE: Final = 1.02
+"""Predictions that are as near as this say nothing, so that the least offload goes first."""
+
+
+def _chosen(request: Request, into: type[AdviceT]) -> AdviceT:
     candidates = list(_candidates(request))
     fitting = [one for one in candidates if one.fits]
     if not fitting:
         raise _nothing_fits(request, candidates)
-    first = fitting[0]
-    chosen = attrs.evolve(first, reason="the least offload and the lowest stage that fits")
+    timed = [one.time.seconds for one in fitting if one.time is not None]
+    first, reason = fitting[0], "the least offload and the lowest stage that fits"
+    if request.prefer == "fastest" and len(timed) == len(fitting):
+        limit = _ALIKE * min(timed)
+        first = next(one for one in fitting if one.time is not None and one.time.seconds <= limit)
+        if first is not fitting[0]:
+            reason = "predicted to be the fastest that fits"
+    chosen = attrs.evolve(first, reason=reason)
     listed = tuple(chosen if one is first else one for one in candidates)
     return into(budget=request.budget, chosen=chosen, candidates=listed)
 
@@ -382,7 +416,7 @@ def _judged(
     }
     reason = (
         "; ".join(_why_not(estimate, place) for place in shortfalls)
-        or "fits too, but gives up more than is needed"
+        or "fits too, but gives up more than is needed, or is slower"
     )
     return request.made_as(
         title=layout.title,
@@ -393,6 +427,7 @@ def _judged(
         fits=not shortfalls,
         shortfalls=shortfalls,
         reason=reason,
+        time=step_time(estimate, request.rates),
     )
 
 

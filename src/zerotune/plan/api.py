@@ -34,7 +34,10 @@ from zerotune.plan.rules import Finding, check_plan
 
 if TYPE_CHECKING:
     from zerotune.errors import ZeroTuneError
+    from zerotune.plan.advise import Preference
     from zerotune.plan.diff import PlanDifference
+    from zerotune.plan.memory.rates import Rates
+    from zerotune.plan.memory.time import StepTime
     from zerotune.plan.memory.traffic import SwapTraffic
     from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
@@ -193,6 +196,21 @@ class MemoryEstimate(Readable, EstimateValue):
 
         return text.explain_estimate(self)
 
+    def step_time(self, rates: Rates | None = None) -> StepTime | None:
+        """What an optimizer step is predicted to take.
+
+        Args:
+            rates: How fast the machine is; as measured by ``zerotune doctor --rates``, or
+                catalogued.
+
+        Returns:
+            ``None`` where the arithmetic of the model or the size of images is not known.
+        """
+        from zerotune.plan.memory.rates import known_rates
+        from zerotune.plan.memory.time import step_time
+
+        return step_time(self, rates or known_rates(self.resolved.platform))
+
 
 # -- What is advised.
 
@@ -212,7 +230,7 @@ class Candidate(advise.CandidateValue):
 
 @attrs.frozen(kw_only=True, repr=False)
 class Advice(Readable, advise.AdviceValue):
-    """The lowest stage and least offload that fits. Made by ``DeepSpeedPlan.advise``."""
+    """The fastest plan that fits, by prediction. Made by ``DeepSpeedPlan.advise``."""
 
     candidate_class: ClassVar[type[advise.CandidateValue]] = Candidate
     if TYPE_CHECKING:
@@ -669,8 +687,10 @@ class DeepSpeedPlan(Readable, PlanValue):
         reserve: float = 0.05,
         platform: Platform | None = None,
         lora: int | None = None,
+        rates: Rates | None = None,
+        prefer: Preference = "fastest",
     ) -> Advice:
-        """The plan with the least offload and the lowest stage that fits.
+        """The fastest plan that fits, by prediction.
 
         Args:
             model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
@@ -689,6 +709,9 @@ class DeepSpeedPlan(Readable, PlanValue):
             platform: The machine; CUDA when ``vram`` and ``ram`` are given, else this one.
             lora: Rank of adapters on the attention projections, trained in place of the model;
                 for other layers pass ``facts.with_adapters(rank, targets=...)`` as the model.
+            rates: How fast it is; as measured by ``zerotune doctor --rates``, or catalogued.
+            prefer: ``"least offload"``: with the lowest stage, whatever it takes; so it is also
+                where the arithmetic of the model is not known.
 
         Raises:
             NothingFitsError: No plan fits; holds the nearest.
@@ -712,6 +735,8 @@ class DeepSpeedPlan(Readable, PlanValue):
             frozen_bytes=frozen_bytes,
             reserve=reserve,
             lora=lora,
+            rates=rates,
+            prefer=prefer,
             into=Advice,
         )
 

@@ -1558,6 +1558,14 @@ class Amount:
         each = self.per_sample + pixels * (self.per_pixel + pixels * self.per_pixel_squared)
         return batch * each
 
+    def times(self, factor: float) -> Amount:
+        """So many times as much."""
+        return Amount(
+            per_sample=factor * self.per_sample,
+            per_pixel=factor * self.per_pixel,
+            per_pixel_squared=factor * self.per_pixel_squared,
+        )
+
 
 def _as_amount(value: Any) -> Amount:
     return value if isinstance(value, Amount) else Amount(**value)
@@ -1585,6 +1593,16 @@ class ArithmeticFacts:
     backward: PassWork
     recomputed: PassWork | None = None
     """What is done once more where blocks are recomputed; ``None``: the model cannot do that."""
+
+    @property
+    def of_frozen_weights(self) -> ArithmeticFacts:
+        """The same without gradients of weights, which are half of the backward pass's products."""
+        halved = attrs.evolve(
+            self.backward,
+            products=self.backward.products.times(0.5),
+            convolutions=self.backward.convolutions.times(0.5),
+        )
+        return attrs.evolve(self, backward=halved)
 
 
 @attrs.frozen(kw_only=True)
@@ -1723,7 +1741,8 @@ class ModelFacts:
             )
         frozen = [attrs.evolve(each, trainable=False) for each in self.parameters]
         name = f"{self.name} with adapters of rank {rank}"
-        return attrs.evolve(self, parameters=[*frozen, *adapters], name=name)
+        work = None if self.arithmetic is None else self.arithmetic.of_frozen_weights
+        return attrs.evolve(self, parameters=[*frozen, *adapters], name=name, arithmetic=work)
 
     @cached_property
     def trainable(self) -> tuple[ParameterFacts, ...]:

@@ -39,6 +39,7 @@ from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
+    from zerotune.plan.memory.time import StepTime
     from zerotune.plan.rules import Finding
     from zerotune.platform import Platform
 
@@ -836,8 +837,37 @@ def candidate_data(candidate: CandidateValue) -> dict[str, Any]:
         "needs": _places(candidate.estimate),
         "shortfalls": dict(_missing(candidate)),
         "reason": candidate.reason,
+        "time": None if candidate.time is None else time_data(candidate.time),
         "plan": candidate.plan.to_dict(),
     }
+
+
+def time_data(time: StepTime) -> dict[str, Any]:
+    """A predicted step as plain data that JSON can hold; every time in seconds."""
+    return {
+        "seconds": time.seconds,
+        "hidden_seconds": time.hidden_seconds,
+        "phases": time.phases,
+        "bound": time.bound.what,
+        "origin": time.origin,
+        "sources": time.sources,
+        "notes": list(time.notes),
+    }
+
+
+def time_words(time: StepTime) -> str:
+    """A predicted step in words: how long, what for, and by which rates."""
+    bound = f"{time.bound.what} takes {_seconds(time.bound.seconds)}"
+    return f"{_seconds(time.seconds)} per step predicted, {bound}; rates: {time.origin}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+def _time_lines(advice: AdviceValue) -> Iterator[Line]:
+    if advice.chosen.time is not None:
+        yield Line(time_words(advice.chosen.time), indent=2)
 
 
 def advice_page(advice: AdviceValue, *, most: int | None = None) -> Page:
@@ -856,6 +886,7 @@ def advice_page(advice: AdviceValue, *, most: int | None = None) -> Page:
             Line(describe(advice.resolved), mark="Chosen:", style="good"),
             Line(advice.chosen.reason, indent=2),
             Line(f"headroom: {_sizes(_headroom(advice))}", indent=2),
+            *_time_lines(advice),
             Line(""),
             MemoryBars(estimate=advice.estimate, budget=rank_budget(sizes, advice.estimate)),
             Line(""),
@@ -939,6 +970,8 @@ def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
         return f"{nbytes / _GIB:.2f}"
 
     states = [_state(one, one is advice.chosen) for one in every]
+    timed = any(one.time is not None for one in advice.candidates)
+    seconds = [Column(name="seconds", head="s per step", right=True)] if timed else []
     sizes = [
         Column(name=place, head=f"{PLACE_NAMES[place]}, GiB", show=shown, right=True)
         for place in PLACES
@@ -949,6 +982,7 @@ def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
             Column(name="state"),
             Column(name="plan", head="plan"),
             *sizes,
+            *seconds,
             Column(name="missing", head="missing"),
             Column(name="reason", head="why"),
         ),
@@ -957,6 +991,7 @@ def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
                 state,
                 _title(one),
                 *_places(one.estimate).values(),
+                *([f"{one.time.seconds:.2f}" if one.time else ""] if timed else []),
                 _sizes(_missing(one)),
                 one.reason,
             )
@@ -1000,6 +1035,8 @@ def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:
     yield Line(start + _title(candidate), indent=2, hang=len(start), style=style)
     missing = _sizes(_missing(candidate))
     told = [f"missing {missing}"] if missing else []
+    if candidate.time is not None:
+        told.append(f"{_seconds(candidate.time.seconds)} per step")
     yield Line("; ".join([*told, candidate.reason]), indent=_REASON, hang=0)
 
 

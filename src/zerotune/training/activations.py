@@ -18,9 +18,15 @@ from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, latent_scale
-from zerotune.diffusion.passes import activation_peak
+from zerotune.diffusion.passes import KINDS, Pass, counted_pass
 from zerotune.errors import InvalidValueError, ZeroTuneError
-from zerotune.plan.model import ActivationCost, ActivationFacts
+from zerotune.plan.model import (
+    ActivationCost,
+    ActivationFacts,
+    Amount,
+    ArithmeticFacts,
+    PassWork,
+)
 from zerotune.training.memory import expected_memory, host_now
 
 if TYPE_CHECKING:
@@ -39,6 +45,8 @@ class Activations:
     """Height and width in pixels; ``None``: not known."""
     facts: ActivationFacts | None = None
     """Bytes; ``None``: not known."""
+    arithmetic: ArithmeticFacts | None = None
+    """What its passes compute; ``None``: not known."""
     why: str = ""
     """Why they are not known, or where the size came from."""
 
@@ -62,18 +70,20 @@ def known_activations(
     try:
         copy = _without_data(model)
         arguments = example_inputs(copy)(batch, *size)
-        full = _cost(copy, arguments)
+        full = counted_pass(copy, arguments)
         less = None
         if checkpointed and hasattr(copy, "enable_gradient_checkpointing"):
             copy.enable_gradient_checkpointing()
-            less = _cost(copy, arguments)
+            less = counted_pass(copy, arguments)
     except ZeroTuneError as error:
         return Activations(size=size, why=error.reason)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
         # A model that cannot run without data, or not in this size, is still trained.
         return Activations(size=size, why=f"{type(error).__name__}: {error}"[:200])
-    facts = ActivationFacts(full=full, checkpointed=less)
-    return Activations(size=size, facts=facts, why=source)
+    facts = ActivationFacts(full=_cost(full), checkpointed=None if less is None else _cost(less))
+    return Activations(
+        size=size, facts=facts, arithmetic=_arithmetic(full, less, batch), why=source
+    )
 
 
 def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | None, str]:
@@ -106,8 +116,22 @@ def input_positions(model: torch.nn.Module, size: tuple[int, int]) -> int:
     return max(1, size[0] * size[1] // factor**2)
 
 
-def _cost(model: Any, arguments: Mapping[str, Any]) -> ActivationCost:
-    return ActivationCost(base=activation_peak(model, arguments), per_sample=0.0, per_pixel=0.0)
+def _cost(counted: Pass) -> ActivationCost:
+    return ActivationCost(base=counted.peak, per_sample=0.0, per_pixel=0.0)
+
+
+def _arithmetic(full: Pass, less: Pass | None, batch: int) -> ArithmeticFacts:
+    def work(counts: Mapping[str, int]) -> PassWork:
+        return PassWork(
+            **{kind: Amount(per_sample=counts[kind] / batch, per_pixel=0.0) for kind in KINDS}
+        )
+
+    again = None if less is None else {k: less.backward[k] - full.backward[k] for k in KINDS}
+    return ArithmeticFacts(
+        forward=work(full.forward),
+        backward=work(full.backward),
+        recomputed=None if again is None else work(again),
+    )
 
 
 def _without_data(model: Any) -> Any:

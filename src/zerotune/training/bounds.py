@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -10,6 +9,7 @@ import attrs
 import torch
 
 from zerotune._util.text import brief_size
+from zerotune.backend import rates
 from zerotune.plan.memory.traffic import step_traffic
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
 
-_COPIED: Final = 64 * 2**20
 _rates: dict[int, float] = {}
 _PASSES: Final = "forward and backward"
 _NEAR: Final = 0.5
@@ -119,19 +118,8 @@ def copy_rate() -> float:
     """
     threads = torch.get_num_threads()
     if threads not in _rates:
-        _rates[threads] = _measured_copy()
+        _rates[threads] = rates.copy_rate()
     return _rates[threads]
-
-
-def _measured_copy() -> float:
-    source = torch.ones(_COPIED // 4)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(4):
-        begun = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - begun)
-    return 2 * _COPIED / best
 
 
 def _traffic(estimate: MemoryEstimate | None) -> StepTraffic | None:

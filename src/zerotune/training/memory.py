@@ -19,7 +19,7 @@ from zerotune.plan.memory.model import EMAPlace, Workload
 
 if TYPE_CHECKING:
     from zerotune.plan.api import MemoryEstimate, ResolvedPlan
-    from zerotune.plan.model import ActivationFacts
+    from zerotune.plan.model import ActivationFacts, ArithmeticFacts
 
 _PROBE: Final = 16 * 2**20
 """Bytes that are page-locked to see where they are counted."""
@@ -30,6 +30,7 @@ def expected_memory(
     *,
     emas: Iterable[EMAPlace] = (),
     activations: ActivationFacts | None = None,
+    arithmetic: ArithmeticFacts | None = None,
     size: tuple[int, int] | None = None,
     gradient_checkpointing: bool = False,
 ) -> MemoryEstimate:
@@ -39,6 +40,7 @@ def expected_memory(
         plan: A resolved plan with its model known.
         emas: Where each ``EMAShadow`` that runs along keeps its copy.
         activations: What a pass keeps; left out when not known.
+        arithmetic: What a pass computes, so that its time can be predicted.
         size: Height and width of the images in pixels.
         gradient_checkpointing: Whether blocks are recomputed.
 
@@ -48,7 +50,8 @@ def expected_memory(
     places = list(emas)
     height, width = size or (None, None)
     if plan.model is not None and activations is not None:
-        plan = attrs.evolve(plan, model=attrs.evolve(plan.model, activations=activations))
+        known = attrs.evolve(plan.model, activations=activations, arithmetic=arithmetic)
+        plan = attrs.evolve(plan, model=known)
     workload = Workload(
         batch=plan.micro_batch_size,
         height=height,

@@ -139,6 +139,7 @@ class Running:
             plan,
             emas=emas,
             activations=known.facts,
+            arithmetic=known.arithmetic,
             size=known.size,
             gradient_checkpointing=recomputes(self._engine.module),
         )

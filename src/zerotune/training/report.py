@@ -21,7 +21,7 @@ from zerotune.errors import TrainingError
 from zerotune.plan.charts import memory_figure
 from zerotune.plan.memory.model import PHASES as MOMENTS
 from zerotune.plan.memory.model import PLACES, Place
-from zerotune.plan.text import DURING, PLACE_NAMES
+from zerotune.plan.text import DURING, PLACE_NAMES, time_data
 from zerotune.training.bounds import Bound, bounds
 from zerotune.training.events import PHASES, Callback
 from zerotune.training.plots import (
@@ -35,10 +35,13 @@ from zerotune.training.plots import (
 if TYPE_CHECKING:
     from zerotune.plan.api import MemoryEstimate
     from zerotune.plan.memory.model import MemoryItem
+    from zerotune.plan.memory.time import StepTime
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator
 
 
+_PREDICTED: Final = ("forward", "backward", "optimizer", "ema")
+"""Phases of a step whose time is predicted."""
 _NOTE: Final = 88
 """Letters of a note that fit its column in a picture."""
 
@@ -137,6 +140,26 @@ class Report(Readable):
             for name, value in parts.items()
         ]
 
+    @property
+    def predicted(self) -> StepTime | None:
+        """What the plan says a step takes on this machine; ``None``: not known."""
+        return None if self.estimate is None else self.estimate.step_time()
+
+    def prediction_rows(self) -> list[tuple[str, str, str]]:
+        """Phase, predicted and measured milliseconds per step; none without a prediction."""
+        predicted = self.predicted
+        if predicted is None or not self.steps:
+            return []
+        phases = predicted.phases
+        expected = {name: phases.get(name, 0.0) for name in ("forward", "backward", "ema")}
+        expected["optimizer"] = phases.get("optimizer", 0.0) + phases.get("weights", 0.0)
+        whole = ("step", predicted.seconds, self.seconds)
+        rows = [(name, expected[name], self.phases.get(name, 0.0)) for name in _PREDICTED]
+        return [
+            (name, f"{1000 * one:.1f} ms", f"{1000 * other / self.steps:.1f} ms")
+            for name, one, other in (*rows, whole)
+        ]
+
     def render(self) -> str:
         """The report as text."""
         return self.page().text()
@@ -151,6 +174,9 @@ class Report(Readable):
     def page(self) -> Page:
         """The report, for text, a terminal or a notebook."""
         blocks: list[Block] = [_times(self.time_rows()), _memory(self.memory_rows())]
+        rows = self.prediction_rows()
+        if rows and self.predicted is not None:
+            blocks.append(_predictions(rows, self.predicted.origin))
         for title, told in (
             ("what the step waits for:", self.bounds),
             ("operators, profiled:", self.operators),
@@ -173,6 +199,7 @@ class Report(Readable):
             "steps_per_second": self.steps_per_second,
             "samples_per_second": self.samples_per_second,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
+            "predicted": None if self.predicted is None else time_data(self.predicted),
             "bounds": [attrs.asdict(one) | {"rate": one.rate} for one in self.bounds],
             "operators": [attrs.asdict(one) for one in self.operators],
         }
@@ -247,6 +274,18 @@ def _times(rows: Iterable[Row]) -> Table:
             Column(name="phase", width=12),
             Column(name="mean", width=12, gap=0, right=True),
             Column(name="share", width=7, gap=0, right=True),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _predictions(rows: Iterable[Row], origin: str) -> Table:
+    return Table(
+        above=f"predicted and measured, per step; rates: {origin}:",
+        columns=(
+            Column(name="phase", width=12),
+            Column(name="predicted", width=12, gap=0, right=True),
+            Column(name="measured", width=12, gap=0, right=True),
         ),
         rows=tuple(rows),
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.advise import LEVELS, machine_needs
 from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.memory.rates import RATE_NAMES, Rates
 from zerotune.plan.model import ModelFacts
 from zerotune.platform import Platform
 
@@ -40,6 +41,39 @@ def test_sdxl_on_cards_people_have(vram, ram, nvme, title, checkpointing):
     assert advice.gradient_checkpointing is checkpointing
     assert advice.plan.stage == advice.resolved.stage
     assert all(size >= 0 for size in advice.headroom.values())
+
+
+def test_the_fastest_that_fits_is_chosen_by_prediction():
+    # A bus so slow that recomputing and moving less wins over the fewest states moved.
+    even = dict.fromkeys(RATE_NAMES, 1e15)
+    slow_host = Rates(**even | {"host_step": 1e9, "host_memory": 1e9})
+    options = {"vram": "80GiB", "ram": "512GiB", "ema": "host", "precision": "bf16"}
+    advice = DeepSpeedPlan.advise("sd35-medium", rates=slow_host, **options)
+    assert advice.chosen.time.seconds <= 1.02 * min(
+        one.time.seconds for one in (advice.chosen, *advice.runners_up)
+    )
+    for one in advice.candidates:
+        assert one.time.seconds > 0
+    least = DeepSpeedPlan.advise("sd35-medium", rates=slow_host, prefer="least offload", **options)
+    assert least.chosen is next(one for one in least.candidates if one.fits)
+    assert "least offload" in least.chosen.reason
+    assert "per step predicted" in advice.explain()
+    assert advice.to_dict()["candidates"][0]["time"]["origin"] == "given"
+    with pytest.raises(InvalidValueError, match="prefer"):
+        DeepSpeedPlan.advise("sdxl", vram="8GiB", ram="64GiB", prefer="slowest")
+
+
+def test_more_offload_is_chosen_where_it_is_faster():
+    # Not page-locked gradients at stage 2 against recomputing on a slow device: keep activations.
+    even = dict.fromkeys(RATE_NAMES, 1e15)
+    slow_device = Rates(**even | {"products": 1e12, "convolutions": 1e12, "attention": 1e12})
+    options = {"vram": "48GiB", "ram": "512GiB", "batch": 4, "precision": "bf16"}
+    least = DeepSpeedPlan.advise("sdxl", rates=slow_device, prefer="least offload", **options)
+    fastest = DeepSpeedPlan.advise("sdxl", rates=slow_device, **options)
+    assert least.gradient_checkpointing
+    assert not fastest.gradient_checkpointing
+    assert "fastest" in fastest.chosen.reason
+    assert fastest.chosen.time.seconds < least.chosen.time.seconds
 
 
 def test_the_plan_is_one_that_resolves_to_what_was_costed():

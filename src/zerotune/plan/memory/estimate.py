@@ -130,10 +130,22 @@ class Costing:
     @property
     def reduces_nothing(self) -> bool:
         """Whether the step in one pass leaves out what one rank would send to itself."""
-        resolved, choice = self.resolved, self.resolved.optimizer
-        steps = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
+        choice = self.resolved.optimizer
+        settled = choice is not None and choice.implementation in _STEPPED_IN_ONE_PASS
         # Elsewhere than measured, the estimate stays on the safe side.
-        return steps and resolved.host_step and self.on_cpu and self.ranks == 1
+        return settled and self.steps_in_one_pass and self.on_cpu and self.ranks == 1
+
+    @property
+    def steps_in_one_pass(self) -> bool:
+        """Whether Adam in host memory goes over it once; of what is not settled yet, by name."""
+        resolved, choice = self.resolved, self.resolved.optimizer
+        if not resolved.host_step or not resolved.uses_deepspeed:
+            return False
+        if choice is not None:
+            return choice.implementation in _STEPPED_IN_ONE_PASS
+        written = resolved.plan.optimizer
+        name = "adamw" if written is None else str(written.type).lower()
+        return name in ("adam", "adamw") and resolved.offload_optimizer != "none"
 
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
         """Gradients beside offloaded master weights, of as many elements as the blocks have."""

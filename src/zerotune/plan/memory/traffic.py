@@ -87,6 +87,10 @@ class StepTraffic:
     """Read and written in host memory by an ``EMAShadow`` that lies there."""
     swap: SwapTraffic
     """Read from and written to swap files."""
+    chain: int = 0
+    """Besides ``optimizer``, what DeepSpeed's own chain goes over for clipping and casts."""
+    on_device: int = 0
+    """Read and written in the device's memory by an optimizer that runs there."""
 
     @property
     def bus(self) -> int:
@@ -111,6 +115,7 @@ def step_traffic(estimate: EstimateValue) -> StepTraffic:
     params_away = resolved.offload_param != "none"
     passes = 2 * resolved.gradient_accumulation_steps
     ema = any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+    one_pass = case.steps_in_one_pass
     return StepTraffic(
         gradients=_gradients(case) * owned if over_bus else 0,
         parameters=passes * case.element * kept if params_away and not case.on_cpu else 0,
@@ -118,7 +123,14 @@ def step_traffic(estimate: EstimateValue) -> StepTraffic:
         optimizer=round(_update(case) * owned) if on_host else 0,
         ema=12 * owned if ema else 0,
         swap=swap,
+        chain=0 if one_pass or not on_host else round(_chain(case) * owned),
+        on_device=0 if on_host else round((_update(case) + _chain(case)) * owned),
     )
+
+
+def _chain(case: Costing) -> float:
+    # Gradients are widened, read for their norm, scaled; weights are cast.
+    return 4 * case.master_bytes + 2 * case.element
 
 
 def _gradients(case: Costing) -> int:

@@ -1,0 +1,204 @@
+"""How long a training step takes: what is computed, what is moved, and what of it overlaps.
+
+Phases follow one another. Within a phase the device computes, bytes cross the bus, host memory
+and the disk are read and written beside each other, and the slowest of these lanes counts:
+
+- gradients cross the bus while the backward pass computes, and activations in both passes;
+- parameters in host memory do not: DeepSpeed waits on the host for each that it fetches;
+- an optimizer in host memory begins when all gradients are there, and weights go back when it has
+  ended (`StepTime.hidden_seconds`: as if it ran beside the next step's passes);
+- with NVMe, states are read and written around the optimizer; an EMA follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Literal
+
+import attrs
+
+from zerotune.plan.memory.estimate import Costing, offloads_activations
+from zerotune.plan.memory.model import EstimateValue
+from zerotune.plan.memory.rates import Rates
+from zerotune.plan.memory.traffic import step_traffic
+from zerotune.plan.model import ArithmeticFacts, PassWork
+
+Lane = Literal["device", "bus", "host", "disk"]
+"""What works while something happens."""
+StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
+"""When it happens; one phase begins when the one before has ended."""
+_PASSES: Final = ("forward", "backward")
+
+
+@attrs.frozen(kw_only=True)
+class TimePart:
+    """Something a step does."""
+
+    phase: StepPhase
+    lane: Lane
+    what: str
+    """In words."""
+    seconds: float
+    """Per optimizer step."""
+    rate: str
+    """The name in ``Rates`` that it was divided by."""
+
+
+@attrs.frozen(kw_only=True)
+class StepTime:
+    """What one optimizer step takes, by phase. Made by ``step_time``."""
+
+    parts: tuple[TimePart, ...]
+    rates: Rates
+    """What the arithmetic and the bytes were divided by."""
+    notes: tuple[str, ...] = ()
+    """What is not in the numbers, and why."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase, in order: of its slowest lane."""
+        lanes: dict[str, dict[str, float]] = {}
+        for part in self.parts:
+            phase = lanes.setdefault(part.phase, {})
+            phase[part.lane] = phase.get(part.lane, 0.0) + part.seconds
+        return {phase: max(found.values()) for phase, found in lanes.items()}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.phases.values())
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds of a step whose optimizer and averages run beside the next passes."""
+        phases = self.phases
+        passes = sum(phases.get(name, 0.0) for name in _PASSES)
+        on_host = any(p.lane in ("host", "disk") for p in self.parts if p.phase == "optimizer")
+        return max(passes, self.seconds - passes) if on_host else self.seconds
+
+    @property
+    def bound(self) -> TimePart:
+        """The part that takes longest."""
+        return max(self.parts, key=lambda part: part.seconds)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Whether each rate that counts was ``"measured"`` or ``"catalogued"``."""
+        names = dict.fromkeys(part.rate for part in self.parts)
+        return {name: self.rates.source(name) for name in names}
+
+    @property
+    def origin(self) -> str:
+        """Where the rates that count come from, in words."""
+        found = self.sources
+        catalogued = [name for name, source in found.items() if source == "catalogued"]
+        if not catalogued or len(catalogued) == len(found):
+            return self.rates.origin
+        return f"{self.rates.origin}; catalogued: {', '.join(catalogued)}"
+
+
+def step_time(estimate: EstimateValue, rates: Rates) -> StepTime | None:
+    """What one optimizer step of a plan takes.
+
+    Args:
+        estimate: Of a plan that was resolved with its model, for a size of images.
+        rates: Of the machine.
+
+    Returns:
+        ``None`` where the arithmetic of the model or the size of images is not known.
+    """
+    model, work = estimate.resolved.model, estimate.workload
+    if model is None or model.arithmetic is None or work.height is None:
+        return None
+    case = Costing(resolved=estimate.resolved, model=model, workload=work)
+    parts = [*_passes(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
+    notes = ("what ranks send each other is left out",) if case.ranks > 1 else ()
+    kept = tuple(part for part in parts if part.seconds > 0)
+    return StepTime(parts=kept, rates=rates, notes=notes)
+
+
+def _passes(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
+    yield from _computed(case, facts.forward, rates, "forward", "the forward pass")
+    yield from _computed(case, facts.backward, rates, "backward", "the backward pass")
+    if case.workload.gradient_checkpointing and facts.recomputed is not None:
+        yield from _computed(case, facts.recomputed, rates, "backward", "blocks once more")
+
+
+def _computed(
+    case: Costing, work: PassWork, rates: Rates, phase: StepPhase, what: str
+) -> Iterator[TimePart]:
+    size = {
+        "batch": case.workload.batch,
+        "pixels": (case.workload.height or 0) * (case.workload.width or 0),
+    }
+    times = case.resolved.gradient_accumulation_steps
+    suffix = "_fp32" if case.element == 4 else ""
+    # Ranks on processors share them.
+    shared = _sharing(case) if case.on_cpu else 1
+    for name in ("products", "convolutions", "attention"):
+        rate, amount = f"{name}{suffix}", getattr(work, name).of(**size)
+        seconds = shared * times * amount / getattr(rates, rate)
+        yield TimePart(
+            phase=phase, lane="device", what=f"{what}: {name}", seconds=seconds, rate=rate
+        )
+    nbytes = times * work.moved.of(**size) * case.element / 2
+    yield TimePart(
+        phase=phase,
+        lane="device",
+        what=f"{what}: other operators",
+        seconds=shared * nbytes / rates.device_memory,
+        rate="device_memory",
+    )
+
+
+def _sharing(case: Costing) -> int:
+    return case.workload.ranks_per_machine or case.ranks
+
+
+_Moved = tuple[StepPhase, Lane, str, float, str]
+"""Phase, lane, what in words, bytes, and the name of the rate."""
+
+
+def _moved(case: Costing, estimate: EstimateValue, rates: Rates) -> Iterator[TimePart]:
+    ranks = _sharing(case)
+    for phase, lane, what, nbytes, rate in _amounts(case, estimate):
+        # The ranks of a machine share its memory and its disk.
+        shared = ranks if lane in ("host", "disk") else 1
+        seconds = shared * nbytes / getattr(rates, rate)
+        yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
+
+
+def _amounts(case: Costing, estimate: EstimateValue) -> Iterator[_Moved]:
+    traffic, waiting = step_traffic(estimate), _waiting(case)
+    half, swap = traffic.parameters / 2, traffic.swap
+    memory = "host_memory" if case.on_cpu else "device_memory"
+    yield "forward", "device", "parameters to the device", half, "to_device"
+    yield "forward", "bus", "activations to the host", waiting, "to_host"
+    yield "backward", "device", "parameters to the device", half, "to_device"
+    yield "backward", "bus", "activations to the device", waiting, "to_device"
+    yield "backward", "bus", "gradients to the host", traffic.gradients, "to_host"
+    yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
+    yield "optimizer", "host", "the optimizer", traffic.optimizer + traffic.chain, "host_step"
+    yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory"
+    yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
+    yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
+    yield "weights", "bus", "weights to the device", traffic.weights, "to_device"
+    yield "ema", "host", "the average", traffic.ema, "host_memory"
+
+
+def _waiting(case: Costing) -> float:
+    """Bytes of activations that wait in host memory in a step."""
+    work, known = case.workload, case.model.activations
+    if not offloads_activations(case) or known is None or known.offloaded_host is None:
+        return 0.0
+    pixels = (work.height or 0) * (work.width or 0)
+    each = known.offloaded_host.nbytes(batch=work.batch, pixels=pixels, element_bytes=case.element)
+    return each * case.resolved.gradient_accumulation_steps
+
+
+def _gradients_in_memory(case: Costing) -> float:
+    """Bytes that are read and written when gradients are put into buckets and out of them."""
+    if not case.resolved.uses_deepspeed:
+        return 0.0
+    # Into a bucket, averaged there, and out again, with a norm.
+    return 7 * case.element * case.trained * case.resolved.gradient_accumulation_steps

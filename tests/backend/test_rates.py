@@ -1,0 +1,18 @@
+"""Rates that are measured on this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from zerotune.backend.rates import copy_rate, measure_rates
+from zerotune.plan.memory.rates import RATE_NAMES
+
+
+def test_everything_a_processor_does_is_measured():
+    found = measure_rates(device=torch.device("cpu"), scale=1 / 64)
+    assert set(found) == set(RATE_NAMES) - {"to_host", "to_device", "disk_read", "disk_write"}
+    assert all(rate > 1e5 for rate in found.values())
+
+
+def test_a_copy_reads_and_writes():
+    assert copy_rate(scale=1 / 64) > 1e5

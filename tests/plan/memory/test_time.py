@@ -1,0 +1,213 @@
+"""What a step is predicted to take: what adds up, what overlaps, and by which rates."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+
+from zerotune.errors import InvalidValueError
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.families import family, family_names
+from zerotune.plan.memory.rates import RATE_NAMES, Rates, catalogued_rates, known_rates, store_rates
+from zerotune.plan.memory.time import step_time
+from zerotune.plan.memory.traffic import step_traffic
+from zerotune.platform import Platform
+
+GIB = 2**30
+CUDA = Platform.synthetic("cuda", vram=24 * GIB, ram=256 * GIB)
+CPU = Platform.synthetic("cpu", ram=256 * GIB)
+EVEN = Rates(**dict.fromkeys(RATE_NAMES, 1e12))
+N = family("sdxl").numel
+
+
+def timed(rates=EVEN, *, platform=CUDA, batch=1, world_size=1, ema="none", resolution=1024,
+          checkpointing=True, offloading=False, **plan):  # fmt: skip
+    estimate = DeepSpeedPlan.build(**{"precision": "bf16", **plan}).estimate(
+        "sdxl",
+        platform=platform,
+        batch=batch,
+        world_size=world_size,
+        ema=ema,
+        resolution=resolution,
+        gradient_checkpointing=checkpointing,
+        activation_offload=offloading,
+    )
+    return estimate, step_time(estimate, rates)
+
+
+def slow(**rates):
+    """Rates at which only what is named takes time."""
+    return Rates(**(dict.fromkeys(RATE_NAMES, 1e30) | rates))
+
+
+@pytest.mark.parametrize("name", family_names())
+def test_every_family_knows_its_arithmetic(name):
+    facts = family(name)
+    forward, backward = facts.arithmetic.forward, facts.arithmetic.backward
+    size = {"batch": 1, "pixels": 1024**2}
+    products = ("products", "convolutions")
+    once = sum(getattr(forward, kind).of(**size) for kind in products)
+    again = sum(getattr(backward, kind).of(**size) for kind in products)
+    assert 1.9 <= again / once <= 2.1
+    assert backward.attention.of(**size) == pytest.approx(2.5 * forward.attention.of(**size))
+    recomputed = facts.arithmetic.recomputed
+    assert 0.5 * once < sum(getattr(recomputed, kind).of(**size) for kind in products) <= once
+    assert forward.products.of(batch=8, pixels=512**2) == pytest.approx(
+        8 * forward.products.of(batch=1, pixels=512**2)
+    )
+
+
+def test_sdxl_takes_the_operations_that_were_published():
+    # 25.4 TFLOP per sample at 1024 x 1024 with gradient checkpointing.
+    _, time = timed(slow(products=1e12, convolutions=1e12, attention=1e12))
+    assert time.seconds == pytest.approx(25.4, rel=0.03)
+
+
+def test_phases_follow_one_another_and_lanes_run_beside_each_other():
+    rates = slow(products=1e13, to_host=1e10, host_step=1e10, to_device=1e10)
+    estimate, time = timed(rates, offload="cpu")
+    traffic = step_traffic(estimate)
+    phases = time.phases
+    computed = sum(p.seconds for p in time.parts if (p.phase, p.lane) == ("backward", "device"))
+    assert phases["backward"] == pytest.approx(max(computed, traffic.gradients / 1e10))
+    assert phases["optimizer"] == pytest.approx(traffic.optimizer / 1e10)
+    assert phases["weights"] == pytest.approx(traffic.weights / 1e10)
+    assert time.seconds == pytest.approx(sum(phases.values()))
+    assert list(phases) == ["forward", "backward", "optimizer", "weights"]
+    assert time.bound.what == "the optimizer"
+
+
+def test_a_hidden_step_costs_what_is_longer():
+    _, time = timed(slow(products=1e13, host_step=1e10), offload="cpu")
+    passes = time.phases["forward"] + time.phases["backward"]
+    assert time.hidden_seconds == pytest.approx(max(passes, time.seconds - passes))
+    _, on_device = timed(slow(products=1e13, device_memory=1e12))
+    assert on_device.hidden_seconds == on_device.seconds
+
+
+def test_one_pass_goes_over_less_than_deepspeeds_chain():
+    rates = slow(host_step=1e10)
+    plan = DeepSpeedPlan.build(offload="cpu", precision="bf16")
+    times = []
+    for host_step in (True, False):
+        resolved = attrs.evolve(plan.estimate("sdxl", platform=CUDA).resolved, host_step=host_step)
+        estimate = attrs.evolve(plan.estimate("sdxl", platform=CUDA), resolved=resolved)
+        times.append(step_time(estimate, rates).seconds)
+    assert times[0] == pytest.approx(30 * N / 1e10, rel=1e-3)
+    assert times[1] > 1.5 * times[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "rate", "factor"),
+    [
+        ({"batch": 4}, "products", 4),
+        ({"gradient_accumulation_steps": 3}, "products", 3),
+        ({"world_size": 4, "stage": 2, "offload": "cpu"}, "products", 1),
+    ],
+)
+def test_arithmetic_grows_with_what_is_computed(options, rate, factor):
+    rates = slow(**{rate: 1e12})
+    assert timed(rates, **options)[1].seconds == pytest.approx(
+        factor * timed(rates)[1].seconds, rel=0.01
+    )
+
+
+def test_ranks_share_memory_and_disk_of_a_machine():
+    rates = slow(host_step=1e10)
+    one, four = (timed(rates, offload="cpu", world_size=ranks)[1].seconds for ranks in (1, 4))
+    assert four == pytest.approx(one, rel=1e-3)
+    assert "ranks" in timed(offload="cpu", world_size=2)[1].notes[0]
+
+
+def test_what_recomputing_and_offloading_cost():
+    rates = slow(products=1e12, to_host=1e10, to_device=1e10)
+    kept, recomputed, away = (
+        timed(rates, checkpointing=c, offloading=o)[1].phases
+        for c, o in ((False, False), (True, False), (True, True))
+    )
+    assert kept["forward"] == recomputed["forward"]
+    assert recomputed["backward"] > 1.2 * kept["backward"]
+    slow_bus = slow(to_host=1e9, to_device=1e9)
+    assert timed(slow_bus, offloading=True)[1].seconds == pytest.approx(2 * 510 * 2**20 / 1e9, 0.01)
+    assert away["backward"] >= recomputed["backward"]
+
+
+def test_files_are_read_and_written_around_the_step():
+    rates = slow(disk_read=1e9, disk_write=5e8)
+    estimate, time = timed(rates, stage=3, offload="nvme")
+    swap = step_traffic(estimate).swap
+    assert time.seconds == pytest.approx(swap.read / 1e9 + swap.written / 5e8)
+    assert time.bound.rate == "disk_write"
+
+
+def test_an_average_in_host_memory_follows_the_step():
+    _, time = timed(slow(host_memory=1e10), ema="host", offload="cpu")
+    assert time.phases["ema"] == pytest.approx(12 * N / 1e10)
+
+
+def test_without_a_size_or_arithmetic_nothing_is_predicted():
+    shapes = attrs.evolve(family("sdxl"), arithmetic=None)
+    plan = DeepSpeedPlan.build(precision="bf16")
+    assert plan.estimate(shapes, platform=CUDA, resolution=512).step_time(EVEN) is None
+    assert plan.estimate(family("sdxl"), platform=CUDA).step_time(EVEN) is None
+
+
+def test_a_processor_computes_in_its_own_memory():
+    _, time = timed(platform=CPU, precision="fp32", offload="cpu")
+    assert {part.lane for part in time.parts} == {"device", "host"}
+    assert {part.rate for part in time.parts} >= {"products_fp32", "host_step", "host_memory"}
+
+
+# -- Rates.
+
+
+def test_cards_are_found_by_name_and_by_memory():
+    def card(name, memory):
+        device = attrs.evolve(CUDA.devices[0], name=name, total_memory=memory * GIB)
+        return catalogued_rates(attrs.evolve(CUDA, devices=(device,)))
+
+    named = card("NVIDIA A100-SXM4-40GB", 40)
+    assert named.origin == "catalogued, A100 (40 GiB)"
+    assert named.device_memory < card("NVIDIA A100-SXM4-80GB", 80).device_memory
+    assert card("NVIDIA H100 PCIe", 80).products < card("NVIDIA H100 80GB HBM3", 80).products
+    unknown = card("Something else", 23)
+    assert "no such card is known" in unknown.origin
+    assert "24 GiB" in unknown.origin
+    assert unknown.source("products") == "catalogued"
+
+
+def test_measured_rates_belong_to_their_hardware(tmp_path):
+    file = tmp_path / "cache" / "rates.json"
+    assert known_rates(CUDA, file=file) == catalogued_rates(CUDA)
+    store_rates(CPU, {"products_fp32": 5e10, "host_step": 1e10}, file=file)
+    store_rates(CUDA, {"products": 7e13}, file=file)
+    on_cpu, on_card = known_rates(CPU, file=file), known_rates(CUDA, file=file)
+    assert (on_cpu.products_fp32, on_card.products) == (5e10, 7e13)
+    assert on_card.source("products") == "measured"
+    assert on_card.source("host_step") == "catalogued"
+    other = attrs.evolve(CUDA, versions={"torch": "1.0"})
+    assert known_rates(other, file=file) == catalogued_rates(other)
+    _, time = timed(on_card, offload="cpu")
+    assert time.sources["products"] == "measured"
+    assert time.origin.startswith("measured on this machine; catalogued: convolutions")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', "\x00"])
+def test_a_spoiled_file_of_rates_counts_as_none(tmp_path, text):
+    file = tmp_path / "rates.json"
+    file.write_text(text)
+    assert known_rates(CUDA, file=file) == catalogued_rates(CUDA)
+
+
+def test_spoiled_rates_are_passed_over(tmp_path):
+    file = tmp_path / "rates.json"
+    store_rates(CUDA, {"products": -1, "to_host": "fast", "host_step": 2e9}, file=file)
+    assert known_rates(CUDA, file=file).measured == {"host_step"}
+
+
+@pytest.mark.parametrize("value", [0, -1, "fast", None, math.nan])
+def test_impossible_rates_are_refused(value):
+    with pytest.raises(InvalidValueError, match=r"rates\.products"):
+        attrs.evolve(EVEN, products=value)
