@@ -61,8 +61,13 @@ def of_system(
     return kind(
         f"{purpose} ({error.strerror or error}{inside})",
         key=os.fspath(path),
-        fix=_FIXES.get(error.errno or 0, "choose another path"),
+        fix=fix_of(error),
     )
+
+
+def fix_of(error: OSError) -> str:
+    """What to do about an error of the system."""
+    return _FIXES.get(error.errno or 0, "choose another path")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from zerotune._util.files import of_system
+from zerotune._util.files import fix_of
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.errors import CheckpointError, ZeroTuneError
 
@@ -47,9 +47,8 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
 
 
 def _wrapped(error: Exception, purpose: str) -> ZeroTuneError:
-    if isinstance(error, OSError):
-        return of_system(CheckpointError, error, purpose, type(error).__name__)
-    return CheckpointError(f"{type(error).__name__}: {error}", key=purpose)
+    fix = fix_of(error) if isinstance(error, OSError) else None
+    return CheckpointError(f"{type(error).__name__}: {error}", key=purpose, fix=fix)
 
 
 class Attempts:
