@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 
 from tests.checkpoint import crafted
+from tests.checkpoint.refusals import Tried
 from tests.support.ranks import run_ranks
-from zerotune.checkpoint.manifest import Manifest
+from zerotune.checkpoint.manifest import MANIFEST, Manifest
 from zerotune.errors import CheckpointCorruptError
 
 COUNT = int(os.environ.get("ZEROTUNE_CRAFTED", "40"))
@@ -24,6 +26,21 @@ def test_crafted_checkpoints_are_refused_before_anything_is_changed(tmp_path):
     assert found["changed"] == []
     assert found["refused"] > COUNT // 2
     assert found["refused"] + found["loaded"] == COUNT
+
+
+def half_a_window(root):
+    tried = Tried(root)
+    content = json.loads((tried.good / MANIFEST).read_text())
+    content["state"]["micro_step"] += 1
+    crafted.sign(tried.good, content)
+    tried.load(tried.good)
+    state = tried.engine.state
+    tried.load(tried.good)
+    return state.micro_step - 2 * state.global_step
+
+
+def test_no_manifest_leaves_an_engine_within_a_window(tmp_path):
+    assert run_ranks(half_a_window, str(tmp_path)) == [0]
 
 
 @pytest.mark.parametrize(

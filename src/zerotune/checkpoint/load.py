@@ -459,7 +459,9 @@ def adapted_state(manifest: Manifest, engine: Engine) -> Adapted:
     """
     state = manifest.state
     accumulation = engine.plan.gradient_accumulation_steps
-    if manifest.plan is None or manifest.plan.gradient_accumulation_steps != accumulation:
+    same = manifest.plan and manifest.plan.gradient_accumulation_steps == accumulation
+    # Saving never happens within a window, whatever the manifest says.
+    if not same or state.micro_step % accumulation:
         state = attrs.evolve(state, micro_step=state.global_step * accumulation)
     state, schedule = _schedule(state, engine)
     state, scale = carried_loss_scale(
