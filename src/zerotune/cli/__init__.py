@@ -18,6 +18,7 @@ from zerotune._util.versions import installed_version
 from zerotune.errors import ZeroTuneError
 
 _COMMANDS: Final = (
+    "zerotune.cli.init",
     "zerotune.cli.doctor",
     "zerotune.cli.plan",
     "zerotune.cli.schema",

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 _EMA_PLACES: Final = ("none", "host", "device", "nvme")
 
 
-def _positive(text: str) -> int:
+def at_least_one(text: str) -> int:
     """A whole number of at least 1, for ``argparse``."""
     try:
         number = int(text)
@@ -76,12 +76,12 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     """Add what a step works on."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--world-size", type=_positive, default=1, metavar="N", help="processes")
+    group.add_argument("--world-size", type=at_least_one, default=1, metavar="N", help="processes")
     group.add_argument(
         "--ema", choices=_EMA_PLACES, default="none", help="where an EMA of the weights is kept"
     )
     group.add_argument(
-        "--lora", type=_positive, metavar="RANK", help="train adapters of this rank beside it"
+        "--lora", type=at_least_one, metavar="RANK", help="train adapters of this rank beside it"
     )
 
 
@@ -165,7 +165,11 @@ def _configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     _add_file(parser)
     parser.add_argument(
-        "--world-size", type=_positive, default=1, metavar="N", help="processes that train together"
+        "--world-size",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="processes that train together",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--strict", action="store_true", help="fail on warnings too")
@@ -321,7 +325,7 @@ def _configure_convert(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-processes",
-        type=_positive,
+        type=at_least_one,
         default=1,
         metavar="N",
         help="what an accelerate YAML starts where FILE does not say it; 1 by default",
@@ -370,7 +374,7 @@ _ACCELERATORS: Final = ("cuda", "rocm", "mps", "xpu", "cpu")
 _NEED_A_MODEL: Final = ("batch", "resolution", "no_gradient_checkpointing", "lora", "chart")
 
 
-def _families() -> str:
+def families_named() -> str:
     """Names of the families, without what loading them takes."""
     folder = Path(__file__).parents[1] / "plan" / "families"
     return ", ".join(sorted(file.stem for file in folder.glob("*.json")))
@@ -381,10 +385,10 @@ def _configure_explain(parser: argparse.ArgumentParser) -> None:
     _add_file(parser)
     model = parser.add_argument_group("model")
     model.add_argument(
-        "--family", metavar="NAME", help=f"cost the plan for this model: {_families()}"
+        "--family", metavar="NAME", help=f"cost the plan for this model: {families_named()}"
     )
-    model.add_argument("--batch", type=_positive, metavar="N", help="samples per rank and pass")
-    model.add_argument("--resolution", type=_positive, metavar="N", help="pixels of a side")
+    model.add_argument("--batch", type=at_least_one, metavar="N", help="samples per rank and pass")
+    model.add_argument("--resolution", type=at_least_one, metavar="N", help="pixels of a side")
     model.add_argument(
         "--no-gradient-checkpointing", action="store_true", help="keep every activation"
     )
@@ -510,7 +514,7 @@ def _budget(
 
 def _configure_advise(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    families = f"the model: {_families()}"
+    families = f"the model: {families_named()}"
     parser.add_argument("--family", metavar="NAME", required=True, help=families)
     machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
     machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
@@ -520,11 +524,11 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
     )
     training = parser.add_argument_group("training")
     training.add_argument(
-        "--batch", type=_positive, default=1, metavar="N", help="samples per rank and pass"
+        "--batch", type=at_least_one, default=1, metavar="N", help="samples per rank and pass"
     )
     training.add_argument(
         "--resolution",
-        type=_positive,
+        type=at_least_one,
         metavar="N",
         help="pixels of a side; the model's own by default",
     )
@@ -549,7 +553,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     from zerotune.plan import DeepSpeedPlan
 
     optimizer = parse_optimizer_name(arguments.optimizer, key="--optimizer").canonical
-    machine = _machine(arguments)
+    machine = machine_of(arguments)
     try:
         advice = DeepSpeedPlan.advise(
             arguments.family,
@@ -570,7 +574,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _machine(arguments: argparse.Namespace) -> dict[str, Any]:
+def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The machine to plan for; memory that is not given is this one's, which is said."""
     vram = _size_argument(arguments.vram, "--vram")
     ram = _size_argument(arguments.ram, "--ram")

@@ -1,0 +1,196 @@
+"""``zerotune init``: a training script and its plan, for a model, a card and some pictures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, Final
+
+from zerotune.cli.output import print_text
+from zerotune.cli.plan import at_least_one, families_named, machine_of
+from zerotune.errors import InvalidValueError, PlanFileError
+
+if TYPE_CHECKING:
+    from zerotune.plan import Advice
+
+NAME: Final = "init"
+SUMMARY: Final = "Write a training script and its plan, for a model, a card and some pictures."
+
+_PIPELINES: Final = {
+    "flux": "black-forest-labs/FLUX.1-dev",
+    "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "sd3-medium": "stabilityai/stable-diffusion-3-medium-diffusers",
+    "sd35-large": "stabilityai/stable-diffusion-3.5-large",
+    "sd35-medium": "stabilityai/stable-diffusion-3.5-medium",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+}
+"""Where a family's weights lie on the hub, when ``--model`` does not say it."""
+
+_TEMPLATE: Final = Path(__file__).with_name("train.py.template")
+_ACCUMULATED: Final = 4
+_LEARNING_RATE: Final = {"all": 1e-5, "adapters": 1e-4}
+_MOST_PROMPTS: Final = 4
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("folder", metavar="FOLDER", help="where train.py and plan.json are written")
+    parser.add_argument(
+        "--family", metavar="NAME", required=True, help=f"the model: {families_named()}"
+    )
+    parser.add_argument(
+        "--photos",
+        metavar="DIR",
+        required=True,
+        help="pictures, each with its caption beside it (cat.png, cat.txt)",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a pipeline's folder or hub id; the family's by default"
+    )
+    machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
+    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
+    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
+    machine.add_argument(
+        "--nvme", metavar="SIZE", default="0", help="disk space for swap files (500GB); none"
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--lora", type=at_least_one, metavar="RANK", help="train adapters of this rank beside it"
+    )
+    training.add_argument(
+        "--resolution",
+        type=at_least_one,
+        metavar="N",
+        help="pixels of a side; the model's own by default",
+    )
+    training.add_argument(
+        "--steps", type=at_least_one, metavar="N", default=2000, help="optimizer steps; 2000"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write both files, or neither."""
+    folder = Path(arguments.folder)
+    plan, script = folder / "plan.json", folder / "train.py"
+    for path in (plan, script):
+        _refuse_existing(path)
+    model = _model(arguments)
+    advice = _advice(arguments)
+    count, captions = _pictures(arguments.photos)
+    text = _script(arguments, advice, model=model, captions=captions)
+    _write({plan: advice.plan.to_json().rstrip("\n") + "\n", script: text})
+    captioned = "with captions" if captions else "no captions: every picture is trained without"
+    noun = "picture" if count == 1 else "pictures"
+    print_text(
+        f"{plan}: {advice.chosen.title}\n"
+        f"{script}: {arguments.steps} steps of {model} on {count} {noun}, {captioned}\n"
+        f"\nTrain with: python {script}\n"
+        "The same command goes on after a stop."
+    )
+    return 0
+
+
+def _refuse_existing(path: Path) -> None:
+    if os.path.lexists(path):
+        raise InvalidValueError(
+            "is there already, and is never overwritten",
+            key=str(path),
+            fix="name another folder, or move the file away",
+        )
+
+
+def _model(arguments: argparse.Namespace) -> str:
+    """The pipeline to load; a folder by its whole path, so that the script runs from anywhere."""
+    given = arguments.model
+    if given is None:
+        if arguments.family in _PIPELINES or arguments.family not in families_named().split(", "):
+            # A family that does not exist is refused by the advice, which lists those that do.
+            return _PIPELINES.get(arguments.family, "")
+        raise InvalidValueError(
+            f"{arguments.family} has no pipeline of its own on the hub any more",
+            key="--model",
+            fix="add --model with the folder or hub id of one",
+        )
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        if not (folder / "model_index.json").is_file():
+            raise InvalidValueError(
+                "holds no model_index.json, so it is no pipeline",
+                key="--model",
+                value=given,
+                fix="name the folder that save_pretrained of a whole pipeline has written",
+            )
+        return str(folder.resolve())
+    if folder.is_absolute() or given.startswith((".", "~")):
+        raise InvalidValueError(
+            "is no folder", key="--model", value=given, fix="name a pipeline's folder or hub id"
+        )
+    return str(given)
+
+
+def _advice(arguments: argparse.Namespace) -> Advice:
+    from zerotune.plan import DeepSpeedPlan
+
+    rate = _LEARNING_RATE["adapters" if arguments.lora else "all"]
+    return DeepSpeedPlan.advise(
+        arguments.family,
+        **machine_of(arguments),
+        resolution=arguments.resolution,
+        gradient_accumulation_steps=_ACCUMULATED,
+        optimizer={"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.01}},
+        ema="host",
+        lora=arguments.lora,
+    )
+
+
+def _pictures(folder: str) -> tuple[int, list[str]]:
+    """How many there are, and some of their captions."""
+    from zerotune.diffusion.data import HeaderOnly, ImageFolder
+
+    images = ImageFolder(Path(folder).expanduser(), check=HeaderOnly())
+    captions = dict.fromkeys(images.item(index).caption.strip() for index in range(len(images)))
+    return len(images), [caption for caption in captions if caption]
+
+
+def _script(
+    arguments: argparse.Namespace, advice: Advice, *, model: str, captions: list[str]
+) -> str:
+    from zerotune._util.text import format_size
+    from zerotune.plan.families import model_family
+
+    resolution = arguments.resolution or model_family(arguments.family).resolution
+    budget = advice.budget
+    sizes = {"device memory": budget.device, "host memory": budget.host, "NVMe": budget.nvme}
+    values: dict[str, Any] = {
+        "family": arguments.family,
+        "model": repr(model),
+        "photos": repr(str(Path(arguments.photos).expanduser().resolve())),
+        "lora": arguments.lora or 0,
+        "export": "``adapters``" if arguments.lora else "``pipeline``",
+        "steps": arguments.steps,
+        "every": max(1, arguments.steps // 4),
+        "prompts": repr(captions[:_MOST_PROMPTS] or ["a photo"]),
+        "prompts_from": "captions of your pictures" if captions else "write what you want to see",
+        "resolution": resolution,
+        "bucket_step": max(1, min(64, resolution // 4)),
+        "budget": ", ".join(f"{format_size(size)} of {name}" for name, size in sizes.items()),
+        "chosen": f"{advice.chosen.title}, {advice.chosen.reason}",
+        "gradient_checkpointing": advice.gradient_checkpointing,
+        "activation_offload": advice.activation_offload,
+    }
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(values)
+
+
+def _write(texts: dict[Path, str]) -> None:
+    """Write all of the files or none."""
+    from contextlib import ExitStack
+
+    from zerotune._util.files import drafted, system_errors, write_synced
+
+    folder = next(iter(texts)).parent
+    with system_errors(PlanFileError, folder, "cannot be written to"), ExitStack() as drafts:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            write_synced(drafts.enter_context(drafted(path)), text.encode())

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import runpy
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from tests.support import pipelines
+from tests.support.ranks import run_ranks
+from zerotune import cli
+from zerotune.checkpoint import latest_checkpoint
+from zerotune.cli.plan import families_named
+from zerotune.plan import DeepSpeedPlan
+
+CARD = ("--vram", "12", "--ram", "64")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(8):
+        torch.manual_seed(number)
+        pixels = torch.randint(0, 256, (20, 24 if number % 2 else 16, 3), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a cat" if number % 2 else 'a dog\'s "bone"')
+    return folder
+
+
+@pytest.fixture
+def init(photos, tmp_path):
+    def act(*arguments, family="sdxl", pictures=photos):
+        where = str(tmp_path / "run")
+        return cli.main(["init", where, "--family", family, "--photos", str(pictures), *arguments])
+
+    return act
+
+
+def constants(script):
+    """What the script's names in capitals are set to, as far as they are plain values."""
+    found = {}
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.Assign):
+            with contextlib.suppress(ValueError):
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+    return found
+
+
+class TestWhatIsWritten:
+    def test_the_plan_is_the_advised_one(self, init, tmp_path, photos, capsys):
+        assert init(*CARD) == 0
+
+        plan = DeepSpeedPlan.from_json(tmp_path / "run" / "plan.json")
+        advised = DeepSpeedPlan.advise(
+            "sdxl", vram="12GiB", ram="64GiB", ema="host", gradient_accumulation_steps=4,
+            optimizer={"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.01}},
+        )  # fmt: skip
+        assert plan.to_dict() == advised.plan.to_dict()
+        found = constants(tmp_path / "run" / "train.py")
+        assert found["GRADIENT_CHECKPOINTING"] is advised.gradient_checkpointing
+        assert found["ACTIVATION_OFFLOAD"] is advised.activation_offload
+        assert found["MODEL"] == "stabilityai/stable-diffusion-xl-base-1.0"
+        assert found["PROMPTS"] == ['a dog\'s "bone"', "a cat"]
+        assert (found["LORA"], found["STEPS"], found["EVERY"]) == (0, 2000, 500)
+        printed = capsys.readouterr().out
+        assert advised.chosen.title in printed
+        assert "8 pictures, with captions" in printed
+        assert f"Train with: python {tmp_path / 'run' / 'train.py'}\n" in printed
+        text = (tmp_path / "run" / "train.py").read_text()
+        assert f"Path({str(photos)!r})" in text
+        assert "12.00 GiB of device memory, 64.00 GiB of host memory" in text
+
+    def test_activation_offload_is_taken_over(self, init, tmp_path):
+        # So little that activations have to leave the card too.
+        for vram in (6.6, 6.5, 6.4, 6.3):
+            where = tmp_path / "run"
+            assert init("--vram", str(vram), "--ram", "64") == 0
+            found = constants(where / "train.py")
+            if found["ACTIVATION_OFFLOAD"]:
+                break
+            for file in where.iterdir():
+                file.unlink()
+        assert found["ACTIVATION_OFFLOAD"] is True
+
+    @pytest.mark.parametrize("family", families_named().split(", "))
+    def test_every_family(self, init, tmp_path, family):
+        big = ("--vram", "80", "--ram", "2000", "--lora", "8")
+        assert init(*big, "--model", "someone/pipeline", family=family) == 0
+
+        found = constants(tmp_path / "run" / "train.py")
+        assert (found["MODEL"], found["LORA"]) == ("someone/pipeline", 8)
+        plan = DeepSpeedPlan.from_json(tmp_path / "run" / "plan.json")
+        assert plan.optimizer.params["lr"] == 1e-4
+
+    def test_pictures_without_captions(self, init, tmp_path, capsys):
+        pictures = tmp_path / "pictures"
+        pictures.mkdir()
+        Image.new("RGB", (8, 8)).save(pictures / "one.png")
+
+        assert init(*CARD, pictures=pictures) == 0
+
+        assert "1 picture, no captions" in capsys.readouterr().out
+        assert constants(tmp_path / "run" / "train.py")["PROMPTS"] == ["a photo"]
+
+
+class TestWhatIsRefused:
+    @pytest.fixture
+    def refused(self, init, capsys):
+        def act(*arguments, **others):
+            assert init(*arguments, **others) == 2
+            return capsys.readouterr().err
+
+        return act
+
+    @pytest.mark.parametrize("name", ["plan.json", "train.py"])
+    def test_a_file_that_is_there(self, refused, tmp_path, name):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / name).write_text("mine")
+
+        said = refused(*CARD)
+
+        assert f"{name}: is there already" in said
+        assert "Fix: name another folder" in said
+        assert [file.name for file in (tmp_path / "run").iterdir()] == [name]
+        assert (tmp_path / "run" / name).read_text() == "mine"
+
+    @pytest.mark.parametrize(
+        ("arguments", "others", "said"),
+        [
+            (CARD, {"family": "sdxxl"}, "family = 'sdxxl'"),
+            (CARD, {"family": "sd21"}, "add --model"),
+            ((*CARD, "--model", "./nowhere"), {}, "--model = './nowhere': is no folder"),
+            ((*CARD, "--resolution", "7"), {}, "resolution"),
+            (("--vram", "1", "--ram", "2"), {}, "Fix:"),
+            (("--vram", "much", "--ram", "2"), {}, "--vram = 'much'"),
+            (CARD, {"pictures": "nowhere"}, "is no folder"),
+        ],
+        ids=["family", "no pipeline", "model", "resolution", "too little", "size", "pictures"],
+    )
+    def test_what_cannot_be_trained(self, refused, tmp_path, arguments, others, said):
+        assert said in refused(*arguments, **others)
+        assert not (tmp_path / "run").exists()
+
+    def test_a_folder_that_is_no_pipeline(self, refused, tmp_path):
+        assert "model_index.json" in refused(*CARD, "--model", str(tmp_path))
+
+    def test_a_folder_that_cannot_be_made(self, photos, tmp_path, capsys):
+        (tmp_path / "file").write_text("mine")
+        folder = str(tmp_path / "file" / "run")
+        arguments = ["init", folder, "--family", "sdxl", "--photos", str(photos), *CARD]
+        assert cli.main(arguments) == 2
+        assert "Fix:" in capsys.readouterr().err
+
+
+def trained(script):
+    """What ``python SCRIPT`` prints."""
+    torch.set_num_threads(1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("lora", [(), ("--lora", "2")], ids=["all", "adapters"])
+def test_the_script_runs_as_it_is_and_goes_on(init, tmp_path, lora):
+    model, where = pipelines.sdxl(tmp_path / "model"), tmp_path / "run"
+    tiny = ("--model", str(model), "--resolution", "16", "--steps", "2")
+    assert init(*CARD, *tiny, *lora) == 0
+
+    script = where / "train.py"
+    (said,) = run_ranks(trained, str(script))
+
+    assert re.search(r"^2 steps in ", said, re.MULTILINE)
+    assert latest_checkpoint(where / "checkpoints").name.endswith("2")
+    assert sorted(path.name for path in (where / "validation").iterdir())[-1].endswith("2.png")
+    if lora:
+        pipeline = DiffusionPipeline.from_pretrained(model)
+        pipeline.load_lora_weights(where / "adapters")
+    else:
+        DiffusionPipeline.from_pretrained(where / "pipeline")
+
+    script.write_text(re.sub(r"STEPS = 2\b", "STEPS = 3", script.read_text()))
+    (said,) = run_ranks(trained, str(script))
+
+    assert re.search(r"^1 steps? in ", said, re.MULTILINE), "it went on from step 2"
+    assert latest_checkpoint(where / "checkpoints").name.endswith("3")
