@@ -15,6 +15,7 @@ import pytest
 from zerotune import decisions
 
 _IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
+_ENDING_S = 5.0
 _LEAKY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
 
@@ -68,6 +69,10 @@ def nothing_leaks() -> Iterator[None]:
     yield
     leaked = {name for name in _LEAKY if os.environ.get(name) != environment[name]}
     assert not leaked, f"the test changed {sorted(leaked)} and did not restore it"
+    for thread in set(threading.enumerate()) - threads:
+        if not thread.daemon:
+            # Pools of other libraries that were told to end may still be ending.
+            thread.join(_ENDING_S)
     new = {t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon}
     assert not new, f"the test left threads running: {sorted(new)}"
     _no_process_group()

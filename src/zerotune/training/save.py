@@ -284,7 +284,7 @@ def resumed(
         DataError: The data are not those of the checkpoint.
     """
     group = engine.group
-    group.barrier(f"loading checkpoint {os.fspath(path)}")
+    group.barrier(f"resuming from {os.fspath(path)}")
     ours, there = together(group, "find the checkpoint", lambda: _outline(path))[group.rank]
     saved = {name: each for name, each in shadows.items() if ours or name in there}
     with moved(stream, ours and ours.data, group=group):

@@ -87,7 +87,9 @@ class _Following(Protocol):
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """A batch where the engine needs it; only what is page-locked is copied behind other work."""
     return {
-        name: tensor.to(device, non_blocking=tensor.is_pinned()) for name, tensor in batch.items()
+        # Captions and the like have a ``to`` of their own and no memory to lock.
+        name: value.to(device, non_blocking=getattr(value, "is_pinned", bool)())
+        for name, value in batch.items()
     }
 
 
