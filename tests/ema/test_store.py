@@ -10,7 +10,7 @@ import torch
 from tests.ema.test_shadow import move, weights
 from tests.support.memory import in_use, needs_mallinfo
 from tests.support.models import HostileNet
-from zerotune.ema import DeviceStore, EMAShadow, FileStore, HostStore
+from zerotune.ema import DeviceStore, EMAModel, EMAShadow, FileStore, HostStore
 from zerotune.errors import EMAError, InvalidValueError
 
 
@@ -114,3 +114,11 @@ def test_follow_goes_on_with_a_reloaded_model():
         assert torch.equal(full, expected)
     with pytest.raises(EMAError, match="other weights"):
         ema.follow(torch.nn.Linear(2, 2))
+
+
+def test_an_average_stays_where_it_lies_when_it_follows(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    ema = EMAModel(model.parameters(), store=FileStore(folder=tmp_path))
+    ema.follow(model)
+    assert isinstance(ema.shadow.store, FileStore)
+    assert "file" in ema.shadow.explain()

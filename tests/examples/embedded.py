@@ -273,3 +273,53 @@ def left_without_closing(root: str) -> tuple[int, int]:
     assert Path(run.plan.nvme_paths["optimizer"]).parent == Path(root)
     atexit._run_exitfuncs()
     return during, sum(path.is_dir() for path in Path(root).iterdir())
+
+
+def as_diffusers_writes_them(
+    name: str, folder: str, *flags: str, zero: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """``main`` of a script in the structure of diffusers', and the average that it leaves."""
+    from diffusers import UNet2DModel
+
+    script = importlib.import_module(f"examples.embedding.diffusers_{name}")
+    script.CONFIG["zero_optimization"] |= zero or {}
+    given = ["--output_dir", folder, "--checkpointing_steps", "3", *flags]
+    losses = script.main(script.parse_args(given))
+    average = UNet2DModel.from_pretrained(Path(folder) / "unet").state_dict()
+    return {
+        "losses": losses,
+        "average": {name: average[name].numpy() for name in sorted(average)},
+    }
+
+
+def what_the_script_lost() -> dict[str, Any]:
+    """What ``prepare`` of an embedded accelerator puts in place, and what is refused."""
+    from diffusers.training_utils import EMAModel as Foreign
+    from examples.embedding import diffusers_after as script
+
+    from zerotune.ema import EMAModel
+    from zerotune.plan import RunFacts
+    from zerotune.training import EmbeddedPlan
+
+    facts = RunFacts.from_arguments(script.parse_args([]))
+    model = script.new_model()
+    with EmbeddedPlan(model=model, plan=script.CONFIG, run=facts) as run:
+        accelerator = run.accelerator(gradient_accumulation_steps=7)
+        accelerator.register_save_state_pre_hook(lambda *_: None)
+        ema, late = EMAModel(model, decay=0.9), EMAModel(model)
+        late.step()
+        foreign = Foreign(model.parameters())
+        other = EMAModel(torch.nn.Linear(2, 2))
+        seen = {"early": refusal(lambda: accelerator.register_for_checkpointing(ema))}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+        register = accelerator.register_for_checkpointing
+        seen |= {
+            "foreign": refusal(lambda: register(foreign)),
+            "other": refusal(lambda: register(other)),
+            "lr": run.engine.lr,
+            "accumulation": accelerator.gradient_accumulation_steps,
+            "explained": run.engine.explain(),
+        }
+        return seen | {"late": refusal(lambda: register(late))}

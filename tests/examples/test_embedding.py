@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from tests.examples.embedded import (
     ACCUMULATION,
     MICRO,
+    as_diffusers_writes_them,
     client_optimizer_in_accelerate,
     gone_on_in_a_trainer,
     left_without_closing,
@@ -26,6 +28,7 @@ from tests.examples.embedded import (
     saved_by_accelerate,
     swapped_in_silence,
     uninterrupted,
+    what_the_script_lost,
 )
 from tests.support.needs import needs
 from tests.support.ranks import free_port, run_ranks
@@ -60,7 +63,7 @@ def changed_lines(kind: str) -> int:
     return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in operations if tag != "equal")
 
 
-@pytest.mark.parametrize("kind", ["accelerate", "deepspeed", "fabric"])
+@pytest.mark.parametrize("kind", ["accelerate", "deepspeed", "diffusers", "fabric"])
 def test_embedding_changes_few_lines(kind):
     assert 5 < changed_lines(kind) < 15
 
@@ -100,6 +103,43 @@ def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
     script = ("accelerate_before", BEFORE, str(tmp_path), CPU)
     (before,) = run_ranks(run_script, *script, env=env)
     assert before["losses"] == pytest.approx(expected(1)[:BEFORE], rel=ALIKE)
+
+
+@engine_runs
+def test_the_script_of_diffusers_trains_saves_and_resumes_as_before(tmp_path):
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    whole, parts = str(tmp_path / "before"), str(tmp_path / "after")
+    steps = ("--max_train_steps", str(ALL))
+    (before,) = run_ranks(as_diffusers_writes_them, "before", whole, *steps, env=env)
+    stopped = ("--max_train_steps", str(BEFORE))
+    (first,) = run_ranks(as_diffusers_writes_them, "after", parts, *stopped)
+    manifest = verify_checkpoint(f"{parts}/checkpoint-{BEFORE}")
+    assert manifest.state.global_step == BEFORE
+    resume = partial(as_diffusers_writes_them, zero=SHARDED)
+    (rest,) = run_ranks(resume, "after", parts, *steps, "--resume_from_checkpoint")
+    losses = first["losses"] + rest["losses"]
+    assert losses == pytest.approx(before["losses"], rel=ALIKE)
+    assert len(losses) == ALL * ACCUMULATION
+    assert rest["average"].keys() == before["average"].keys()
+    was, now = (
+        np.concatenate([average.ravel() for average in seen["average"].values()])
+        for seen in (before, rest)
+    )
+    # An average that is not resumed is 9e-3 off.
+    assert np.linalg.norm(now - was) < 1e-4 * np.linalg.norm(was)
+
+
+@engine_runs
+def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
+    (seen,) = run_ranks(what_the_script_lost)
+    for said in ("SGD(lr=0.5)", "ConstantLR", "pre_hook", "Accelerator.gradient_accumulation"):
+        assert said in seen["explained"]
+    assert seen["accumulation"] == 2
+    assert "no engine is attached yet" in seen["early"]
+    assert "'EMAModel'" in seen["foreign"]
+    assert "other parameters than the engine's" in seen["other"]
+    assert "has averaged the model already" in seen["late"]
 
 
 @engine_runs

@@ -108,6 +108,39 @@ class EMAModel:
         if "device" in old:
             self.to(device=old["device"])
 
+    def follow(self, source: Any) -> None:
+        """Average the weights of the engine that trains the parameters it was made of.
+
+        For a script that makes its average before ``prepare``; one made of the engine stays as it
+        is. Collective.
+
+        Args:
+            source: The engine that trains the model now.
+
+        Raises:
+            EMAError: The engine's parameters are others, or it has taken steps without the engine.
+        """
+        tracked = TrackedParameters.of(source)
+        if not tracked.are(self._tracked.parameters):
+            raise EMAError(
+                "averages other parameters than the engine's",
+                key="EMAModel.follow",
+                fix="make it of the model that is prepared",
+            )
+        if not self._tracked.own:
+            return
+        if self.optimization_step:
+            raise EMAError(
+                "has averaged the model already",
+                key="EMAModel.optimization_step",
+                value=self.optimization_step,
+                fix="let it follow the engine before its first step",
+            )
+        self._tracked = tracked
+        self._frozen = self._frozen_now()
+        store = self._shadow.store
+        self._shadow = EMAShadow(decay=_Settings(self), store=store).attach(tracked.master)
+
     @property
     def shadow(self) -> EMAShadow:
         """The shadow itself, with ``swapped_in``, ``gather``, ``distance`` and the rest."""

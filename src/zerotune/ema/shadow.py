@@ -313,6 +313,11 @@ class EMAShadow(Readable):
         """Call ``settle`` before anything looks at the shadow: it ends an update under way."""
         self._settle = settle
 
+    @property
+    def store(self) -> ShadowStore:
+        """Where it lies."""
+        return self._store
+
     @override
     def brief(self) -> str:
         """Its decay, where it lies and how far it is."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,15 +14,22 @@ from zerotune.backend.deepspeed.external import (
     AttachedEngine,
     accelerate_optimizer,
     accelerator_arguments,
+    embedded_accelerator,
 )
 from zerotune.backend.deepspeed.placement import shard_from_host
 from zerotune.backend.deepspeed.start import initialize_arguments, join
 from zerotune.backend.distributed import Launch
+from zerotune.checkpoint import load_checkpoint, save_checkpoint
+from zerotune.decisions import Decision, announce
+from zerotune.ema import EMAModel, EMAShadow
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
+from zerotune.training.inputs import as_plan
 from zerotune.training.setup import leased, settled
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
     from zerotune.plan.model import RunFacts
@@ -45,7 +54,8 @@ class EmbeddedPlan(Closing):
 
     Args:
         model: What is trained, in fp32; only its shapes and names are read.
-        plan: What is wanted; a ``ResolvedPlan`` is taken as it is.
+        plan: What is wanted: a plan, a DeepSpeed configuration as a dict, or the path of one; a
+            ``ResolvedPlan`` is taken as it is.
         optimizer: Settles optimizer and schedule; ``OptimizerResolver()`` when not given.
         offload: Leases swap folders; ``OffloadManager()`` when not given.
         run: What the script knows and the plan may leave ``"auto"``.
@@ -67,7 +77,7 @@ class EmbeddedPlan(Closing):
         self,
         *,
         model: torch.nn.Module,
-        plan: DeepSpeedPlan | ResolvedPlan,
+        plan: DeepSpeedPlan | ResolvedPlan | Mapping[str, Any] | str | os.PathLike[str],
         optimizer: OptimizerResolver | None = None,
         offload: OffloadManager | None = None,
         run: RunFacts | None = None,
@@ -77,7 +87,10 @@ class EmbeddedPlan(Closing):
         super().__init__()
         self._timeout_s = timeout_s
         self._engine: AttachedEngine | None = None
+        self._decided: list[Decision] = []
+        self._shadows: dict[str, EMAShadow] = {}
         with self._starting():
+            plan = as_plan(plan)
             resolved = settled(plan, model=model, optimizer=optimizer, run=run, platform=platform)
             self._start(resolved, offload or OffloadManager())
         atexit.register(self._abandon)
@@ -114,6 +127,65 @@ class EmbeddedPlan(Closing):
         """Optimizer and schedule for ``accelerator.prepare``, in place of the script's own."""
         return accelerate_optimizer(self.plan, model), EngineSchedule(self)
 
+    def accelerator(self, **arguments: Any) -> Any:
+        """An ``accelerate.Accelerator`` for a script that stays as it is.
+
+        Its ``prepare`` puts the plan's optimizer and schedule where the script has its own, as
+        recorded decisions, and attaches. Its ``save_state`` and ``load_state`` write and read
+        portable checkpoints, with each average that ``register_for_checkpointing`` was given;
+        hooks of the script are not called. They are collective, and ``end_training`` closes.
+
+        Args:
+            arguments: Those of the script's own ``Accelerator``; where the plan settles one, the
+                plan's value is taken, as a recorded decision.
+
+        Raises:
+            MissingDependencyError: accelerate is not installed.
+        """
+        return embedded_accelerator(self, arguments)
+
+    def schedule(self) -> EngineSchedule:
+        """What stands where a script keeps its ``lr_scheduler``."""
+        return EngineSchedule(self)
+
+    def decide(self, *decisions: Decision) -> None:
+        """Record what was chosen for the script, and say it once."""
+        self._decided.extend(decisions)
+        announce(decisions)
+
+    def register(self, *averages: Any) -> None:
+        """Let averages follow the engine, and save and load them with it. Collective.
+
+        Args:
+            averages: ``zerotune.ema.EMAModel``, also one made of the model's parameters before
+                there was an engine, or an attached ``EMAShadow``.
+
+        Raises:
+            EngineError: It is neither, or no engine is attached yet.
+            EMAError: An average of parameters has taken steps, or is of another model.
+        """
+        for each in averages:
+            if not isinstance(each, EMAModel | EMAShadow):
+                raise EngineError(
+                    "cannot be saved with the engine",
+                    key="accelerator.register_for_checkpointing",
+                    value=type(each).__name__,
+                    fix="give a zerotune.ema.EMAModel in place of diffusers', or save it yourself",
+                )
+            if isinstance(each, EMAModel):
+                each.follow(self.engine)
+            number = len(self._shadows) + 1
+            shadow = each.shadow if isinstance(each, EMAModel) else each
+            self._shadows["ema" if number == 1 else f"ema{number}"] = shadow
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """``save_checkpoint`` of the engine and what is registered. Collective."""
+        return save_checkpoint(directory, engine=self.engine, shadows=self._shadows)
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """``load_checkpoint`` into the engine and what is registered. Collective."""
+        load_checkpoint(directory, engine=self.engine, shadows=self._shadows)
+
     def attach(self, engine: Any) -> AttachedEngine:
         """Verify what the trainer initialized. Collective.
 
@@ -137,7 +209,12 @@ class EmbeddedPlan(Closing):
                 value=launched.world_size,
                 fix="start the script with torchrun",
             )
-        self._engine = AttachedEngine(engine=engine, plan=self.plan, timeout_s=self._timeout_s)
+        self._engine = AttachedEngine(
+            engine=engine,
+            plan=self.plan,
+            timeout_s=self._timeout_s,
+            decided=tuple(self._decided),
+        )
         self.resources.callback(self._engine.close)
         return self._engine
 

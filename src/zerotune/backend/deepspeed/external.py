@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
 
 import attrs
 import torch
@@ -33,7 +35,7 @@ from zerotune.backend.optimizers.client import (
 )
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
-from zerotune.errors import EngineError
+from zerotune.errors import EngineError, InvalidValueError
 from zerotune.plan.api import ResolvedPlan
 
 _PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -171,6 +173,145 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
     return accelerate.utils.DummyOptim(parameter_groups(choice, named), lr=choice.lr)
 
 
+class Embedding(Protocol):
+    """What an ``Accelerator`` of ``embedded_accelerator`` calls in its own methods' place."""
+
+    plan: ResolvedPlan
+
+    def schedule(self) -> Any:
+        """What stands where the script keeps its schedule."""
+        ...
+
+    def decide(self, *decisions: Decision) -> None:
+        """Record what was chosen for the script."""
+        ...
+
+    def attach(self, engine: Any) -> Any:
+        """Verify what ``prepare`` made of the model. Collective."""
+        ...
+
+    def register(self, *objects: Any) -> None:
+        """Save and load these with the engine."""
+        ...
+
+    def save(self, directory: str | os.PathLike[str]) -> Any:
+        """Write a checkpoint. Collective."""
+        ...
+
+    def load(self, directory: str | os.PathLike[str]) -> Any:
+        """Go on from a checkpoint. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the run holds."""
+        ...
+
+
+def embedded_accelerator(embedding: Embedding, given: Mapping[str, Any]) -> Any:
+    """An ``accelerate.Accelerator`` that runs a plan whatever optimizer its script prepares.
+
+    Args:
+        embedding: Whose plan it runs.
+        given: Keyword arguments of the script's own ``Accelerator``. Those that the plan settles
+            are replaced by the plan's, as recorded decisions.
+
+    Raises:
+        MissingDependencyError: accelerate is not installed.
+        UnresolvedPlanError: Something in the plan is not settled.
+    """
+    arguments = accelerator_arguments(embedding.plan)
+    handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
+    embedding.decide(
+        *(
+            _replaced(f"Accelerator.{name}", given[name], value)
+            for name, value in arguments.items()
+            if name in given and given[name] != value
+        )
+    )
+    accelerator = _accelerator_class()(**{**given, **arguments, "kwargs_handlers": handlers})
+    accelerator.embedding = embedding
+    return accelerator
+
+
+def _replaced(key: str, before: Any, after: Any) -> Decision:
+    was, now = (
+        each if isinstance(each, (str, int)) else type(each).__name__ for each in (before, after)
+    )
+    return Decision(key=key, before=was, after=now, reason="the plan settles it")
+
+
+def _accelerator_class() -> Any:
+    class EmbeddedAccelerator(require_accelerate().Accelerator):  # type: ignore[misc]
+        embedding: Embedding
+
+        def prepare(self, *objects: Any, **options: Any) -> Any:
+            models = [each for each in objects if isinstance(each, torch.nn.Module)]
+            if not models:
+                return super().prepare(*objects, **options)
+            prepared = super().prepare(*_planned(self.embedding, models[0], objects), **options)
+            together = prepared if isinstance(prepared, tuple) else (prepared,)
+            self.embedding.attach(together[[each is models[0] for each in objects].index(True)])
+            return prepared
+
+        def register_for_checkpointing(self, *objects: Any) -> None:
+            self.embedding.register(*objects)
+
+        def register_save_state_pre_hook(self, hook: Any) -> Any:
+            self.embedding.decide(_not_called("save"))
+            return super().register_save_state_pre_hook(hook)
+
+        def register_load_state_pre_hook(self, hook: Any) -> Any:
+            self.embedding.decide(_not_called("load"))
+            return super().register_load_state_pre_hook(hook)
+
+        def save_state(self, output_dir: str | os.PathLike[str] | None = None) -> str:
+            if output_dir is None:
+                raise InvalidValueError(
+                    "needs a folder: accelerate's own numbering of checkpoints is not taken over",
+                    key="accelerator.save_state",
+                    fix="name it, as in save_state(f'{output}/checkpoint-{step}')",
+                )
+            return str(self.embedding.save(output_dir))
+
+        def load_state(self, input_dir: str | os.PathLike[str]) -> None:
+            self.embedding.load(input_dir)
+
+        def end_training(self) -> None:
+            super().end_training()
+            self.embedding.close()
+
+    return EmbeddedAccelerator
+
+
+def _planned(embedding: Embedding, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:
+    """What the script prepares, with the plan's optimizer and schedule in its own one's place."""
+    planned = list(objects)
+    for index, each in enumerate(objects):
+        if isinstance(each, torch.optim.Optimizer):
+            choice = chosen_optimizer(embedding.plan)
+            planned[index] = accelerate_optimizer(embedding.plan, model)
+            before = f"{type(each).__name__}(lr={each.defaults.get('lr')})"
+            after = f"{choice.name}(lr={choice.lr})"
+            embedding.decide(_replaced("accelerator.prepare.optimizer", before, after))
+        elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+            settled = embedding.plan.scheduler
+            planned[index] = embedding.schedule()
+            after = "a constant rate" if settled is None else settled.name
+            before = type(each).__name__
+            embedding.decide(_replaced("accelerator.prepare.lr_scheduler", before, after))
+    return planned
+
+
+def _not_called(what: str) -> Decision:
+    return Decision(
+        key=f"accelerator.register_{what}_state_pre_hook",
+        before="called",
+        after="not called",
+        reason=f"{what}_state takes a portable checkpoint, with the model, and with the average "
+        "where it is given to register_for_checkpointing",
+    )
+
+
 def check_accelerate(world_size: int) -> None:
     """Check that accelerate, where it drives DeepSpeed, shares the data over all processes.
 
@@ -205,6 +346,7 @@ class AttachedEngine(ZeROEngine):
             that Fabric's ``setup`` returned.
         plan: The resolved plan it is meant to run, with its optimizer chosen.
         timeout_s: Seconds after which a collective gives up.
+        decided: What was decided before, to be shown with the engine's own.
 
     Raises:
         EngineError: No DeepSpeed engine, or another number of processes than the plan's.
@@ -212,8 +354,16 @@ class AttachedEngine(ZeROEngine):
         VerificationError: What runs is not what the plan says; names every difference.
     """
 
-    def __init__(self, *, engine: Any, plan: ResolvedPlan, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        *,
+        engine: Any,
+        plan: ResolvedPlan,
+        timeout_s: float = 600.0,
+        decided: tuple[Decision, ...] = (),
+    ) -> None:
         super().__init__()
+        self._decided = decided
         with self._starting():
             self._attach(deepspeed_engine_of(engine), plan, timeout_s)
 
@@ -239,6 +389,7 @@ class AttachedEngine(ZeROEngine):
         if untouched:
             self._host_step, stepping = take_over_step(engine, plan)
         self._decisions = (
+            *self._decided,
             *(undo_dummy_step(engine) if fresh else ()),
             *align_swapped_gradients(engine),
             *(reduce_by_parameter(engine) if untouched else ()),

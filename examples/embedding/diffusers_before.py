@@ -1,0 +1,129 @@
+"""A script as diffusers writes them, with EMA, save and resume: a U-Net learns real digits.
+
+``diffusers_before.py`` is the script as it was, ``diffusers_after.py`` has zerotune embedded;
+docs/embedding.md shows the difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import set_seed
+from diffusers import UNet2DModel
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+def parse_args(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output_dir", default="outputs/diffusers")
+    parser.add_argument("--train_batch_size", type=int, default=4)
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
+    parser.add_argument("--max_train_steps", type=int, default=50)
+    parser.add_argument("--learning_rate", type=float, default=1e-2)
+    parser.add_argument("--lr_warmup_steps", type=int, default=5)
+    parser.add_argument("--adam_weight_decay", type=float, default=0.01)
+    parser.add_argument("--max_grad_norm", type=float, default=1.0)
+    parser.add_argument("--checkpointing_steps", type=int, default=25)
+    parser.add_argument("--resume_from_checkpoint", action="store_true")
+    return parser.parse_args(given)
+
+
+def new_model() -> UNet2DModel:
+    return UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=4,
+        block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+
+
+def digits() -> TensorDataset:
+    images = torch.tensor(load_digits().images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    # Drawn once, so that runs can be compared loss by loss.
+    return TensorDataset(images, torch.randn_like(images), torch.rand(len(images)))
+
+
+def loss_of(model, batch):  # noqa: ANN001, ANN201
+    images, noise, times = batch
+    mixed = torch.lerp(images, noise, times.view(-1, 1, 1, 1))
+    prediction = model(mixed, times * 1000).sample
+    return torch.nn.functional.mse_loss(prediction, noise - images)
+
+
+def main(args: argparse.Namespace) -> list[float]:
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG),
+    )
+
+    def save_ema(_models, _weights, folder) -> None:  # noqa: ANN001
+        ema_model.save_pretrained(Path(folder) / "unet_ema")
+
+    def load_ema(_models, folder) -> None:  # noqa: ANN001
+        loaded = EMAModel.from_pretrained(Path(folder) / "unet_ema", UNet2DModel)
+        ema_model.load_state_dict(loaded.state_dict())
+
+    accelerator.register_save_state_pre_hook(save_ema)
+    accelerator.register_load_state_pre_hook(load_ema)
+    set_seed(0)
+    loader = DataLoader(digits(), batch_size=args.train_batch_size)
+    model = new_model()
+    ema_model = EMAModel(
+        model.parameters(), decay=0.9, model_cls=UNet2DModel, model_config=model.config
+    )
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=args.adam_weight_decay
+    )
+    lr_scheduler = get_scheduler(
+        "constant_with_warmup", optimizer, num_warmup_steps=args.lr_warmup_steps
+    )
+    model, optimizer, loader, lr_scheduler = accelerator.prepare(
+        model, optimizer, loader, lr_scheduler
+    )
+    ema_model.to(accelerator.device)
+    output, global_step, losses = Path(args.output_dir), 0, []
+    if args.resume_from_checkpoint:
+        latest = max(int(path.name.split("-")[1]) for path in output.glob("checkpoint-*"))
+        accelerator.load_state(output / f"checkpoint-{latest}")
+        global_step = latest
+    done = global_step * args.gradient_accumulation_steps
+    for batch in accelerator.skip_first_batches(loader, done):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if accelerator.sync_gradients:
+            ema_model.step(model.parameters())
+            global_step += 1
+            if accelerator.is_main_process and global_step % args.checkpointing_steps == 0:
+                accelerator.save_state(output / f"checkpoint-{global_step}")
+        if global_step == args.max_train_steps:
+            break
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        unet = accelerator.unwrap_model(model)
+        ema_model.copy_to(unet.parameters())
+        unet.save_pretrained(output / "unet")
+    accelerator.end_training()
+    return losses
+
+
+if __name__ == "__main__":
+    main(parse_args())
