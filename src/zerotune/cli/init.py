@@ -9,7 +9,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
 from zerotune.cli.output import print_text
-from zerotune.cli.plan import at_least_one, families_named, machine_of
+from zerotune.cli.plan import add_machine, at_least_one, families_named, machine_of
 from zerotune.errors import InvalidValueError, PlanFileError
 
 if TYPE_CHECKING:
@@ -49,12 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", help="a pipeline's folder or hub id; the family's by default"
     )
-    machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
-    machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
-    machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
-    machine.add_argument(
-        "--nvme", metavar="SIZE", default="0", help="disk space for swap files (500GB); none"
-    )
+    add_machine(parser)
     training = parser.add_argument_group("training")
     training.add_argument(
         "--lora", type=at_least_one, metavar="RANK", help="train adapters of this rank beside it"

@@ -512,16 +512,21 @@ def _budget(
 # -- advise
 
 
-def _configure_advise(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    families = f"the model: {families_named()}"
-    parser.add_argument("--family", metavar="NAME", required=True, help=families)
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the memory to plan for; ``machine_of`` reads it."""
     machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
     machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
     machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
     machine.add_argument(
         "--nvme", metavar="SIZE", default="0", help="disk space for swap files (500GB); none"
     )
+
+
+def _configure_advise(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    families = f"the model: {families_named()}"
+    parser.add_argument("--family", metavar="NAME", required=True, help=families)
+    add_machine(parser)
     training = parser.add_argument_group("training")
     training.add_argument(
         "--batch", type=at_least_one, default=1, metavar="N", help="samples per rank and pass"
