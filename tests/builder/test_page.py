@@ -216,6 +216,44 @@ def test_what_is_opened_is_what_is_shown(page):
     assert page.config() == config
 
 
+def test_a_file_that_is_opened_leaves_the_machine_as_it_was(page):
+    page.tab.fill("#setup-vram", "11")
+    page.settle()
+    page.open_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    page.tab.wait_for_selector("#open-dialog", state="hidden")
+    page.settle()
+    assert page.tab.input_value("#setup-vram") == "11"
+
+
+def test_a_path_typed_last_wins_over_text_pasted_before(page, place):
+    (place / "named.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
+    page.tab.click("#open-button")
+    page.tab.fill("#open-text", json.dumps({"zero_optimization": {"stage": 1}}))
+    page.tab.fill("#open-path", "named.json")
+    page.tab.click("#open-do")
+    page.tab.wait_for_selector("#open-dialog", state="hidden")
+    page.settle()
+    assert page.config()["zero_optimization"]["stage"] == 3
+
+
+@pytest.mark.parametrize("size", [(720, 450), (768, 1024), (390, 844), (1440, 900)])
+def test_the_header_never_stays_over_more_than_a_tenth_of_the_page(chromium, address, size):
+    width, height = size
+    context = chromium.new_context(viewport={"width": width, "height": height})
+    page = Page(context, address)
+    page.tab.fill("#setup-vram", "2")
+    page.tab.fill("#setup-ram", "2")
+    page.settle()
+    page.tab.mouse.wheel(0, 2000)
+    page.tab.wait_for_timeout(100)
+    box = page.tab.locator(".bar").bounding_box()
+    covered = max(0, min(box["y"] + box["height"], height)) if box["y"] + box["height"] > 0 else 0
+    assert covered <= height / 10
+    inside = page.tab.evaluate("document.documentElement.scrollWidth")
+    assert inside <= width, "nothing is broken letter by letter or runs out of the page"
+    context.close()
+
+
 def test_fit_my_card_offers_plans_to_click(page):
     page.tab.click("#fit-button")
     page.tab.fill("#fit-vram", "4")

@@ -678,7 +678,7 @@ _COMMANDS: Final[
         _explain,
     ),
     "advise": (
-        "Find the simplest plan that fits a model into this much memory.",
+        "Find the fastest plan that fits a model into this much memory.",
         _configure_advise,
         _advise,
     ),

@@ -7,7 +7,7 @@ import { print, state } from "./state.js";
 
 let load = () => {};
 let refresh = () => {};
-const known = { planVersion: null, planFile: null, template: null, saved: new Map() };
+const known = { planVersion: null, planFile: null, template: null, saved: new Map(), typed: "open-text" };
 
 export function bindDialogs(start, loader, refresher) {
   load = loader;
@@ -17,6 +17,7 @@ export function bindDialogs(start, loader, refresher) {
   for (const button of all("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
   byId("open-button").addEventListener("click", () => { byId("open-error").textContent = ""; openDialog(byId("open-dialog")); });
   byId("open-do").addEventListener("click", open);
+  for (const id of ["open-path", "open-text"]) byId(id).addEventListener("input", () => { known.typed = id; });
   byId("open-file").addEventListener("change", upload);
   byId("save-button").addEventListener("click", () => { byId("save-error").textContent = ""; openDialog(byId("save-dialog")); });
   byId("save-do").addEventListener("click", () => save(false));
@@ -34,11 +35,14 @@ const where = (error) =>
 async function open() {
   const path = byId("open-path").value.trim();
   const text = byId("open-text").value;
-  const body = path && !text.trim() ? { path } : { text, name: byId("open-text").dataset.name || "the pasted text" };
+  // What was typed last is meant: an old text may still stand below a new path.
+  const body = path && (known.typed === "open-path" || !text.trim()) ? { path } : { text, name: byId("open-text").dataset.name || "the pasted text" };
   try {
     const opened = await post("/open", body);
-    load(opened.state, opened.messages, `Opened ${opened.source}.`);
+    const setup = { ...state.setup, ...opened.state.setup };
+    load({ ...opened.state, setup }, opened.messages, `Opened ${opened.source}.`);
     byId("open-dialog").close();
+    byId("open-path").value = byId("open-text").value = "";
     byId("open-text").removeAttribute("aria-invalid");
   } catch (error) {
     byId("open-text").setAttribute("aria-invalid", "true");
@@ -61,6 +65,7 @@ async function upload(event) {
   if (!file) return;
   byId("open-text").value = await file.text();
   byId("open-text").dataset.name = file.name;
+  known.typed = "open-text";
   event.target.value = "";
   await open();
   delete byId("open-text").dataset.name;
@@ -149,7 +154,7 @@ async function fit() {
 }
 
 const fitting = (advice) => [
-  el("h3", { text: "Simplest plan that fits" }), el("ul", { class: "list" }, candidate(advice.chosen)),
+  el("h3", { text: "Fastest plan that fits" }), el("ul", { class: "list" }, candidate(advice.chosen)),
   advice.runners_up.length ? el("h3", { text: "Others that fit" }) : null,
   el("ul", { class: "list" }, ...advice.runners_up.map(candidate)),
   advice.rejected.length ? el("h3", { text: "Why not the others" }) : null,
