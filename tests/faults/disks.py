@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -34,6 +34,10 @@ from zerotune.offload import OffloadManager
 from zerotune.training import MetricsFile, SaveEvery
 
 SIZE = 2**20
+
+
+_RAW: Final = re.compile(r"\b(?!OSError)\w*Error: ")
+"""Ranks report the system's own words behind the purpose, with what to do; no other error."""
 
 
 class Writer:
@@ -80,7 +84,7 @@ class Writer:
                 error = caught
         said = f"{said}: {type(error).__name__}: {error}"
         named = error is None or (error.key is not None and error.fix is not None)
-        if not named or "rror: " in str(error):
+        if not named or _RAW.search(str(error)):
             raise Found("foreign", f"no path, no fix, or a raw error: {said}")
         self._look(said)
         self._trainer.callbacks = self._around
