@@ -10,6 +10,7 @@ from zerotune._util.text import (
     format_seconds,
     format_size,
     listing,
+    parse_memory,
     parse_size,
 )
 from zerotune.errors import InvalidValueError
@@ -144,3 +145,8 @@ def test_one_key_and_two_keys():
 def test_times_as_clocks_show_them():
     assert format_seconds(59.6) == "1:00"
     assert format_seconds(3723) == "1:02:03"
+
+
+@pytest.mark.parametrize(("written", "gib"), [("12", 12), (" 1.5 ", 1.5), (24, 24), ("8 GiB", 8)])
+def test_a_machines_memory_alone_is_gib(written, gib):
+    assert parse_memory(written, key="vram") == gib * 2**30

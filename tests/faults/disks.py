@@ -36,8 +36,8 @@ from zerotune.training import MetricsFile, SaveEvery
 SIZE = 2**20
 
 
-_RAW: Final = re.compile(r"\b(?!OSError)\w*Error: ")
-"""Ranks report the system's own words behind the purpose, with what to do; no other error."""
+_RAW: Final = re.compile(r"\b(?!OSError)\w*Error: |OSError: (?!.*: '/)")
+"""Ranks report the system's own words behind the purpose, with the path; and no other error."""
 
 
 class Writer:

@@ -47,6 +47,8 @@ def test_a_whole_run(deepspeed, ranks, tmp_path):
     )
     assert "EMA" in first["explanation"]
     assert "[ok]" in first["explanation"]
+    said = [line for line in first["printed"].splitlines() if line.strip()]
+    assert len(said) == len(set(said)), "each warning is printed once"
 
 
 def _check_samples(results):

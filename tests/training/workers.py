@@ -115,6 +115,7 @@ def whole_run(deepspeed: bool, folder: str) -> dict[str, Any]:
             "samples": {ema: images.numpy() for ema, images in sampled.items()},
             "memory": memory(running),
             "explanation": running.explain(),
+            "printed": str(running),
             "distance": running.ema.distance(),
         }
 

@@ -153,6 +153,20 @@ def parse_size(value: int | float | str, *, key: str) -> int:
     return nbytes
 
 
+def parse_memory(value: Any, *, key: str) -> int:
+    """Read a machine's memory: as ``parse_size``, but a number alone is GiB, as cards are named.
+
+    Raises:
+        InvalidValueError: As of ``parse_size``.
+    """
+    bare = value.strip() if isinstance(value, str) else value
+    if isinstance(bare, int | float) and not isinstance(bare, bool):
+        bare = f"{bare:f}" if isinstance(bare, float) else str(bare)
+    if isinstance(bare, str) and bare.replace(".", "", 1).isdecimal():
+        bare = f"{bare} GiB"
+    return parse_size(bare, key=key)
+
+
 def format_size(nbytes: int) -> str:
     """``nbytes`` with two decimals in the largest of KiB, MiB and GiB it fills, else in bytes."""
     for unit, size in _SHOWN:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from zerotune._util.numbers import as_number, whole
-from zerotune._util.text import parse_size
+from zerotune._util.text import parse_memory
 from zerotune._util.versions import installed_versions
 from zerotune.builder.forms import (
     FormState,
@@ -218,13 +218,7 @@ def _whole(value: Any, key: str, *, least: int, most: int) -> int:
 
 
 def _size(value: Any, key: str) -> int:
-    """An amount of memory; a bare number means GiB, as the field's label says."""
-    bare = value.strip() if isinstance(value, str) else value
-    if isinstance(bare, int | float) and not isinstance(bare, bool):
-        bare = f"{bare:f}" if isinstance(bare, float) else str(bare)
-    if isinstance(bare, str) and bare.replace(".", "", 1).isdecimal():
-        bare = f"{bare} GiB"
-    return parse_size(bare, key=key)
+    return parse_memory(value, key=key)
 
 
 _READERS: Final[Mapping[str, Callable[[Any, str], Any]]] = {

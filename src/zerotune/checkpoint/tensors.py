@@ -385,7 +385,8 @@ class SharedFile:
 
     def create(self, folder: Path) -> None:
         """Make the file with its header and its size, on one rank."""
-        with (folder / self.name).open("xb", buffering=0) as file:
+        path = folder / self.name
+        with naming(path), path.open("xb", buffering=0) as file:
             write_at(file.fileno(), memoryview(self.header), 0)
             file.truncate(self.nbytes)
 

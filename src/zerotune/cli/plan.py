@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -94,9 +93,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chart", metavar="FILE", help="draw the memory per rank: .png, .pdf, .svg")
 
 
-_NUMBER: Final = re.compile(r"\s*\d+(\.\d+)?\s*")
-
-
 def _size_argument(text: str | None, name: str) -> int | None:
     """Bytes of a size given as the option ``name``; ``None`` when it was not given.
 
@@ -106,11 +102,9 @@ def _size_argument(text: str | None, name: str) -> int | None:
         InvalidValueError: Not a size.
     """
     # Not an argparse type: argparse would throw away the fix.
-    from zerotune._util.text import parse_size
+    from zerotune._util.text import parse_memory
 
-    if text is None:
-        return None
-    return parse_size(f"{text}GiB" if _NUMBER.fullmatch(text) else text, key=name)
+    return None if text is None else parse_memory(text, key=name)
 
 
 def _refuse_unused(arguments: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:

@@ -390,10 +390,7 @@ class Trainer(Closing, Readable):
     @override
     def page(self) -> Page:
         """What runs, on less than a screen; ``explain`` has all of it."""
-        return running_page(
-            self.engine.plan,
-            [*self.engine.plan.decisions, *self.engine.decisions, *self.decisions],
-        )
+        return running_page(self.engine.plan, [*self.engine.decisions, *self.decisions])
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
