@@ -1,12 +1,13 @@
 """NaN by place: in the data, the loss, one gradient, a weight or a moment of one rank.
 
 Under every kind of engine, with clipping and without, and every policy: no checkpoint that holds
-NaN is published, a good one stays, what is skipped leaves weights and states as they were, and
-what is raised says the truth about them.
+NaN is published, a good one stays from which training goes on, what is skipped leaves weights and
+states as they were, and what is raised says the truth about them.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.runs import everything
 from tests.faults.campaign import Found
 from tests.faults.workers import Team
-from zerotune import DeepSpeedPlan, EMAShadow, ImageTensors, Trainer
+from zerotune import DeepSpeedPlan, EMAShadow, ImageTensors, Trainer, decisions
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.errors import CheckpointNotFiniteError, TrainingError, ZeroTuneError
 from zerotune.training import (
@@ -98,6 +99,24 @@ class Net(torch.nn.Module):
         return self.second(torch.tanh(hidden))
 
 
+class Skipped(logging.Handler):
+    """The steps that were announced as skipped, and the ranks they were bad on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = re.search(r"not finite at step (\d+) on rank\(s\) ([\d, ]+);", record.getMessage())
+        if found is not None:
+            self.steps.append((int(found[1]), found[2]))
+
+    def clear(self) -> None:
+        # What was announced before is not said again.
+        decisions._announced.clear()
+        self.steps.clear()
+
+
 class Poisoned:
     """A trainer of one kind, poisoned again and again."""
 
@@ -128,6 +147,8 @@ class Poisoned:
             timeout_s=60,
         )
         self._kind, self._around = kind, self._trainer.callbacks
+        self._told = Skipped()
+        logging.getLogger("zerotune").addHandler(self._told)
         self._trainer.fit(steps=2)
         self._trainer.save(self._root / "start")
 
@@ -149,6 +170,7 @@ class Poisoned:
         self._place, self._armed, error = place, place not in ("weight", "moment"), None
         if place in ("weight", "moment"):
             self._poke(place)
+        self._told.clear()
         try:
             trainer.fit(steps=6)
         except ZeroTuneError as caught:
@@ -164,7 +186,11 @@ class Poisoned:
         said = f"{place}, {policy}: {error}"
         after = everything(self._trainer.engine, self._trainer.averages.shadows["ema"])
         # With what needs all ranks: whatever is found after it, nobody waits.
-        finite = self._weights_are_finite()
+        finite = self._trainer.engine.group.gather(self._weights_are_finite())
+        skipped = self._trainer.engine.group.broadcast(self._told.steps)
+        newest, stuck = self._go_on(root)
+        if newest is None or stuck:
+            raise Found("lost", f"does not go on from {newest}: {stuck}; {said}")
         if self._rank == 0:  # Which removes older ones.
             self._all_finite(root, said)
         if error is not None and not isinstance(error, TrainingError | CheckpointNotFiniteError):
@@ -172,18 +198,43 @@ class Poisoned:
         if error is not None and place in ("data", "loss"):
             self._check_rank(error, said)
         if place in ("weight", "moment"):
-            # One replica alone may be spoiled, and the run over before the policy gives up.
-            told = policy == "skip" and self._trainer.non_finite.skipped
-            if error is None and not finite and not told:
-                raise Found("lost", f"went on with NaN; {said}")
+            in_vain = policy == "skip" and self._is_one_replica(finite, skipped)
+            if error is None and not all(finite) and not in_vain:
+                raise Found("lost", f"went on with NaN on {finite}, {skipped}; {said}")
             return
-        if not finite:
+        if not all(finite):
             raise Found("lost", f"the weights hold NaN; {said}")
         if policy != "raise" and error is not None:
             raise Found("lost", f"gave up: {said}")
         changed = [k for k, v in before.items() if after[k] != v and not k.startswith(COUNTED)]
         if policy == "raise" and (error is None or changed):
             raise Found("lost", f"no word of it, or a change of {changed[:3]}; {said}")
+
+    def _is_one_replica(self, finite: list[bool], skipped: list[tuple[int, str]]) -> bool:
+        """Whether NaN stayed in a copy that is never written, and its rank was named to the end.
+
+        A moment spoils the weights of step 4, whose loss was good; both steps after it are
+        skipped, and the run is over before a third one in a row is an error.
+        """
+        alone = [rank == self._culprit for rank in range(self._kind.world_size)]
+        replicated = self._kind.stage in (None, 0) and self._culprit != 0
+        named = [(5, str(self._culprit)), (6, str(self._culprit))]
+        return replicated and finite == [not mine for mine in alone] and skipped == named
+
+    def _go_on(self, root: Path) -> tuple[Path | None, str]:
+        """Train on from the newest checkpoint; which it is, and what is wrong then. Collective."""
+        trainer, group = self._trainer, self._trainer.engine.group
+        newest = group.broadcast(latest_checkpoint(root) if group.is_main else None)
+        if newest is None:
+            return None, ""
+        trainer.callbacks, trainer.non_finite = self._around, RaiseNonFinite()
+        try:
+            trainer.resume(newest)
+            trainer.fit(steps=trainer.step + 2)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing goes on
+            return newest, f"{type(error).__name__}: {error}"
+        fine = group.gather(self._weights_are_finite())
+        return newest, "" if all(fine) else f"NaN on {fine}"
 
     def _check_rank(self, error: ZeroTuneError, said: str) -> None:
         named = re.search(r"rank\(s\) ([\d, ]+)", str(error))
@@ -205,7 +256,7 @@ class Poisoned:
         for fragment in self._trainer.engine.master_weights.read():
             values = (fragment.value, *fragment.states.values())
             fine = fine and all(bool(value.isfinite().all()) for value in values)
-        return not self._trainer.engine.group.any(not fine)
+        return fine
 
     def _poke(self, place: str) -> None:
         with self._trainer.engine.master_weights.editing() as fragments:
