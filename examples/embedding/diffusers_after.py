@@ -38,6 +38,7 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr_warmup_steps", type=int, default=5)
     parser.add_argument("--adam_weight_decay", type=float, default=0.01)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--checkpointing_steps", type=int, default=25)
     parser.add_argument("--resume_from_checkpoint", action="store_true")
     return parser.parse_args(given)
@@ -60,14 +61,15 @@ def digits() -> TensorDataset:
 def loss_of(model, batch):  # noqa: ANN001, ANN201
     images, noise, times = batch
     mixed = torch.lerp(images, noise, times.view(-1, 1, 1, 1))
-    prediction = model(mixed, times * 1000).sample
-    return torch.nn.functional.mse_loss(prediction, noise - images)
+    prediction = model(mixed.to(model.dtype), times * 1000).sample
+    return torch.nn.functional.mse_loss(prediction.float(), noise - images)
 
 
 def main(args: argparse.Namespace) -> list[float]:
     run = EmbeddedPlan(model=new_model(), plan=CONFIG, run=RunFacts.from_arguments(args))
     accelerator = run.accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
+        mixed_precision=args.mixed_precision,
     )
 
     def save_ema(_models, _weights, folder) -> None:  # noqa: ANN001

@@ -36,6 +36,7 @@ def parse_args(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr_warmup_steps", type=int, default=5)
     parser.add_argument("--adam_weight_decay", type=float, default=0.01)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--checkpointing_steps", type=int, default=25)
     parser.add_argument("--resume_from_checkpoint", action="store_true")
     return parser.parse_args(given)
@@ -58,13 +59,14 @@ def digits() -> TensorDataset:
 def loss_of(model, batch):  # noqa: ANN001, ANN201
     images, noise, times = batch
     mixed = torch.lerp(images, noise, times.view(-1, 1, 1, 1))
-    prediction = model(mixed, times * 1000).sample
-    return torch.nn.functional.mse_loss(prediction, noise - images)
+    prediction = model(mixed.to(model.dtype), times * 1000).sample
+    return torch.nn.functional.mse_loss(prediction.float(), noise - images)
 
 
 def main(args: argparse.Namespace) -> list[float]:
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
+        mixed_precision=args.mixed_precision,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG),
     )
 

@@ -311,12 +311,15 @@ def what_the_script_lost() -> dict[str, Any]:
         foreign = Foreign(model.parameters())
         other = EMAModel(torch.nn.Linear(2, 2))
         seen = {"early": refusal(lambda: accelerator.register_for_checkpointing(ema))}
+        frozen = torch.nn.Linear(2, 2)
+        seen["two"] = refusal(lambda: accelerator.prepare(model, frozen))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
         register = accelerator.register_for_checkpointing
         seen |= {
             "foreign": refusal(lambda: register(foreign)),
+            "again": refusal(lambda: run.attach(model)),
             "other": refusal(lambda: register(other)),
             "lr": run.engine.lr,
             "accumulation": accelerator.gradient_accumulation_steps,

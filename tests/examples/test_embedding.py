@@ -45,6 +45,10 @@ SHARDED = {"stage": 3, "offload_optimizer": {"device": "none"}}
 ACCELERATE = ["accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3"]
 
 engine_runs = pytest.mark.deepspeed
+in_the_matrix = pytest.mark.skipif(
+    "ZEROTUNE_MATRIX" not in os.environ,
+    reason="set ZEROTUNE_MATRIX=1; the suite has the two processes that cost one run, in bf16",
+)
 _losses: dict[int, list[float]] = {}
 
 
@@ -70,8 +74,7 @@ def test_embedding_changes_few_lines(kind):
 
 def check(results: list[dict[str, Any]], *, zero: dict[str, Any], steps: int = BEFORE) -> None:
     """The trained losses, the average, the optimizer and the learning rate are what was asked."""
-    mean = [sum(each) / len(each) for each in zip(*(r["losses"] for r in results), strict=True)]
-    assert mean == pytest.approx(expected(len(results))[:steps], rel=ALIKE)
+    assert mean_over_ranks(results) == pytest.approx(expected(len(results))[:steps], rel=ALIKE)
     for seen in results:
         assert seen["ema_error"] < 1e-6
         assert seen["ema_steps"] == seen["steps"] == steps
@@ -106,28 +109,54 @@ def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
 
 
 @engine_runs
-def test_the_script_of_diffusers_trains_saves_and_resumes_as_before(tmp_path):
+@pytest.mark.parametrize(
+    "world_size",
+    [1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.slow, in_the_matrix])],
+)
+def test_the_script_of_diffusers_trains_saves_and_resumes_as_before(world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     whole, parts = str(tmp_path / "before"), str(tmp_path / "after")
     steps = ("--max_train_steps", str(ALL))
-    (before,) = run_ranks(as_diffusers_writes_them, "before", whole, *steps, env=env)
+    batch = ("--train_batch_size", str(MICRO * world_size))
+    (before,) = run_ranks(as_diffusers_writes_them, "before", whole, *steps, *batch, env=env)
     stopped = ("--max_train_steps", str(BEFORE))
-    (first,) = run_ranks(as_diffusers_writes_them, "after", parts, *stopped)
+    first = run_ranks(as_diffusers_writes_them, "after", parts, *stopped, world_size=world_size)
     manifest = verify_checkpoint(f"{parts}/checkpoint-{BEFORE}")
-    assert manifest.state.global_step == BEFORE
+    assert (manifest.state.global_step, manifest.world_size) == (BEFORE, world_size)
     resume = partial(as_diffusers_writes_them, zero=SHARDED)
-    (rest,) = run_ranks(resume, "after", parts, *steps, "--resume_from_checkpoint")
-    losses = first["losses"] + rest["losses"]
+    again = ("after", parts, *steps, "--resume_from_checkpoint")
+    rest = run_ranks(resume, *again, world_size=world_size)
+    losses = mean_over_ranks(first) + mean_over_ranks(rest)
     assert losses == pytest.approx(before["losses"], rel=ALIKE)
     assert len(losses) == ALL * ACCUMULATION
-    assert rest["average"].keys() == before["average"].keys()
-    was, now = (
-        np.concatenate([average.ravel() for average in seen["average"].values()])
-        for seen in (before, rest)
-    )
-    # An average that is not resumed is 9e-3 off.
-    assert np.linalg.norm(now - was) < 1e-4 * np.linalg.norm(was)
+    for seen in rest:
+        assert seen["average"].keys() == before["average"].keys()
+        was, now = (
+            np.concatenate([average.ravel() for average in each["average"].values()])
+            for each in (before, seen)
+        )
+        # An average that is not resumed is 9e-3 off.
+        assert np.linalg.norm(now - was) < 1e-4 * np.linalg.norm(was)
+
+
+def mean_over_ranks(results: list[dict[str, Any]]) -> list[float]:
+    return [sum(each) / len(each) for each in zip(*(r["losses"] for r in results), strict=True)]
+
+
+@engine_runs
+@pytest.mark.world_size(2)
+def test_the_script_of_diffusers_in_bf16_on_two_processes(tmp_path):
+    given = ("--max_train_steps", str(BEFORE), "--mixed_precision", "bf16")
+    script = ("after", str(tmp_path), *given)
+    results = run_ranks(as_diffusers_writes_them, *script, world_size=2)
+    steps = np.reshape(mean_over_ranks(results), (BEFORE, ACCUMULATION)).mean(axis=1)
+    assert steps == pytest.approx(expected(2)[:BEFORE], rel=2e-2)
+    assert steps != pytest.approx(expected(2)[:BEFORE], rel=ALIKE), "it trained in fp32"
+    manifest = verify_checkpoint(tmp_path / f"checkpoint-{BEFORE}")
+    assert manifest.plan.precision == "bf16"
+    kinds = {name: each.dtype for name, each in results[0]["average"].items()}
+    assert set(kinds.values()) == {np.dtype("float32")}, kinds
 
 
 @engine_runs
@@ -137,6 +166,9 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
         assert said in seen["explained"]
     assert seen["accumulation"] == 2
     assert "no engine is attached yet" in seen["early"]
+    assert "['UNet2DModel', 'Linear']" in seen["two"]
+    assert ".to(accelerator.device)" in seen["two"]
+    assert "attached already" in seen["again"]
     assert "'EMAModel'" in seen["foreign"]
     assert "other parameters than the engine's" in seen["other"]
     assert "has averaged the model already" in seen["late"]

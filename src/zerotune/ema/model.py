@@ -327,10 +327,12 @@ class EMAModel:
     def save_pretrained(self, path: str | Path) -> None:
         """Write a diffusers model folder with the averages and these settings in its config.
 
-        Rank 0 writes, whether the others call it too, as sharded averages need, or not.
+        Rank 0 writes, whether the others call it too, as sharded averages need, or not. Where
+        they do, none goes on before the folder is there.
 
         Raises:
-            EMAError: ``model_cls`` or ``model_config`` was not given.
+            EMAError: ``model_cls`` or ``model_config`` was not given, or the folder cannot be
+                written, here or on rank 0.
         """
         if self.model_cls is None or self.model_config is None:
             raise EMAError(
@@ -342,8 +344,13 @@ class EMAModel:
         settings = {name: getattr(self, name) for name in _SETTINGS}
         model.register_to_config(**settings, optimization_step=self.optimization_step)
         self.copy_to(model.parameters())
-        if _writes(self._tracked.master):
-            write_folder(Path(path), model.save_pretrained)
+        failure = None
+        try:
+            if _writes(self._tracked.master):
+                write_folder(Path(path), model.save_pretrained)
+        except EMAError as error:
+            failure = error
+        self._all_leave(failure)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model_cls: Any, foreach: bool = False) -> Self:
@@ -359,6 +366,15 @@ class EMAModel:
     def _all_come(self, call: str) -> None:
         """Before anything moves, tell which rank is missing, as under ``if is_main_process``."""
         self._tracked.master.group.barrier(f"EMAModel.{call} (every rank must call it)")
+
+    def _all_leave(self, failure: EMAError | None) -> None:
+        """When all is written, or with what failed, here or elsewhere."""
+        outcomes = self._tracked.master.group.gather(failure, purpose="EMAModel.save_pretrained()")
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(outcomes):
+            if other is not None:
+                raise other.passed_on(rank)
 
     def _given(self, parameters: Parameters | None) -> tuple[torch.nn.Parameter, ...]:
         if parameters is None:

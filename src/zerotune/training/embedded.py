@@ -197,9 +197,16 @@ class EmbeddedPlan(Closing):
             The engine that EMA and checkpoints take; the loop may go on as it was.
 
         Raises:
-            EngineError: No DeepSpeed engine, or the trainer started other processes.
+            EngineError: No DeepSpeed engine, another one is attached, or the trainer started
+                other processes.
             VerificationError: What runs is not what the plan says.
         """
+        if self._engine is not None:
+            raise EngineError(
+                "an engine is attached already; a plan is for one model",
+                key="EmbeddedPlan.attach",
+                fix="make an EmbeddedPlan for each model that has an engine of its own",
+            )
         launched = Launch.from_environment()
         if launched.launched and launched.world_size != self.plan.world_size:
             raise EngineError(

@@ -248,6 +248,7 @@ def _accelerator_class() -> Any:
             models = [each for each in objects if isinstance(each, torch.nn.Module)]
             if not models:
                 return super().prepare(*objects, **options)
+            _check_one(models)
             prepared = super().prepare(*_planned(self.embedding, models[0], objects), **options)
             together = prepared if isinstance(prepared, tuple) else (prepared,)
             self.embedding.attach(together[[each is models[0] for each in objects].index(True)])
@@ -281,6 +282,18 @@ def _accelerator_class() -> Any:
             self.embedding.close()
 
     return EmbeddedAccelerator
+
+
+def _check_one(models: list[torch.nn.Module]) -> None:
+    if len(models) > 1:
+        raise EngineError(
+            "a plan is for one model, and DeepSpeed makes one engine of it",
+            key="accelerator.prepare",
+            value=[type(model).__name__ for model in models],
+            fix="prepare what is trained, and move a frozen model with .to(accelerator.device); "
+            "models that are trained together go into one torch.nn.Module, also that of "
+            "EmbeddedPlan(model=...)",
+        )
 
 
 def _planned(embedding: Embedding, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:
