@@ -48,6 +48,9 @@ for number in range(8):
     pixels = np.full((32, 32, 3), 30 * number, np.uint8)
     Picture.fromarray(pixels).save(f"photos/{number}.png")
     Path(f"photos/{number}.txt").write_text(f"grey {number}")
+for number in range(12):
+    Path("clips/a cat").mkdir(parents=True, exist_ok=True)
+    Picture.fromarray(np.full((32, 32, 3), 20 * number, np.uint8)).save(f"clips/a cat/{number}.png")
 rows = datasets.Dataset.from_dict(
     {
         "image": [f"photos/{number}.png" for number in range(8)],

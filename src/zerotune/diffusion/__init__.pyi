@@ -41,6 +41,9 @@ from zerotune.diffusion.family import Drawing as Drawing
 from zerotune.diffusion.family import Family as Family
 from zerotune.diffusion.family import LabelFamily as LabelFamily
 from zerotune.diffusion.family import PromptFamily as PromptFamily
+from zerotune.diffusion.grid import MP4 as MP4
+from zerotune.diffusion.grid import AnimatedPNG as AnimatedPNG
+from zerotune.diffusion.grid import clips_to_grid as clips_to_grid
 from zerotune.diffusion.grid import images_to_grid as images_to_grid
 from zerotune.diffusion.held_out import HeldOutLoss as HeldOutLoss
 from zerotune.diffusion.held_out import validation_loss as validation_loss

@@ -1,13 +1,20 @@
-"""Images side by side, for people to look at."""
+"""Images side by side and clips that move, for people to look at."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Protocol
 
+import attrs
 import torch
 
-from zerotune.errors import InvalidValueError
+from zerotune._util.numbers import positive, validated
+from zerotune.decisions import Decision
+from zerotune.errors import InvalidValueError, MissingDependencyError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,6 +73,134 @@ def images_to_grid(
         )
     _write_labels(canvas, row_labels[:rows], margin, height, gap)
     return canvas
+
+
+# -- Clips: a grid that moves.
+
+
+class ClipFormat(Protocol):
+    """A kind of file that holds a grid of clips."""
+
+    @property
+    def suffix(self) -> str:
+        """Ending of the file's name, with its dot."""
+        ...
+
+    def encode(self, frames: Sequence[Image]) -> bytes:
+        """The file's content.
+
+        Args:
+            frames: Images of one size, in order.
+        """
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class AnimatedPNG:
+    """A PNG that browsers play, exact to the last bit; needs no more than Pillow."""
+
+    fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
+    """Frames per second."""
+    suffix: str = attrs.field(default=".png", init=False)
+
+    def encode(self, frames: Sequence[Image]) -> bytes:
+        """The file's content."""
+        content = io.BytesIO()
+        first, *others = frames
+        first.save(
+            content,
+            format="PNG",
+            save_all=True,
+            append_images=others,
+            duration=1000 / self.fps,
+            loop=0,
+        )
+        return content.getvalue()
+
+
+@attrs.frozen(kw_only=True)
+class MP4:
+    """A film: small. H.264 where PyAV has an encoder of it, else MPEG-4.
+
+    Raises:
+        MissingDependencyError: On encoding: PyAV is not installed.
+    """
+
+    fps: float = attrs.field(default=16.0, validator=validated(positive, fix="write 16"))
+    """Frames per second."""
+    suffix: str = attrs.field(default=".mp4", init=False)
+
+    def encode(self, frames: Sequence[Image]) -> bytes:
+        """The file's content; a side of an odd number of pixels gets another, of its last color."""
+        if not _has_av():
+            raise MissingDependencyError(
+                "is needed to write MP4 and is not installed",
+                key="av",
+                fix="pip install 'zerotune[video]', or pass AnimatedPNG()",
+            )
+        av: Any = importlib.import_module("av")
+        content = io.BytesIO()
+        with av.open(content, "w", format="mp4") as container:
+            kind = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+            rate = Fraction(self.fps).limit_denominator(1001)
+            stream = container.add_stream(kind, rate=rate, options={"crf": "18"})
+            pictures = [_even(frame.convert("RGB")) for frame in frames]
+            stream.width, stream.height = pictures[0].size
+            stream.pix_fmt = "yuv420p"
+            for picture in pictures:
+                container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+            container.mux(stream.encode(None))
+        return content.getvalue()
+
+
+def clip_format(fps: float) -> tuple[ClipFormat, Decision]:
+    """The format that this installation can write, and why."""
+    if _has_av():
+        reason = "PyAV is installed"
+        return MP4(fps=fps), _format_decision(".mp4", reason)
+    reason = "PyAV is not installed, which MP4 needs (zerotune[video])"
+    return AnimatedPNG(fps=fps), _format_decision("animated .png", reason)
+
+
+def clips_to_grid(clips: torch.Tensor, *, columns: int) -> list[Image]:
+    """Lay clips out in rows: one grid for each frame.
+
+    Args:
+        clips: (n, c, frames, h, w) with 1 or 3 channels, in [-1, 1].
+        columns: Clips per row.
+
+    Raises:
+        InvalidValueError: Clips of another shape.
+    """
+    if clips.ndim != 5:
+        raise InvalidValueError(
+            "must be (n, 1 or 3, frames, h, w)",
+            key="clips",
+            value=tuple(clips.shape),
+            fix="pass images to images_to_grid",
+        )
+    return [images_to_grid(frame, columns=columns) for frame in clips.unbind(2)]
+
+
+def _has_av() -> bool:
+    return importlib.util.find_spec("av") is not None
+
+
+def _format_decision(after: str, reason: str) -> Decision:
+    return Decision(key="validation.clips", before=None, after=after, reason=reason)
+
+
+def _even(picture: Image) -> Image:
+    # Half as many pixels hold the colors: both sides must be even.
+    width, height = picture.size
+    if width % 2 == 0 and height % 2 == 0:
+        return picture
+    from PIL import Image as Pillow
+
+    wider = Pillow.new("RGB", (width + width % 2, height + height % 2))
+    for place in ((width % 2, height % 2), (0, height % 2), (width % 2, 0), (0, 0)):
+        wider.paste(picture, place)
+    return wider
 
 
 def _font_size(height: int) -> int:

@@ -8,6 +8,8 @@ from typing import Any, Final, Protocol, runtime_checkable
 import attrs
 import torch
 
+from zerotune.errors import DataError
+
 _PATCH: Final = 2
 """Side of the patches that a VAE with batch statistics (Flux.2's) puts into its channels."""
 
@@ -65,9 +67,14 @@ class LatentSpace:
         Returns:
             (b, c, height / scale, width / scale), with latent frames before the height for clips,
             fp32, on the VAE's device.
+
+        Raises:
+            DataError: A clip has frames that the VAE would leave out.
         """
         pixels = images.to(self._device, self._vae.dtype)
         single = self._of_clips and pixels.ndim == 4
+        if self._of_clips and not single:
+            self._check_frames(pixels.shape[2])
         found = self._vae.encode(pixels.unsqueeze(2) if single else pixels)
         latents: torch.Tensor = (
             found.latent_dist.mode() if hasattr(found, "latent_dist") else found.latent
@@ -104,6 +111,17 @@ class LatentSpace:
         """All that decides what the VAE makes of an image, but its weights and precision."""
         names = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
         return {name: self._vae.config.get(name) for name in names}
+
+    def _check_frames(self, frames: int) -> None:
+        if (frames - 1) % self.frames:
+            raise DataError(
+                f"the VAE makes one latent frame of {self.frames} after the first, so {frames} "
+                "leave some over",
+                key="frames",
+                value=frames,
+                fix=f"pass ClipBuckets(compression={self.frames}, frames=...): 1 more than a "
+                f"multiple of {self.frames}",
+            )
 
     def _decoded(self, one: torch.Tensor) -> torch.Tensor:
         # LTX's decoder is told how much noise is left; the pipeline's default is none.

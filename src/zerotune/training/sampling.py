@@ -42,6 +42,10 @@ class SampleOptions(TypedDict, total=False):
     """(c, h, w), without prompts; read from the model's configuration when not given."""
     size: tuple[int, int]
     """Height and width in pixels, with prompts."""
+    frames: int
+    """Of each clip, with prompts, of a family of clips."""
+    references: torch.Tensor
+    """Images that are edited, (n, 3, height, width) in [-1, 1], with prompts."""
     batch_size: int
     """Images per forward pass and rank; all at once when not given."""
 

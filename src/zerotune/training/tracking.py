@@ -164,6 +164,8 @@ def _settings(trainer: RunView) -> dict[str, Scalar]:
 
 
 def _pixels(images: torch.Tensor) -> torch.Tensor:
-    """(n, c, h, w) in [-1, 1] as uint8 (n, h, w, c)."""
+    """(n, c, h, w) in [-1, 1] as uint8 (n, h, w, c); of clips (n, c, f, h, w) the middle frame."""
+    if images.ndim == 5:
+        images = images[:, :, images.shape[2] // 2]
     scaled = (images.detach().float().cpu().clamp(-1, 1) + 1) * 127.5
     return scaled.round().byte().permute(0, 2, 3, 1).contiguous()

@@ -322,7 +322,12 @@ class Trainer(Closing, Readable):
         self._tell("on_values", values)
 
     def show(self, name: str, images: torch.Tensor) -> None:
-        """Tell the callbacks of images (n, c, h, w) in [-1, 1] drawn at this step."""
+        """Tell the callbacks of what was drawn at this step.
+
+        Args:
+            name: What it is called.
+            images: Images (n, c, h, w), or clips (n, c, frames, h, w), in [-1, 1].
+        """
         self._tell("on_images", name, images)
 
     def export(

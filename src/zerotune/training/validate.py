@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from typing_extensions import Unpack
@@ -17,7 +17,8 @@ from zerotune._util.files import write_atomically
 from zerotune._util.numbers import whole
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
-from zerotune.diffusion.grid import images_to_grid
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.grid import ClipFormat, clip_format, clips_to_grid, images_to_grid
 from zerotune.diffusion.held_out import validation_loss
 from zerotune.training.events import Callback
 from zerotune.training.sampling import SampleOptions
@@ -25,6 +26,9 @@ from zerotune.training.sampling import SampleOptions
 if TYPE_CHECKING:
     from zerotune.diffusion.data import Batch
     from zerotune.training.events import RunView, StepMetrics
+
+
+_PREVIEW_FPS: Final = 16.0
 
 
 class Validation(Callback):
@@ -72,7 +76,8 @@ class Validation(Callback):
 class ValidationImages(Validation):
     """Draws the same images every few steps, at every ZeRO stage, with EMA or trained weights.
 
-    Each time a grid is written to ``folder/step-….png`` and the images go to the trackers::
+    Each time a grid is written to ``folder/step-….png`` and the images go to the trackers; of a
+    family of clips the grid moves (``clips=``), and trackers get the middle frames::
 
         ValidationImages(every=500, prompts=["a red cube"], steps=30, folder="samples")
 
@@ -81,9 +86,16 @@ class ValidationImages(Validation):
         folder: Where the grids go.
         columns: Images per row; about a square when not given.
         name: What trackers call the images.
+        clips: What clips are written as: ``MP4(fps=24)`` or ``AnimatedPNG(fps=24)``. When not
+            given, MP4 at 16 frames a second where PyAV is installed, else an animated PNG.
         wanted: What to draw and how, as ``trainer.sample`` takes it: ``prompts``, ``labels`` or
             ``count``, ``seed``, ``steps``, ``guidance_scale``, ``ema``, …
+
+    Attributes:
+        decisions: What clips are written as, where that was chosen.
     """
+
+    decisions: tuple[Decision, ...] = ()
 
     def __init__(
         self,
@@ -92,16 +104,18 @@ class ValidationImages(Validation):
         folder: str | os.PathLike[str],
         columns: int | None = None,
         name: str = "validation/images",
+        clips: ClipFormat | None = None,
         **wanted: Unpack[SampleOptions],
     ) -> None:
         super().__init__(every=every)
         self._folder, self._columns, self._name = Path(folder), columns, name
-        self._wanted = wanted
+        self._wanted, self._clips = wanted, clips
 
     def measure(self, trainer: RunView) -> None:
         """Draw, write and show. Collective."""
         images = trainer.sample(**self._wanted)
-        path = self._folder / f"step-{trainer.step:08d}.png"
+        suffix = self._clip_format().suffix if images.ndim == 5 else ".png"
+        path = self._folder / f"step-{trainer.step:08d}{suffix}"
         together(
             trainer.engine.group,
             f"writing {path}",
@@ -109,12 +123,23 @@ class ValidationImages(Validation):
         )
         trainer.show(self._name, images)
 
+    def _clip_format(self) -> ClipFormat:
+        if self._clips is None:
+            self._clips, decision = clip_format(_PREVIEW_FPS)
+            self.decisions = (decision,)
+            announce(self.decisions)
+        return self._clips
+
     def _write(self, path: Path, images: torch.Tensor) -> None:
         columns = self._columns or math.ceil(math.sqrt(len(images)))
-        content = io.BytesIO()
-        images_to_grid(images, columns=columns).save(content, format="PNG")
+        if images.ndim == 5:
+            content = self._clip_format().encode(clips_to_grid(images, columns=columns))
+        else:
+            buffer = io.BytesIO()
+            images_to_grid(images, columns=columns).save(buffer, format="PNG")
+            content = buffer.getvalue()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, content.getvalue())
+        write_atomically(path, content)
 
 
 class ValidationLoss(Validation):

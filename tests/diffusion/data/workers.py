@@ -7,7 +7,17 @@ from typing import Any
 import torch
 
 from zerotune import DeepSpeedPlan, FlowMatchingObjective, Trainer, Unconditional
-from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
+from zerotune.diffusion import AnimatedPNG, encode_dataset, load_pretrained
+from zerotune.diffusion.data import (
+    AspectBuckets,
+    Augmentation,
+    ClipBuckets,
+    ClipFolder,
+    ImageFolder,
+    PreparedClips,
+    PreparedImages,
+)
+from zerotune.training.validate import ValidationImages
 
 
 def color_unet() -> Any:
@@ -68,3 +78,49 @@ def train(folder: str, checkpoint: str, resume: bool, steps: int) -> list[Any]:
         if not resume:
             trainer.save(checkpoint)
     return objective.seen
+
+
+def train_clips(model: str, clips: str, folder: str) -> dict[str, Any]:
+    """Folders of frames to caches, two steps of a clips' model at stage 2, and previews."""
+    loaded = load_pretrained(model, frozen_dtype="fp32")
+    before = {name: p.detach().clone() for name, p in loaded.model.named_parameters()}
+    buckets = ClipBuckets(
+        sizes=AspectBuckets(area=16 * 16, step=8),
+        frames=(5,),
+        compression=loaded.family.parts.latents.frames,
+    )
+    cached = encode_dataset(
+        PreparedClips(ClipFolder(clips), buckets=buckets),
+        family=loaded.family,
+        folder=f"{folder}/cache",
+        progress=False,
+    )
+    objective, shapes = loaded.objective(), []
+
+    def watched(engine: Any, batch: Any, generator: torch.Generator) -> Any:
+        shapes.append(tuple(batch["latents"].shape))
+        return objective(engine, batch, generator)
+
+    watched.family, watched.scheduler = loaded.family, objective.scheduler  # type: ignore[attr-defined]
+    plan = DeepSpeedPlan.build(
+        stage=2,
+        offload="cpu",
+        precision="fp32",
+        micro_batch_size=1,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+    )
+    previews = ValidationImages(
+        every=2, folder=f"{folder}/previews", prompts=["a long one"], frames=3, size=(16, 16),
+        steps=1, clips=AnimatedPNG(fps=8),
+    )  # fmt: skip
+    with Trainer(
+        model=loaded.model, plan=plan, data=cached, objective=watched, callbacks=[previews]
+    ) as trainer:
+        report = trainer.fit(steps=2)
+        trained = dict(trainer.engine.master_weights.gather())
+        return {
+            "losses": [float(loss) for loss in trainer.report().losses],
+            "moved": sum(not torch.equal(trained[n].cpu(), before[n]) for n in before),
+            "shapes": shapes,
+            "report": str(report),
+        }

@@ -10,6 +10,13 @@ from zerotune.diffusion.data.cache import TensorCache as TensorCache
 from zerotune.diffusion.data.cache import cache_latents as cache_latents
 from zerotune.diffusion.data.cache import cache_texts as cache_texts
 from zerotune.diffusion.data.cache import hash_weights as hash_weights
+from zerotune.diffusion.data.clips import ClipBuckets as ClipBuckets
+from zerotune.diffusion.data.clips import ClipFolder as ClipFolder
+from zerotune.diffusion.data.clips import ClipItem as ClipItem
+from zerotune.diffusion.data.clips import ClipSource as ClipSource
+from zerotune.diffusion.data.clips import FirstFrame as FirstFrame
+from zerotune.diffusion.data.clips import PreparedClips as PreparedClips
+from zerotune.diffusion.data.clips import WholeClip as WholeClip
 from zerotune.diffusion.data.folder import ImageFolder as ImageFolder
 from zerotune.diffusion.data.folder import MetadataFile as MetadataFile
 from zerotune.diffusion.data.folder import TextBeside as TextBeside

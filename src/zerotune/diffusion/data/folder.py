@@ -124,7 +124,7 @@ class CaptionFiles(Protocol):
 
 @attrs.frozen(kw_only=True)
 class TextBeside:
-    """``cat.txt`` holds the caption of ``cat.png``."""
+    """``cat.txt`` holds the caption of ``cat.png``, and that of the folder ``cat`` of frames."""
 
     suffix: str = ".txt"
 
@@ -136,7 +136,10 @@ class TextBeside:
         """
         found = {}
         for name in names:
-            beside = (root / name).with_suffix(self.suffix)
+            place = root / name
+            # A folder's name has no ending: "take.2" is whole.
+            whole = place.with_name(place.name + self.suffix)
+            beside = whole if place.is_dir() else place.with_suffix(self.suffix)
             if beside.is_file():
                 found[name] = _text(beside).strip()
         return found
@@ -198,7 +201,7 @@ class ImageFolder(EncodedSource):
             )
         policy = on_broken or SkipBroken()
         names = _images_in(self._root)
-        chosen, decisions = (captions, ()) if captions else _detect(self._root)
+        chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
         sizes, broken = measure(
             names, self._root.joinpath, check=check or WholeImage(), on_broken=policy
@@ -236,7 +239,8 @@ def _images_in(root: Path) -> list[str]:
     return sorted(found)
 
 
-def _detect(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
+def caption_files(root: Path) -> tuple[CaptionFiles, tuple[Decision, ...]]:
+    """Where the captions of a folder are, and why."""
     for name in ("metadata.jsonl", "metadata.csv"):
         if (root / name).is_file():
             reason = f"{name} is in the folder"

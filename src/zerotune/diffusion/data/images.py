@@ -137,8 +137,13 @@ def pillow(module: str) -> ModuleType:
     return need(f"PIL.{module}", package="pillow")
 
 
-def need(module: str, *, package: str) -> ModuleType:
+def need(module: str, *, package: str, extra: str = "data") -> ModuleType:
     """Import an optional module.
+
+    Args:
+        module: Its name.
+        package: What it is installed as.
+        extra: Which of zerotune's extras brings it.
 
     Raises:
         MissingDependencyError: The package is not installed.
@@ -151,7 +156,7 @@ def need(module: str, *, package: str) -> ModuleType:
         raise MissingDependencyError(
             "is needed to read these data and is not installed",
             key=package,
-            fix="pip install 'zerotune[data]'",
+            fix=f"pip install 'zerotune[{extra}]'",
         ) from error
 
 

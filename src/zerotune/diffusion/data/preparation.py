@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -78,8 +79,15 @@ class Preparation:
                 "is not known", key="resampling", value=value, fix=f"one of {', '.join(known)}"
             )
 
-    def apply(self, image: Image, placement: Placement) -> tuple[Image, Size]:
+    def apply(
+        self, image: Image, placement: Placement, *, corner: Size | None = None
+    ) -> tuple[Image, Size]:
         """Flatten, resize and crop.
+
+        Args:
+            image: RGB or RGBA.
+            placement: How it comes into its bucket.
+            corner: Left and top of the crop, where another image has decided.
 
         Returns:
             The RGB image in its bucket's size, and left and top of the crop in the resized one.
@@ -87,7 +95,7 @@ class Preparation:
         flat = self.alpha.flatten(image) if image.mode == "RGBA" else image
         kind = pillow("Image").Resampling[self.resampling.upper()]
         resized = flat.resize(placement.resized, kind)
-        left, top = self.crop.corner(resized, placement.excess)
+        left, top = corner or self.crop.corner(resized, placement.excess)
         bucket = placement.bucket
         return resized.crop((left, top, left + bucket.width, top + bucket.height)), (left, top)
 
@@ -145,9 +153,12 @@ class PreparedImages:
         self.source = source
         self.preparation = preparation or Preparation()
         self.augmentation = augmentation or Augmentation()
-        sizes = [source.item(index).size for index in range(len(source))]
-        self.assignment: BucketAssignment = buckets.assign(sizes, minimum=minimum)
+        self.assignment: BucketAssignment = self._assign(buckets, minimum)
         announce(self.assignment.decisions)
+
+    def _assign(self, buckets: Any, minimum: int) -> BucketAssignment:
+        sizes = [self.source.item(index).size for index in range(len(self.source))]
+        return buckets.assign(sizes, minimum=minimum)  # type: ignore[no-any-return]
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
@@ -197,11 +208,23 @@ def to_pixels(
     image: Image, placement: Placement, preparation: Preparation, *, flipped: bool
 ) -> tuple[torch.Tensor, Size]:
     """An image in its bucket (3, h, w) in [-1, 1], and left and top of its crop as shown."""
-    part, (left, top) = preparation.apply(image, placement)
-    if flipped:
-        part = part.transpose(pillow("Image").Transpose.FLIP_LEFT_RIGHT)
-        left = placement.excess[0] - left
-    return to_tensor(part), (left, top)
+    (pixels,), corner = all_to_pixels([image], placement, preparation, flipped=flipped)
+    return pixels, corner
+
+
+def all_to_pixels(
+    images: Iterable[Image], placement: Placement, preparation: Preparation, *, flipped: bool
+) -> tuple[list[torch.Tensor], Size]:
+    """Images that belong together, all cut where the first of them is; as ``to_pixels``."""
+    tensors: list[torch.Tensor] = []
+    corner: Size | None = None
+    for image in images:
+        part, corner = preparation.apply(image, placement, corner=corner)
+        if flipped:
+            part = part.transpose(pillow("Image").Transpose.FLIP_LEFT_RIGHT)
+        tensors.append(to_tensor(part))
+    left, top = corner or (0, 0)
+    return tensors, (placement.excess[0] - left if flipped else left, top)
 
 
 def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import attrs
 
@@ -26,6 +26,8 @@ from zerotune.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+T = TypeVar("T")
 
 
 @attrs.frozen(kw_only=True)
@@ -115,22 +117,43 @@ def measure(
     Raises:
         DataError: By ``on_broken``, or because no image can be read.
     """
-    sizes: dict[str, Size] = {}
+    return looked_at(names, lambda name: check.size(encoded(name)), on_broken=on_broken)
+
+
+def looked_at(
+    names: Iterable[str],
+    look: Callable[[str], T],
+    *,
+    on_broken: BrokenPolicy,
+    errors: tuple[type[Exception], ...] = (),
+) -> tuple[dict[str, T], tuple[BrokenImage, ...]]:
+    """What is found at all names that can be read, and a list of the others.
+
+    Args:
+        names: In order.
+        look: What is wanted of one.
+        on_broken: What becomes of those that cannot be read.
+        errors: What ``look`` raises for them beside what Pillow raises.
+
+    Raises:
+        DataError: By ``on_broken``, or because nothing can be read.
+    """
+    found: dict[str, T] = {}
     broken: list[BrokenImage] = []
     for name in names:
         try:
-            sizes[name] = check.size(encoded(name))
-        except readable_errors() as error:
+            found[name] = look(name)
+        except (*readable_errors(), *errors) as error:
             broken.append(BrokenImage(name=name, reason=why(error)))
             on_broken.broken(broken[-1])
-    if not sizes:
+    if not found:
         raise DataError(
             f"holds no image that can be read ({len(broken)} broken)",
             key="data",
             value=[image.name for image in broken[:3]],
             fix="look at the paths and the formats",
         )
-    return sizes, tuple(broken)
+    return found, tuple(broken)
 
 
 def scan_decisions(
@@ -192,6 +215,11 @@ class RepeatedSource:
         """The upright image."""
         return self._source.image(index % len(self._source))
 
+    def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
+        """Frames of a clip, where the source has clips."""
+        source: Any = self._source
+        return source.frames(index % len(source), numbers)  # type: ignore[no-any-return]
+
     def content(self, index: int) -> str:
         """A hash of the stored image."""
         return self._source.content(index % len(self._source))
@@ -240,6 +268,12 @@ class JoinedSources:
         """The upright image."""
         _, source, inner = self._find(index)
         return source.image(inner)
+
+    def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
+        """Frames of a clip, where the sources have clips."""
+        _, found, inner = self._find(index)
+        source: Any = found
+        return source.frames(inner, numbers)  # type: ignore[no-any-return]
 
     def content(self, index: int) -> str:
         """A hash of the stored image."""

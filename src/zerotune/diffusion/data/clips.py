@@ -1,0 +1,624 @@
+"""Clips: video files and folders of frames, in buckets of frames, height and width."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+import attrs
+import torch
+
+from zerotune._util.files import system_errors
+from zerotune._util.numbers import validated, whole
+from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.buckets import (
+    AspectBuckets,
+    Bucket,
+    BucketAssignment,
+    Placement,
+    Size,
+)
+from zerotune.diffusion.data.folder import CaptionFiles, caption_files
+from zerotune.diffusion.data.images import (
+    SUFFIXES,
+    BrokenImage,
+    BrokenPolicy,
+    HeaderOnly,
+    SkipBroken,
+    decode,
+    need,
+    readable_errors,
+    why,
+)
+from zerotune.diffusion.data.preparation import (
+    Augmentation,
+    Preparation,
+    PreparedImages,
+    all_to_pixels,
+)
+from zerotune.diffusion.data.sources import ImageItem, looked_at, scan_decisions
+from zerotune.errors import DataError, InvalidValueError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+VIDEOS: Final = frozenset((".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
+"""Files with these endings, in either case, are clips."""
+
+_FINEST: Final = 60_060
+"""Largest denominator of a rate: 24000/1001 and the like are kept as they are."""
+
+_HALF: Final = Fraction(1, 2)
+
+
+# -- Files that hold frames.
+
+
+class Clip(Protocol):
+    """What lies on the disk of one clip."""
+
+    @property
+    def rate(self) -> Fraction:
+        """Frames per second."""
+        ...
+
+    def first(self) -> tuple[Size, int]:
+        """Width and height of the first upright frame, and how many there are said to be."""
+        ...
+
+    def images(self) -> Iterator[Image]:
+        """All frames, upright, RGB or RGBA."""
+        ...
+
+    def picked(self, numbers: Sequence[int]) -> list[Image]:
+        """Some frames, by their numbers, which rise and may be repeated."""
+        ...
+
+    def content(self) -> str:
+        """A hash of all that is stored."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class _FramesInFolder:
+    files: tuple[Path, ...]
+    rate: Fraction
+
+    def first(self) -> tuple[Size, int]:
+        return HeaderOnly().size(self.files[0]), len(self.files)
+
+    def images(self) -> Iterator[Image]:
+        return map(decode, self.files)
+
+    def picked(self, numbers: Sequence[int]) -> list[Image]:
+        read = {number: decode(self.files[number]) for number in set(numbers)}
+        return [read[number] for number in numbers]
+
+    def content(self) -> str:
+        # Of the frames' hashes, so that no frame runs into the next.
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+        return digest.hexdigest()
+
+
+@attrs.frozen(kw_only=True)
+class _VideoFile:
+    path: Path
+    rate: Fraction
+
+    @classmethod
+    def open(cls, path: Path) -> _VideoFile:
+        with _container(path) as (_, stream):
+            rate = stream.average_rate or stream.guessed_rate
+        if not rate or rate <= 0:
+            raise ValueError("it does not say how many frames it has in a second")
+        return cls(path=path, rate=Fraction(rate))
+
+    def first(self) -> tuple[Size, int]:
+        with _container(self.path) as (_, stream):
+            count = int(stream.frames)
+            if not count and stream.duration is not None and stream.time_base is not None:
+                count = int(stream.duration * stream.time_base * self.rate)
+        width, height = next(self.images()).size
+        return (width, height), count
+
+    def images(self) -> Iterator[Image]:
+        with _container(self.path) as (container, _):
+            for frame in container.decode(video=0):
+                image: Image = frame.to_image()
+                turned = int(getattr(frame, "rotation", 0) or 0)
+                yield image.rotate(turned, expand=True) if turned else image
+
+    def picked(self, numbers: Sequence[int]) -> list[Image]:
+        wanted, read = set(numbers), {}
+        count = 0
+        for count, image in enumerate(self.images(), start=1):
+            if count - 1 in wanted:
+                read[count - 1] = image
+            if len(read) == len(wanted):
+                return [read[number] for number in numbers]
+        raise ValueError(f"it ends after {count} frames, and frame {max(wanted)} is wanted")
+
+    def content(self) -> str:
+        with self.path.open("rb") as file:
+            digest = hashlib.sha256()
+            while part := file.read(1 << 20):
+                digest.update(part)
+        return digest.hexdigest()
+
+
+@contextmanager
+def _container(path: Path) -> Iterator[tuple[Any, Any]]:
+    """An opened video and its first stream of pictures."""
+    with need("av", package="av", extra="video").open(os.fspath(path)) as container:
+        if not container.streams.video:
+            raise ValueError("it holds no pictures")
+        yield container, container.streams.video[0]
+
+
+def _video_errors(*, videos: bool) -> tuple[type[Exception], ...]:
+    """What PyAV raises for files that hold no whole video, where there are any."""
+    if not videos:
+        return ()
+    known: type[Exception] = need("av", package="av", extra="video").error.FFmpegError
+    return (known,)
+
+
+class ClipCheck(Protocol):
+    """How closely clips are looked at when a source is opened."""
+
+    def look(self, clip: Clip) -> tuple[Size, int]:
+        """Width and height of the upright frames, and how many there are."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class WholeClip:
+    """Decode every frame: finds clips that are cut off, and counts what is there."""
+
+    def look(self, clip: Clip) -> tuple[Size, int]:
+        """Width and height of all frames, and how many there are."""
+        sizes = [image.size for image in clip.images()]
+        if len(set(sizes)) != 1:
+            found = ", ".join(f"{width}x{height}" for width, height in sorted(set(sizes)))
+            raise ValueError(f"its frames are of several sizes: {found}" if sizes else "no frames")
+        return sizes[0], len(sizes)
+
+
+@attrs.frozen(kw_only=True)
+class FirstFrame:
+    """Decode the first frame and believe the file's length: fast.
+
+    A clip that turns out shorter stops the run when it is read.
+    """
+
+    def look(self, clip: Clip) -> tuple[Size, int]:
+        """Width and height of the first frame, and how many there are said to be."""
+        size, count = clip.first()
+        if count < 1:
+            raise ValueError("it does not say how long it is; pass check=WholeClip()")
+        return size, count
+
+
+# -- The source.
+
+
+@attrs.frozen(kw_only=True)
+class ClipItem(ImageItem):
+    """What is known of a clip without its pixels."""
+
+    frames: int
+    """How many there are."""
+    rate: Fraction
+    """Frames per second."""
+
+
+class ClipSource(Protocol):
+    """Clips with captions, in a fixed order that is the same on all ranks."""
+
+    def __len__(self) -> int: ...
+
+    def item(self, index: int) -> ClipItem:
+        """Name, size, length and caption."""
+        ...
+
+    def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
+        """Some frames, upright, RGB or RGBA."""
+        ...
+
+    def content(self, index: int) -> str:
+        """A hash of the stored clip."""
+        ...
+
+
+class ClipFolder:
+    """All clips of a folder and its subfolders, in order of their names.
+
+    A video file is a clip, which needs PyAV (``zerotune[video]``), and so is every folder in the
+    root that holds images and no videos: its images are the frames, in order of their names,
+    where ``9.png`` comes before ``10.png``.
+
+    Args:
+        root: The folder. Names that begin with a dot are left out.
+        frame_rate: Frames per second of the folders of frames, which do not say.
+        captions: Where captions are, as for ``ImageFolder``: ``cat.txt`` is that of ``cat.mp4``
+            and of the folder ``cat``.
+        check: ``WholeClip()`` decodes every frame at the start, ``FirstFrame()`` is faster.
+        on_broken: ``SkipBroken()`` leaves broken clips out, ``RefuseBroken()`` stops.
+
+    Attributes:
+        broken: What was left out, and why.
+        decisions: What was chosen and skipped.
+
+    Raises:
+        DataError: There is no clip, or a caption file is malformed.
+        InvalidValueError: The rate is not above 0.
+        MissingDependencyError: Pillow is not installed, or PyAV and there are videos.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        frame_rate: float = 24.0,
+        captions: CaptionFiles | None = None,
+        check: ClipCheck | None = None,
+        on_broken: BrokenPolicy | None = None,
+    ) -> None:
+        place, rate = Path(root), _rate(frame_rate, key="frame_rate")
+        with system_errors(DataError, place, "clips cannot be read from it"):
+            there = place.is_dir()
+        if not there:
+            raise DataError(
+                "is no folder", key="root", value=os.fspath(root), fix="name a folder of clips"
+            )
+        policy = on_broken or SkipBroken()
+        found, strays = _clips_in(place)
+        for stray in strays:
+            policy.broken(stray)
+        videos = any(isinstance(files, Path) for files in found.values())
+        self._errors: tuple[type[Exception], ...] = _video_errors(videos=videos)
+        chosen, decisions = (captions, ()) if captions else caption_files(place)
+        words = chosen.read(place, found)
+        looker: ClipCheck = check or WholeClip()
+        clips: dict[str, Clip] = {}
+
+        def look(name: str) -> tuple[Size, int]:
+            files = found[name]
+            clips[name] = (
+                _FramesInFolder(files=files, rate=rate)
+                if isinstance(files, tuple)
+                else _VideoFile.open(files)
+            )
+            return looker.look(clips[name])
+
+        seen, broken = looked_at(found, look, on_broken=policy, errors=self._errors)
+        self._clips: list[Clip] = [clips[name] for name in seen]
+        self._items = [
+            ClipItem(
+                name=name,
+                size=size,
+                frames=count,
+                rate=clips[name].rate,
+                caption=words.get(name, ""),
+            )
+            for name, (size, count) in seen.items()
+        ]
+        self.broken = (*strays, *broken)
+        self.decisions = (
+            *decisions,
+            *_rate_decision(rate, sum(isinstance(c, _FramesInFolder) for c in self._clips)),
+            *scan_decisions(self.broken, self._items),
+        )
+        announce(self.decisions)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def item(self, index: int) -> ClipItem:
+        """Name, size, length and caption."""
+        return self._items[index]
+
+    def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
+        """Some frames, upright, RGB or RGBA.
+
+        Raises:
+            DataError: The clip is broken or shorter than it was said to be.
+        """
+        unreadable: tuple[type[Exception], ...] = (*readable_errors(), *self._errors, IndexError)
+        try:
+            return self._clips[index].picked(numbers)
+        except unreadable as error:
+            raise DataError(
+                why(error),
+                key=self._items[index].name,
+                fix="open the source with check=WholeClip(), which finds such clips at the start",
+            ) from error
+
+    def content(self, index: int) -> str:
+        """A hash of the file, or of all frames."""
+        return self._clips[index].content()
+
+
+def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[BrokenImage]]:
+    """Videos, and folders with their frames, by name; and images that belong to neither."""
+    found: dict[str, Path | tuple[Path, ...]] = {}
+    strays = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        place = Path(folder)
+        seen = [place / name for name in files if not name.startswith(".")]
+        videos = [path for path in seen if path.suffix.lower() in VIDEOS]
+        images = [path for path in seen if path.suffix.lower() in SUFFIXES]
+        found |= {path.relative_to(root).as_posix(): path for path in videos}
+        if images and place != root and not videos:
+            found[place.relative_to(root).as_posix()] = tuple(sorted(images, key=_natural))
+        else:
+            strays += [
+                BrokenImage(
+                    name=path.relative_to(root).as_posix(), reason="lies in no folder of frames"
+                )
+                for path in sorted(images)
+            ]
+    # The order of a directory differs between machines; that of names does not.
+    return dict(sorted(found.items())), strays
+
+
+def _natural(path: Path) -> list[Any]:
+    """The order in which people count: 9 before 10."""
+    parts = re.split(r"(\d+)", path.name)
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)] + [path.name]
+
+
+def _rate_decision(rate: Fraction, folders: int) -> tuple[Decision, ...]:
+    if not folders:
+        return ()
+    return (
+        Decision(
+            key="data.frame_rate",
+            before=None,
+            after=round(float(rate), 3),
+            reason=f"{folders} folders of frames do not say how many they have in a second",
+        ),
+    )
+
+
+def _rate(value: float | Fraction, *, key: str) -> Fraction:
+    if not 0 < value < float("inf"):
+        raise InvalidValueError("is no rate", key=key, value=value, fix="write frames per second")
+    return Fraction(value).limit_denominator(_FINEST)
+
+
+# -- Buckets of frames, height and width.
+
+
+@attrs.frozen(kw_only=True, order=True)
+class ClipBucket(Bucket):
+    """A size and a length that clips are brought to."""
+
+    frames: int
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}x{self.frames}"
+
+
+@attrs.frozen(kw_only=True)
+class ClipPlacement(Placement):
+    """How one clip comes into its bucket: which frames, resized, then cropped."""
+
+    bucket: ClipBucket
+    start: int
+    """Number of the first frame."""
+    step: Fraction
+    """Frames of the clip from one to the next; not always whole."""
+    fps: Fraction
+    """Frames per second of what is trained."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The frames of the clip that are used: the nearest in time."""
+        return tuple(
+            self.start + int(number * self.step + _HALF) for number in range(self.bucket.frames)
+        )
+
+
+def _rising(lengths: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(lengths)))
+
+
+def _frames_per_second(value: float | Fraction) -> Fraction:
+    return _rate(value, key="ClipBuckets.fps")
+
+
+def _check_lengths(instance: ClipBuckets, attribute: Any, value: tuple[int, ...]) -> None:
+    for frames in value:
+        whole(frames, key=attribute.name, fix="write how many frames, such as 17")
+        if (frames - 1) % instance.compression:
+            below = frames - (frames - 1) % instance.compression
+            raise InvalidValueError(
+                f"a VAE that makes one of {instance.compression} frames after the first takes 1 "
+                f"more than a multiple of {instance.compression}",
+                key=attribute.name,
+                value=frames,
+                fix=f"write {below} or {below + instance.compression}",
+            )
+    if not value:
+        raise InvalidValueError(
+            "there is no length", key=attribute.name, value=value, fix="write (17,)"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class ClipBuckets:
+    """Each size of ``sizes`` at each length of ``frames``.
+
+    A clip goes to the longest length that it fills, and of that to the size whose shape is
+    nearest to its own. Of a longer clip the middle is taken.
+
+    Raises:
+        InvalidValueError: A length that the VAE cannot take, or a rate not above 0.
+    """
+
+    sizes: AspectBuckets
+    """Width and height; the same for all lengths."""
+    compression: int = attrs.field(default=4, validator=validated(whole, fix="write 1"))
+    """Frames that the VAE makes one latent frame of, after the first, which has one of its own:
+    ``family.parts.latents.frames``."""
+    frames: tuple[int, ...] = attrs.field(
+        default=(17, 33, 49, 81),
+        converter=_rising,
+        validator=_check_lengths,
+    )
+    """Lengths, each 1 more than a multiple of ``compression``; 1 is a picture."""
+    fps: Fraction | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(_frames_per_second),
+    )
+    """Frames per second that clips are brought to, by leaving out or repeating frames; when not
+    given each keeps its own rate."""
+
+    def step(self, item: ClipItem) -> Fraction:
+        """Frames of a clip from one that is used to the next."""
+        return Fraction(1) if self.fps is None else item.rate / self.fps
+
+    def length(self, item: ClipItem) -> int | None:
+        """The longest length that a clip fills; ``None``: it is too short for all."""
+        available = int((item.frames - 1) / self.step(item)) + 1
+        return max((length for length in self.frames if length <= available), default=None)
+
+    def assign(self, items: Sequence[ClipItem], *, minimum: int = 1) -> BucketAssignment:
+        """Give every clip a bucket.
+
+        Args:
+            items: The clips.
+            minimum: Clips of a bucket with fewer go to the nearest one of the same length that
+                has as many; see ``AspectBuckets.assign``.
+
+        Raises:
+            DataError: There is no clip, or one that is too short for all lengths.
+        """
+        if not items:
+            raise DataError("is empty", key="clips", value=0, fix="give at least one clip")
+        lengths = [self.length(item) for item in items]
+        self._refuse_short(items, lengths)
+        placements: dict[int, Placement] = {}
+        decisions: list[Decision] = []
+        for length in sorted(set(cast("list[int]", lengths))):
+            members = [index for index, found in enumerate(lengths) if found == length]
+            part = self.sizes.assign([items[index].size for index in members], minimum=minimum)
+            decisions += part.decisions
+            for index, flat in zip(members, part.placements, strict=True):
+                placements[index] = self._placed(items[index], flat, length)
+        ordered = tuple(placements[index] for index in range(len(items)))
+        decisions += self._frame_decisions(items, ordered)
+        return BucketAssignment(placements=ordered, decisions=tuple(decisions))
+
+    def _placed(self, item: ClipItem, flat: Placement, length: int) -> ClipPlacement:
+        step = self.step(item)
+        last = int((length - 1) * step + _HALF)
+        return ClipPlacement(
+            bucket=ClipBucket(width=flat.bucket.width, height=flat.bucket.height, frames=length),
+            original=flat.original,
+            resized=flat.resized,
+            start=(item.frames - 1 - last) // 2,
+            step=step,
+            fps=self.fps or item.rate,
+        )
+
+    def _refuse_short(self, items: Sequence[ClipItem], lengths: Sequence[int | None]) -> None:
+        short = [item for item, length in zip(items, lengths, strict=True) if length is None]
+        if short:
+            named = ", ".join(f"{item.name} ({item.frames})" for item in short[:5])
+            raise DataError(
+                f"{len(short)} of {len(items)} clips are too short for the shortest length: "
+                + named
+                + (", …" if len(short) > 5 else ""),
+                key="frames",
+                value=self.frames,
+                fix="add a shorter length (1 is a picture), lower fps, or take them out",
+            )
+
+    def _frame_decisions(
+        self, items: Sequence[ClipItem], placements: Sequence[Placement]
+    ) -> Iterator[Decision]:
+        slow = [item.name for item in items if self.step(item) < 1]
+        if slow:
+            yield Decision(
+                key="clips.fps",
+                before=None,
+                after=str(self.fps),
+                reason=f"{len(slow)} of {len(items)} clips have fewer frames in a second, and "
+                f"some of their frames come twice ({slow[0]}, …)",
+                severity="warning",
+            )
+        spans = [numbers[-1] - numbers[0] + 1 for numbers in map(_numbers, placements)]
+        there = sum(item.frames for item in items)
+        if sum(spans) < there:
+            yield Decision(
+                key="clips.frames",
+                before=there,
+                after=sum(spans),
+                reason="of clips longer than their bucket the middle is used; cut them into "
+                "several clips to use all",
+            )
+
+
+def _numbers(placement: Placement) -> tuple[int, ...]:
+    return cast("ClipPlacement", placement).numbers
+
+
+# -- The dataset.
+
+
+class PreparedClips(PreparedImages):
+    """A bucketed dataset of clips and captions; caches and streams take it as they take images.
+
+    A sample is that of ``PreparedImages``, but that ``images`` are (3, frames, h, w). All frames of
+    a clip are cropped and mirrored alike; a crop that looks at the image looks at the first.
+
+    Args:
+        source: Such as ``ClipFolder``.
+        buckets: The lengths and sizes to bring clips to.
+        minimum: Clips of buckets with fewer go to a fuller one; see ``ClipBuckets.assign``.
+        preparation: Alpha, resizing, cropping.
+        augmentation: Flips and captions.
+
+    Raises:
+        DataError: A clip is too short for all buckets.
+    """
+
+    def __init__(
+        self,
+        source: ClipSource,
+        *,
+        buckets: ClipBuckets,
+        minimum: int = 1,
+        preparation: Preparation | None = None,
+        augmentation: Augmentation | None = None,
+    ) -> None:
+        super().__init__(
+            cast("Any", source),
+            buckets=cast("Any", buckets),
+            minimum=minimum,
+            preparation=preparation,
+            augmentation=augmentation,
+        )
+
+    def _assign(self, buckets: Any, minimum: int) -> BucketAssignment:
+        items = [self.source.item(index) for index in range(len(self.source))]
+        return buckets.assign(items, minimum=minimum)  # type: ignore[no-any-return]
+
+    def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
+        """One clip (3, frames, h, w) in [-1, 1], and left and top of its crop as shown."""
+        placement = self.assignment.placements[index]
+        source: Any = self.source
+        frames = source.frames(index, _numbers(placement))
+        tensors, corner = all_to_pixels(frames, placement, self.preparation, flipped=flipped)
+        return torch.stack(tensors, dim=1), corner
