@@ -1,4 +1,4 @@
-"""Adapters on every engine: stages 1-3, none/cpu/nvme, one and two processes, fp32 and bf16.
+"""Adapters on every engine: stages 0-3, none/cpu/nvme, one and two processes, fp32 and bf16.
 
 Minutes long, so it runs where ``ZEROTUNE_LORA_MATRIX`` is set; ``test_lora_on_engines`` has the
 cross-section.
@@ -38,6 +38,7 @@ pytestmark = [
 ]
 
 PLACES = [
+    Case(stage=0),
     *(Case(stage=stage, offload=where) for stage in (1, 2) for where in ("none", "cpu")),
     Case(stage=3, overrides=(WHOLE,)),
     Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)),

@@ -217,6 +217,18 @@ def test_adapters_need_less_than_the_model_and_hold_what_the_base_holds():
     assert larger.trainable_numel == 2 * facts.trainable_numel
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_adapters_are_not_partitioned_where_the_base_fits_whole(ranks):
+    assert advise("24GiB", lora=16, world_size=ranks).chosen.title == "no partitioning"
+    # The base takes 4.8 GiB of each device, unless the ranks share it.
+    assert advise("4.5GiB", lora=16, world_size=ranks).resolved.stage == 3
+
+
+def test_blocks_are_recomputed_before_adapters_are_partitioned():
+    advice = advise("12GiB", lora=16)
+    assert (advice.resolved.stage, advice.gradient_checkpointing) == (0, True)
+
+
 def test_where_nothing_fits_adapters_are_suggested_if_they_would():
     with pytest.raises(NothingFitsError, match=r"adapters fit: lora=16 \(--lora 16\)"):
         advise("8GiB", "16GiB")
