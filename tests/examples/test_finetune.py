@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.resources
+import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
 from tests.support import pipelines
-from tests.support.ranks import run_ranks
+from tests.support.ranks import free_port, run_ranks
+from zerotune.checkpoint import convert
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PHOTOS = {
@@ -98,6 +102,62 @@ def test_adapters_are_trained_and_load_in_the_pipeline(
     adapters = [p for name, p in component.named_parameters() if "lora_B" in name]
     assert adapters
     assert all(bool(p.abs().max() > 0) for p in adapters), "they have learned"
+
+
+@pytest.mark.deepspeed
+def test_start_goes_on_from_what_deepspeed_saved(models, photos, tmp_path):
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    theirs = str(tmp_path / "theirs")
+    (trained,) = run_ranks(saved_by_deepspeed, str(models("sd15")), theirs, env=env)
+    start = convert(theirs, tmp_path / "start")
+    output = tmp_path / "run"
+    arguments = [str(models("sd15")), str(photos), str(output), *plan("sdxl"), *SMALL, *BUCKETS]
+    arguments += ["--start", str(start)]
+    again = [[*arguments, "--steps", steps] for steps in ("1", "2", "2")]
+    (losses,) = run_ranks(run_each, again, str(output / "pipeline" / "unet"))
+    nothing, one, finished = losses
+    assert nothing["losses"] == [], "the step that DeepSpeed took is counted"
+    exported = nothing["exported"]
+    assert exported.keys() == trained.keys()
+    assert [name for name in trained if not np.array_equal(exported[name], trained[name])] == []
+    assert len(one["losses"]) == 1
+    assert finished["losses"] == [], "the run's own checkpoint goes before --start"
+
+
+def saved_by_deepspeed(model: str, folder: str) -> dict[str, np.ndarray]:
+    """One step of a raw DeepSpeed loop on the U-Net; its weights, rounded to bf16."""
+    import deepspeed
+    from diffusers import UNet2DConditionModel
+
+    config = json.loads((EXAMPLES / "plans" / "sdxl.json").read_text())
+    del config["scheduler"]
+    config |= {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
+    config["optimizer"]["params"]["lr"] = 1e-2
+    unet = UNet2DConditionModel.from_pretrained(f"{model}/unet")
+    before = {name: each.clone() for name, each in unet.state_dict().items()}
+    engine, *_ = deepspeed.initialize(model=unet, config=config)
+    width = unet.config.cross_attention_dim
+    text = torch.zeros(1, 4, width, dtype=torch.bfloat16)
+    noise = torch.randn(1, 4, 8, 8, dtype=torch.bfloat16)
+    engine.backward(engine(noise, 500, encoder_hidden_states=text).sample.float().pow(2).mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    assert any(not torch.equal(before[n], t.float()) for n, t in unet.state_dict().items())
+    return {name: each.float().numpy() for name, each in unet.state_dict().items()}
+
+
+def run_each(commands: list[list[str]], exported: str) -> list[dict[str, Any]]:
+    """One command after the other, in one process, with what each left behind."""
+    from diffusers import UNet2DConditionModel
+
+    found = []
+    for arguments in commands:
+        losses = run("finetune", arguments)
+        weights = UNet2DConditionModel.from_pretrained(exported).state_dict()
+        values = {name: each.float().numpy() for name, each in weights.items()}
+        found.append({"losses": losses, "exported": values})
+    return found
 
 
 @pytest.mark.deepspeed
