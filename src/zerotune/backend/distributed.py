@@ -165,6 +165,13 @@ class ProcessGroup:
         group._control = None
         return group
 
+    def another(self) -> ProcessGroup:
+        """The same processes on connections of their own, for another thread. Collective."""
+        if self._control is None:
+            return ProcessGroup.alone()
+        timeout_s = self._timeout.total_seconds()
+        return ProcessGroup(backend=str(dist.get_backend()), timeout_s=timeout_s)
+
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
@@ -241,12 +248,16 @@ class ProcessGroup:
         total = torch.tensor(value, dtype=torch.float64 if device.type != "mps" else torch.float32)
         return float(self.sum_(total.to(device))) / self.world_size
 
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator."""
+    def any(self, flag: bool, *, purpose: str = "ask each other") -> bool:
+        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator.
+
+        Raises:
+            CollectiveError: A rank did not come; the message names it.
+        """
         if self._control is None:
             return flag
         found = torch.tensor(int(flag), dtype=torch.uint8)
-        with self._meeting("ask each other"):
+        with self._meeting(purpose):
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._control)
         return bool(found)
 

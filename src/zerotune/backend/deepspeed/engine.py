@@ -247,7 +247,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         )
         self._engine, built = initialize(deepspeed, plan, arguments)
         asking = ask_once(self._engine)
-        self._host_step, stepping = take_over_step(self._engine, plan)
+        self._host_step, stepping = take_over_step(self._engine, plan, self._group)
         self._decisions = (
             *(_rounding(plan) if rounded else ()),
             *pinned,

@@ -400,7 +400,7 @@ class AttachedEngine(ZeROEngine):
         untouched = fresh and engine.micro_steps == 0
         stepping: tuple[Decision, ...] = ()
         if untouched:
-            self._host_step, stepping = take_over_step(engine, plan)
+            self._host_step, stepping = take_over_step(engine, plan, self._group)
         self._decisions = (
             *self._decided,
             *(undo_dummy_step(engine) if fresh else ()),

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.host_adam import (
@@ -32,15 +33,20 @@ from zerotune.backend.deepspeed.host_adam import (
 )
 from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed, trainable_parameters
 from zerotune.backend.deepspeed.pending_step import (
+    Exchange,
     Part,
     PendingStep,
     Piece,
+    SharedStep,
+    Span,
     StreamUpload,
     Upload,
     divide,
+    divide_alike,
     land,
 )
 from zerotune.backend.deepspeed.reads import read_at_once
+from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, MasterLayout
 from zerotune.backend.ops.host_step import HostStepOp, load_host_step
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
@@ -68,14 +74,17 @@ _SCATTER: Final = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 """A private method of stage 3, under the name Python gives it."""
 
 
-def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tuple[Decision, ...]]:
-    """Have an Adam in host memory stepped in one pass, where that is possible.
+def take_over_step(
+    engine: Any, plan: ResolvedPlan, group: ProcessGroup
+) -> tuple[HostStep | None, tuple[Decision, ...]]:
+    """Have an Adam in host memory stepped in one pass, where that is possible. Collective.
 
     Adam is a DeepSpeedCPUAdam, or an AdamWBF16States.
 
     Args:
         engine: A ``deepspeed.DeepSpeedEngine``, before its first step.
         plan: Whether that is wanted.
+        group: The processes that train together.
 
     Returns:
         What takes the steps now, ``None`` where DeepSpeed does, and what was decided: nothing
@@ -92,24 +101,25 @@ def take_over_step(engine: Any, plan: ResolvedPlan) -> tuple[HostStep | None, tu
         reason = "the plan was resolved with host_step=False"
         return None, (_decision(usual, usual, reason),)
     obstacle = _obstacle(wrapper, kind)
+    op: HostStepOp | None = None
     if obstacle is None:
         try:
             op = load_host_step()
         except PlatformError as error:
             obstacle = f"the op host_step cannot be built: {error.reason}"
         else:
-            obstacle = "" if not ours or torch_rounds_alike(op) else _ROUNDS_OTHERWISE
-        if not obstacle:
-            layout = layout_of_deepspeed(engine, rank=engine.global_rank)
-            step = kind(wrapper=wrapper, op=op, module=engine.module, layout=layout)
-            step.install()
-            decided = (
-                _decision(usual, "one pass", _REASON),
-                _hide(step, plan),
-                *_accumulates(step, plan),
-            )
-            return step, decided
-    return None, (_decision(usual, usual, obstacle),)
+            obstacle = None if not ours or torch_rounds_alike(op) else _ROUNDS_OTHERWISE
+    if group.any(obstacle is not None, purpose="choose who takes the steps"):
+        return None, (_decision(usual, usual, obstacle or "another rank cannot take it so"),)
+    layout = layout_of_deepspeed(engine, rank=engine.global_rank)
+    step = kind(wrapper=wrapper, op=op, module=engine.module, layout=layout, group=group)
+    step.install()
+    decided = (
+        _decision(usual, "one pass", _REASON),
+        _hide(step, plan),
+        *_accumulates(step, plan),
+    )
+    return step, decided
 
 
 def _accumulates(step: HostStep, plan: ResolvedPlan) -> tuple[Decision, ...]:
@@ -141,7 +151,9 @@ def _hide(step: HostStep, plan: ResolvedPlan) -> Decision:
         reason = "asked for" if plan.hidden_step else "the cores have nothing else to do meanwhile"
         step.hide()
     else:
-        after = "taken before the step returns, or together with the averages"
+        after = "taken before the step returns"
+        if not step.needs_a_thread:
+            after += ", or together with the averages"
         reason = (
             "the plan was resolved with hidden=False"
             if plan.hidden_step is False
@@ -175,6 +187,7 @@ class HostStep(ABC):
         op: The compiled functions.
         module: The model.
         layout: Where the wrapper has its weights.
+        group: The processes that train together.
     """
 
     relied_on: tuple[str, ...] = ("norm_for_param_grads", "reset_cpu_buffers", "loss_scale")
@@ -184,12 +197,19 @@ class HostStep(ABC):
     """Methods of the wrapper that read or write weights or states."""
 
     def __init__(
-        self, *, wrapper: Any, op: HostStepOp, module: torch.nn.Module, layout: MasterLayout
+        self,
+        *,
+        wrapper: Any,
+        op: HostStepOp,
+        module: torch.nn.Module,
+        layout: MasterLayout,
+        group: ProcessGroup,
     ) -> None:
         self._wrapper = wrapper
         self._op = op
         self._module = module
         self._layout = layout
+        self._group = group
         adam = wrapper.optimizer
         self._adam: Stepper = (
             HostBF16Adam(op=op, adam=adam)
@@ -222,6 +242,11 @@ class HostStep(ABC):
         """Why a step must not return before its pass is taken, if so."""
         betas = {tuple(group["betas"]) for group in self._wrapper.optimizer.param_groups}
         return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
+
+    @property
+    def needs_a_thread(self) -> bool:
+        """Whether a pass that is taken later can only be taken by a thread of its own."""
+        return False
 
     @property
     def gradient_dtype(self) -> torch.dtype:
@@ -296,7 +321,7 @@ class HostStep(ABC):
         hooks = self._wrapper.optimizer._optimizer_step_post_hooks
         return (
             self._at_once is None
-            and (self._thread is not None or averaged)
+            and (self._thread is not None or (averaged and not self.needs_a_thread))
             # Hooks after the optimizer's step are told that it has been taken.
             and not hooks
             and self._waits_for_compiled()
@@ -318,29 +343,39 @@ class HostStep(ABC):
     def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
         """Leave begun steps to whoever takes them."""
         if not self._parts:
-            sizes = [step.weight.numel() for step in steps]
-            self._parts = divide(self._layout.addresses, sizes, first=self._wanted_first())
+            self._parts = self._divide([step.weight.numel() for step in steps])
             self._order = list(range(len(self._parts)))
-        pending = PendingStep(
-            parts=self._parts, order=tuple(self._order), steps=steps, upload=upload
-        )
+        pending = self._begin(steps, upload)
         self._pending = pending
         for name, tensor in self._written().items():
             pending.hold(name, tensor)
         if self._thread is not None:
             self._thread.submit(pending.run)
 
+    def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
+        return divide(self._layout.addresses, sizes, first=self._wanted_first())
+
+    def _begin(self, steps: Sequence[SlabStep], upload: Upload) -> PendingStep:
+        return PendingStep(parts=self._parts, order=tuple(self._order), steps=steps, upload=upload)
+
     def _upload(
-        self, sources: Sequence[torch.Tensor | None], targets: Sequence[torch.Tensor | None]
+        self,
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        exchange: Exchange | None = None,
     ) -> Upload:
         away = [target for target in targets if target is not None]
         accelerator = self._home.get_accelerator()
         if all(target.device.type == "cpu" for target in away):
-            return Upload(sources=sources, targets=targets)
+            return Upload(sources=sources, targets=targets, exchange=exchange)
         if self._stream is None:
             self._stream = accelerator.Stream()
         return StreamUpload(
-            sources=sources, targets=targets, stream=self._stream, accelerator=accelerator
+            sources=sources,
+            targets=targets,
+            exchange=exchange,
+            stream=self._stream,
+            accelerator=accelerator,
         )
 
     def _is_here(self, target: torch.Tensor) -> bool:
@@ -468,12 +503,34 @@ class PartitionedStep(HostStep):
         "update_lp_params",
     )
 
+    _beside: tuple[ProcessGroup, Any] | None = None
+    """What the weights of several ranks are exchanged through, behind other collectives."""
+
     @override
     def why_at_once(self) -> str | None:
-        groups = self._wrapper.real_dp_process_group
-        if any(self._home.dist.get_world_size(group=group) > 1 for group in groups):
-            return "several ranks exchange their weights before the step returns"
+        sizes = {len(each) for each in self._wrapper.parallel_partitioned_bit16_groups}
+        if sizes != {self._group.world_size}:
+            return "not all ranks share all of the weights"
         return super().why_at_once()
+
+    @override
+    def hide(self) -> None:
+        super().hide()
+        if self._group.world_size > 1:
+            self._beside = self._group.another(), dist.new_group()
+
+    @property
+    @override
+    def needs_a_thread(self) -> bool:
+        # Else nobody could exchange weights that only one rank asks for.
+        return self._group.world_size > 1
+
+    @override
+    def _may_wait(self) -> bool:
+        may = super()._may_wait()
+        if self._beside is None:
+            return may
+        return not self._group.any(not may, purpose="begin a step")
 
     @override
     def install(self) -> None:
@@ -551,9 +608,9 @@ class PartitionedStep(HostStep):
             wrapper.averaged_gradients[index] = None
         wrapper.reset_cpu_buffers()
         if self._pending is None:
-            self._exchange()
+            self._exchange_all()
 
-    def _exchange(self) -> None:
+    def _exchange_all(self) -> None:
         wrapper = self._wrapper
         self._home.all_gather_dp_groups(
             groups_flat=wrapper.bit16_groups_flat,
@@ -604,12 +661,49 @@ class PartitionedStep(HostStep):
             sources.append(None if here else out.data.view(-1))
             targets.append(None if here else target.data.view(-1))
         if self._may_wait():
-            self._launch(begun, self._upload(sources, targets))
+            self._launch(begun, self._upload(sources, targets, self._exchange()))
             return
         upload = Upload(sources=sources, targets=targets)
         for index, step in enumerate(begun):
             step.run(0, step.weight.numel())
             upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+
+    def _exchange(self) -> Exchange | None:
+        if self._beside is None:
+            return None
+        group, data = self._beside
+        partitions = [
+            [each.data.view(-1) for each in of_all]
+            for of_all in self._wrapper.parallel_partitioned_bit16_groups
+        ]
+        return Exchange(group=group, data=data, partitions=partitions)
+
+    @override
+    def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
+        if self._beside is None:
+            return super()._divide(sizes)
+        return divide_alike(self._layout.addresses, sizes, spans=self._spans())
+
+    def _spans(self) -> Iterator[Span]:
+        wrapper = self._wrapper
+        names = {id(parameter): name for name, parameter in trainable_parameters(self._module)}
+        for slab, flat in enumerate(wrapper.bit16_groups_flat):
+            for parameter in wrapper.bit16_groups[slab]:
+                start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+                stop = start + parameter.numel()
+                yield Span(name=names[id(parameter)], slab=slab, start=start, stop=stop)
+
+    @override
+    def _begin(self, steps: Sequence[SlabStep], upload: Upload) -> PendingStep:
+        if upload.exchange is None:
+            return super()._begin(steps, upload)
+        return SharedStep(
+            parts=self._parts,
+            order=tuple(self._order),
+            steps=steps,
+            upload=upload,
+            exchange=upload.exchange,
+        )
 
     @override
     def _written(self) -> Mapping[str, torch.Tensor]:

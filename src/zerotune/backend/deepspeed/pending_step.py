@@ -16,14 +16,19 @@ from typing import Any, Final, cast
 
 import attrs
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.host_adam import SlabStep
+from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, FragmentAddress
 from zerotune.backend.ops.host_step import Average
+from zerotune.errors import EngineError
 
 _PARTS: Final = 256
 """Parts of a step: each costs the interpreter's lock twice, which may take 5 ms."""
+_SHARED_PARTS: Final = 64
+"""Where ranks exchange each: they meet as often."""
 _LEAST: Final = 2**18
 """Elements of a part, at least."""
 
@@ -52,7 +57,17 @@ class Part:
 
     pieces: tuple[Piece, ...]
     names: frozenset[str]
-    """Of the parameters it writes."""
+    """Of the parameters it writes, or that are written where every rank takes its part of them."""
+
+
+@attrs.frozen(kw_only=True)
+class Span:
+    """Where a parameter lies in the weights of a slab, those of all ranks one after the other."""
+
+    name: str
+    slab: int
+    start: int
+    stop: int
 
 
 def divide(
@@ -113,6 +128,98 @@ def _pieces(
             yield Piece(slab=slab, start=at, stop=numel), None
 
 
+def divide_alike(
+    addresses: Sequence[FragmentAddress],
+    sizes: Sequence[int],
+    *,
+    spans: Iterable[Span],
+    parts: int | None = None,
+    least: int | None = None,
+) -> tuple[Part, ...]:
+    """Cut slabs at the same places on every rank, each part within one slab.
+
+    Args:
+        addresses: As for ``divide``, of this rank.
+        sizes: As for ``divide``; the same on every rank.
+        spans: Of all parameters.
+        parts: As for ``divide``.
+        least: As for ``divide``.
+    """
+    size = max(least or _LEAST, sum(sizes) // (parts or _SHARED_PARTS), 1)
+    pieces: dict[tuple[int, int], list[Piece]] = {}
+    names: dict[tuple[int, int], set[str]] = {}
+    for slab, numel in enumerate(sizes):
+        for index in range(-(-numel // size)):
+            pieces[slab, index], names[slab, index] = [], set()
+    for piece, _ in _pieces(addresses, sizes, max(sizes)):
+        for index in range(piece.start // size, (piece.stop - 1) // size + 1):
+            start = max(piece.start, index * size)
+            stop = min(piece.stop, (index + 1) * size)
+            offset = piece.offset + start - piece.start
+            within = attrs.evolve(piece, start=start, stop=stop, offset=offset)
+            pieces[piece.slab, index].append(within)
+    for span in spans:
+        numel = sizes[span.slab]
+        for rank in range(span.start // numel, (span.stop - 1) // numel + 1):
+            start = max(span.start - rank * numel, 0)
+            stop = min(span.stop - rank * numel, numel)
+            for index in range(start // size, (stop - 1) // size + 1):
+                names[span.slab, index].add(span.name)
+    return tuple(Part(pieces=tuple(pieces[key]), names=frozenset(names[key])) for key in pieces)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Exchange:
+    """Gives each rank the weights that the others have written, in an order that all share.
+
+    It is used by one thread, beside whatever collectives others are in.
+    """
+
+    group: ProcessGroup
+    """Of all ranks, on connections of its own."""
+    data: Any
+    """torch's group of the same ranks, for the weights."""
+    partitions: Sequence[Sequence[torch.Tensor]]
+    """By slab, then by rank: flat, of the same length."""
+
+    def order(self, own: Sequence[int]) -> list[int]:
+        """The first rank's order of the parts."""
+        found: list[int] = self.group.broadcast(list(own), purpose="begin a step's pass")
+        return found
+
+    def agree(self, error: BaseException | None) -> None:
+        """Return if no rank has failed, before any weight is given away.
+
+        Args:
+            error: What this rank has failed with.
+
+        Raises:
+            EngineError: Another rank has failed; names it, and with what.
+            BaseException: ``error`` itself.
+        """
+        if not self.group.any(error is not None, purpose="exchange a step's weights"):
+            return
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        told = self.group.gather(said, purpose="say what a step failed with")
+        if error is not None:
+            raise error
+        rank = next(rank for rank, each in enumerate(told) if each is not None)
+        raise EngineError(
+            f"the step under way failed on another rank ({told[rank]})",
+            key=f"rank {rank}",
+            fix="see that rank's own error; weights are no longer alike, so resume from the last "
+            "checkpoint",
+        )
+
+    def share(self, pieces: Sequence[Piece]) -> None:
+        """Have the same part of every rank."""
+        part = slice(pieces[0].start, pieces[-1].stop)
+        # As bytes, whatever their dtype.
+        shares = [each[part].view(torch.uint8) for each in self.partitions[pieces[0].slab]]
+        with self.group.naming("exchanging a step's weights"):
+            dist.all_gather(shares, shares[self.group.rank], group=self.data)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Upload:
     """Brings weights to where the model has them: here, at once."""
@@ -121,11 +228,13 @@ class Upload:
     """By slab, flat; ``None``: the step itself has written them there."""
     sources: Sequence[torch.Tensor | None]
     """Where the step has written them instead."""
+    exchange: Exchange | None = None
+    """With the other ranks, where each has only a part; ``None``: nobody needs it."""
 
     def begin(self) -> None:
         """Before the first part is taken: the weights of the step before are used no more."""
 
-    def send(self, pieces: Iterable[Piece]) -> Any:
+    def send(self, pieces: Sequence[Piece]) -> Any:
         """Bring written elements there; what ``receive`` has to be given."""
         for piece in pieces:
             source, target = self.sources[piece.slab], self.targets[piece.slab]
@@ -133,6 +242,8 @@ class Upload:
                 part = slice(piece.start, piece.stop)
                 # Without page-locking the driver copies the source aside first, and waits.
                 target[part].copy_(source[part], non_blocking=source.is_pinned())
+        if self.exchange is not None:
+            self.exchange.share(pieces)
 
     def receive(self, sent: Any) -> None:
         """Have what comes after on this thread see them."""
@@ -154,7 +265,7 @@ class StreamUpload(Upload):
         self.stream.wait_stream(self.accelerator.current_stream())
 
     @override
-    def send(self, pieces: Iterable[Piece]) -> Any:
+    def send(self, pieces: Sequence[Piece]) -> Any:
         with self.accelerator.stream(self.stream):
             Upload.send(self, pieces)
             sent = self.accelerator.Event()
@@ -241,7 +352,7 @@ class PendingStep:
         Raises:
             BaseException: What a part failed with, in whatever thread.
         """
-        self.run()
+        self._complete()
         self._raise()
         for tensor in list(self._awaited.values()):
             self._release(tensor)
@@ -278,17 +389,15 @@ class PendingStep:
             del self._open[index]
             return index
 
+    def _complete(self) -> None:
+        """Return once everything is written, or something has failed."""
+        self.run()
+
     def _take(self, index: int) -> None:
         with self._changed:
             followers = tuple(self._followers)
-        sent = None
         try:
-            with torch.no_grad():
-                for piece in self._parts[index].pieces:
-                    self._steps[piece.slab].run(
-                        piece.start, piece.stop, _averages(piece, followers)
-                    )
-                sent = self._upload.send(self._parts[index].pieces)
+            sent = self._write(self._parts[index].pieces, followers)
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
             self._fail(error)
             return
@@ -296,6 +405,16 @@ class PendingStep:
             self._followed[index] = len(followers)
             self._sent[index] = sent
             self._changed.notify_all()
+
+    def _write(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> Any:
+        self._update(pieces, followers)
+        with torch.no_grad():
+            return self._upload.send(pieces)
+
+    @torch.no_grad()
+    def _update(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> None:
+        for piece in pieces:
+            self._steps[piece.slab].run(piece.start, piece.stop, _averages(piece, followers))
 
     def _wait(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -346,6 +465,64 @@ class PendingStep:
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+class SharedStep(PendingStep):
+    """A step of which every rank takes its part and has those of the others, part by part.
+
+    Args:
+        parts: As for ``PendingStep``, cut alike on every rank.
+        order: As for ``PendingStep``; the first rank's holds.
+        steps: As for ``PendingStep``.
+        upload: As for ``PendingStep``.
+        exchange: With the other ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: Sequence[Part],
+        order: Sequence[int],
+        steps: Sequence[SlabStep],
+        upload: Upload,
+        exchange: Exchange,
+    ) -> None:
+        super().__init__(parts=parts, order=order, steps=steps, upload=upload)
+        self._exchange = exchange
+
+    @override
+    def run(self) -> None:
+        """Take all parts together with the other ranks, in one thread. An error is kept."""
+        try:
+            order = self._exchange.order(list(self._open))
+        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+            self._fail(error)
+            return
+        for index in order:
+            self._take(index)
+            if self._failed:
+                break
+        self._end()
+
+    @override
+    def _complete(self) -> None:
+        self._end()
+
+    @override
+    def _claim(self, wanted: int | None) -> int | None:
+        """Nobody: out of turn, no other rank would have it."""
+        return None
+
+    @override
+    def _write(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> Any:
+        failed: BaseException | None = None
+        try:
+            self._update(pieces, followers)
+        except BaseException as error:  # noqa: BLE001 - the others are told first
+            failed = error
+        self._exchange.agree(failed)
+        with torch.no_grad():
+            return self._upload.send(pieces)
 
 
 def _averages(piece: Piece, followers: Iterable[Follower]) -> list[Average]:
