@@ -109,7 +109,8 @@ def take_over_step(
             obstacle = f"the op host_step cannot be built: {error.reason}"
         else:
             obstacle = None if not ours or torch_rounds_alike(op) else _ROUNDS_OTHERWISE
-    if group.any(obstacle is not None, purpose="choose who takes the steps"):
+    elsewhere = group.any(obstacle is not None, purpose="choose who takes the steps")
+    if op is None or elsewhere:
         return None, (_decision(usual, usual, obstacle or "another rank cannot take it so"),)
     layout = layout_of_deepspeed(engine, rank=engine.global_rank)
     step = kind(wrapper=wrapper, op=op, module=engine.module, layout=layout, group=group)
