@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
     shipped = PLANS / f"{options.plan}.json"
     plan = DeepSpeedPlan.from_json(shipped if shipped.is_file() else options.plan)
-    loaded = load_pretrained(options.model)
+    loaded = load_pretrained(options.model, plan=plan)
     if options.lora:
         adapters = LoRA(rank=options.lora, targets=loaded.family.lora_targets)
         add_lora(loaded.model, adapters, base_dtype=options.base_dtype)

@@ -29,7 +29,8 @@ PLAN = Path(__file__).parent / "plans" / "pixel-art.json"
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
-    loaded = load_pretrained(options.model)
+    plan = DeepSpeedPlan.from_json(options.plan)
+    loaded = load_pretrained(options.model, plan=plan)
     images = PreparedImages(
         ImageFolder(options.sprites),
         buckets=AspectBuckets(area=options.side**2, step=8),
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     )
     with Trainer(
         model=loaded.model,
-        plan=DeepSpeedPlan.from_json(options.plan),
+        plan=plan,
         data=data,
         objective=loaded.objective(noise=OffsetNoise(strength=0.05), snr_gamma=5.0),
         ema=EMAShadow(decay=0.999),

@@ -22,9 +22,9 @@ from tests.diffusion.adapting import (
     step,
 )
 from tests.support.needs import needs
+from zerotune.backend.stored import read_header
 from zerotune.checkpoint import export_adapters, export_merged, export_model, merge_adapters
 from zerotune.checkpoint import tensors as tensorfile
-from zerotune.checkpoint.tensors import read_header
 from zerotune.diffusion import LoRA
 from zerotune.errors import (
     CheckpointCorruptError,

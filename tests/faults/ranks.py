@@ -167,15 +167,17 @@ def trained(folder: Path, fault: Fault, rank: int) -> None:
 
 def before_each(name: str, faulty: Faulty, moment: str) -> None:
     """Let the fault happen when a function of the tensors' files is called."""
+    from zerotune.backend import stored
     from zerotune.checkpoint import tensors
 
-    real = getattr(tensors, name)
+    owner = stored if name == "read_at" else tensors
+    real = getattr(owner, name)
 
     def called(*arguments: Any) -> Any:
         faulty.at(moment)
         return real(*arguments)
 
-    setattr(tensors, name, called)
+    setattr(owner, name, called)
 
 
 def run_rank(folder: Path, fault: Fault, variables: dict[str, str]) -> None:

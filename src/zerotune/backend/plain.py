@@ -22,6 +22,7 @@ from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.running import StartedEngine, gradient_norm
+from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import announce
 from zerotune.errors import EngineError
@@ -62,6 +63,7 @@ class PlainEngine(StartedEngine):
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         choice = chosen_optimizer(plan)
         check_not_gone(model)
+        check_has_weights(model)
         self._plan = plan
         self._module = model
         self._accelerator = _accelerator(plan, timeout_s)
@@ -71,6 +73,7 @@ class PlainEngine(StartedEngine):
         self.resources.callback(self._group.close)
         check_model_dtype(model, plan)
         check_alike(plan, model, self._group)
+        bring_weights(model, device=self._accelerator.device)
         model.to(self._accelerator.device)
         named = require_trainable(model)
         self._parameters = [parameter for _, parameter in named]

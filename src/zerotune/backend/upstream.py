@@ -40,6 +40,11 @@ RELIED_ON: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         ("update_lp_params", "_link_all_hp_params", "zero_grad", "reset_cpu_buffers"),
     ),
     (
+        "deepspeed.runtime.zero.partition_parameters",
+        "Init",
+        ("_convert_to_deepspeed_param", "_zero_init_param"),
+    ),
+    (
         "deepspeed.runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3",
         (

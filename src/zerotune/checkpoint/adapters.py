@@ -21,6 +21,7 @@ from zerotune.backend.adapters import (
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.stored import read_header
 from zerotune.backend.trained_parts import components
 from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.export import Gatherable
@@ -31,7 +32,6 @@ from zerotune.checkpoint.tensors import (
     TensorSpec,
     file_size,
     hash_of,
-    read_header,
 )
 from zerotune.decisions import Decision, announce
 from zerotune.errors import (

@@ -15,10 +15,17 @@ import attrs
 import torch
 
 from zerotune._util.files import sync, system_errors, write_synced
+from zerotune.backend import stored as weights_in_files
 from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.stored import (
+    STEMS,
+    OpensFiles,
+    StoredTensor,
+    read_header,
+    weight_files,
+)
 from zerotune.backend.unpartitioned import whole_parameter
-from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.collective import Attempts, together
 from zerotune.checkpoint.contents import persistent_buffers
 from zerotune.checkpoint.exported import Mark, check_apart
@@ -34,13 +41,10 @@ from zerotune.checkpoint.manifest import Manifest, ParameterRecord, TensorRecord
 from zerotune.checkpoint.records import model_config
 from zerotune.checkpoint.tensors import (
     WEIGHTS,
-    OpensFiles,
-    StoredTensor,
     Subject,
     TensorFileWriter,
     TensorSpec,
     file_size,
-    read_header,
 )
 from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 
@@ -51,7 +55,6 @@ if TYPE_CHECKING:
 CONFIG: Final = "config.json"
 SHARD_SIZE: Final = 10 * 2**30
 """Most bytes of tensors in one file, as diffusers itself splits them."""
-_STEMS: Final = ("diffusion_pytorch_model", "model")
 
 
 @attrs.frozen(kw_only=True)
@@ -146,7 +149,7 @@ class ModelFolderWriter:
 
     @property
     def _stem(self) -> str:
-        return _STEMS[0] if self._config is not None else _STEMS[1]
+        return STEMS[0] if self._config is not None else STEMS[1]
 
     def _mark(self, whole: Whole | None) -> Mark:
         if self._single:
@@ -225,7 +228,7 @@ class ModelFolderReader(OpensFiles):
         file, stored = self._places[name]
         flat = torch.empty(torch.Size(stored.shape).numel(), dtype=stored.dtype)
         view = memoryview(flat.view(torch.uint8).numpy().data)
-        if tensorfile.read_at(self._descriptor(file), view, stored.offset) != flat.nbytes:
+        if weights_in_files.read_at(self._descriptor(file), view, stored.offset) != flat.nbytes:
             raise CheckpointCorruptError("ends too early", key=str(file))
         return flat.view(stored.shape)
 
@@ -233,13 +236,8 @@ class ModelFolderReader(OpensFiles):
 def _weight_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
-    for stem in _STEMS:
-        index = path / f"{stem}.safetensors.index.json"
-        if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            return [path / name for name in sorted(set(names))]
-        if (path / f"{stem}.safetensors").is_file():
-            return [path / f"{stem}.safetensors"]
+    if found := weight_files(path):
+        return found
     raise CheckpointError(
         "holds no safetensors weights of a model",
         key=str(path),

@@ -10,7 +10,8 @@ from typing import Final
 
 import attrs
 
-from zerotune.checkpoint.tensors import hash_of, read_header
+from zerotune.backend.stored import read_header
+from zerotune.checkpoint.tensors import hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 _KEY: Final = "zerotune"

@@ -19,15 +19,16 @@ import numpy as np
 import torch
 
 from zerotune._util.text import listing
+from zerotune.backend import stored as weights_in_files
+from zerotune.backend.stored import OpensFiles, StoredTensor, read_header
 from zerotune.checkpoint import randomness
-from zerotune.checkpoint import tensors as tensorfile
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.contents import BUFFER, ShadowLike, persistent_buffers, shadow_key
 from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
 from zerotune.checkpoint.randomness import PREFIX
 from zerotune.checkpoint.records import buffer_records, plan_record
-from zerotune.checkpoint.tensors import WEIGHTS, OpensFiles, StoredTensor, Subject, read_header
+from zerotune.checkpoint.tensors import WEIGHTS, Subject
 from zerotune.checkpoint.verify import check_hashes
 from zerotune.decisions import Decision, announce
 from zerotune.errors import (
@@ -180,7 +181,7 @@ class CheckpointReader(OpensFiles):
             return
         try:
             view = memoryview(into.detach().view(torch.uint8).numpy().data)
-            done = tensorfile.read_at(self._descriptor(path), view, offset)
+            done = weights_in_files.read_at(self._descriptor(path), view, offset)
         except OSError as error:
             raise _unreadable(path, str(error)) from error
         if done != into.nbytes:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from zerotune._util.files import system_errors
 from zerotune.backend.adapters import BASE, AdapterParameter, adapter_layers, trained_adapter
 from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.stored import read_header
 from zerotune.backend.trained_parts import components
 from zerotune.backend.unpartitioned import whole_parameter
 from zerotune.checkpoint.adapters import adapter_settings, find_adapters
@@ -32,7 +33,7 @@ from zerotune.checkpoint.export import (
 )
 from zerotune.checkpoint.exported import check_apart
 from zerotune.checkpoint.records import model_config
-from zerotune.checkpoint.tensors import TensorSpec, read_header
+from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.errors import (
     CheckpointError,
     CheckpointMismatchError,

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
@@ -23,26 +23,15 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.closing import Closable
-from zerotune._util.files import reading_regular, sync_file
+from zerotune._util.files import sync_file
+from zerotune.backend.stored import TENSOR_DTYPES, OpensFiles
 from zerotune.checkpoint.manifest import FileRecord
-from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
+from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 _PIECE: Final = 2**22
 """Elements brought to the CPU and written at a time."""
 
-_NAMES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES: Final = {name: dtype for dtype, name in _NAMES.items()}
+_NAMES: Final = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -193,40 +182,6 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def read_at(descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill ``into`` from a byte offset on; the bytes read, fewer only at the end of the file."""
-    done = 0
-    while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
-
-
-class OpensFiles(Closable):
-    """Holds the files it opens, each once, until it is closed.
-
-    Args:
-        mode: ``os.O_RDONLY`` or ``os.O_WRONLY``.
-    """
-
-    def __init__(self, mode: int) -> None:
-        self._mode = mode
-        self._open: dict[Path, int] = {}
-
-    @override
-    def close(self) -> None:
-        """Close the files as they are."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def _descriptor(self, path: Path) -> int:
-        if path not in self._open:
-            self._open[path] = os.open(path, self._mode | os.O_CLOEXEC)
-        return self._open[path]
-
-
 def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
     """A tensor's elements as bytes, in ``dtype`` if given, from any device."""
     flat = tensor.detach().reshape(-1)
@@ -242,77 +197,6 @@ def all_finite(tensor: torch.Tensor) -> bool:
     with np.errstate(all="ignore"):
         total = float(tensor.float().numpy().sum())
     return math.isfinite(total) or bool(tensor.isfinite().all())
-
-
-@attrs.frozen(kw_only=True)
-class StoredTensor:
-    """A tensor in a file, as the header describes it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """Where its first byte lies in the file."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors by name, and the metadata, of a safetensors file.
-
-    Raises:
-        CheckpointCorruptError: It cannot be read or is no safetensors file.
-    """
-    try:
-        with reading_regular(path) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            size = int.from_bytes(file.read(8), "little")
-            if size > nbytes - 8:
-                raise ValueError(f"a header of {size} bytes")
-            entries = json.loads(file.read(size), object_pairs_hook=_each_once)
-        if not isinstance(entries, dict):
-            raise TypeError("a header that is no object")
-        metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
-        tensors = {str(key): _stored(entry, 8 + size) for key, entry in entries.items()}
-        _check_places(tensors, begin=8 + size, end=nbytes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            f"cannot be read as safetensors ({error})", key=str(path), fix="use another checkpoint"
-        ) from error
-    return tensors, metadata
-
-
-def _stored(entry: Mapping[str, Any], begin: int) -> StoredTensor:
-    first, last = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if any(type(number) is not int or number < 0 for number in (first, last, *shape)):
-        raise ValueError(f"offsets {first!r} to {last!r} and shape {shorten(shape)}")
-    stored = StoredTensor(dtype=_DTYPES[entry["dtype"]], shape=shape, offset=begin + first)
-    if last - first != stored.nbytes:
-        raise ValueError(f"{last - first} bytes for {stored.nbytes}")
-    return stored
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("two tensors share a name")
-    return found
-
-
-def _check_places(tensors: Mapping[str, StoredTensor], *, begin: int, end: int) -> None:
-    """Tensors lie one behind the other, from the header to the end of the file."""
-    position = begin
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if stored.offset != position:
-            raise ValueError(f"{shorten(name)} begins at byte {stored.offset}, not {position}")
-        position += stored.nbytes
-    if position != end:
-        raise ValueError(
-            f"it does not hold what it names: tensors end at byte {position}, the file at {end}"
-        )
 
 
 def hash_of(path: Path) -> str:

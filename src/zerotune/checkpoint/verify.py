@@ -16,9 +16,10 @@ import torch
 
 from zerotune._util.files import of_system, reading_regular
 from zerotune._util.text import listing
+from zerotune.backend.stored import read_header
 from zerotune.checkpoint.folders import check_files, find_checkpoint, whole_checkpoints
 from zerotune.checkpoint.manifest import FileRecord, Manifest
-from zerotune.checkpoint.tensors import all_finite, hash_of, read_header
+from zerotune.checkpoint.tensors import all_finite, hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")

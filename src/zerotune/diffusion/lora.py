@@ -21,6 +21,7 @@ from zerotune._util.numbers import positive, validated
 from zerotune._util.text import did_you_mean
 from zerotune.backend.adapters import AdapterFacts, adapter_layers, remember, starting_points
 from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
 from zerotune.errors import (
@@ -148,13 +149,31 @@ def add_lora(
     _require_no_adapters(model)
     config = _config(model, wanted)
     model.requires_grad_(False)
+    decisions = _read_for_magnitudes(model) if wanted.dora else ()
     add = getattr(model, "add_adapter", None)
-    if add is not None:
-        add(config, adapter_name=wanted.name)
-    else:
-        _peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
-    targets = () if wanted.targets else (_default_decision(config.target_modules),)
-    return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=targets)
+    with standing_in(model):
+        if add is not None:
+            add(config, adapter_name=wanted.name)
+        else:
+            _peft().inject_adapter_in_model(config, model, adapter_name=wanted.name)
+    if not wanted.targets:
+        decisions += (_default_decision(config.target_modules),)
+    return _train_only(model, wanted.name, base_dtype=base_dtype, decisions=decisions)
+
+
+def _read_for_magnitudes(model: torch.nn.Module) -> tuple[Decision, ...]:
+    """DoRA begins with the norms of the base weights: read those that wait in their files."""
+    if not bring_weights(model):
+        return ()
+    return (
+        Decision(
+            key="model.weights",
+            before="in their files",
+            after="read whole on every rank",
+            reason="DoRA's magnitudes begin as norms of the base weights",
+            severity="warning",
+        ),
+    )
 
 
 def _require_no_adapters(model: torch.nn.Module) -> None:
@@ -326,7 +345,8 @@ def load_adapters(
     ((part, (_, module)),) = components(model, component).items()
     expected = _tensors_in(file, part)
     try:
-        _load(module, file, part, name)
+        with standing_in(module):
+            _load(module, file, part, name)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
             f"does not fit {type(model).__name__} ({error})", key=str(file)

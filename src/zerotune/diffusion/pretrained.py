@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +13,18 @@ import attrs
 import torch
 from packaging.version import Version
 
+from zerotune._util.text import listing
 from zerotune.backend.dtypes import DTYPES
+from zerotune.backend.stored import (
+    StoredWeight,
+    bring_weights,
+    leave_in_file,
+    read_header,
+    stamp_of,
+    stored_weight,
+    weight_files,
+    without_weights,
+)
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.families.declared import DECLARED
@@ -27,10 +39,13 @@ from zerotune.diffusion.families.unconditional import ClassConditional, Uncondit
 from zerotune.diffusion.family import Family
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
 from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
-from zerotune.errors import InvalidValueError, MissingDependencyError
+from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
+from zerotune.plan.api import ResolvedPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from zerotune.plan.api import DeepSpeedPlan
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {
     family.pipeline: family
@@ -48,7 +63,8 @@ class Pretrained:
     """What was loaded."""
 
     model: torch.nn.Module
-    """What is trained: whole, on the host, in training mode."""
+    """What is trained, in training mode: whole, on the host; with a plan its weights are still in
+    their files, and the engine reads them."""
     family: Family
     """How it is called; with its frozen parts, where it has any."""
     scheduler: Any
@@ -62,6 +78,25 @@ class Pretrained:
     def component(self) -> str | None:
         """Name of the model in its pipeline; ``None`` for a model on its own."""
         return self.family.component if isinstance(self.family, TextToImage) else None
+
+    def read_weights(
+        self, *, dtype: str | None = None, device: torch.device | str = "cpu"
+    ) -> torch.nn.Module:
+        """Read the weights that still wait in their files, for work without an engine.
+
+        Args:
+            dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``; what ``load_pretrained`` was told when
+                not given.
+            device: Where they will lie.
+
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointCorruptError: A file has changed since, or cannot be read.
+        """
+        bring_weights(self.model, dtype=None if dtype is None else _dtype(dtype), device=device)
+        return self.model
 
     def objective(self, **settings: Any) -> DenoisingObjective | FlowMatchingObjective:
         """The objective these models were made with.
@@ -82,7 +117,8 @@ class Pretrained:
 def load_pretrained(
     source: str | os.PathLike[str],
     *,
-    dtype: str = "fp32",
+    plan: DeepSpeedPlan | ResolvedPlan | None = None,
+    dtype: str | None = None,
     frozen_dtype: str = "bf16",
     family: type[TextToImage] | None = None,
     parts: bool = True,
@@ -98,10 +134,16 @@ def load_pretrained(
     where transformers would partition them. A VAE that overflows in half precision
     (``force_upcast``, as SDXL's) stays in fp32.
 
+    With ``plan`` the weights of the trained model stay in their safetensors files, checked but
+    unread, until the engine of the plan takes them: one at a time, in the plan's precision, and at
+    stage 3 each rank only its own part of each. ``Pretrained.read_weights`` reads them whole.
+
     Args:
         source: A folder with ``model_index.json``, the folder of an unconditional U-Net
             (``config.json``), or the id of a pipeline on the hub.
-        dtype: Of the trained model: ``"fp32"``; ``"bf16"`` for a base under adapters.
+        plan: What the model will be trained under. Without it, its weights are read whole, now.
+        dtype: Of the trained model: ``"fp32"``, which is meant when nothing is said; ``"bf16"``
+            for a base under adapters. DeepSpeed trains in the plan's precision either way.
         frozen_dtype: Of VAE and text encoders.
         family: A family of yours, for pipelines zerotune does not know.
         parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
@@ -116,19 +158,23 @@ def load_pretrained(
 
     Raises:
         InvalidValueError: There is nothing to load, the pipeline's family is not known, or the
-            pipeline of a declared family cannot be trained through (``probe``).
+            pipeline of a declared family cannot be trained through (``probe``); the model's
+            files lack weights, hold others, or hold some of another shape.
         MissingDependencyError: Text encoders without transformers installed.
     """
     folder = _folder(source, revision=revision, variant=variant, local_files_only=local_files_only)
+    loading = _Loading(plan=plan, dtype=dtype, variant=variant)
     if not (folder / _INDEX).is_file():
-        return _bare_model(folder, dtype=_dtype(dtype), variant=variant, settings=settings)
+        return _bare_model(folder, loading=loading, settings=settings)
     index = _read(folder / _INDEX)
     kind = family or _family(index, folder)
     options: dict[str, Any] = {"variant": variant, "local_files_only": True}
     _check_left_out(leave_out, index, kind.component)
     scheduler, replaced = _training_scheduler(folder, flow_matching=kind.flow_matching)
     with unpartitioned():
-        model = _component(folder, index, kind.component, _dtype(dtype), options)
+        model, read = loading.model(
+            _component_class(folder, index, kind.component), folder, kind.component
+        )
         loaded = None
         if parts:
             options |= _left_out(index, leave_out) | _precision(_dtype(frozen_dtype))
@@ -136,7 +182,7 @@ def load_pretrained(
         if issubclass(kind, PipelineFamily):
             settings["blueprint"] = Blueprint.read(folder, _pipeline_class(kind))
     chosen = kind(parts=loaded, **settings)
-    decisions = replaced + (() if loaded is None else _spare_the_vae(loaded))
+    decisions = read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
         decisions += probe(chosen, model)
     announce(decisions)
@@ -199,13 +245,7 @@ def _left_out(index: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return dict.fromkeys((*absent, *unused, *names)) | quiet
 
 
-def _component(
-    folder: Path,
-    index: dict[str, Any],
-    name: str,
-    dtype: torch.dtype,
-    options: dict[str, Any],
-) -> Any:
+def _component_class(folder: Path, index: dict[str, Any], name: str) -> Any:
     import diffusers
 
     entry = index.get(name)
@@ -217,10 +257,7 @@ def _component(
             value=entry,
             fix="download the whole pipeline",
         )
-    try:
-        return kind.from_pretrained(folder, subfolder=name, **_precision(dtype), **options)
-    except OSError as error:
-        raise _unreadable(folder / name, error) from error
+    return kind
 
 
 def _frozen(
@@ -293,9 +330,7 @@ def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tupl
     return kind.from_config(known | {"shift": float(shift)}), (decision,)
 
 
-def _bare_model(
-    folder: Path, *, dtype: torch.dtype, variant: str | None, settings: dict[str, Any]
-) -> Pretrained:
+def _bare_model(folder: Path, *, loading: _Loading, settings: dict[str, Any]) -> Pretrained:
     from diffusers import DDPMScheduler, UNet2DModel
 
     config = _read(folder / "config.json")
@@ -307,9 +342,170 @@ def _bare_model(
             fix="give the folder of a whole pipeline",
         )
     with unpartitioned():
-        model: Any = UNet2DModel.from_pretrained(folder, variant=variant, **_precision(dtype))
+        model, decisions = loading.model(UNet2DModel, folder)
+    announce(decisions)
     family = ClassConditional(**settings) if config.get("num_class_embeds") else Unconditional()
-    return Pretrained(model=model.train(), family=family, scheduler=DDPMScheduler(), folder=folder)
+    return Pretrained(
+        model=model.train(),
+        family=family,
+        scheduler=DDPMScheduler(),
+        folder=folder,
+        decisions=decisions,
+    )
+
+
+# -- The weights of the trained model: read whole, or left in their files for the engine.
+
+
+@attrs.frozen(kw_only=True)
+class _Loading:
+    """How the trained model is to be loaded."""
+
+    plan: DeepSpeedPlan | ResolvedPlan | None
+    dtype: str | None
+    variant: str | None
+
+    def model(
+        self, kind: Any, folder: Path, name: str | None = None
+    ) -> tuple[Any, tuple[Decision, ...]]:
+        """A model of this class from a folder, or from the subfolder of that name."""
+        place = folder if name is None else folder / name
+        if self.dtype is not None:
+            _dtype(self.dtype)
+        if self.plan is None:
+            return self._read_now(kind, folder, name, _dtype(self.dtype or "fp32")), ()
+        try:
+            files = weight_files(place, variant=self.variant)
+        except CheckpointCorruptError as error:
+            raise _unreadable(place, error) from error
+        if not files:
+            return self._read_for_plan(kind, folder, name)
+        model = _left_in_files(kind, place, files, dtype=_dtype(self.dtype or "fp32"))
+        model.register_to_config(_name_or_path=str(folder))
+        names = f"{files[0].name}" + (f" and {len(files) - 1} more" if files[1:] else "")
+        return model, (
+            Decision(
+                key="model.weights",
+                before="read whole on every rank",
+                after=f"left in {names} until the engine takes them",
+                reason="a plan was given; Pretrained.read_weights() reads them whole",
+            ),
+        )
+
+    def _read_for_plan(
+        self, kind: Any, folder: Path, name: str | None
+    ) -> tuple[Any, tuple[Decision, ...]]:
+        """The model of files that cannot be read in parts, rounded as DeepSpeed will round it."""
+        rounds = isinstance(self.plan, ResolvedPlan) and self.plan.uses_deepspeed
+        chosen = self.dtype or (self.plan.precision if self.plan and rounds else "fp32")
+        model = self._read_now(kind, folder, name, _dtype(chosen))
+        return model, (
+            Decision(
+                key="model.weights",
+                before="left in their files until the engine takes them",
+                after=f"read whole on every rank, in {chosen}",
+                reason="there is no safetensors file, and others cannot be read in parts; "
+                "save_pretrained writes one",
+                severity="warning",
+            ),
+        )
+
+    def _read_now(self, kind: Any, folder: Path, name: str | None, dtype: torch.dtype) -> Any:
+        place = folder if name is None else folder / name
+        options = {} if name is None else {"subfolder": name}
+        try:
+            model, told = kind.from_pretrained(
+                folder,
+                variant=self.variant,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+                **_precision(dtype),
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise _unreadable(place, error) from error
+        _check_names(place, missing=told["missing_keys"], unexpected=told["unexpected_keys"])
+        return model
+
+
+def _left_in_files(kind: Any, place: Path, files: Sequence[Path], *, dtype: torch.dtype) -> Any:
+    """A model whose parameters know where their values are, and whose buffers have theirs."""
+    from diffusers.models.modeling_utils import no_init_weights
+
+    try:
+        config = kind.load_config(place, local_files_only=True)
+        with no_init_weights(), without_weights():
+            model = kind.from_config(config)
+        found = _stored_weights(files)
+    except (OSError, ValueError, CheckpointCorruptError) as error:
+        raise _unreadable(place, error) from error
+    # Old files call some weights otherwise; the model's class renames them in place.
+    rename = getattr(model, "_fix_state_dict_keys_on_load", None)
+    if rename is not None:
+        rename(found)
+    state = model.state_dict(keep_vars=True)
+    _check_fit(place, kind, state, found)
+    kept = getattr(kind, "_keep_in_fp32_modules", None) or ()
+    for name, tensor in state.items():
+        weight = found.get(name)
+        if weight is None:
+            continue
+        if not isinstance(tensor, torch.nn.Parameter):
+            weight.read_into(tensor.view(-1))
+        elif stored_weight(tensor) is None:
+            if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
+                tensor.data = tensor.data.to(dtype)
+            leave_in_file(tensor, weight)
+    return model
+
+
+def _stored_weights(files: Sequence[Path]) -> dict[str, StoredWeight]:
+    found: dict[str, StoredWeight] = {}
+    for file in files:
+        stamp = stamp_of(file.stat())
+        for name, tensor in read_header(file)[0].items():
+            if name in found:
+                raise CheckpointCorruptError(
+                    f"is in {found[name].file.name} and in {file.name}", key=name
+                )
+            found[name] = StoredWeight(file=file, tensor=tensor, stamp=stamp)
+    return found
+
+
+def _check_fit(
+    place: Path, kind: Any, state: Mapping[str, torch.Tensor], found: Mapping[str, StoredWeight]
+) -> None:
+    there = {id(state[name]) for name in found if name in state}
+    ignored = getattr(kind, "_keys_to_ignore_on_load_unexpected", None) or ()
+    _check_names(
+        place,
+        # A tied weight may be stored under one of its names.
+        missing=[name for name, tensor in state.items() if id(tensor) not in there],
+        unexpected=[
+            name
+            for name in found
+            if name not in state and not any(re.search(each, name) for each in ignored)
+        ],
+    )
+    for name, weight in found.items():
+        if name in state and tuple(state[name].shape) != weight.tensor.shape:
+            raise InvalidValueError(
+                f"its configuration makes it {list(state[name].shape)}",
+                key=f"{weight.file}: {name}",
+                value=list(weight.tensor.shape),
+                fix="download the model again: its configuration belongs to other weights",
+            )
+
+
+def _check_names(place: Path, *, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    for names, what in ((missing, "lacks weights of the model"), (unexpected, "holds others")):
+        if names:
+            raise InvalidValueError(
+                f"{what}: {listing(list(names))}",
+                key="source",
+                value=str(place),
+                fix="download the model again: its configuration belongs to other weights",
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from zerotune.backend.deepspeed.external import (
     embedded_accelerator,
 )
 from zerotune.backend.deepspeed.placement import shard_from_host
-from zerotune.backend.deepspeed.start import initialize_arguments, join
+from zerotune.backend.deepspeed.start import initialize_arguments, join, read_weights
 from zerotune.backend.distributed import Launch
+from zerotune.backend.stored import require_read
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, announce
 from zerotune.ema import EMAModel, EMAShadow
@@ -108,8 +109,10 @@ class EmbeddedPlan(Closing):
         """Partition the model from host memory, one parameter at a time; nothing below stage 3.
 
         Optional, before the trainer gets the model. Without it the trainer moves the whole model
-        to the device before DeepSpeed partitions it.
+        to the device before DeepSpeed partitions it. Needed where the weights wait in their files
+        (``load_pretrained(..., plan=...)``): they are read here, at every stage.
         """
+        self.decide(*read_weights(self._deepspeed, self.plan, model))
         if self.plan.stage == 3:
             accelerator = self._deepspeed.accelerator.get_accelerator()
             device = torch.device(accelerator.current_device_name())
@@ -117,6 +120,7 @@ class EmbeddedPlan(Closing):
 
     def initialize_arguments(self, model: torch.nn.Module) -> dict[str, Any]:
         """For ``deepspeed.initialize(**run.initialize_arguments(model))``."""
+        require_read(model)
         return initialize_arguments(self.plan, model)
 
     def accelerator_arguments(self) -> dict[str, Any]:

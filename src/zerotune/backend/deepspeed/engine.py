@@ -44,6 +44,7 @@ from zerotune.backend.deepspeed.start import (
     initialize,
     initialize_arguments,
     join,
+    read_weights,
 )
 from zerotune.backend.deepspeed.verify import compare
 from zerotune.backend.dtypes import check_model_dtype
@@ -52,6 +53,7 @@ from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
 from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm
+from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.plan.api import ResolvedPlan
 
@@ -232,6 +234,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         check_plan(plan)
         check_not_gone(model)
+        check_has_weights(model)
         self._plan, self._module = plan, model
         deepspeed, self._group = join(plan, self.resources, timeout_s=timeout_s)
         check_world(plan, self._group)
@@ -239,7 +242,10 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         named = require_trainable(model)
         check_shapes(model)
         check_model_dtype(model, plan)
-        rounded = plan.precision != "fp32" and any(p.dtype == torch.float32 for _, p in named)
+        rounded = plan.precision != "fp32" and any(
+            dtype_at_rest(p) == torch.float32 for _, p in named
+        )
+        read = read_weights(deepspeed, plan, model)
         pinned = pin_exactly(plan, resources=self.resources)
         arguments = initialize_arguments(plan, model)
         self._expected_groups = expected_groups(
@@ -249,6 +255,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         asking = ask_once(self._engine)
         self._host_step, stepping = take_over_step(self._engine, plan, self._group)
         self._decisions = (
+            *read,
             *(_rounding(plan) if rounded else ()),
             *pinned,
             *built,

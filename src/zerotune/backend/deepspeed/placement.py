@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from zerotune._util.environment import held
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.ops.build import building
+from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.fill import NATIVE_DEEPSPEED, ROUNDING, SETTING, THRESHOLD, pins_natively
@@ -191,7 +192,8 @@ def shard_from_host(
     """Partition ``model`` in place as stage 3 wants it.
 
     ``zero.Init`` neither casts nor moves what it does not partition, so weights are cast before
-    and buffers moved after, as DeepSpeed's engine does with other models.
+    and buffers moved after, as DeepSpeed's engine does with other models. Of weights that wait in
+    their files each rank reads its own part, and nothing is sent.
 
     Args:
         deepspeed: The module.
@@ -202,15 +204,42 @@ def shard_from_host(
     dtype = DTYPES[plan.precision]
     for parameter in model.parameters():
         if not hasattr(parameter, "ds_id") and parameter.dtype in DTYPES.values():
+            # Those on the meta device stay on it.
             parameter.data = parameter.data.to(dtype)
     # Its configuration asks for the world size, which DeepSpeed takes for 1 before this.
     accelerator = deepspeed.accelerator.get_accelerator()
     deepspeed.comm.init_distributed(
         dist_backend=accelerator.communication_backend_name(), dist_init_required=False
     )
-    deepspeed.zero.Init(module=model, config_dict_or_path=plan.to_deepspeed())
+    config = plan.to_deepspeed()
+    if waiting(model):
+        _partition_as_read(deepspeed, deepspeed.zero.Init(config_dict_or_path=config), model)
+    else:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def _partition_as_read(deepspeed: Any, init: Any, model: torch.nn.Module) -> None:
+    """What ``zero.Init`` does to a module, but this rank's part of a weight comes from its file."""
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):
+            continue
+        if stored_weight(parameter) is None:
+            parameter.data = parameter.data.to(init.local_device)
+            init._zero_init_param(parameter)
+            continue
+        weight = make_room(parameter, dtype=parameter.dtype, device=init.local_device)
+        init._convert_to_deepspeed_param(parameter)
+        ranks = deepspeed.comm.get_world_size(group=parameter.ds_process_group)  # type: ignore[attr-defined]
+        part = -(-parameter.numel() // ranks)
+        start = part * deepspeed.comm.get_rank(group=parameter.ds_process_group)  # type: ignore[attr-defined]
+        if init.zero_param_process_group is not None:
+            # A second partition among fewer ranks holds a larger part.
+            start, part = 0, parameter.numel()
+        mine = parameter.detach().view(-1)[start : start + part]
+        weight.read_into(mine, start=start)
+        parameter.partition()  # type: ignore[attr-defined]
 
 
 # -- Page-locked host memory.

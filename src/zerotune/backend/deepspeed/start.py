@@ -15,6 +15,7 @@ from zerotune._util.environment import held
 from zerotune.backend.deepspeed.layouts import full_shape, trainable_parameters
 from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.ops.build import building
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
@@ -22,6 +23,7 @@ from zerotune.backend.optimizers.client import (
     own_scheduler,
     parameter_groups,
 )
+from zerotune.backend.stored import bring_weights, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError
@@ -122,6 +124,40 @@ def join(
     )
     resources.callback(group.close)
     return deepspeed, group
+
+
+def read_weights(
+    deepspeed: ModuleType, plan: ResolvedPlan, model: torch.nn.Module
+) -> tuple[Decision, ...]:
+    """Read weights that wait in files to where they will stay; stage 3 does so as it partitions.
+
+    DeepSpeed rounds weights to the plan's precision before it makes the fp32 master copy; reading
+    them in it gives the same bits and takes half the memory.
+
+    Args:
+        deepspeed: The module.
+        plan: A resolved plan.
+        model: Some, all or none of its weights wait.
+
+    Returns:
+        What was decided; nothing for a model that has its weights.
+    """
+    count = len(waiting(model))
+    if not count:
+        return ()
+    how = "each rank its own part of each"
+    if plan.stage != 3:
+        how = "one at a time, to the device"
+        device = deepspeed.accelerator.get_accelerator().current_device_name()
+        bring_weights(model, dtype=DTYPES[plan.precision], device=device)
+    return (
+        Decision(
+            key="model.weights",
+            before="in their files",
+            after=f"{count} tensors read in {plan.precision}, {how}",
+            reason=f"{plan.precision} is what DeepSpeed makes of them, whatever they are read in",
+        ),
+    )
 
 
 def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str, Any]:

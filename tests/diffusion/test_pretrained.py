@@ -1,0 +1,295 @@
+"""Weights that wait in their files until the engine takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import declared_pipelines
+from tests.support.memory import Peak, needs_mallinfo
+from tests.support.models import tiny_unet
+from tests.support.needs import needs
+from tests.support.ranks import run_ranks
+from tests.support.runs import PLAIN, Case, start, unet_loss
+from zerotune import DeepSpeedPlan
+from zerotune.diffusion import load_pretrained
+from zerotune.errors import CheckpointCorruptError, EngineError, InvalidValueError
+
+PLAN = DeepSpeedPlan.build(stage=3, precision="bf16")
+FILE = "diffusion_pytorch_model.safetensors"
+SHARDS = "70KB"
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    tiny_unet().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    tiny_unet().save_pretrained(folder, max_shard_size=SHARDS)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture
+def copied(single, tmp_path):
+    return shutil.copytree(single, tmp_path / "copied")
+
+
+def is_waiting(model):
+    return all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["single", "sharded", "variant"])
+def test_weights_wait_and_are_those_of_the_files(kind, request, tmp_path):
+    if kind == "variant":
+        folder, variant = tmp_path, "fp16"
+        tiny_unet().half().save_pretrained(folder, variant=variant, max_shard_size="50KB")
+    else:
+        folder, variant = request.getfixturevalue(kind), None
+    whole = load_pretrained(folder, variant=variant)
+    loaded = load_pretrained(folder, variant=variant, plan=PLAN)
+    assert is_waiting(loaded.model)
+    assert loaded.model.training
+    assert str(dict(loaded.model.config)) == str(
+        dict(whole.model.config) | {"_name_or_path": str(folder)}
+    )
+    (decision,) = loaded.decisions
+    assert (decision.key, decision.before) == ("model.weights", "read whole on every rank")
+    read = loaded.read_weights()
+    assert read is loaded.model
+    state = read.state_dict()
+    assert state.keys() == whole.model.state_dict().keys()
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+    again = load_pretrained(folder, variant=variant, plan=PLAN).read_weights(dtype="bf16")
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    assert torch.equal(again.conv_in.weight, whole.model.conv_in.weight.bfloat16())
+    assert again.conv_in.weight.requires_grad
+
+
+def test_buffers_have_their_values_at_once(tmp_path):
+    folder = declared_pipelines.pixart_sigma(tmp_path / "pixart")
+    loaded = load_pretrained(folder, plan=PLAN, parts=False)
+    whole = dict(load_pretrained(folder, parts=False).model.named_buffers())
+    buffers = dict(loaded.model.named_buffers())
+    assert buffers
+    assert all(torch.equal(buffers[name], whole[name]) for name in whole)
+    assert is_waiting(loaded.model)
+
+
+def edit(folder, change):
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+
+
+@pytest.mark.parametrize("plan", [None, PLAN])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("conv_in.bias"), r"lacks weights of the model: conv_in\.bias"),
+        (lambda t: t.update({"more": torch.zeros(2)}), r"holds others: more"),
+        (lambda t: t.update({"conv_in.bias": torch.zeros(5)}), r"conv_in\.bias"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(copied, plan, change, message):
+    edit(copied, change)
+    with pytest.raises(InvalidValueError, match=message) as caught:
+        load_pretrained(copied, plan=plan)
+    assert str(copied) in str(caught.value)
+    assert "Fix: download the" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read as the index"),
+        ('{"weight_map": {}}', "names no shards"),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "not there"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "not there"),
+        ('{"weight_map": {"a": 3}}', "cannot be read as the index"),
+    ],
+)
+def test_an_index_that_lies_is_refused(copied, content, message):
+    (copied / f"{FILE}.index.json").write_text(content)
+    with pytest.raises(InvalidValueError, match=message):
+        load_pretrained(copied, plan=PLAN)
+
+
+def test_a_shard_that_is_cut_or_doubled_is_refused(sharded, tmp_path):
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    index = folder / f"{FILE}.index.json"
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    os.truncate(folder / names[0], (folder / names[0]).stat().st_size - 1)
+    with pytest.raises(InvalidValueError, match="does not hold what it names"):
+        load_pretrained(folder, plan=PLAN)
+    shutil.copy(sharded / names[1], folder / names[0])
+    with pytest.raises(InvalidValueError, match=f"is in {names[0]} and in {names[1]}"):
+        load_pretrained(folder, plan=PLAN)
+
+
+def test_a_file_that_changes_while_weights_wait_is_noticed(copied):
+    loaded = load_pretrained(copied, plan=PLAN)
+    os.utime(copied / FILE, ns=(1, 1))
+    with pytest.raises(CheckpointCorruptError, match="has changed since the model was loaded"):
+        loaded.read_weights()
+
+
+def test_other_files_are_read_whole_and_it_is_said(tmp_path):
+    tiny_unet().save_pretrained(tmp_path, safe_serialization=False)
+    loaded = load_pretrained(tmp_path, plan=PLAN)
+    assert not is_waiting(loaded.model)
+    (decision,) = loaded.decisions
+    assert decision.severity == "warning"
+    assert decision.after == "read whole on every rank, in fp32"
+    resolved = PLAN.resolve(model=None, world_size=1)
+    assert load_pretrained(tmp_path, plan=resolved).model.dtype == torch.bfloat16
+
+
+def test_a_copy_of_a_waiting_model_is_refused_by_engines(single):
+    import copy
+
+    model = copy.deepcopy(load_pretrained(single, plan=PLAN).model)
+    with pytest.raises(EngineError, match="has no values, nor a file"):
+        start(PLAIN, model)
+
+
+# -- Engines.
+
+ENGINES = {
+    1: (PLAIN, Case(stage=0, precision="bf16"), Case(stage=1, precision="bf16")),
+    2: (
+        Case(stage=2, offload="cpu", precision="bf16"),
+        Case(stage=3, precision="bf16", overrides=(("stage3_param_persistence_threshold", 0),)),
+        Case(stage=3, offload="cpu", offload_param="cpu"),
+    ),
+}
+
+
+def trained(case: Case, model: Any, steps: int = 2) -> tuple[list[float], dict[str, Any], str]:
+    engine = start(case, model)
+    losses = []
+    for step in range(steps):
+        loss = unet_loss(engine, step)
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    weights = {name: tensor.clone() for name, tensor in engine.master_weights.gather()}
+    told = engine.explain()
+    engine.close()
+    return losses, weights, told
+
+
+def both_ways(cases: tuple[Case, ...], folder: str) -> list[tuple[bool, str]]:
+    found = []
+    for case in cases:
+        plan = DeepSpeedPlan.build(stage=case.stage, precision=case.precision)
+        losses, weights, _ = trained(case, load_pretrained(folder).model)
+        late, late_weights, told = trained(case, load_pretrained(folder, plan=plan).model)
+        same = weights.keys() == late_weights.keys()
+        same = same and all(torch.equal(weights[n], late_weights[n]) for n in weights)
+        found.append((same and losses == late, told))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+def test_engines_train_the_same_bits_from_weights_that_waited(sharded, world_size):
+    cases = ENGINES[world_size]
+    for rank in run_ranks(both_ways, cases, str(sharded), world_size=world_size):
+        for case, (same, told) in zip(cases, rank, strict=True):
+            assert same, case
+            if case.deepspeed:
+                how = "each rank its own part" if case.stage == 3 else "one at a time"
+                assert f"tensors read in {case.precision}, {how}" in told
+
+
+def adapted(folder: str) -> list[bool]:
+    from zerotune.diffusion import LoRA, add_lora
+
+    case = Case(stage=3, offload="cpu", precision="bf16")
+    found = []
+    for plan in (None, PLAN):
+        model = load_pretrained(folder, plan=plan).model
+        torch.manual_seed(1)
+        facts = add_lora(model, LoRA(rank=2, init="gaussian"))
+        assert facts.tensors > 0
+        found.append(trained(case, model))
+    (losses, weights, _), (late, late_weights, _) = found
+    same = all(torch.equal(weights[name], late_weights[name]) for name in weights)
+    return [losses == late, same, weights.keys() == late_weights.keys()]
+
+
+@pytest.mark.world_size(2)
+def test_adapters_go_beside_weights_that_wait(single):
+    needs("peft")
+    for rank in run_ranks(adapted, str(single), world_size=2):
+        assert rank == [True, True, True]
+
+
+def test_magnitudes_need_the_base_weights_and_read_them(single):
+    needs("peft")
+    from zerotune.diffusion import LoRA, add_lora
+
+    model = load_pretrained(single, plan=PLAN).model
+    facts = add_lora(model, LoRA(rank=2, dora=True))
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert "DoRA" in facts.decisions[0].reason
+
+
+# -- Memory.
+
+
+def wide_unet() -> Any:
+    from diffusers import UNet2DModel
+
+    return UNet2DModel(
+        sample_size=8,
+        in_channels=1,
+        out_channels=1,
+        layers_per_block=1,
+        block_out_channels=(256, 512),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+
+
+def partitioning(folder: str) -> tuple[int, int, int]:
+    """Peak bytes of loading at stage 3, elements of the model and of its largest tensor."""
+    from zerotune import EmbeddedPlan
+
+    with Peak() as peak:
+        loaded = load_pretrained(folder, plan=PLAN)
+    sizes = [parameter.numel() for parameter in loaded.model.parameters()]
+    before = peak.nbytes - peak.before
+    with EmbeddedPlan(model=loaded.model, plan=PLAN) as run:
+        with Peak() as peak:
+            run.shard(loaded.model)
+        held = sum(parameter.ds_tensor.nbytes for parameter in loaded.model.parameters())
+        assert held == sum(-(-size // 2) for size in sizes) * 2
+    return max(before, peak.nbytes - peak.before), sum(sizes), max(sizes)
+
+
+@needs_mallinfo
+@pytest.mark.world_size(2)
+def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(tmp_path):
+    with torch.device("meta"):
+        model = wide_unet()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.save_pretrained(tmp_path, max_shard_size="30MB")
+    for peak, elements, largest in run_ranks(partitioning, str(tmp_path), world_size=2):
+        share = 2 * elements / 2
+        assert elements > 20e6
+        assert share / 2 < peak <= 1.15 * share + 2 * largest
