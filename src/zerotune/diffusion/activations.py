@@ -437,14 +437,15 @@ class ActivationOffload(Closable):
         return (
             tensor.requires_grad
             and not _is_weight(tensor)
-            and tensor.numel() * tensor.element_size() >= self._smallest
             # What is expanded takes less memory than its copy would.
             and not _is_expanded(tensor)
         )
 
     def _store(self, call: _Call) -> None:
         for saved in call.saved():
-            if saved.call is call and saved.stored is None and saved.tensor is not None:
+            # Smaller ones are followed all the same: what took them is a block to fetch ahead.
+            leaves = saved.call is call and saved.nbytes >= self._smallest
+            if leaves and saved.stored is None and saved.tensor is not None:
                 saved.check_unchanged(saved.tensor)
                 saved.stored = saved.transfers.store(saved.tensor)
                 self.counts.stored += 1
