@@ -105,6 +105,14 @@ class Page:
         self.tab.wait_for_selector("#templates-dialog", state="hidden")
         self.settle()
 
+    def use_builtin_over(self, name: str) -> None:
+        """Take a built-in template in place of what is not saved."""
+        self.tab.click("#templates-button")
+        self.tab.get_by_role("button", name=f"Use {name}", exact=True).click()
+        self.tab.click("#ask-do")
+        self.tab.wait_for_selector("#templates-dialog", state="hidden")
+        self.settle()
+
     def save_as(self, path: str) -> None:
         """Save to a file of the root."""
         self.tab.click("#save-button")

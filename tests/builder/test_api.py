@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.builder.states import PLAN, state
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
+from zerotune._util.palette import COMPONENTS
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.write import launchable
 
@@ -116,6 +118,48 @@ class TestPreview:
         assert found["runs"]
         assert any("training script" in m["text"] for m in messages(found, "optimizer.params.lr"))
         assert json.loads(found["outputs"]["json"]["text"]) == config
+
+    def test_nothing_is_assumed_for_a_plan_that_cannot_run(self, client):
+        config = {
+            **PLAN,
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+            "gradient_clipping": -1,
+        }
+        for wrong in ({"gradient_clipping": -1}, {"train_batch_size": 7}):
+            found = preview(client, config={**config, "gradient_clipping": 1, **wrong})
+            assert not found["runs"]
+            assert [one["severity"] for one in found["messages"]] == ["error"]
+            assert "running" not in found["outputs"]
+            assert (
+                json.loads(found["outputs"]["json"]["text"])["optimizer"]["params"]["lr"] == "auto"
+            )
+            assert {each["implementation"] for each in found["optimizers"]} == {None}
+        unknown = preview(client, config={**config, "zero_optimization": {"stage": 7}})
+        assert unknown["optimizers"] == [], "at which stage they would run is not known"
+
+    def test_a_reason_is_given_once(self, client):
+        found = preview(
+            client, config={**PLAN, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+        )
+        reason = "DeepSpeed's own reads use_muon"
+        assert sum(reason in one["text"] for one in found["messages"]) == 1
+        (other,) = messages(found, "zero_force_ds_cpu_optimizer")
+        assert "for the reason given at zero_allow_untested_optimizer" in other["text"]
+
+    def test_packages_that_are_not_installed_are_said_before_they_are_chosen(
+        self, client, monkeypatch
+    ):
+        monkeypatch.setattr("zerotune.builder.preview.installed_packages", lambda: {"prodigyopt"})
+        found = {each["name"]: each["missing"] for each in preview(client)["optimizers"]}
+        assert found["AdamW8bit"] == "bitsandbytes"
+        assert found["TorchAOAdamW8bit"] == "torchao"
+        assert found["Prodigy"] is None
+        assert found["AdamW"] is None
+
+    def test_every_component_has_its_own_colour_of_the_one_palette(self, client):
+        for bar in preview(client, setup={"ema": "host"})["memory"]["bars"]:
+            shown = {part["component"]: part["colour"] for part in bar["components"]}
+            assert shown == {name: COMPONENTS[name] for name in shown}
 
     def test_absurd_numbers_are_no_crash(self, client):
         for number in (10**30, {"$int": "9" * 39}, 2**53):
@@ -280,6 +324,10 @@ class TestAdvise:
         assert found["chosen"]["title"] == "ZeRO-2, optimizer in host memory"
         assert found["runners_up"]
         assert found["rejected"]
+        every = [found["chosen"], *found["runners_up"], *found["rejected"]]
+        assert sum(each["foremost"] for each in every) == 5
+        assert found["chosen"]["foremost"]
+        assert re.fullmatch(r"\d+\.\d\d s|\d+\.\d ms", found["chosen"]["seconds"])
         for each in (found["chosen"], *found["runners_up"]):
             shown = client.post("/api/preview", json={"state": each["state"]}).json()
             assert all(bar["fits"] for bar in shown["memory"]["bars"]), each["title"]
@@ -324,6 +372,10 @@ def test_the_schema_is_that_of_the_installed_deepspeed():
     assert by_path["zero_optimization.reduce_bucket_size"]["default"] == 500_000_000
     assert by_path["zero_optimization.overlap_comm"]["doc"]
     assert "zero_optimization" not in by_path
+    gone = {each["path"]: each["reason"] for each in found["removed"]}
+    assert not gone.keys() & by_path.keys()
+    assert gone["nebula"] == "DeepSpeed 0.19 removed Nebula checkpointing"
+    assert "MiCS" in gone["zero_optimization.mics_shard_size"]
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "x/" + "b" * 300 + ".json", "c/" * 3000])

@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from tests.builder.states import PLAN, state
+from tests.builder.states import CHOSEN, PLAN, state
 from zerotune.builder.forms import FormState
-from zerotune.builder.templates import Template, TemplateStore, checked_name, user_folder
+from zerotune.builder.templates import BUILTIN, Template, TemplateStore, checked_name, user_folder
 from zerotune.errors import InvalidValueError, PlanConflictError
+from zerotune.plan.families import family_names
 
 
 @pytest.fixture
@@ -149,11 +150,19 @@ class TestOverHttp:
         assert self.save(client, name="first", version=version).is_success
         assert self.save(client, name="../first").status_code == 422
 
+    def test_there_is_a_built_in_one_for_every_family(self):
+        assert {one.setup.get("family") for one in BUILTIN} == {None, *family_names()}
+
     def test_every_built_in_one_fits_what_it_is_for(self, client):
         for one in client.get("/api/templates").json()["builtin"]:
-            body = {"id": one["id"], "setup": {"family": "sdxl", "vram": "24", "ram": "64"}}
+            body = {"id": one["id"], "setup": {**CHOSEN, "lora": "4", "resolution": "64"}}
             used = client.post("/api/templates/use", json=body).json()
             shown = client.post("/api/preview", json={"state": used["state"]}).json()
             assert shown.get("runs"), (one, shown)
             assert all(bar["fits"] for bar in shown["memory"]["bars"]), one
+            # What was planned for before says nothing of the template's model.
+            subject = shown["memory"]["subject"]
+            assert ("64 x 64" in subject) == (one["id"] == "lowest"), one
+            assert ("rank 4" in subject) == (one["id"] == "lowest"), one
+            assert ("rank 16" in subject) == ("lora" in one["id"]), one
         assert client.post("/api/templates/use", json={"id": "none"}).status_code == 422

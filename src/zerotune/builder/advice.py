@@ -13,7 +13,7 @@ from zerotune.errors import InvalidValueError, NothingFitsError, ZeroTuneError
 from zerotune.optim import normalise_optimizer_name
 from zerotune.plan import AUTO, Candidate, DeepSpeedPlan
 from zerotune.plan.model import PRECISIONS
-from zerotune.plan.text import candidate_data
+from zerotune.plan.text import FOREMOST, candidate_data, foremost, seconds_words
 
 _FROM_ADVICE: Final = ("zero_optimization", "aio")
 
@@ -48,11 +48,18 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
     except NothingFitsError as error:
         nearest = _offered(error.nearest, state, setup)
         return {"fits": False, "reason": error.reason, "fix": error.fix, "nearest": nearest}
+    shown = foremost(advice, FOREMOST)
+
+    def offered(candidate: Candidate) -> dict[str, Any]:
+        # By identity: two candidates may be equal in all that they hold.
+        first = any(candidate is one for one in shown)
+        return {**_offered(candidate, state, setup), "foremost": first}
+
     return {
         "fits": True,
-        "chosen": _offered(advice.chosen, state, setup),
-        "runners_up": [_offered(one, state, setup) for one in advice.runners_up],
-        "rejected": [_offered(one, state, setup) for one in advice.rejected],
+        "chosen": offered(advice.chosen),
+        "runners_up": [offered(one) for one in advice.runners_up],
+        "rejected": [offered(one) for one in advice.rejected],
     }
 
 
@@ -79,7 +86,12 @@ def _wishes(state: FormState) -> dict[str, Any]:
 def _offered(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
     data = candidate_data(candidate)
     del data["plan"]
-    return {**data, "state": _merged(candidate, state, setup).data()}
+    seconds = "" if candidate.time is None else seconds_words(candidate.time.seconds)
+    return {
+        **data,
+        "seconds": seconds,
+        "state": _merged(candidate, state, setup).data(),
+    }
 
 
 def _merged(candidate: Candidate, state: FormState, setup: Setup) -> FormState:

@@ -155,7 +155,13 @@ class Api:
     def _list_templates(self, _: Data) -> Data:
         return {
             "builtin": [
-                {"id": one.id, "name": one.name, "description": one.description} for one in BUILTIN
+                {
+                    "id": one.id,
+                    "name": one.name,
+                    "description": one.description,
+                    "group": one.group,
+                }
+                for one in BUILTIN
             ],
             "own": [_template(one) for one in self.templates.all()],
             "folder": str(self.templates.folder),

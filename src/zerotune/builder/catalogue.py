@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
+from zerotune.builder.fields import ZERO
 from zerotune.builder.forms import to_wire
 from zerotune.errors import UNSET, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS, Parameter
+from zerotune.plan.model import REMOVED, REMOVED_ZERO, ZERO_ALIASES, join
 from zerotune.plan.schema import Parameter as SchemaParameter
-from zerotune.plan.schema import schema_parameters
+from zerotune.plan.schema import known_paths, schema_parameters
 
 
 @cache
@@ -81,13 +83,29 @@ def _schema() -> dict[str, Any]:
     try:
         schema = plan_schema()
     except ZeroTuneError as error:
-        return {"available": False, "reason": str(error), "parameters": []}
+        removed = _removed(frozenset())
+        return {"available": False, "reason": str(error), "parameters": [], "removed": removed}
+    known = known_paths(schema)
     parameters = [_schema_parameter(each) for each in schema_parameters(schema)]
     return {
         "available": True,
         "version": schema["x-zerotune"]["deepspeed"],
         "parameters": [each for each in parameters if each is not None],
+        "removed": _removed(known),
     }
+
+
+def _removed(known: Collection[str]) -> list[dict[str, str]]:
+    """What older releases of DeepSpeed read, for who searches for it; not what this one knows."""
+    gone = {
+        **{key: f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED.items()},
+        **{join(ZERO, key): f"DeepSpeed 0.19 removed {what}" for key, what in REMOVED_ZERO.items()},
+        **{
+            join(ZERO, old): f"another spelling of {join(ZERO, new)}"
+            for old, new in ZERO_ALIASES.items()
+        },
+    }
+    return [{"path": path, "reason": gone[path]} for path in sorted(gone) if path not in known]
 
 
 def _schema_parameter(each: SchemaParameter) -> dict[str, Any] | None:

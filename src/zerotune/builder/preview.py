@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, get_args
 import attrs
 
 from zerotune._util.numbers import as_number, whole
+from zerotune._util.palette import component_colours
 from zerotune._util.text import parse_memory
 from zerotune._util.versions import installed_versions
 from zerotune.builder.forms import (
@@ -24,6 +25,7 @@ from zerotune.builder.forms import (
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, OptimizerResolver
+from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
 from zerotune.plan.families import as_facts, family_names, model_family
 from zerotune.plan.memory.estimate import sides
@@ -246,6 +248,11 @@ ASSUMED_LR: Final = 1e-4
 LEASED: Final = "(leased for each run)"
 """Stands for a swap folder that nobody wrote."""
 
+_DECISIVE: Final = frozenset(
+    {"zero_optimization", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"}
+)
+"""Settings without which it is not known which optimizers can run."""
+
 _TOO_LARGE: Final = "A number is too large to calculate with."
 _FORMATS: Final = (("deepspeed", "json"), ("accelerate", "yaml"), ("python", "python"))
 _PLACES: Final = {"device": "GPU", "host": "RAM", "nvme": "NVMe"}
@@ -263,6 +270,10 @@ class Preview:
     platform: Platform
     running: dict[str, Any] = attrs.field(factory=dict)
     """What DeepSpeed receives; empty when it cannot run."""
+    written: Mapping[str, Any] = attrs.field(factory=dict)
+    """The configuration as the form holds it, whatever is wrong with it."""
+    readable: DeepSpeedPlan | None = None
+    """What is left of it without the settings that are wrong."""
 
 
 def understand(state: FormState, machines: Machines) -> Preview:
@@ -287,10 +298,12 @@ def understand(state: FormState, machines: Machines) -> Preview:
     return Preview(
         plan=reading.plan,
         resolved=resolved,
-        messages=tuple(sorted(messages, key=_rank)),
+        messages=tuple(_said_once(sorted(messages, key=_rank))),
         setup=setup,
         platform=platform,
         running=running,
+        written=state.config,
+        readable=reading.rest,
     )
 
 
@@ -321,9 +334,14 @@ def _resolve(
     found = plan.inspect(context, settle=OptimizerResolver(platform=platform).settled)
     messages = [of_error(refusal.error) for refusal in found.refusals]
     messages += [of_finding(finding) for finding in found.findings]
+    if found.resolved is None:
+        # What would be chosen or assumed is not told of a plan that cannot run.
+        return None, [*messages, *of_decisions(plan.decisions, findings=found.findings)]
     messages += [of_decision(decision) for decision in assumed]
-    decisions = plan.decisions if found.resolved is None else found.resolved.decisions
-    return found.resolved, [*messages, *of_decisions(decisions, findings=found.findings)]
+    return found.resolved, [
+        *messages,
+        *of_decisions(found.resolved.decisions, findings=found.findings),
+    ]
 
 
 def _also_wrong(
@@ -369,7 +387,8 @@ def _run(plan: DeepSpeedPlan, setup: Setup) -> tuple[RunFacts, list[Decision]]:
 
 
 def _outputs(preview: Preview) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    # Whatever is wrong, what is written can be read and repaired as text.
+    found: dict[str, Any] = {"json": {"text": _as_json(preview.written), "messages": []}}
     leased = [] if preview.resolved is None else _leased(preview.resolved)
     if preview.plan is not None:
         for format_, name in _FORMATS:
@@ -387,9 +406,13 @@ def _outputs(preview: Preview) -> dict[str, Any]:
                 "messages": [attrs.asdict(one) for one in notes],
             }
     if preview.running:
-        text = json.dumps(preview.running, indent=2, allow_nan=False) + "\n"
-        found["running"] = {"text": text, "messages": [attrs.asdict(one) for one in leased]}
+        told = [attrs.asdict(one) for one in leased]
+        found["running"] = {"text": _as_json(preview.running), "messages": told}
     return found
+
+
+def _as_json(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, indent=2, allow_nan=False) + "\n"
 
 
 def _leased(resolved: ResolvedPlan) -> list[Message]:
@@ -463,6 +486,9 @@ def _estimated(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]
         if size is not None
     }
     places = estimate_data(estimate)["places"]
+    colours = component_colours(
+        one["component"] for place in places.values() for one in place["components"]
+    )
     bars = [
         {
             "place": fit.place,
@@ -471,7 +497,11 @@ def _estimated(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]
             "available": fit.available,
             "fits": fit.fits,
             "when": DURING[estimate.peak(fit.place).phase],
-            "components": [one for one in places[fit.place]["components"] if one["at_peak"]],
+            "components": [
+                {**one, "colour": colours[one["component"]]}
+                for one in places[fit.place]["components"]
+                if one["at_peak"]
+            ],
         }
         for fit in fits(estimate, budget)
     ]
@@ -479,18 +509,25 @@ def _estimated(estimate: Any, sizes: Mapping[str, int | None]) -> dict[str, Any]
 
 
 def _optimizers(preview: Preview) -> list[dict[str, Any]]:
-    resolved, plan = preview.resolved, preview.plan
-    stage = resolved.stage if resolved else (plan.stage if plan else 0)
+    resolved, plan = preview.resolved, preview.plan or preview.readable
+    if resolved is not None:
+        stage, precision = resolved.stage, resolved.precision
+    elif plan is None or any(message.key in _DECISIVE for message in preview.messages):
+        return []
+    else:
+        stage = plan.stage if isinstance(plan.stage, int) else 2
+        precision = "bf16" if plan.precision == AUTO else plan.precision
     offload = plan.offload_optimizer_device if plan else "none"
-    precision = resolved.precision if resolved else (plan.precision if plan else "bf16")
-    if not isinstance(stage, int):
-        stage = 2
-    return capabilities(
+    found = capabilities(
         preview.platform,
         stage=stage,
         offload=offload if offload in OFFLOAD_DEVICES and stage > 0 else "none",
-        precision="bf16" if precision == AUTO else precision,
+        precision=precision,
     )
+    if resolved is None:
+        # Nothing will run, so no class does the update.
+        return [{**each, "implementation": None} for each in found]
+    return found
 
 
 def capabilities(
@@ -498,8 +535,9 @@ def capabilities(
 ) -> list[dict[str, Any]]:
     """Every optimizer of the catalogue, with whether it runs there and why not."""
     resolver = OptimizerResolver(platform=platform)
+    here = Situation(packages=installed_packages())
     found = []
-    for name in OPTIMIZERS:
+    for name, entry in OPTIMIZERS.items():
         answer = resolver.capability(name, stage=stage, offload=offload, precision=precision)
         found.append(
             {
@@ -510,6 +548,7 @@ def capabilities(
                 "alternative": answer.alternative,
                 "implementation": answer.implementation,
                 "verified": answer.verified,
+                "missing": missing_package(entry, here),
             }
         )
     return found
@@ -523,3 +562,24 @@ def _changes(plan: DeepSpeedPlan | None, applied: DeepSpeedPlan | None) -> dict[
 
 def _rank(message: Message) -> int:
     return ("error", "warning", "note").index(message.severity)
+
+
+_NEEDS: Final = " needs it: "
+
+
+def _said_once(messages: Iterable[Message]) -> Iterator[Message]:
+    """``messages``; where a warning has given a reason already, its key stands for it.
+
+    Notes keep theirs: each is read beside its own field.
+    """
+    given: dict[str, str] = {}
+    for message in messages:
+        owner, needs, reason = message.text.rpartition(_NEEDS)
+        before = given.get(reason.casefold())
+        if before is not None and before != message.key:
+            start = f"{owner} needs it, for" if needs else "For"
+            yield attrs.evolve(message, text=f"{start} the reason given at {before}.")
+            continue
+        if message.severity != "note":
+            given.setdefault(reason.casefold(), message.key)
+        yield message

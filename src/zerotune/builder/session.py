@@ -72,6 +72,7 @@ class Session:
                     self._remember(state)
         return {
             "state": state.data(),
+            "defaults": self._initial.data(),
             "messages": messages,
             "version": version,
             "plan_file": None if self.plan_file is None else str(self.plan_file),
@@ -186,12 +187,17 @@ def refuse_changed(path: Path, version: str | None) -> None:
     Raises:
         PlanConflictError: It is not.
     """
-    if version is not None and version_of(path) != version:
+    if version is None or version_of(path) == version:
+        return
+    if version == ABSENT:
         raise PlanConflictError(
-            "was changed by somebody else since this page read it",
-            key=str(path),
-            fix="open it again, or save over it on purpose",
+            "is there already", key=str(path), fix="choose another name, or save over it on purpose"
         )
+    raise PlanConflictError(
+        "was changed by somebody else since this page read it",
+        key=str(path),
+        fix="open it again, or save over it on purpose",
+    )
 
 
 def saved_data(saved: SavedPlan | None) -> dict[str, Any]:

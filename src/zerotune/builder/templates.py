@@ -270,53 +270,129 @@ def _taken(name: str) -> PlanConflictError:
 
 @attrs.frozen(kw_only=True)
 class BuiltinTemplate:
-    """A machine and a model, for which the simplest plan that fits is looked up."""
+    """A machine and a model, for which the fastest plan that fits is looked up."""
 
     id: str
     name: str
     description: str
+    group: str
+    """What it is listed under: the model."""
     setup: Mapping[str, Any]
     """What it sets of the setup; empty: the page's own."""
 
 
-_SDXL: Final = {"family": "sdxl", "this_machine": False, "world_size": 1, "nvme": "0"}
+_ON_ONE_CARD: Final = {
+    "this_machine": False,
+    "world_size": 1,
+    "nvme": "0",
+    # What was planned for before is not meant any more.
+    "lora": "",
+    "resolution": "",
+}
+
+
+_MODELS: Final = {
+    "sdxl": ("SDXL", "SDXL"),
+    "sd15": ("Stable Diffusion 1.5", "Stable Diffusion 1.5 and 2.1"),
+    "sd21": ("Stable Diffusion 2.1", "Stable Diffusion 1.5 and 2.1"),
+    "sd3-medium": ("SD3 Medium", "Stable Diffusion 3 and 3.5"),
+    "sd35-medium": ("SD3.5 Medium", "Stable Diffusion 3 and 3.5"),
+    "sd35-large": ("SD3.5 Large", "Stable Diffusion 3 and 3.5"),
+    "flux": ("Flux", "Flux"),
+}
+"""Family to what people call it, and what it is listed under."""
+
+
+def _for_card(
+    id_: str,
+    family: str,
+    vram: int,
+    ram: int,
+    *,
+    kind: str = "",
+    description: str = "",
+    **more: Any,
+) -> BuiltinTemplate:
+    name, group = _MODELS[family]
+    sizes = {"vram": str(vram), "ram": str(ram)}
+    return BuiltinTemplate(
+        id=id_,
+        name=f"{name} {kind or f'on {vram} GB'}",
+        description=description or f"One {vram} GB card and {ram} GB of RAM.",
+        group=group,
+        setup={**_ON_ONE_CARD, "family": family, **sizes, **more},
+    )
+
+
+_LORA: Final = 16
 
 BUILTIN: Final = (
     BuiltinTemplate(
         id="lowest",
-        name="The lowest stage that works",
-        description="For the model and machine chosen here: least offload, lowest stage.",
+        name="The fastest plan that fits",
+        description="For the model and machine chosen on this page.",
+        group="What is chosen here",
         setup={},
     ),
-    BuiltinTemplate(
-        id="sdxl-24",
-        name="SDXL on 24 GB",
-        description="One 24 GB card and 64 GB of RAM.",
-        setup={**_SDXL, "vram": "24 GiB", "ram": "64 GiB"},
-    ),
-    BuiltinTemplate(
-        id="sdxl-12",
-        name="SDXL on 12 GB",
-        description="One 12 GB card and 64 GB of RAM.",
-        setup={**_SDXL, "vram": "12 GiB", "ram": "64 GiB"},
-    ),
-    BuiltinTemplate(
-        id="sdxl-8",
-        name="SDXL on 8 GB",
-        description="One 8 GB card and 64 GB of RAM.",
-        setup={**_SDXL, "vram": "8 GiB", "ram": "64 GiB"},
-    ),
-    BuiltinTemplate(
-        id="nvme",
-        name="SDXL from an NVMe drive",
+    _for_card("sdxl-24", "sdxl", 24, 64),
+    _for_card("sdxl-12", "sdxl", 12, 64),
+    _for_card("sdxl-8", "sdxl", 8, 64),
+    _for_card(
+        "nvme",
+        "sdxl",
+        8,
+        32,
+        kind="from an NVMe drive",
         description="8 GB card, 32 GB of RAM, 200 GB of NVMe for swap files.",
-        setup={**_SDXL, "vram": "8 GiB", "ram": "32 GiB", "nvme": "200 GB"},
+        nvme="200 GB",
     ),
-    BuiltinTemplate(
-        id="two-gpus",
-        name="SDXL on two GPUs",
+    _for_card(
+        "two-gpus",
+        "sdxl",
+        24,
+        128,
+        kind="on two GPUs",
         description="Two 24 GB cards and 128 GB of RAM.",
-        setup={**_SDXL, "vram": "24 GiB", "ram": "128 GiB", "world_size": 2},
+        world_size=2,
+    ),
+    _for_card(
+        "sdxl-lora",
+        "sdxl",
+        12,
+        32,
+        kind=f"LoRA of rank {_LORA} on 12 GB",
+        lora=_LORA,
+    ),
+    _for_card("sd15-8", "sd15", 8, 32),
+    _for_card("sd21-8", "sd21", 8, 32),
+    _for_card("sd3-medium-12", "sd3-medium", 12, 64),
+    _for_card("sd35-medium-12", "sd35-medium", 12, 64),
+    _for_card("sd35-large-24", "sd35-large", 24, 192),
+    _for_card(
+        "sd35-large-lora",
+        "sd35-large",
+        24,
+        64,
+        kind=f"LoRA of rank {_LORA} on 24 GB",
+        lora=_LORA,
+    ),
+    _for_card("flux-24", "flux", 24, 256),
+    _for_card(
+        "flux-nvme",
+        "flux",
+        24,
+        64,
+        kind="from an NVMe drive",
+        description="24 GB card, 64 GB of RAM, 400 GB of NVMe for swap files.",
+        nvme="400 GB",
+    ),
+    _for_card(
+        "flux-lora",
+        "flux",
+        16,
+        64,
+        kind=f"LoRA of rank {_LORA} on 16 GB",
+        lora=_LORA,
     ),
 )
 

@@ -857,11 +857,12 @@ def time_data(time: StepTime) -> dict[str, Any]:
 
 def time_words(time: StepTime) -> str:
     """A predicted step in words: how long, what for, and by which rates."""
-    bound = f"{time.bound.what} takes {_seconds(time.bound.seconds)}"
-    return f"{_seconds(time.seconds)} per step predicted, {bound}; rates: {time.origin}"
+    bound = f"{time.bound.what} takes {seconds_words(time.bound.seconds)}"
+    return f"{seconds_words(time.seconds)} per step predicted, {bound}; rates: {time.origin}"
 
 
-def _seconds(seconds: float) -> str:
+def seconds_words(seconds: float) -> str:
+    """A duration of less than some minutes, in words."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
@@ -964,7 +965,7 @@ def rank_budget(budget: Sizes, estimate: EstimateValue) -> RankBudget:
 
 def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
     """Candidates with their needs; in text, what each lacks and why stand below."""
-    every = advice.candidates if most is None else _foremost(advice, most)
+    every = advice.candidates if most is None else foremost(advice, most)
 
     def shown(nbytes: int) -> str:
         return f"{nbytes / _GIB:.2f}"
@@ -1008,7 +1009,7 @@ def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
     )
 
 
-def _foremost(advice: AdviceValue, most: int) -> tuple[CandidateValue, ...]:
+def foremost(advice: AdviceValue, most: int) -> tuple[CandidateValue, ...]:
     """The choice, what fits beside it, and what misses least, in order of preference."""
 
     def lacking(candidate: CandidateValue) -> int:
@@ -1036,7 +1037,7 @@ def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:
     missing = _sizes(_missing(candidate))
     told = [f"missing {missing}"] if missing else []
     if candidate.time is not None:
-        told.append(f"{_seconds(candidate.time.seconds)} per step")
+        told.append(f"{seconds_words(candidate.time.seconds)} per step")
     yield Line("; ".join([*told, candidate.reason]), indent=_REASON, hang=0)
 
 

@@ -6,6 +6,8 @@ import { take } from "./form.js";
 import { print, read } from "./state.js";
 
 let parameters = null;
+let removed = [];
+let unavailable = "";
 const MOST = 60;
 
 export function bindAdvanced() {
@@ -14,11 +16,9 @@ export function bindAdvanced() {
     byId("advanced-count").textContent = "Asking DeepSpeed, which takes some seconds…";
     try {
       const found = await get("/schema");
-      if (!found.available) {
-        byId("advanced-count").textContent = `Not available: ${found.reason}`;
-        return;
-      }
+      unavailable = found.available ? "" : `Not available: ${found.reason}`;
       parameters = found.parameters;
+      removed = found.removed;
       byId("advanced-count").dataset.version = found.version;
       draw();
     } catch (error) {
@@ -31,17 +31,23 @@ export function bindAdvanced() {
 function draw() {
   if (!parameters) return;
   const words = byId("advanced-search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const matching = parameters.filter((each) =>
-    words.every((word) => `${each.path} ${each.doc}`.toLowerCase().includes(word)));
+  const matches = (text) => words.every((word) => text.toLowerCase().includes(word));
+  const matching = parameters.filter((each) => matches(`${each.path} ${each.doc}`));
+  const gone = words.length ? removed.filter((each) => matches(`${each.path} ${each.reason}`)) : [];
   const written = matching.filter((each) => read("config", each.path) !== undefined);
   const rest = matching.filter((each) => read("config", each.path) === undefined);
   const shown = [...written, ...rest].slice(0, MOST);
   const version = byId("advanced-count").dataset.version;
-  byId("advanced-count").textContent =
+  byId("advanced-count").textContent = unavailable ||
     `${matching.length} of ${parameters.length} parameters of DeepSpeed ${version}` +
-    (matching.length > shown.length ? `; the first ${shown.length} are shown.` : ".");
-  fill(byId("advanced-list"), ...shown.map(row));
+    (matching.length > shown.length ? `; the first ${shown.length} are shown` : "") +
+    (gone.length ? `; ${gone.length} that it no longer has.` : ".");
+  fill(byId("advanced-list"), ...gone.map(old), ...shown.map(row));
 }
+
+const old = (each) => el("div", { class: "entry gone" },
+  el("code", { text: each.path }), el("span", { class: "count", text: "no longer there" }),
+  el("p", { class: "doc", text: `${each.reason}.` }));
 
 function row(each) {
   const id = `advanced-${idOf(each.path)}`;
@@ -62,8 +68,8 @@ function row(each) {
     el("div", { class: "messages doc", id: `${id}-messages` }));
 }
 
-export function refreshAdvanced() {
+export function refreshAdvanced({ typed = true } = {}) {
   for (const input of all("[data-advanced]")) {
-    if (document.activeElement !== input) input.value = print(read("config", input.dataset.path));
+    if (!typed || document.activeElement !== input) input.value = print(read("config", input.dataset.path));
   }
 }

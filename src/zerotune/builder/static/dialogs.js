@@ -1,36 +1,35 @@
 // Opening, saving, applying, fitting a card, and templates.
 
 import { ApiError, get, post } from "./api.js";
-import { all, byId, download, el, fill, openDialog, status } from "./dom.js";
+import { action, all, ask, byId, download, el, fill, onSubmit, openDialog, point, status, placed } from "./dom.js";
+import * as draft from "./draft.js";
 import { size } from "./memory.js";
 import { print, state } from "./state.js";
 
 let load = () => {};
 let refresh = () => {};
-const known = { planVersion: null, planFile: null, template: null, saved: new Map(), typed: "open-text" };
+const known = { template: null, saved: new Map(), typed: "open-text", listed: [] };
 
-export function bindDialogs(start, loader, refresher) {
+export function bindDialogs(loader, refresher) {
   load = loader;
   refresh = refresher;
-  known.planVersion = start.version;
-  known.planFile = start.plan_file;
   for (const button of all("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
-  byId("open-button").addEventListener("click", () => { byId("open-error").textContent = ""; openDialog(byId("open-dialog")); });
-  byId("open-do").addEventListener("click", open);
+  for (const [name, act] of [["open", open], ["save", () => save(false)], ["fit", fit], ["templates", () => saveTemplate()],
+    ["ask", () => byId("ask-dialog").close("yes")]]) onSubmit(byId(`${name}-dialog`).querySelector("form"), act);
+  for (const name of ["open", "save"]) {
+    byId(`${name}-button`).addEventListener("click", () => { byId(`${name}-error`).textContent = ""; openDialog(byId(`${name}-dialog`)); });
+  }
   for (const id of ["open-path", "open-text"]) byId(id).addEventListener("input", () => { known.typed = id; });
   byId("open-file").addEventListener("change", upload);
-  byId("save-button").addEventListener("click", () => { byId("save-error").textContent = ""; openDialog(byId("save-dialog")); });
-  byId("save-do").addEventListener("click", () => save(false));
-  byId("apply-button")?.addEventListener("click", () => apply(known.planVersion));
+  byId("apply-button")?.addEventListener("click", () => apply(draft.plan.version));
   byId("fit-button").addEventListener("click", fitOpen);
-  byId("fit-do").addEventListener("click", fit);
-  byId("templates-button").addEventListener("click", async () => { openDialog(byId("templates-dialog")); await listTemplates(); });
-  byId("template-save").addEventListener("click", () => saveTemplate());
+  byId("templates-button").addEventListener("click", async () => { said(""); openDialog(byId("templates-dialog")); await listTemplates(); });
   byId("template-import").addEventListener("change", importTemplate);
 }
 
-const where = (error) =>
-  error instanceof ApiError && error.data.line ? `Line ${error.data.line}, column ${error.data.column}: ` : "";
+// Nothing is asked where nothing would be lost.
+const mayReplace = async (by) => !draft.isUnsaved() || ask({ title: "Replace what is in the form?", yes: "Replace",
+  text: `It is not saved. ${by} takes its place; Undo brings it back.` });
 
 async function open() {
   const path = byId("open-path").value.trim();
@@ -39,6 +38,7 @@ async function open() {
   const body = path && (known.typed === "open-path" || !text.trim()) ? { path } : { text, name: byId("open-text").dataset.name || "the pasted text" };
   try {
     const opened = await post("/open", body);
+    if (!await mayReplace("What was opened")) return;
     const setup = { ...state.setup, ...opened.state.setup };
     load({ ...opened.state, setup }, opened.messages, `Opened ${opened.source}.`);
     byId("open-dialog").close();
@@ -46,18 +46,9 @@ async function open() {
     byId("open-text").removeAttribute("aria-invalid");
   } catch (error) {
     byId("open-text").setAttribute("aria-invalid", "true");
-    byId("open-error").textContent = `${where(error)}${error.message}`;
-    point(error.data);
+    byId("open-error").textContent = placed(error);
+    point(byId("open-text"), error.data);
   }
-}
-
-function point(data) {
-  const area = byId("open-text");
-  if (!data?.line || !area.value) return;
-  const before = area.value.split("\n").slice(0, data.line - 1).reduce((sum, line) => sum + line.length + 1, 0);
-  const at = before + data.column - 1;
-  area.focus();
-  area.setSelectionRange(at, Math.min(at + 1, area.value.length));
 }
 
 async function upload(event) {
@@ -74,38 +65,40 @@ async function upload(event) {
 async function save(overwrite) {
   const path = byId("save-path").value.trim();
   try {
-    const done = await post("/save", { state, path, version: overwrite ? null : (known.saved.get(path) ?? null) });
+    const done = await post("/save", { state, path, version: overwrite ? null : (known.saved.get(path) ?? "absent") });
     known.saved.set(path, done.version);
+    if (done.paths.includes(draft.plan.file)) draft.plan.version = done.version;
     byId("save-dialog").close();
+    draft.settled();
     told(`Saved ${done.paths.join(", ")}`, done);
     refresh();
   } catch (error) {
     const line = byId("save-error");
     fill(line, error.message, " ");
-    if (error.status === 409) line.append(el("button", { type: "button", text: "Save over it", onclick: () => save(true) }));
+    if (error.status === 409) line.append(action("Save over it", () => save(true)));
   }
 }
 
 async function apply(version) {
   try {
     const done = await post("/apply", { state, version });
-    known.planVersion = done.version;
+    draft.plan.version = done.version;
+    draft.settled();
     told(done.answer || `Applied${done.paths.length ? ` to ${done.paths.join(", ")}` : ""}`, done);
     refresh();
   } catch (error) {
-    status(error.message, "error");
-    if (error.status === 409 && error.data.key === known.planFile) {
-      byId("status").append(" ",
-        el("button", { type: "button", class: "quiet", text: "Open it again", onclick: reopen }),
-        el("button", { type: "button", class: "quiet", text: "Overwrite it", onclick: () => apply(null) }));
-    }
+    const changed = error.status === 409 && error.data.key === draft.plan.file;
+    status(error.message, "error", ...(changed
+      ? [action("Open it again", reopen), action("Overwrite it", () => apply(null))]
+      : []));
   }
 }
 
 async function reopen() {
+  if (!await mayReplace("The file as it is now")) return;
   const start = await get("/start");
-  known.planVersion = start.version;
-  load(start.state, start.messages, `Opened ${start.plan_file}.`);
+  draft.plan.version = start.version;
+  load({ ...start.state, setup: { ...state.setup, ...start.state.setup } }, start.messages, `Opened ${start.plan_file}.`);
 }
 
 function told(sentence, done) {
@@ -153,39 +146,59 @@ async function fit() {
   }
 }
 
-const fitting = (advice) => [
-  el("h3", { text: "Fastest plan that fits" }), el("ul", { class: "list" }, candidate(advice.chosen)),
-  advice.runners_up.length ? el("h3", { text: "Others that fit" }) : null,
-  el("ul", { class: "list" }, ...advice.runners_up.map(candidate)),
-  advice.rejected.length ? el("h3", { text: "Why not the others" }) : null,
-  el("ul", { class: "list" }, ...advice.rejected.map(candidate))];
+function fitting(advice) {
+  const others = [...advice.runners_up, ...advice.rejected];
+  const next = others.filter((one) => one.foremost);
+  const rest = others.filter((one) => !one.foremost);
+  return [
+    el("h3", { text: "Fastest plan that fits" }), el("ul", { class: "list" }, candidate(advice.chosen)),
+    next.length ? el("h3", { text: "What comes next" }) : null,
+    el("ul", { class: "list" }, ...next.map(candidate)),
+    rest.length ? el("details", { class: "reasons" },
+      el("summary", { text: rest.length === 1 ? "1 other" : `${rest.length} others` }),
+      el("ul", { class: "list" }, ...rest.map(candidate))) : null];
+}
+
 const nothing = (advice) => [
   el("p", { class: "error-line", text: `${advice.reason}. Fix: ${advice.fix}.` }),
   el("h3", { text: "Nearest" }), el("ul", { class: "list" }, candidate(advice.nearest))];
 
+const PLACES = { device: "GPU memory", host: "RAM", nvme: "NVMe" };
+
 function candidate(one) {
   const needs = `GPU ${size(one.needs.device)}, RAM ${size(one.needs.host)}${one.needs.nvme ? `, NVMe ${size(one.needs.nvme)}` : ""}`;
-  const missing = Object.entries(one.shortfalls).map(([place, bytes]) => `${size(bytes)} of ${place} missing`);
+  const missing = Object.entries(one.shortfalls).map(([place, bytes]) => `${size(bytes)} of ${PLACES[place]}`);
   const checkpointing = `${one.gradient_checkpointing ? "with" : "without"} checkpointing`;
   const kind = one.activation_offload ? `${checkpointing} and activation offload` : checkpointing;
   return el("li", { class: "candidate", "data-fits": String(one.fits) },
     el("div", {}, el("strong", { text: `${one.title}, ${kind}` }),
-      el("p", { class: "hint", text: [needs, ...missing, one.reason].join("; ") })),
+      el("p", { class: "hint", text: needs }),
+      missing.length ? el("p", { class: "hint over", text: `${missing.join(" and ")} missing` }) : null,
+      missing.length && one.reason.startsWith("needs") ? null : el("p", { class: "hint", text: one.reason })),
+    one.seconds ? el("p", { class: "seconds" }, el("b", { text: one.seconds }), " per step, predicted") : null,
     one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
       byId("fit-dialog").close();
-      load(one.state, [], `Took ${one.title}.`);
+      load(one.state, [], `Took ${one.title}.`, { label: one.title, further: true });
     } }) : null);
 }
 
+function said(text, kind = "") {
+  byId("templates-status").dataset.kind = kind;
+  fill(byId("templates-status"), text);
+}
+
 async function listTemplates() {
-  const line = byId("templates-status");
   try {
     const found = await get("/templates");
+    known.listed = found.own;
     byId("templates-folder").textContent = `Yours are plain JSON files in ${found.folder}.`;
-    fill(byId("templates-builtin"), ...found.builtin.map(builtin));
+    const groups = new Map();
+    for (const one of found.builtin) groups.set(one.group, [...(groups.get(one.group) ?? []), one]);
+    fill(byId("templates-builtin"), ...[...groups].map(([group, members]) => el("section", { "aria-label": group },
+      el("h3", { text: group }), el("ul", { class: "list two" }, ...members.map(builtin)))));
     fill(byId("templates-own"), ...(found.own.length ? found.own.map(own) : [el("li", { text: "None yet." })]));
   } catch (error) {
-    line.textContent = error.message;
+    said(error.message);
   }
 }
 
@@ -193,58 +206,72 @@ const builtin = (one) => el("li", {}, el("div", {}, el("strong", { text: one.nam
   el("button", { type: "button", text: "Use", "aria-label": `Use ${one.name}`, onclick: () => attempt(async () => {
     const used = await post("/templates/use", { id: one.id, setup: state.setup });
     if (!used.state) throw new ApiError(409, { error: `${used.reason}. Fix: ${used.fix}.` });
+    if (!await mayReplace(`The template ${one.name}`)) return;
     known.template = null;
     byId("templates-dialog").close();
-    load(used.state, [], `${one.name}: ${used.title}.`);
+    load(used.state, [], `${one.name}: ${used.title}.`, { label: `the template ${one.name}` });
   }) }));
 
 function own(one) {
   const rename = el("input", { type: "text", "aria-label": `New name of ${one.name}`, class: "hidden", value: one.name });
-  const button = (text, action) => el("button", { type: "button", text, "aria-label": `${text} ${one.name}`, onclick: action });
-  const renameButton = button("Rename", () => attempt(async () => {
+  const button = (text, act) => el("button", { type: "button", text, "aria-label": `${text} ${one.name}`, onclick: act });
+  const renamed = () => attempt(async () => {
     if (rename.classList.contains("hidden")) {
       rename.classList.remove("hidden");
-      rename.focus();
+      rename.select();
       return;
     }
     await post("/templates/rename", { name: one.name, to: rename.value, version: one.version });
     await listTemplates();
-  }));
+    said(`${one.name} is called ${rename.value} now.`, "good");
+  });
+  rename.addEventListener("keydown", (event) => { if (event.key === "Enter") renamed(); });
   return el("li", {}, el("div", {}, el("strong", { text: one.name }), rename),
     el("div", { class: "row" },
       button("Use", () => attempt(async () => {
         const used = await post("/templates/use", { name: one.name });
+        if (!await mayReplace(`The template ${one.name}`)) return;
         known.template = used.template;
         byId("template-name").value = one.name;
         byId("templates-dialog").close();
-        load(used.state, [], `Loaded ${one.name}.`);
+        load(used.state, [], `Loaded ${one.name}.`, { label: `the template ${one.name}` });
       })),
-      renameButton,
+      button("Rename", renamed),
       button("Export", () => download(`${one.name}.template.json`, `${JSON.stringify(one, null, 2)}\n`)),
       button("Delete", () => attempt(async () => {
+        const sure = await ask({ title: `Delete ${one.name}?`, text: "Its file is removed. Export it first to keep a copy.", yes: "Delete" });
+        if (!sure) return;
         await post("/templates/delete", { name: one.name, version: one.version });
         await listTemplates();
+        said(`Deleted ${one.name}.`, "good");
       }))));
 }
 
-async function attempt(action) {
-  const line = byId("templates-status");
-  line.textContent = "";
+async function attempt(act) {
+  said("");
   try {
-    await action();
+    await act();
   } catch (error) {
-    line.textContent = error.message;
     if (error.status === 409 || error.status === 404) await listTemplates();
+    said(error.message);
+    return error;
   }
 }
 
-const saveTemplate = () => attempt(async () => {
+async function saveTemplate(version) {
   const name = byId("template-name").value.trim();
-  const version = known.template?.name === name ? known.template.version : null;
-  known.template = await post("/templates/save", { name, state, version });
-  await listTemplates();
-  status(`Saved the template ${name}.`, "good");
-});
+  const seen = known.template?.name === name ? known.template.version : null;
+  const failed = await attempt(async () => {
+    known.template = await post("/templates/save", { name, state, version: version ?? seen });
+    draft.settled();
+    await listTemplates();
+    said(`Saved the template ${name}.`, "good");
+  });
+  const there = known.listed.find((one) => one.name.toLowerCase() === name.toLowerCase());
+  if (failed?.status === 409 && there) {
+    byId("templates-status").append(" ", action(`Save over ${there.name}`, () => saveTemplate(there.version)));
+  }
+}
 
 const importTemplate = (event) => attempt(async () => {
   const [file] = event.target.files;
@@ -253,5 +280,5 @@ const importTemplate = (event) => attempt(async () => {
   event.target.value = "";
   const imported = await post("/templates/import", { text });
   await listTemplates();
-  status(`Imported ${imported.name}.`, "good");
+  said(`Imported ${imported.name}.`, "good");
 });

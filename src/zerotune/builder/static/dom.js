@@ -30,11 +30,26 @@ export function fill(node, ...children) {
 
 export const idOf = (path) => path.replace(/[^A-Za-z0-9]+/g, "-");
 
-export function status(text, kind = "") {
-  const line = byId("status");
-  line.dataset.kind = kind;
-  line.textContent = text;
+const SECONDS = 8;
+let leaving = 0;
+
+// Where the eye is: over the page's lower edge. What asks for an answer, or is wrong, stays.
+export function status(text, kind = "", ...actions) {
+  clearTimeout(leaving);
+  byId("toast").dataset.kind = byId("status").dataset.kind = kind;
+  fill(byId("status"), text, ...actions);
+  if (text && kind !== "error" && !actions.length) leave();
 }
+
+function leave() {
+  const toast = byId("toast");
+  leaving = setTimeout(() => {
+    if (toast.matches(":hover, :focus-within")) leave();
+    else fill(byId("status"));
+  }, SECONDS * 1000);
+}
+
+export const action = (text, onclick) => el("button", { type: "button", class: "quiet", text, onclick });
 
 export function download(name, text) {
   const address = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
@@ -49,4 +64,44 @@ export function openDialog(dialog) {
   const opener = document.activeElement;
   dialog.addEventListener("close", () => opener?.focus?.(), { once: true });
   dialog.showModal();
+}
+
+// Whether to go on with what cannot be taken back as easily as it is done.
+export function ask({ title, text, yes }) {
+  const dialog = byId("ask-dialog");
+  byId("ask-title").textContent = title;
+  byId("ask-text").textContent = text;
+  byId("ask-do").textContent = yes;
+  dialog.returnValue = "";
+  openDialog(dialog);
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+export function onSubmit(form, act) {
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    act(event);
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey) || event.target.tagName !== "TEXTAREA") return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
+}
+
+// What is wrong with a text: the place first, and once. `point` puts the cursor there.
+export function placed(error) {
+  const { line, column } = error.data ?? {};
+  const place = `line ${line}, column ${column}`;
+  return line ? `L${place.slice(1)}: ${error.message.replace(` (${place})`, "")}` : error.message;
+}
+
+export function point(area, data) {
+  if (!data?.line || !area.value) return;
+  const before = area.value.split("\n").slice(0, data.line - 1).reduce((sum, line) => sum + line.length + 1, 0);
+  const at = before + data.column - 1;
+  area.focus();
+  area.setSelectionRange(at, Math.min(at + 1, area.value.length));
 }

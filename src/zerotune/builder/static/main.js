@@ -1,12 +1,14 @@
 // Wiring: one state, one preview per change, the newest wins.
 
 import { get, post } from "./api.js";
-import { byId, fill, el, status } from "./dom.js";
+import { action, ask, byId, fill, el, status } from "./dom.js";
 import { bindAdvanced, refreshAdvanced } from "./advanced.js";
 import { bindDialogs } from "./dialogs.js";
+import * as draft from "./draft.js";
 import { bind, placeholders, refresh } from "./form.js";
-import { renderMemory } from "./memory.js";
-import { renderCounts, renderMessages, renderTitle } from "./messages.js";
+import { bindHistory, record } from "./history.js";
+import { renderMemory, renderStrip } from "./memory.js";
+import { chipsOf, renderCounts, renderMessages, renderTitle } from "./messages.js";
 import { refreshChoosers, setCapabilities, setCatalogue } from "./params.js";
 import { bindResults, renderChanges, renderOutputs } from "./results.js";
 import { onChange, read, replace, state } from "./state.js";
@@ -17,23 +19,31 @@ let running = null;
 let opened = [];
 
 function schedule() {
-  document.body.dataset.state = "waiting";
+  show("waiting");
   clearTimeout(timer);
   timer = setTimeout(preview, WAIT);
+}
+
+function show(progress) {
+  document.body.dataset.state = progress;
+  byId("results").setAttribute("aria-busy", String(progress === "waiting"));
 }
 
 async function preview() {
   running?.abort();
   const mine = new AbortController();
   running = mine;
+  draft.keep();
   try {
     const data = await post("/preview", { state }, mine.signal);
     if (running !== mine) return;
     render(data);
+    show("ready");
   } catch (error) {
-    if (error.name !== "AbortError") status(error.message, "error");
-  } finally {
-    if (running === mine) document.body.dataset.state = "ready";
+    if (error.name === "AbortError" || running !== mine) return;
+    // What is shown is of an older form, and stays marked as such.
+    show("stale");
+    status(error.message, "error", action("Try again", schedule));
   }
 }
 
@@ -43,9 +53,11 @@ function render(data) {
   const reading = opened.filter((message) => !known.has(`${message.key} ${message.text}`));
   renderMessages([...data.messages, ...reading]);
   renderTitle(data);
-  renderCounts(data);
-  renderOutputs(data.outputs);
+  const chips = chipsOf(data);
+  renderCounts(chips);
+  renderOutputs(data);
   renderMemory(data.memory);
+  renderStrip(chips, data.memory);
   renderChanges(data);
   placeholders(data.effective);
   const apply = byId("apply-button");
@@ -53,16 +65,30 @@ function render(data) {
   byId("save-button").disabled = !data.valid;
 }
 
-function load(next, messages, sentence) {
+// What was read or looked up takes the place of the form. It is saved, unless it is a step further
+// on what was there before.
+function load(next, messages, sentence, { label, further = false } = {}) {
   replace(next);
   // What reading changed is told until the next thing is opened; errors are found again anyway.
   opened = messages.filter((message) => message.severity !== "error");
-  refresh();
-  refreshChoosers();
-  refreshAdvanced();
+  record({ label: label ?? sentence.replace(/\.$/, ""), notes: opened });
+  if (!further) draft.settled();
+  redraw();
   if (Number(read("config", "zero_optimization.stage")) === 3) byId("stage-3-card").open = true;
   status(sentence, messages.some((message) => message.severity === "error") ? "error" : "good");
+}
+
+function redraw() {
+  refresh();
+  refreshChoosers({ typed: false });
+  refreshAdvanced({ typed: false });
   schedule();
+}
+
+function restore(earlier, notes) {
+  replace(earlier);
+  opened = notes;
+  redraw();
 }
 
 async function machine() {
@@ -76,20 +102,49 @@ async function machine() {
   }
 }
 
+const DEFAULTS = { family: "sdxl", world_size: 1, ema: "none", gradient_checkpointing: true,
+  this_machine: false, vram: "24", ram: "64", nvme: "0", total_steps: 10000 };
+
+function first(start, setup) {
+  const { messages, state: said } = start;
+  load({ ...said, setup: { ...DEFAULTS, ...setup, ...said.setup } }, messages, messages.length ? messages[0].text : "");
+}
+
+// A reload goes on where this tab was; the machine that was described is in no file at all.
+function resume(start) {
+  const kept = draft.kept();
+  first(start, kept?.state.setup);
+  if (!kept?.unsaved) return () => {};
+  return () => {
+    load(kept.state, [], "", { label: "what was changed before the reload", further: true });
+    const changed = draft.goOn(kept);
+    const file = changed ? " The file was changed meanwhile." : "";
+    status(`Your unsaved changes are back.${file}`, "", action("Discard them", () => first(start, state.setup)));
+  };
+}
+
+async function reset(defaults) {
+  const sure = !draft.isUnsaved() || await ask({ title: "Reset to defaults?", yes: "Reset",
+    text: "The configuration goes back to what an empty builder shows. Model and machine stay, and Undo brings the rest back." });
+  if (sure) load({ ...defaults, setup: state.setup }, [], "Reset to defaults.", { label: "the reset", further: true });
+}
+
 async function start() {
   try {
-    const [first, catalogue] = await Promise.all([get("/start"), get("/catalogue")]);
+    const [start, catalogue] = await Promise.all([get("/start"), get("/catalogue")]);
     setCatalogue(catalogue);
+    draft.begin(start);
     bind();
-    bindResults();
+    bindResults(load);
     bindAdvanced();
-    bindDialogs(first, load, schedule);
+    bindDialogs(load, schedule);
+    const goOn = resume(start);
+    bindHistory(restore);
     onChange(() => { refreshChoosers(); schedule(); });
     onChange((source) => { if (!source) { refresh(); refreshAdvanced(); } });
-    const { setup } = first.state;
-    const defaults = { family: "sdxl", world_size: 1, ema: "none", gradient_checkpointing: true,
-      this_machine: false, vram: "24", ram: "64", nvme: "0", total_steps: 10000 };
-    load({ ...first.state, setup: { ...defaults, ...setup } }, first.messages, first.messages.length ? first.messages[0].text : "");
+    goOn();
+    byId("reset").addEventListener("click", () => reset(start.defaults));
+    byId("status-close").addEventListener("click", () => status(""));
     document.body.dataset.loaded = "true";
     machine();
   } catch (error) {

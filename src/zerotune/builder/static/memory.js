@@ -2,8 +2,6 @@
 
 import { byId, el, fill, svg } from "./dom.js";
 
-const COLOURS = ["weights", "gradients", "master weights", "optimizer states", "activations",
-  "buckets", "EMA"];
 const GIB = 1024 ** 3;
 
 export function size(bytes) {
@@ -11,24 +9,37 @@ export function size(bytes) {
   return `${(bytes / 1024 ** 2).toFixed(1)} MiB`;
 }
 
-function colour(component, used) {
-  const own = COLOURS.indexOf(component);
-  if (own >= 0) return own;
-  if (!used.has(component)) used.set(component, COLOURS.length + (used.size % (10 - COLOURS.length)));
-  return used.get(component);
-}
+const swatch = (colour) => svg("svg", { class: "swatch", viewBox: "0 0 10 10", "aria-hidden": "true" },
+  svg("rect", { width: 10, height: 10, fill: colour }));
 
 export function renderMemory(memory) {
   const holder = byId("memory");
   if (memory.reason) return fill(holder, el("p", { class: "sentence", text: memory.reason }));
-  const used = new Map();
   fill(holder,
     el("p", { class: "sentence", text: memory.subject }),
-    ...memory.bars.flatMap((bar) => draw(bar, used)),
+    ...memory.bars.flatMap(draw),
     ...memory.notes.map((note) => el("p", { class: "hint", text: `Note: ${note}.` })));
 }
 
-function draw(bar, used) {
+// What stays near on a narrow screen: whether it runs, and each place against what there is.
+export function renderStrip(chips, memory) {
+  const [severity, text] = chips.find(([kind]) => kind === "error") ?? chips[0] ?? ["", "…"];
+  const places = (memory.bars ?? []).map((bar) => {
+    const full = Math.max(bar.needed, bar.available ?? 0) || 1;
+    const words = bar.available === null ? size(bar.needed) : `${rounded(bar.needed)} of ${rounded(bar.available)} GiB`;
+    return el("span", { class: "strip-place", "data-fits": String(bar.fits) },
+      el("span", {}, el("b", { text: bar.label }), ` ${words}`),
+      svg("svg", { viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" },
+        svg("rect", { width: 100, height: 4, class: "ground" }),
+        svg("rect", { width: (bar.needed / full) * 100, height: 4, class: "used" })));
+  });
+  fill(byId("strip"), el("span", { class: "count", "data-severity": severity, text }),
+    ...(places.length ? places : [el("span", { class: "strip-place", text: memory.reason })]));
+}
+
+const rounded = (bytes) => String(Number((bytes / GIB).toFixed(bytes < 10 * GIB ? 1 : 0)));
+
+function draw(bar) {
   const full = Math.max(bar.needed, bar.available ?? 0) || 1;
   const words = bar.available === null
     ? size(bar.needed)
@@ -37,7 +48,7 @@ function draw(bar, used) {
   let left = 0;
   const parts = bar.components.map((one) => {
     const width = (one.nbytes / full) * 1000;
-    const part = svg("rect", { x: left, y: 1, width, height: 24, class: `c${colour(one.component, used)}` },
+    const part = svg("rect", { x: left, y: 1, width, height: 24, fill: one.colour, class: "part" },
       svg("title", { text: `${one.component}: ${size(one.nbytes)}` }));
     left += width;
     return part;
@@ -53,7 +64,7 @@ function draw(bar, used) {
     el("table", { class: "parts" },
       el("caption", { class: "hint", text: `Peak ${bar.when}` }),
       el("tbody", {}, ...bar.components.map((one) => el("tr", {},
-        el("th", { scope: "row" }, el("span", { class: `swatch c${colour(one.component, used)}`, "aria-hidden": "true" }), one.component),
+        el("th", { scope: "row" }, swatch(one.colour), one.component),
         el("td", { class: "size", text: size(one.nbytes) }),
         el("td", { text: [one.note, one.pinned ? "pinned" : ""].filter(Boolean).join(", ") }))))),
   ];

@@ -1,6 +1,7 @@
 // Each message beside the field it is about, all of them in one list, errors first.
 
-import { all, byId, el, fill, show } from "./dom.js";
+import { action, all, byId, el, fill, show } from "./dom.js";
+import { changed, read, write } from "./state.js";
 
 const WORD = { error: "Error", warning: "Warning", note: "Note" };
 
@@ -32,7 +33,8 @@ export function renderMessages(messages) {
     holders.set(holder.dataset.messages, holder);
     controlOf(holder)?.removeAttribute("aria-invalid");
   }
-  const alias = { "fp16.enabled": "bf16.enabled", "setup.batch": "train_micro_batch_size_per_gpu" };
+  const alias = { "fp16.enabled": "bf16.enabled", "setup.batch": "train_micro_batch_size_per_gpu",
+    zero_allow_untested_optimizer: "optimizer.type", zero_force_ds_cpu_optimizer: "optimizer.type" };
   const listed = [];
   for (const message of messages) {
     const holder = holderOf(alias[message.key] ?? message.key, holders);
@@ -56,21 +58,39 @@ function place(holder, message) {
   }
   notes.append(box(message, null));
   const count = notes.childElementCount - 1;
-  notes.firstElementChild.textContent = count === 1 ? "1 note" : `${count} notes`;
+  fill(notes.firstElementChild, count === 1 ? "1 note" : `${count} notes`,
+    el("span", { class: "unseen", text: ` on ${nameOf(holder)}` }));
+}
+
+// What a holder's field is called, for who hears its notes without seeing where they stand.
+function nameOf(holder) {
+  const field = holder.closest(".field, section");
+  return field?.querySelector("label, legend, h2")?.textContent ?? holder.dataset.messages;
 }
 
 function summarise(listed) {
   const worth = listed.filter(({ message, holder }) => message.severity !== "note" || !holder);
-  fill(byId("general"), ...worth.map(({ message, holder }) => box(message, link(message, holder))));
+  fill(byId("general"), ...worth.map(({ message, holder }) => {
+    const found = box(message, link(message, holder));
+    // A key that no field shows can still be taken out of the way.
+    if (!holder && message.key && read("config", message.key) !== undefined) {
+      found.append(action("Remove this key", () => { write("config", message.key, undefined); changed(null); }));
+    }
+    return found;
+  }));
 }
 
-export function renderCounts(data) {
+export function chipsOf(data) {
   const count = (severity) => data.messages.filter((message) => message.severity === severity).length;
   const chips = ["error", "warning"]
     .filter((severity) => count(severity))
     .map((severity) => [severity, `${count(severity)} ${severity}${count(severity) > 1 ? "s" : ""}`]);
   if (data.runs) chips.unshift(["good", "can run"]);
   for (const bar of data.memory.bars ?? []) if (!bar.fits) chips.push(["error", `does not fit ${bar.label}`]);
+  return chips;
+}
+
+export function renderCounts(chips) {
   fill(byId("counts"), ...chips.map(([severity, text]) => el("span", { class: "count", "data-severity": severity, text })));
 }
 

@@ -41,10 +41,10 @@ function pick(what, name) {
   refreshChoosers();
 }
 
-export function refreshChoosers() {
+export function refreshChoosers({ typed = true } = {}) {
   for (const what of Object.keys(lists)) {
     options(what);
-    parameters(what);
+    parameters(what, typed);
   }
 }
 
@@ -70,7 +70,7 @@ function option(entry) {
   const runs = !answer || answer.runs;
   return el("option", {
     value: entry.name,
-    text: runs ? entry.name : `${entry.name} (cannot run here)`,
+    text: runs ? (answer?.missing ? `${entry.name} (${answer.missing} is not installed)` : entry.name) : `${entry.name} (cannot run here)`,
     disabled: !runs,
     title: answer?.reason,
   });
@@ -80,8 +80,10 @@ function about(what, entry) {
   if (!entry) return "";
   const answer = what === "optimizer" ? capabilities[entry.name] : undefined;
   const parts = [`${entry.summary}.`, ...entry.requires.map((need) => `Needs ${need}.`)];
+  if (answer?.missing) parts.push(`${answer.missing} is not installed here: pip install 'zerotune[optimizers]'.`);
   if (answer?.implementation) parts.push(`Run by ${answer.implementation}.`);
-  if (answer?.reason) parts.push(`${answer.runs ? "Note" : "Cannot run here"}: ${answer.reason}.`);
+  // What it changes where it runs is told by the messages, with the keys that it changes.
+  if (answer?.reason && !answer.runs) parts.push(`Cannot run here: ${answer.reason}.`);
   return parts.join(" ").replaceAll("..", ".");
 }
 
@@ -90,7 +92,8 @@ const drawn = {};
 // Switches are for few; those that are written are shown with the rest.
 const isRare = (parameter) => parameter.optional || parameter.type === "bool";
 
-function parameters(what) {
+// What is being typed stays as it is, but not what an undo takes back.
+function parameters(what, typed) {
   const entry = find(what, read("config", `${what}.type`) ?? DEFAULTS[what]);
   const params = read("config", `${what}.params`);
   const written = params !== null && typeof params === "object" && !Array.isArray(params) ? params : {};
@@ -110,7 +113,7 @@ function parameters(what) {
     show(more, rare.length > 0);
   }
   for (const input of all("[data-param]", byId(`${what}-params`).parentElement)) {
-    if (document.activeElement !== input) setValue(input, read("config", input.dataset.path));
+    if (!typed || document.activeElement !== input) setValue(input, read("config", input.dataset.path));
   }
 }
 
@@ -177,12 +180,13 @@ export function setCapabilities(found) {
   const next = Object.fromEntries(found.map((each) => [each.name, each]));
   if (same(next, capabilities)) return;
   capabilities = next;
-  const cannot = found.filter((each) => !each.runs);
-  fill(
-    byId("optimizer-reasons"),
-    ...cannot.map((each) => el("li", {}, el("strong", { text: each.name }), `: ${each.reason}.`)),
-  );
+  const reasons = new Map();
+  for (const { runs, reason, name } of found) {
+    if (!runs) reasons.set(reason, [...(reasons.get(reason) ?? []), name]);
+  }
+  show(byId("optimizer-cannot"), reasons.size > 0);
+  fill(byId("optimizer-reasons"), ...[...reasons].map(([reason, names]) =>
+    el("li", {}, el("strong", { text: names.join(", ") }), `: ${reason}.`)));
   if (document.activeElement !== byId("optimizer-type")) options("optimizer");
   else byId("optimizer-about").textContent = about("optimizer", find("optimizer", byId("optimizer-type").value));
 }
-

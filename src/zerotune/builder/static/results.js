@@ -1,6 +1,8 @@
 // The configuration as text in four forms, and what changed.
 
-import { all, byId, download, el, fill, status } from "./dom.js";
+import { post } from "./api.js";
+import { all, byId, download, el, fill, onSubmit, point, show, status, placed } from "./dom.js";
+import { state } from "./state.js";
 
 const ABOUT = {
   json: "What is saved: DeepSpeed's own format.",
@@ -10,9 +12,12 @@ const ABOUT = {
 };
 const FILES = { json: "ds_config.json", running: "ds_config_resolved.json", yaml: "accelerate.yaml", python: "plan.py" };
 let outputs = {};
+let runs = false;
 let current = "json";
+let load = () => {};
 
-export function bindResults() {
+export function bindResults(loader) {
+  load = loader;
   const tabs = all("[data-tab]");
   for (const tab of tabs) tab.addEventListener("click", () => choose(tab));
   byId("output-panel").previousElementSibling.addEventListener("keydown", (event) => {
@@ -25,9 +30,47 @@ export function bindResults() {
   });
   byId("copy").addEventListener("click", copy);
   byId("download").addEventListener("click", () => download(FILES[current], outputs[current]?.text ?? ""));
+  byId("edit").addEventListener("click", edit);
+  byId("editor-cancel").addEventListener("click", leave);
+  byId("editor").addEventListener("keydown", (event) => { if (event.key === "Escape") leave(); });
+  onSubmit(byId("editor"), takeOver);
+}
+
+function edit() {
+  byId("editor-text").value = outputs.json.text;
+  byId("editor-error").textContent = "";
+  editing(true);
+  byId("editor-text").focus();
+}
+
+function leave() {
+  editing(false);
+  byId("edit").focus();
+}
+
+function editing(now) {
+  show(byId("editor"), now);
+  for (const id of ["output", "output-actions", "output-about", "output-messages"]) show(byId(id), !now);
+}
+
+async function takeOver() {
+  const area = byId("editor-text");
+  try {
+    const opened = await post("/open", { text: area.value, name: "the edited text" });
+    const launch = Object.keys(opened.state.launch).length ? opened.state.launch : state.launch;
+    load({ ...opened.state, launch, setup: { ...state.setup, ...opened.state.setup } }, opened.messages,
+      "Took over the edited text.", { label: "the edited text", further: true });
+    area.removeAttribute("aria-invalid");
+    leave();
+  } catch (error) {
+    area.setAttribute("aria-invalid", "true");
+    byId("editor-error").textContent = placed(error);
+    point(area, error.data);
+  }
 }
 
 function choose(chosen) {
+  editing(false);
   current = chosen.dataset.tab;
   for (const tab of all("[data-tab]")) {
     const selected = tab === chosen;
@@ -38,17 +81,26 @@ function choose(chosen) {
   draw();
 }
 
-export function renderOutputs(found) {
-  outputs = found;
+export function renderOutputs(data) {
+  outputs = data.outputs;
+  runs = data.runs;
   draw();
+}
+
+function about() {
+  if (current === "running") return runs ? ABOUT.running : "";
+  return runs ? ABOUT[current] : `${ABOUT[current]} It cannot run as it is.`;
 }
 
 function draw() {
   const output = outputs[current];
   const text = output?.text;
-  byId("output-about").textContent = ABOUT[current];
-  byId("output").textContent = text ?? "Nothing to show until the errors are gone.";
+  byId("output-about").textContent = about();
+  byId("output").textContent = text ?? (current === "running"
+    ? "Nothing runs until the errors are gone."
+    : "Nothing to show until the errors are gone.");
   for (const id of ["copy", "download"]) byId(id).disabled = !text;
+  show(byId("edit"), current === "json");
   fill(byId("output-messages"), ...(output?.messages ?? []).map((message) =>
     el("div", { class: "message", "data-severity": message.severity },
       el("code", { text: `${message.key} ${message.change}` }), ` ${message.text}`)));
@@ -67,7 +119,7 @@ async function copy() {
   }
 }
 
-const show = (value) => (value !== null && typeof value === "object" && "$int" in value ? value.$int : JSON.stringify(value));
+const literal = (value) => (value !== null && typeof value === "object" && "$int" in value ? value.$int : JSON.stringify(value));
 
 export function renderChanges({ changes, valid }) {
   const holder = byId("changes");
@@ -75,9 +127,9 @@ export function renderChanges({ changes, valid }) {
   if (!changes) return fill(holder, el("p", { class: "sentence", text: "Nothing was applied yet." }));
   if (!changes.changes.length) return fill(holder, el("p", { class: "sentence", text: "Nothing: this is what was applied." }));
   const words = {
-    added: (one) => `+ ${one.key}: ${show(one.after)}`,
-    removed: (one) => `− ${one.key}: ${show(one.before)}`,
-    changed: (one) => `~ ${one.key}: ${show(one.before)} → ${show(one.after)}`,
+    added: (one) => `+ ${one.key}: ${literal(one.after)}`,
+    removed: (one) => `− ${one.key}: ${literal(one.before)}`,
+    changed: (one) => `~ ${one.key}: ${literal(one.before)} → ${literal(one.after)}`,
   };
   fill(holder, el("ul", {}, ...changes.changes.map((one) =>
     el("li", { class: "change", "data-kind": one.kind, text: words[one.kind](one) }))));

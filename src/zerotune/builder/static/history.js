@@ -1,0 +1,99 @@
+// What the form held before each change. Typing in one field is one change.
+
+import { byId, status } from "./dom.js";
+import { onChange, state } from "./state.js";
+
+const MOST = 200;
+let entries = [];
+let at = 0;
+let group = null;
+let restore = () => {};
+
+export function bindHistory(restorer) {
+  restore = restorer;
+  entries = [{ text: JSON.stringify(state), notes: [] }];
+  at = 0;
+  onChange((source) => record({ group: source?.matches("input[type=text]") ? source.id : null }));
+  document.addEventListener("focusout", () => { group = null; });
+  document.addEventListener("keydown", keys);
+  byId("undo").addEventListener("click", undo);
+  byId("redo").addEventListener("click", redo);
+  enable();
+}
+
+export function record({ label, notes, group: key = null } = {}) {
+  const text = JSON.stringify(state);
+  const last = entries[at];
+  if (!last || text === last.text) return;
+  if (key && key === group) {
+    last.text = text;
+  } else {
+    entries.splice(at + 1);
+    entries.push({ text, label, notes: notes ?? last.notes });
+    entries.splice(0, entries.length - MOST);
+    at = entries.length - 1;
+  }
+  group = key;
+  enable();
+}
+
+export function undo() {
+  if (at === 0) return;
+  const label = named(at);
+  move(at - 1, `Undone: ${label}.`);
+}
+
+export function redo() {
+  if (at === entries.length - 1) return;
+  move(at + 1, `Done again: ${named(at + 1)}.`);
+}
+
+function move(to, sentence) {
+  at = to;
+  group = null;
+  restore(JSON.parse(entries[at].text), entries[at].notes);
+  enable();
+  status(sentence);
+}
+
+// A button that is disabled lets go of the focus, so that Tab would begin at the top again.
+function enable() {
+  const active = document.activeElement;
+  byId("undo").disabled = at === 0;
+  byId("redo").disabled = at === entries.length - 1;
+  if (active?.disabled) byId(active.id === "undo" ? "redo" : "undo").focus();
+}
+
+function keys(event) {
+  if (!(event.ctrlKey || event.metaKey) || event.altKey) return;
+  // Text that is not yet taken over has the browser's own undo.
+  if (event.target.closest?.("dialog, textarea, input[type=search]")) return;
+  const key = event.key.toLowerCase();
+  const action = key === "z" ? (event.shiftKey ? redo : undo) : key === "y" ? redo : null;
+  if (!action) return;
+  event.preventDefault();
+  action();
+}
+
+// What a change was: as whoever made it says, else the label of the first setting that differs.
+function named(index) {
+  if (entries[index].label) return entries[index].label;
+  const [before, after] = [entries[index - 1], entries[index]].map((entry) => leaves(JSON.parse(entry.text)));
+  const paths = new Set([...before.keys(), ...after.keys()]);
+  const [path] = [...paths].filter((each) => before.get(each) !== after.get(each));
+  const [store, ...rest] = path.split(".");
+  const control = document.querySelector(`[data-store="${store}"][data-path="${CSS.escape(rest.join("."))}"]`);
+  const label = control?.type === "radio"
+    ? control.closest("fieldset")?.querySelector("legend")
+    : control?.labels?.[0];
+  return label?.textContent ?? rest.join(".");
+}
+
+function leaves(value, path = "", found = new Map()) {
+  if (value !== null && typeof value === "object" && !Array.isArray(value)) {
+    for (const [name, item] of Object.entries(value)) leaves(item, path ? `${path}.${name}` : name, found);
+  } else {
+    found.set(path, JSON.stringify(value));
+  }
+  return found;
+}

@@ -1,0 +1,72 @@
+"""Every YAML that a built-in template leads to is launched by accelerate itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.builder.states import CHOSEN
+from zerotune.builder.templates import BUILTIN
+
+EVERY = "ZEROTUNE_MATRIX"
+"""Set to launch all templates: each is a second of a launcher, so that the suite takes three."""
+SOME = ("sdxl-24", "nvme", "two-gpus")
+
+# One process that starts each file as `accelerate launch --config_file FILE script.py` does: the
+# launcher's own imports, three seconds of them, are paid once.
+LAUNCH = """
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from accelerate.commands import launch
+script, *files = sys.argv[1:]
+for file in files:
+    arguments = launch.launch_command_parser().parse_args(["--config_file", file, script, file])
+    launch.launch_command(arguments)
+"""
+SCRIPT = """
+import json, os, sys
+found = {k: v for k, v in os.environ.items() if k.startswith("ACCELERATE_")}
+found |= {k: os.environ.get(k) for k in ("RANK", "WORLD_SIZE")}
+with open(f"{sys.argv[1]}.{os.environ.get('RANK', '0')}", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.mark.slow
+def test_accelerate_launches_what_a_template_leads_to(client, root, tmp_path):
+    pytest.importorskip("accelerate")
+    every = [one.id for one in BUILTIN if os.environ.get(EVERY) or one.id in SOME]
+    states = {}
+    for name in every:
+        body = {"id": name, "setup": CHOSEN}
+        states[name] = client.post("/api/templates/use", json=body).json()["state"]
+        saved = client.post("/api/save", json={"path": f"{name}.yaml", "state": states[name]})
+        assert saved.is_success, saved.text
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            LAUNCH,
+            str(script),
+            *(str(root / f"{name}.yaml") for name in every),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in every:
+        processes = states[name]["setup"]["world_size"]
+        for rank in range(processes):
+            seen = json.loads((root / f"{name}.yaml.{rank}").read_text())
+            assert seen["WORLD_SIZE"] == str(processes), name
+            assert seen["ACCELERATE_USE_DEEPSPEED"] == "true", name
+            given = json.loads(seen["ACCELERATE_DEEPSPEED_CONFIG_FILE"])
+            assert given == states[name]["config"], name
