@@ -129,6 +129,7 @@ BENCHMARK = Benchmark(
     name="checkpoint",
     title="saving and resuming against DeepSpeed's and accelerate's own checkpoints",
     cases=cases,
+    ours=frozenset({OURS}),
     goals=tuple(
         Goal(
             text=f"{case}: {what}",

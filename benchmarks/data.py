@@ -181,6 +181,7 @@ BENCHMARK = Benchmark(
     name="data",
     title="images per second of buckets and caches against a plain loader from memory",
     cases=cases,
+    ours=frozenset({BUCKETS, CACHED}),
     goals=(
         Goal(
             text="buckets of files give at least 0.95 of the images of a plain loader from memory",

@@ -197,6 +197,7 @@ BENCHMARK = Benchmark(
     name="ema",
     title="an EMA update against other libraries and a memory copy, 200 million parameters",
     cases=cases,
+    ours=frozenset({OURS, TWO, FOREGROUND, BACKGROUND}),
     goals=(
         Goal(
             text="an update of `EMAShadow` takes at most 1.3 times a copy of the weights",

@@ -10,7 +10,7 @@ import attrs
 
 from benchmarks.families import FLUX
 from benchmarks.framework import Benchmark, Case, Context, Measured
-from benchmarks.large import capped, comparison
+from benchmarks.large import PLANS, capped, comparison
 from zerotune import DeepSpeedPlan, Platform, detect_platform
 from zerotune.plan.families import family
 from zerotune.plan.memory.model import Workload
@@ -103,5 +103,6 @@ BENCHMARK = Benchmark(
     name="flux",
     title="Flux's transformer on one GPU, against the reference's stage-2 configuration",
     cases=cases,
+    ours=frozenset(PLANS),
     device="gpu",
 )

@@ -253,6 +253,7 @@ BENCHMARK = Benchmark(
     name="offload",
     title="swap bandwidth against dd and fio, and the cost of many swap files",
     cases=cases,
+    ours=frozenset({CHOSEN, LEASE, CLEAN, BESIDE}),
     goals=(
         *(
             Goal(

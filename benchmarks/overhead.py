@@ -164,6 +164,7 @@ BENCHMARK = Benchmark(
     name="overhead",
     title="a training step of zerotune's Trainer against loops written by hand",
     cases=cases,
+    ours=frozenset({OURS}),
     goals=tuple(
         Goal(
             text=f"{case}: {what} within 1 % of the loop by hand",

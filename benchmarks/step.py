@@ -399,6 +399,7 @@ BENCHMARK = Benchmark(
     name="step",
     title="Adam's step in host memory in one pass against DeepSpeed's chain",
     cases=cases,
+    ours=frozenset({OURS, BEHIND, *(PASS + name for name in AVERAGES)}),
     goals=(
         *(
             Goal(

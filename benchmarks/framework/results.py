@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ class ResultFile:
         self._head = {
             "schema": SCHEMA,
             "benchmark": benchmark.name,
-            "title": benchmark.title,
+            **_shown(benchmark),
             "command": f"python -m benchmarks {benchmark.name}" + (" --quick" if quick else ""),
             "quick": quick,
             "hardware": hardware(),
@@ -88,6 +89,23 @@ class ResultFile:
         cases = [self._cases[name] for name in order if name in self._cases]
         goals = [judged(goal, cases) for goal in self._goals if _applies(goal, cases, order)]
         return {**self._head, "cases": cases, "goals": goals}
+
+
+def _shown(benchmark: Benchmark) -> dict[str, Any]:
+    """What of a benchmark's own words stands in its result."""
+    return {
+        "title": benchmark.title,
+        "ours": sorted(benchmark.ours),
+        "better": benchmark.better,
+    }
+
+
+def refreshed(stored: Mapping[str, Any], benchmark: Benchmark) -> dict[str, Any]:
+    """A stored result with the words and the goals that its benchmark has today."""
+    cases = stored["cases"]
+    order = [case["name"] for case in cases]
+    goals = [judged(goal, cases) for goal in benchmark.goals if _applies(goal, cases, order)]
+    return {**stored, **_shown(benchmark), "goals": goals}
 
 
 _SAME: Final = ("schema", "quick", "hardware", "versions", "environment")
@@ -150,14 +168,47 @@ def ratio(samples: Sequence[float], baseline: Sequence[float]) -> dict[str, floa
     What slows the whole machine for a while slows both and cancels; where the numbers of samples
     differ there are no rounds, and medians are divided.
     """
+    found = _round_by_round(samples, baseline)
+    if found is None:
+        return None
+    low, middle, high = _quartiles(found)
+    return {"median": _rounded(middle), "q1": _rounded(low), "q3": _rounded(high)}
+
+
+def median_interval(samples: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
+    """Between which of the samples the median lies, whatever their distribution.
+
+    The narrowest pair of order statistics, alike from both ends, that holds the median with this
+    probability; lowest and highest where there are too few samples for it (below six).
+    """
+    ordered, count = sorted(samples), len(samples)
+    within, outside = 1, 0.0
+    for rank in range(1, count // 2 + 1):
+        outside += 2 * math.comb(count, rank - 1) / 2**count
+        if outside > 1 - confidence:
+            break
+        within = rank
+    return ordered[within - 1], ordered[count - within]
+
+
+def rounds(
+    case: Mapping[str, Any], contestant: str, quantity: str, against: str | None
+) -> list[float] | None:
+    """Samples of a contestant, or their ratios to another's of the same rounds."""
+    contestants = case.get("contestants", {})
+    ours = contestants.get(contestant, {}).get(quantity)
+    if ours is None or against is None:
+        return None if ours is None else list(ours["samples"])
+    theirs = contestants.get(against, {}).get(quantity)
+    return None if theirs is None else _round_by_round(ours["samples"], theirs["samples"])
+
+
+def _round_by_round(samples: Sequence[float], baseline: Sequence[float]) -> list[float] | None:
     if not baseline or not all(baseline):
         return None
     if len(samples) == len(baseline):
-        rounds = [ours / theirs for ours, theirs in zip(samples, baseline, strict=True)]
-    else:
-        rounds = [statistics.median(samples) / statistics.median(baseline)]
-    low, middle, high = _quartiles(rounds)
-    return {"median": _rounded(middle), "q1": _rounded(low), "q3": _rounded(high)}
+        return [ours / theirs for ours, theirs in zip(samples, baseline, strict=True)]
+    return [statistics.median(samples) / statistics.median(baseline)]
 
 
 def _quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
@@ -194,17 +245,5 @@ def judged(goal: Goal, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _reached(goal: Goal, case: Mapping[str, Any] | None) -> float | None:
-    def found(contestant: str) -> Any:
-        contestants: Mapping[str, Any] = (case or {}).get("contestants", {})
-        return contestants.get(contestant, {}).get(goal.quantity)
-
-    ours = found(goal.contestant)
-    if ours is None:
-        return None
-    if goal.against is None:
-        return float(ours["median"])
-    theirs = found(goal.against)
-    if theirs is None:
-        return None
-    compared = ratio(ours["samples"], theirs["samples"])
-    return None if compared is None else compared["median"]
+    found = rounds(case or {}, goal.contestant, goal.quantity, goal.against)
+    return None if found is None else _rounded(statistics.median(found))

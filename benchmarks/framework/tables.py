@@ -8,7 +8,10 @@ from typing import Any, Final
 _TITLES: Final = {
     "seconds": "time",
     "bytes_per_second": "rate",
-    "images_per_second": "rate",
+    "images_per_second": "images",
+    "host_bytes": "host memory",
+    "device_bytes": "device memory",
+    "memory_bytes": "memory it grew by",
 }
 _SECONDS: Final = {1.0: "s", 1e-3: "ms", 1e-6: "µs"}
 _BYTES: Final = {2.0**30: "GiB", 2.0**20: "MiB", 2.0**10: "KiB", 1.0: "B"}
@@ -28,12 +31,16 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def provenance(result: Mapping[str, Any]) -> str:
     """Hardware and versions in a sentence."""
-    machine = result["hardware"]
-    devices = [f"{device['name']} ({device['gib']:g} GiB)" for device in machine["devices"]]
-    host = f"{machine['usable_cores']} cores of {machine['processor']}"
-    where = ", ".join([*devices, host, f"{machine['host_gib']:g} GiB of RAM"])
     packages = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return f"{where}. {packages}. `{result['command']}`"
+    return f"{machine(result)}. {packages}. `{result['command']}`"
+
+
+def machine(result: Mapping[str, Any]) -> str:
+    """The hardware it was measured on."""
+    found = result["hardware"]
+    devices = [f"{device['name']} ({device['gib']:g} GiB)" for device in found["devices"]]
+    host = f"{found['usable_cores']} cores of {found['processor']}"
+    return ", ".join([*devices, host, f"{found['host_gib']:g} GiB of RAM"])
 
 
 def case_parts(case: Mapping[str, Any]) -> list[str]:

@@ -104,5 +104,9 @@ class Benchmark:
     cases: Callable[[bool], Sequence[Case]]
     """All cases; given whether they must be quick: seconds, at sizes that say nothing."""
     goals: tuple[Goal, ...] = ()
+    ours: frozenset[str] = frozenset()
+    """Contestants that are zerotune's."""
+    better: str | None = None
+    """What is better in a picture; ``None``: more of a rate, less of anything else."""
     device: Literal["cpu", "gpu"] = "cpu"
     """``"gpu"``: sizes are chosen for one; without one only the quick form is run."""

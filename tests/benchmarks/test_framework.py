@@ -27,7 +27,8 @@ from benchmarks.framework import (
     timed,
 )
 from benchmarks.framework.hardware import hardware
-from benchmarks.framework.results import ratio, summary
+from benchmarks.framework.plots import plot
+from benchmarks.framework.results import median_interval, ratio, summary
 from benchmarks.framework.tables import amount, markdown, span, title
 from benchmarks.registry import CPU, available, load
 
@@ -193,6 +194,21 @@ def test_contestants_take_turns():
 
 def test_a_call_is_timed_over_all_its_repeats():
     assert 0.01 <= timed(lambda: time.sleep(0.01), count=3)()["seconds"] < 0.03
+
+
+def test_what_is_nothing_or_less_is_drawn_too(tmp_path):
+    result = run(benchmark(), output=tmp_path)
+    for samples in ([0.0, 0.0], [-1.0, -0.5]):
+        for contestant in ("slow", "fast"):
+            found = summary(samples) | {"samples": samples}
+            result["cases"][0]["contestants"][contestant]["seconds"] = found
+        assert plot(result, tmp_path / "chart.png") == tmp_path / "chart.png"
+
+
+def test_the_interval_of_a_median_is_that_of_order_statistics():
+    expected = {1: (1, 1), 2: (1, 2), 5: (1, 5), 6: (1, 6), 9: (2, 8), 15: (4, 12), 40: (14, 27)}
+    for count, interval in expected.items():
+        assert median_interval(range(1, count + 1)) == interval
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30))

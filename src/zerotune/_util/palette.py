@@ -52,8 +52,11 @@ LINE: Final = "#c6c6c6"
 HEADER: Final = "#deebf7"
 PALE: Final = "#9ecae1"
 STRONG: Final = "#08519c"
-BASELINE: Final = "#5b7f95"
-CONTESTANT: Final = "#d98b3a"
+OURS: Final = "#d9601a"
+"""zerotune's own bars in a comparison."""
+BASELINE: Final = "#4d6b80"
+"""What they are compared with."""
+OTHERS: Final = "#b4c3cd"
 _SPARE: Final = ("#c9a0dc", "#555555", "#ee9a6a", "#8fa68f")
 
 
