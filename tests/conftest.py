@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import compile_io
 from zerotune import decisions
 
 _IN_CI = os.environ.get("CI", "").lower() in {"1", "true"}
@@ -60,6 +61,12 @@ with contextlib.suppress(ImportError):
 def nothing_is_announced_yet() -> None:
     """Decisions are announced once per process, and many tests share one."""
     decisions._announced.clear()
+
+
+@pytest.fixture(autouse=True)
+def io_is_compiled(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("nvme"):
+        compile_io()
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import RanksFailed, free_port, on_a_machine, run_ranks
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.errors import CollectiveError, EngineError, InvalidValueError
 
@@ -66,6 +71,58 @@ def test_a_barrier_names_the_rank_that_did_not_come() -> None:
     assert "save a checkpoint" in message
     assert re.search(r"Ranks? 1 failed", message)
     assert "Fix:" in message
+
+
+def losing_a_machine(folder: str, lost: int) -> None:
+    """One of several machines goes down; what the others were told."""
+    rank, told = int(os.environ["RANK"]), Path(folder)
+    on_a_machine(f"machine-{rank}")
+    group = ProcessGroup(backend="gloo", timeout_s=60)
+    group.barrier("begin")
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        # It comes when the first to find out is gone, and the store with it.
+        wait_for(lambda: group._roll._pulse is None or bool(group._roll._pulse.told))
+        (told / "heard").touch()
+        wait_for((told / "0 has gone").exists)
+    try:
+        # A barrier would let rank 0 wait for rank 2.
+        group.gather(rank)
+    except CollectiveError as error:
+        (told / f"told-{rank}").write_text(str(error))
+    if rank == 0:
+        wait_for((told / "heard").exists)
+        (told / "0 has gone").touch()
+        os._exit(0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize(("lost", "world_size"), [(0, 2), (1, 3)])
+def test_a_rank_lost_with_its_machine_is_named(lost: int, world_size: int, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=f"rank {lost}: died with exit code -9"):
+        run_ranks(losing_a_machine, str(tmp_path), lost, world_size=world_size)
+    for rank in {*range(world_size)} - {lost}:
+        told = (tmp_path / f"told-{rank}").read_text()
+        assert f"(Rank {lost} failed to come: rank {lost} " in told
+        assert re.search(rf"\(process \d+ on machine-{lost}\)\)", told)
+
+
+def threads() -> list[str]:
+    with contextlib.closing(ProcessGroup(backend="gloo", timeout_s=60)):
+        return [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.world_size(2)
+def test_processes_of_one_machine_need_no_signs_of_life() -> None:
+    for names in run_ranks(threads, world_size=2):
+        assert "zerotune-pulse" not in names
 
 
 def exchange() -> dict[str, Any]:

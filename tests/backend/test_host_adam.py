@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
+from zerotune.backend.ops import host_step
 
 pytestmark = pytest.mark.deepspeed
 
@@ -219,3 +220,18 @@ def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> li
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_pass_with_bf16_states_equals_the_optimizer_itself(sizes, dtype, decay):
     assert run_ranks(bf16_stepped, sizes, dtype, decay) == [[]]
+
+
+def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch):
+    folder, found = tmp_path / "built", []
+    folder.mkdir()
+    for place in ("here", "there"):
+        source = tmp_path / place / "host_step.cpp"
+        source.parent.mkdir()
+        source.write_text("int one();")
+        monkeypatch.setattr(host_step, "_SOURCE", source)
+        path = host_step._source_in(folder)
+        found.append((path, path.stat().st_mtime_ns))
+    assert found[0] == found[1], "ninja would build again"
+    source.write_text("int two();")
+    assert host_step._source_in(folder).read_text() == "int two();"

@@ -95,8 +95,11 @@ def test_without_parts_there_is_nothing_to_encode_with(images, sdxl, tmp_path):
 
 def encode_slowly(folder, images, target, timeout_s):
     """One rank encodes for longer than the group waits for a collective."""
-    group = ProcessGroup(backend="gloo", timeout_s=1.0)
+    # The start may take longer, where much else runs.
+    first = ProcessGroup(backend="gloo", timeout_s=60.0)
     family = load_pretrained(folder, frozen_dtype="fp32").family
+    first.barrier("begin together")
+    group = ProcessGroup(backend="gloo", timeout_s=1.0)
     if group.rank == 1:
         parts, usual = family.parts, family.parts.encode_images
 
@@ -106,7 +109,6 @@ def encode_slowly(folder, images, target, timeout_s):
 
         parts.encode_images = slowly
     options = {} if timeout_s is None else {"timeout_s": timeout_s}
-    group.barrier("begin together", timeout_s=60)
     try:
         cached = encode_dataset(
             images, family=family, folder=target, ranks=group, progress=False, **options
@@ -116,6 +118,7 @@ def encode_slowly(folder, images, target, timeout_s):
         return str(error)
     finally:
         group.close()
+        first.close()
 
 
 @pytest.mark.world_size(2)

@@ -21,7 +21,7 @@ from tests.faults.campaign import Found, NotHere
 from tests.faults.trainee import STEPS, tell_and_train
 from tests.faults.workers import wait_for
 from tests.offload.conftest import Holder
-from tests.support.ranks import _fork_server
+from tests.support.ranks import _fork_server, compile_io
 from zerotune.offload import cleanup_stale_swap, find_leases
 
 PHASES = ("start", "ready", *(f"{what} {n}" for n in range(STEPS) for what in ("step", "saving")))
@@ -61,7 +61,7 @@ class Victim:
         """Return once the run has come as far as ``phase``, or has ended."""
         with contextlib.suppress(EOFError):
             while not self.said or self.said[-1] != phase:
-                assert self._pipe.poll(120), f"the run says nothing after {self.said[-1:]}"
+                assert self._pipe.poll(240), f"the run says nothing after {self.said[-1:]}"
                 self.said.append(self._pipe.recv())
 
     def kill_after(self, phase: str, delay: float = 0.0) -> None:
@@ -93,6 +93,8 @@ class Kills:
     """Kills among two living runs and a cleaner."""
 
     def __init__(self) -> None:
+        if libaio():
+            compile_io()
         self._work = tempfile.TemporaryDirectory(prefix="faults-kills-")
         self._root = Path(self._work.name, "swap")
         self._root.mkdir()

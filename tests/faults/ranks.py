@@ -1,5 +1,7 @@
 """One of several ranks is killed, stopped, loops, raises or differs, with torchrun and without.
 
+They are of one machine or each of its own, and keep their states in memory or on NVMe.
+
 Everybody who is left is told which rank it was, within the trainer's timeout and ten seconds, and
 nobody else is blamed.
 """
@@ -20,10 +22,12 @@ import attrs
 import torch
 
 from tests.faults.campaign import Found, Missed
-from tests.faults.workers import quiet, rank_variables
-from tests.support.ranks import _fork_server, free_port
+from tests.faults.killing import libaio
+from tests.faults.workers import quiet, rank_variables, wait_for
+from tests.support.ranks import _fork_server, compile_io, free_port, on_a_machine
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
 from zerotune.checkpoint import latest_checkpoint, verify_checkpoint
+from zerotune.offload import OffloadManager, cleanup_stale_swap
 from zerotune.training import Callback, SaveEvery, SaveEveryInBackground
 
 TIMEOUT_S = 6.0
@@ -49,11 +53,15 @@ class Fault:
     step: int
     torchrun: bool
     background: bool
+    machines: bool
+    """Each rank is on one of its own."""
+    nvme: bool
+    """Optimizer states are swapped."""
 
     @classmethod
     def by_chance(cls, chance: random.Random) -> Fault:
         world_size = chance.choice([2, 2, 2, 3])
-        return cls(
+        fault = cls(
             what=chance.choice([*ENDING, *ENDING, *DIFFERING]),
             lost=chance.randrange(world_size),
             world_size=world_size,
@@ -62,6 +70,16 @@ class Fault:
             step=chance.randrange(3),
             torchrun=chance.randrange(4) == 0,
             background=bool(chance.randrange(2)),
+            machines=chance.randrange(4) == 0,
+            nvme=chance.randrange(4) == 0,
+        )
+        # Machines have agents of their own, which are not tried here; only stage 3 swaps.
+        nvme = fault.nvme and libaio()
+        return attrs.evolve(
+            fault,
+            torchrun=fault.torchrun and not fault.machines,
+            nvme=nvme,
+            stage=3 if nvme else fault.stage,
         )
 
 
@@ -141,15 +159,15 @@ def trained(folder: Path, fault: Fault, rank: int) -> None:
     faulty.at("starting")
     saver = SaveEveryInBackground if fault.background else SaveEvery
     with Trainer(
-        model=torch.nn.Sequential(
-            torch.nn.Conv2d(1, width, 3, padding=1), torch.nn.Conv2d(width, 1, 3, padding=1)
-        ),
+        model=net(width, swaps=fault.nvme),
         plan=DeepSpeedPlan.build(
             stage=fault.stage or 0,
+            offload="nvme" if fault.nvme else "none",
             precision="fp32",
             micro_batch_size=4,
             optimizer={"type": "AdamW", "params": {"lr": lr}},
         ),
+        offload=OffloadManager(root=folder / "swap"),
         data=images,
         objective=loss,
         callbacks=[saver(steps=1, root=folder / "checkpoints", keep=2), faulty],
@@ -163,6 +181,22 @@ def trained(folder: Path, fault: Fault, rank: int) -> None:
         trainer.resume(folder / "checkpoints" / "step-00000004")
         faulty.at("exporting")
         trainer.export(folder / "export")
+
+
+def net(width: int, *, swaps: bool) -> torch.nn.Sequential:
+    """Two layers; with more between them that are large enough for DeepSpeed to swap."""
+    large = (
+        torch.nn.Flatten(),
+        torch.nn.Linear(16 * width, 1024),
+        torch.nn.Linear(1024, 1024),
+        torch.nn.Linear(1024, 16 * width),
+        torch.nn.Unflatten(1, (width, 4, 4)),
+    )
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, width, 3, padding=1),
+        *(large if swaps else ()),
+        torch.nn.Conv2d(width, 1, 3, padding=1),
+    )
 
 
 def before_each(name: str, faulty: Faulty, moment: str) -> None:
@@ -185,6 +219,8 @@ def run_rank(folder: Path, fault: Fault, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     quiet()
     rank = int(os.environ["RANK"])
+    if fault.machines:
+        on_a_machine(f"machine-{rank}")
     logger = logging.getLogger("zerotune")
     logger.addHandler(logging.FileHandler(folder / f"log-{rank}"))
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
@@ -230,6 +266,10 @@ def run_torchrun(folder: Path, fault: Fault, port: int) -> None:
 class RankFaults:
     """Runs of several ranks, one of which is at fault."""
 
+    def __init__(self) -> None:
+        if libaio():
+            compile_io()
+
     def inject(self, work: Path, chance: random.Random) -> float:
         fault = Fault.by_chance(chance)
         context, port = _fork_server(), free_port()
@@ -246,13 +286,15 @@ class RankFaults:
         for process in processes:
             process.start()
         try:
-            return self._watch(work, fault)
+            seconds = self._watch(work, fault)
         finally:
             put_away(work, fault)
             for process in processes:
                 process.join(10)
                 process.kill()
                 process.join(10)
+        check_swap(work, fault)
+        return seconds
 
     def _watch(self, work: Path, fault: Fault) -> float:
         began = work / "began"
@@ -323,6 +365,19 @@ def judge(work: Path, fault: Fault, survivors: list[int]) -> None:
     late = fault.step >= 2 and fault.moment != "starting"
     if fault.what in ENDING and late and latest_checkpoint(root) is None:
         raise Found("lost", f"{fault}: no checkpoint: {[p.name for p in root.iterdir()]}")
+
+
+def check_swap(work: Path, fault: Fault) -> None:
+    """Nothing stays on the swap disk once all processes are over."""
+    root = work / "swap"
+    # The disk of another machine is that machine's to clean.
+    if fault.machines or not root.exists():
+        return
+    every = range(fault.world_size)
+    wait_for(lambda: all(ended(work, r) for r in every), seconds=10, what="the end of all ranks")
+    cleanup_stale_swap(root)
+    if left := [path.name for path in root.iterdir()]:
+        raise Found("lost", f"{fault}: {left} stay on the swap disk: {told(work)}")
 
 
 def judge_word(work: Path, fault: Fault, rank: int) -> None:

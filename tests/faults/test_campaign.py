@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,15 +64,20 @@ def test_an_injection_is_fixed_by_seed_class_and_number():
     assert drawn(5, times=3) != several
 
 
-def test_time_is_shared_and_a_class_without_any_says_so():
-    def slow():
-        time.sleep(0.05)
+def test_time_is_shared_and_a_class_without_any_says_so(monkeypatch):
+    clock = [0.0]
+    now = SimpleNamespace(monotonic=lambda: clock[0])
+    monkeypatch.setattr("tests.faults.campaign.time", now)
 
-    rows = campaign(
-        {"slow": lambda: Faults(slow), "quick": lambda: Faults(lambda: None)}, seed=1, minutes=0.003
-    )
-    assert rows[1].injected > rows[0].injected > 0
-    (row,) = campaign({"late": lambda: Faults(slow)}, seed=1, minutes=0)
+    def lasting(seconds):
+        def inject():
+            clock[0] += seconds
+
+        return lambda: Faults(inject)
+
+    rows = campaign({"slow": lasting(5.0), "quick": lasting(1.0)}, seed=1, minutes=0.5)
+    assert [row.injected for row in rows] == [3, 15]
+    (row,) = campaign({"late": lasting(1.0)}, seed=1, minutes=0)
     assert "the budget allowed none" in str(row)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
@@ -27,12 +28,15 @@ from zerotune.offload.processes import Users
 from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
 
 CLEANER = """
-import sys, time
+import sys
+from pathlib import Path
 from zerotune.offload import cleanup_stale_swap
-deadline = time.monotonic() + float(sys.argv[2])
-count = failed = 0
-while time.monotonic() < deadline:
+count = failed = told = 0
+while not told:
+    told = Path(sys.argv[2]).exists()  # Before the last time, which finds whatever is left.
     report = cleanup_stale_swap(sys.argv[1])
+    if not count + failed:
+        print(flush=True)
     count += len(report.removed); failed += len(report.failures)
 print(count, failed)
 """
@@ -410,9 +414,23 @@ class TestBare:
         assert "other machines may be using it" in only(report.kept).reason
 
 
-def cleaner(root, seconds):
+@contextmanager
+def two_cleaners(root):
+    """Two processes that clean until the end; what each has removed, and failed to."""
+    over, counts = root.with_name(f"{root.name}-over"), []
+    with cleaner(root, over) as first, cleaner(root, over) as second:
+        try:
+            for process in (first, second):
+                assert process.stdout.readline() == "\n", "it cleans"
+            yield counts
+        finally:
+            over.touch()
+        counts += [tuple(map(int, p.communicate()[0].split())) for p in (first, second)]
+
+
+def cleaner(root, over):
     return subprocess.Popen(
-        [sys.executable, "-c", CLEANER, str(root), str(seconds)],
+        [sys.executable, "-c", CLEANER, str(root), str(over)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(cleaning.__file__).parents[2])},
@@ -420,30 +438,25 @@ def cleaner(root, seconds):
 
 
 def test_two_cleaners_at_once_free_everything_and_fail_at_nothing(tmp_path, dead):
-    with cleaner(tmp_path, 2) as first, cleaner(tmp_path, 2) as second:
-        deadline = time.monotonic() + 1
-        made = 0
-        while time.monotonic() < deadline:
+    made = 300
+    with two_cleaners(tmp_path) as counts:
+        for _ in range(made):
             dead()
-            made += 1
-        counts = [process.communicate()[0].split() for process in (first, second)]
-    assert [int(failed) for _, failed in counts] == [0, 0]
+    assert [failed for _, failed in counts] == [0, 0]
     # Both may count one of which each removed a part.
-    assert sum(int(count) for count, _ in counts) >= made
+    assert sum(count for count, _ in counts) >= made
     assert list(tmp_path.iterdir()) == []
 
 
 def test_runs_that_come_and_go_are_never_touched_by_two_cleaners(tmp_path, hold):
     holders = [hold(tmp_path) for _ in range(3)]
     paths = [Path(holder.read()) for holder in holders]
-    with cleaner(tmp_path, 2) as first, cleaner(tmp_path, 2) as second:
+    with two_cleaners(tmp_path) as counts:
         for holder in holders:
             holder.tell("churn 12")
         holders[0].tell("leave")
         assert holders[0].read() == "left"
-        for process in (first, second):
-            _, failed = process.communicate()[0].split()
-            assert failed == "0"
+    assert [failed for _, failed in counts] == [0, 0]
     for path in paths[1:]:
         assert (path / "rank0.swp").stat().st_size == 65536
     assert {one.state for one in find_leases(tmp_path)} == {"live"}

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
+import platform
+import random
 import socket
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+
+from zerotune._util import processes
 
 # Importing torch, deepspeed and diffusers takes seconds; a fork server pays that once. The
 # children are forked before any thread or process group exists, so each starts clean.
 _PRELOAD = ["torch", "diffusers", "sklearn.datasets", "tests.support.preload"]
 _context: Any = None
+_chance = random.SystemRandom()
 
 
 class RanksFailed(AssertionError):
@@ -99,6 +106,24 @@ def _child(function: Any, args: Any, variables: dict[str, str], send: Any) -> No
         os._exit(0)
 
 
+@cache
+def compile_io() -> None:
+    """Compile what swapping needs, which takes minutes where much else runs.
+
+    No test's time is for that, and one that kills its processes would have it begin anew.
+    """
+    run_ranks(_compile_io, timeout_s=1500)
+
+
+def _compile_io() -> None:
+    from zerotune.backend.ops.build import build_op
+    from zerotune.backend.ops.host_step import load_host_step
+
+    for name in ("cpu_adam", "async_io"):
+        build_op(name)
+    load_host_step()
+
+
 def _fork_server() -> Any:
     global _context  # noqa: PLW0603 - one server per test session
     if _context is None:
@@ -107,7 +132,16 @@ def _fork_server() -> Any:
     return _context
 
 
+def on_a_machine(name: str) -> None:
+    """Let this process take itself, and be taken by others, for one of another machine."""
+    processes.boot_id = lambda: f"boot of {name}"
+    platform.node = lambda: name
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on; not one of those the system gives to whoever asks for any."""
+    while True:
+        port = _chance.randrange(15_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +29,7 @@ from zerotune.training.setup import leased
 from zerotune.training.watchdog import EXIT_CODE
 
 TIMEOUT_S = 3.0
-ALONE_S = 0.5
+ALONE_S = 1.5
 
 
 def small(*, channels: int = 1, count: int = 24, lr: float = 1e-2, **changes: Any) -> Trainer:
@@ -71,14 +73,24 @@ def differing() -> dict[str, str]:
 
 def alone(folder: str, caller: int, what: str) -> tuple[str, float]:
     """``if trainer.is_main: trainer.save(...)``."""
-    trainer = small(ema=EMAShadow(decay=0.9))
+    # What is tried alone is not to wait for long; the start may, where much else runs.
+    trainer = small(ema=EMAShadow(decay=0.9), timeout_s=60.0)
     trainer.fit(steps=1)
-    began = time.monotonic()
+    trainer.engine.group._timeout = timedelta(seconds=TIMEOUT_S)
+    began, over = time.monotonic(), Path(f"{folder}.over")
     if trainer.engine.group.rank != caller:
-        time.sleep(2 * TIMEOUT_S)
+        wait_for(over.exists)
         return "", 0.0
     error = told(needing_all(trainer, Path(folder))[what])
+    over.touch()
     return error, time.monotonic() - began
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return once it holds, or something has gone wrong."""
+    deadline = time.monotonic() + 120
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def needing_all(trainer: Trainer, root: Path) -> dict[str, Any]:
@@ -127,7 +139,8 @@ def slow_background(folder: str, slow: int) -> tuple[str, float]:
     """One rank's disk takes longer than the ranks wait for each other."""
     root, rank = Path(folder), int(os.environ["RANK"])
     every = SaveEveryInBackground(steps=1, root=root)
-    trainer = small(callbacks=[every], timeout_s=ALONE_S, watchdog=False)
+    trainer = small(callbacks=[every], timeout_s=60.0, watchdog=False)
+    trainer.running.timeout_s = ALONE_S
     write = Writing._write
 
     def delayed(writing: Writing) -> Any:
@@ -140,8 +153,7 @@ def slow_background(folder: str, slow: int) -> tuple[str, float]:
         error = told(lambda: trainer.fit(steps=1))
     seconds = time.monotonic() - began
     (root / f"told-{rank}").touch()
-    while not (root / f"told-{slow}").exists():
-        time.sleep(0.05)
+    wait_for((root / f"told-{slow}").exists)
     return error, seconds
 
 
@@ -168,13 +180,13 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
     def end(message):
         (Path(folder) / "ended").write_text(message)
         (Path(folder) / f"ended-{rank}").write_text(message)
-        if int(os.environ["WORLD_SIZE"]) > 2:
-            # As where a launcher or a scheduler sees to the stopped one later.
-            os._exit(EXIT_CODE)
-        put_away(folder)
+        others = set(range(int(os.environ["WORLD_SIZE"]))) - {lost}
+        # The last to go does what a launcher or a scheduler would.
+        if all((Path(folder) / f"ended-{other}").exists() for other in others):
+            put_away(folder)
         os._exit(EXIT_CODE)
 
-    watchdog = Watchdog(timeout_s=1.5, end=end) if watched else False
+    watchdog = Watchdog(timeout_s=2.5, end=end) if watched else False
     timeout_s = 20.0 if watched else TIMEOUT_S
     trainer = small(objective=loss, watchdog=watchdog, timeout_s=timeout_s)
     began = time.monotonic()

@@ -110,8 +110,7 @@ def test_the_watchdog_finds_a_stopped_rank_without_its_last_word(tmp_path, lost)
 @pytest.mark.world_size(3)
 def test_no_watchdog_takes_another_one_that_ended_its_rank_for_the_fault(tmp_path):
     with pytest.raises(RanksFailed):
-        run_ranks(faulty.losing, str(tmp_path), 1, faulty.STOP, True, world_size=3, timeout_s=20)
-    faulty.put_away(str(tmp_path))
+        run_ranks(faulty.losing, str(tmp_path), 1, faulty.STOP, True, world_size=3)
     for rank in (0, 2):
         message = (tmp_path / f"ended-{rank}").read_text()
         assert message.startswith("rank 1 stopped or ended without a word and the others wait")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -38,6 +39,12 @@ _ANSWER_S: Final = 3.0
 """How long the store may take to answer when somebody is missing."""
 _LAST_WORD_S: Final = 1.0
 """How long rank 0 tries to tell each of the others that a rank is lost."""
+_STORE_S: Final = 10.0
+"""How long a connection of its own to the store waits for what nobody has written."""
+_PULSE_S: Final = 1.0
+"""Time between two signs of life for ranks of other machines."""
+_SILENCE_S: Final = 5.0
+"""Time without any after which a rank is lost, once something has gone wrong."""
 _LONGEST_LINE: Final = 200
 _COLLECTIVE: Final = re.compile(
     r"gloo|NCCL|Connection (closed by peer|reset)|Broken pipe|Socket Timeout|"
@@ -153,7 +160,7 @@ class ProcessGroup:
             # NCCL can neither name a missing rank nor move objects without a GPU.
             self._control = dist.new_group(backend="gloo", timeout=self._timeout)
             self._roll = _RollCall(self._control.group_name, rank=self.rank)
-            self._roll.members = self.gather(ProcessIdentity.current(), purpose="meet")
+            self._roll.meet(self.gather(ProcessIdentity.current(), purpose="meet"))
 
     @classmethod
     def alone(cls) -> ProcessGroup:
@@ -344,6 +351,8 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Leave the group; the last to leave ends it, if it was started here."""
+        if self._control is not None:
+            self._roll.close()
         if self._owned:
             self._owned = False
             _started.leave()
@@ -542,6 +551,22 @@ class _RollCall:
         """Process of each rank."""
         self.count = 0
         """Meetings of this group so far."""
+        self._pulse: _Pulse | None = None
+
+    def meet(self, members: list[ProcessIdentity]) -> None:
+        """All are here. Where they are of several machines, each shows from now on that it lives.
+
+        Args:
+            members: Process of each rank.
+        """
+        self.members = members
+        if not all(member.visible() for member in members):
+            self._pulse = _Pulse(self._prefix, rank=self._rank)
+
+    def close(self) -> None:
+        """Nobody is going to look for this rank."""
+        if self._pulse is not None:
+            self._pulse.close()
 
     def here(self, purpose: str) -> None:
         """Leave a note for who may look for this rank."""
@@ -557,13 +582,13 @@ class _RollCall:
                 be ending.
         """
         deadline = time.monotonic() + patience
-        while True:
-            ended = self.ended()
-            if ended or time.monotonic() >= deadline:
-                break
+        while not (found := self._told() or self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
+        found = found or self._silent()
+        if found and self._pulse is not None:
+            self._pulse.tell(found)
         # A store whose holder is stopped never answers.
-        return ended or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
+        return found or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
 
     def ended(self) -> dict[int, str]:
         """The ranks whose processes have ended or are stopped, as far as can be seen from here."""
@@ -574,6 +599,27 @@ class _RollCall:
             if condition is not None
         }
 
+    def _told(self) -> dict[int, str]:
+        """The lost ranks that others have found already; who says so may be gone by now too."""
+        told = {} if self._pulse is None else self._pulse.told
+        return {} if self._rank in told else told
+
+    def _silent(self) -> dict[int, str]:
+        """The ranks of other machines that show no sign of life, and what is known of each."""
+        afar = [rank for rank, member in enumerate(self.members) if not member.visible()]
+        if self._pulse is None:
+            return {}
+        silent = self._pulse.silent(afar)
+        if silent is not None:
+            what = f"has not been heard of for {_SILENCE_S:g} s"
+        else:
+            silent, what = afar[: afar[:1] == [0]], "cannot be reached, nor the store there"
+        found = {
+            rank: f"{what} (process {self.members[rank].pid} on {self.members[rank].host})"
+            for rank in silent
+        }
+        return self._told() or found
+
     def _elsewhere(self) -> dict[int, str]:
         found = {}
         for rank in range(len(self.members)):
@@ -583,6 +629,77 @@ class _RollCall:
             if int(count) < self.count:
                 found[rank] = f"last came to {purpose!r}" if int(count) else "never came"
         return found
+
+
+class _Pulse:
+    """Signs of life in the store, because nobody sees the processes of another machine.
+
+    Args:
+        prefix: Of the keys; the same on every rank.
+        rank: This rank.
+    """
+
+    def __init__(self, prefix: str, *, rank: int) -> None:
+        self._prefix, self._rank = f"{prefix}/pulse", rank
+        self._store, self._over = own_store(), threading.Event()
+        self.told: dict[int, str] = {}
+        """The lost ranks, and what is known of each, once a rank has found them."""
+        threading.Thread(target=self._run, name="zerotune-pulse", daemon=True).start()
+
+    def close(self) -> None:
+        """Show no further signs."""
+        self._over.set()
+
+    def silent(self, ranks: Collection[int]) -> list[int] | None:
+        """Those of the ranks that show no sign for a while; ``None``: the store does not answer.
+
+        Returns as soon as somebody has told of lost ranks.
+        """
+        asking, deadline = Asking(), time.monotonic() + _SILENCE_S
+        first, left = None, list(ranks)
+        while left and not self.told and time.monotonic() < deadline:
+            signs = asking.ask(lambda: self._signs(ranks), seconds=_ANSWER_S)
+            if signs is None:
+                return None
+            first = first or signs
+            left = [rank for rank in left if signs[rank] == first[rank]]
+            time.sleep(_PULSE_S / 4)
+        return left
+
+    def tell(self, lost: Mapping[int, str]) -> None:
+        """Let all ranks know, also those that come to it when this one is gone."""
+        if not self.told:
+            said = json.dumps(dict(lost))
+            Asking().ask(lambda: self._store.set(f"{self._prefix}/lost", said), seconds=_ANSWER_S)
+            if self._rank == 0:  # Which may hold the store: the others are to read it first.
+                time.sleep(2 * _PULSE_S)
+
+    def _run(self) -> None:
+        for number in itertools.count():
+            # One that cannot be reached now is asked again.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"{self._prefix}/{self._rank}", str(number))
+                if self._store.check([f"{self._prefix}/lost"]):
+                    lost = json.loads(self._store.get(f"{self._prefix}/lost"))
+                    self.told = {int(rank): known for rank, known in lost.items()}
+            if self._over.wait(_PULSE_S):
+                return
+
+    def _signs(self, ranks: Collection[int]) -> dict[int, bytes]:
+        keys = {rank: f"{self._prefix}/{rank}" for rank in ranks}
+        return {
+            rank: self._store.get(k) if self._store.check([k]) else b"" for rank, k in keys.items()
+        }
+
+
+def own_store() -> Any:
+    """The process group's store, through a connection that no other thread waits on."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+        store = store.clone()
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        store.set_timeout(timedelta(seconds=_STORE_S))
+    return store
 
 
 class Asking:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,7 +24,7 @@ import attrs
 import torch
 
 from zerotune._util.numbers import positive
-from zerotune.backend.distributed import Asking
+from zerotune.backend.distributed import Asking, own_store
 from zerotune.errors import CollectiveError
 from zerotune.offload.lease import abandon_held
 from zerotune.training.events import Callback
@@ -251,7 +250,7 @@ class _Watch:
         self._names = names_of(trainer.engine.module)
         self._thread = threading.get_ident()
         self._group = trainer.engine.group
-        self._store, self._asking = _own_store(), Asking()
+        self._store, self._asking = own_store(), Asking()
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._pulse = 0
         # Every rank makes its watches in the same order, so they share these keys.
@@ -374,18 +373,6 @@ class _Watch:
 def _is_of_another(error: BaseException | None) -> bool:
     """Whether an error only tells what happened on another rank."""
     return isinstance(error, CollectiveError) or getattr(error, "rank", None) is not None
-
-
-def _own_store() -> Any:
-    """The process group's store, through a connection that no other thread waits on."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store: Any = _get_default_store()
-    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-        store = store.clone()
-    with contextlib.suppress(RuntimeError, NotImplementedError):
-        store.set_timeout(timedelta(seconds=_GRACE_S))
-    return store
 
 
 def _read(text: bytes) -> Beat:

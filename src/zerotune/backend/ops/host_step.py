@@ -20,6 +20,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from zerotune._util.files import write_atomically
 from zerotune.backend.ops.build import OpState, OpStatus, building
 from zerotune.backend.ops.diagnose import (
     BuildLock,
@@ -318,13 +319,21 @@ def _compiled() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     cpp_extension.load(
         name=_build_name(),
-        sources=[str(_SOURCE)],
+        sources=[str(_source_in(folder))],
         extra_cflags=_flags(),
         extra_ldflags=["-fopenmp"],
         build_directory=str(folder),
         is_python_module=False,
     )
     return Path(folder) / f"{_build_name()}.so"
+
+
+def _source_in(folder: Path) -> Path:
+    """The source beside what is made of it: ninja builds again whatever comes from elsewhere."""
+    path = folder / _SOURCE.name
+    if not path.exists() or path.read_bytes() != _SOURCE.read_bytes():
+        write_atomically(path, _SOURCE.read_bytes())
+    return path
 
 
 def _flags() -> list[str]:
