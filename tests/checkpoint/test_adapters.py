@@ -22,10 +22,11 @@ from tests.diffusion.adapting import (
     step,
 )
 from tests.support.needs import needs
+from zerotune.backend.adapters import adapter_layers
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint import export_adapters, export_merged, export_model, merge_adapters
 from zerotune.checkpoint import tensors as tensorfile
-from zerotune.diffusion import LoRA
+from zerotune.diffusion import OFT, LoHa, LoKr, LoRA, add_lora, load_adapters
 from zerotune.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -414,6 +415,146 @@ def test_names_must_be_those_of_the_pipeline(runs, tmp_path):
     text, _ = runs("text")
     with pytest.raises(InvalidValueError, match="one model is written at a time"):
         export_merged(tmp_path / "y", engine=text)
+
+
+@pytest.mark.parametrize("kind", ["unet", "text"])
+def test_kohyas_file_gives_the_trained_output_bit_for_bit(kind, runs, tmp_path):
+    engine, adapted = runs(kind)
+    file = export_adapters(tmp_path / "k.safetensors", engine=engine, layout="kohya")
+    keys, header = read_header(file.path)
+    assert header["ss_network_dim"] == "4"
+    begins = {"_".join(key.split("_")[:2]) for key in keys}
+    assert begins == {"lora_unet"} | ({"lora_te1"} if kind == "text" else set())
+    # alpha is twice the rank, which changes no bits.
+    assert not file.decisions
+    expected = output_of(engine, adapted)
+    assert torch.equal(
+        output_without_engine(loaded(adapted, file), adapted, torch.float32), expected
+    )
+
+
+def test_a_file_of_others_tells_who_converted_it(runs, tmp_path):
+    engine, adapted = runs("unet")
+    file = export_adapters(tmp_path / "k.safetensors", engine=engine, layout="kohya")
+    told = load_adapters(adapted.base(), file).decisions[0]
+    assert told.key == "adapters.format"
+    assert "StableDiffusionXLPipeline.lora_state_dict" in told.reason
+    with pytest.raises(CheckpointMismatchError, match="give the pipeline="):
+        load_adapters(KINDS["sd3"].base(), file)
+
+
+def test_pefts_folder_gives_the_trained_output_bit_for_bit(runs, tmp_path):
+    from peft import PeftModel
+
+    engine, adapted = runs("sd3")
+    folder = export_adapters(tmp_path / "peft", engine=engine, layout="peft")
+    assert sorted(each.name for each in folder.path.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    expected = output_of(engine, adapted)
+    theirs = PeftModel.from_pretrained(adapted.base(), folder.path)
+    assert torch.equal(output_without_engine(theirs, adapted, torch.float32), expected)
+    ours = loaded(adapted, folder)
+    assert torch.equal(output_without_engine(ours, adapted, torch.float32), expected)
+    again = export_adapters(tmp_path / "peft", engine=engine, layout="peft", dtype="bf16")
+    assert again.nbytes < folder.nbytes
+    (folder.path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has changed since zerotune wrote it"):
+        export_adapters(tmp_path / "peft", engine=engine, layout="peft")
+
+
+OTHERS = {
+    "rslora": LoRA(rank=4, alpha=8, rslora=True),
+    "lokr": LoKr(rank=4, alpha=8),
+    "loha": LoHa(rank=4, targets=("to_q", "to_k")),
+    "oft": OFT(block_size=8),
+}
+
+
+@pytest.mark.parametrize("kind", list(OTHERS))
+def test_other_kinds_are_exported_and_fold_in(kind, fresh, tmp_path):
+    adapted = Adapted(kind="sd3", lora=OTHERS[kind])
+    engine = fresh(adapted)
+    expected = output_of(engine, adapted)
+    layout = "diffusers" if kind in ("rslora", "lokr") else "peft"
+    for each in {layout, "peft"}:
+        file = export_adapters(tmp_path / each, engine=engine, layout=each)
+        model = loaded(adapted, file)
+        assert torch.equal(output_without_engine(model, adapted, torch.float32), expected)
+    if layout == "peft":
+        with pytest.raises(CheckpointMismatchError, match=r"has no place for (LoHa|OFT)"):
+            export_adapters(tmp_path / "x", engine=engine)
+        assert not (tmp_path / "x").exists()
+    whole = type(adapted.base()).from_pretrained(export_merged(tmp_path / "m", engine=engine))
+    merged = output_without_engine(whole, adapted, torch.float32)
+    assert (merged - expected).abs().max() < 5e-6 * expected.abs().max()
+    if layout == "diffusers":
+        adapted.base().save_pretrained(tmp_path / "base")
+        merge_adapters(
+            tmp_path / layout, tmp_path / "f", base=tmp_path / "base", component="transformer"
+        )
+        other = type(whole).from_pretrained(tmp_path / "f").state_dict()
+        same = whole.state_dict()
+        assert all(torch.equal(other[name], same[name]) for name in same)
+
+
+def tiny_wan():
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=4,
+        text_dim=8,
+        freq_dim=8,
+        ffn_dim=32,
+        num_layers=2,
+    )
+
+
+@pytest.mark.parametrize("layout", ["comfyui", "kohya"])
+@pytest.mark.parametrize(
+    "lora",
+    [LoRA(rank=4, alpha=2), LoKr(rank=1, alpha=2), LoHa(rank=2, alpha=1)],
+    ids=["lora", "lokr", "loha"],
+)
+def test_what_others_call_otherwise_comes_back(layout, lora, fresh, tmp_path):
+    """Trained values that no forward pass needs: all that counts is which layer gets them."""
+    adapted, model = Adapted(lora=lora), tiny_wan()
+    add_lora(model, lora)
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    engine = fresh(adapted, steps=0, model=model, pretended=1)
+    file = export_adapters(tmp_path / "x.safetensors", engine=engine, layout=layout)
+    assert any("self_attn" in key for key in read_header(file.path)[0])
+    other = tiny_wan()
+    load_adapters(other, file)
+    deltas = {name: layer.get_delta_weight("default") for name, layer in adapter_layers(model)}
+    back = {name: layer.get_delta_weight("default") for name, layer in adapter_layers(other)}
+    assert deltas.keys() == back.keys()
+    assert len(deltas) == 16
+    # All scales are powers of two.
+    assert all(torch.equal(deltas[name], back[name]) for name in deltas)
+
+
+def test_the_layout_must_hold_what_is_trained(runs, tmp_path):
+    dora, _ = runs("dora")
+    text, _ = runs("text")
+    sd3, _ = runs("sd3")
+    with pytest.raises(CheckpointMismatchError, match="has no place for DoRA"):
+        export_adapters(tmp_path / "x", engine=dora, layout="kohya")
+    with pytest.raises(CheckpointMismatchError, match="adapters of one model"):
+        export_adapters(tmp_path / "x", engine=text, layout="peft")
+    with pytest.raises(InvalidValueError, match="no such files of SD3Transformer2DModel"):
+        export_adapters(tmp_path / "x", engine=sd3, layout="comfyui")
+    with pytest.raises(InvalidValueError, match="is no layout"):
+        export_adapters(tmp_path / "x", engine=sd3, layout="comfy")
+    assert not list(tmp_path.iterdir())
 
 
 def test_training_goes_on_from_a_file(runs, fresh, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from tests.support.runs import PLAIN, Case, start
 from zerotune.backend.trained_parts import TrainedParts
 from zerotune.checkpoint import export_adapters, export_merged, load_checkpoint, save_checkpoint
-from zerotune.diffusion.lora import LoRA, add_lora, load_adapters
+from zerotune.diffusion.lora import Adapters, LoKr, LoRA, add_lora, load_adapters
 from zerotune.ema import EMAShadow
 
 WHOLE = ("stage3_param_persistence_threshold", 0)
@@ -100,9 +100,14 @@ class Adapted:
 
     kind: str = "sdxl"
     """``"sdxl"``, ``"sd3"``, or ``"text"``: SDXL with a text encoder in the same engine."""
-    lora: LoRA = _LORA
+    lora: Adapters = _LORA
     checkpointing: bool = False
     wide: int = 0
+
+    @property
+    def layout(self) -> str:
+        """diffusers' own, where it reads such adapters."""
+        return "diffusers" if isinstance(self.lora, (LoRA, LoKr)) else "peft"
 
     def model(self) -> torch.nn.Module:
         """The model with its adapters, the same on every rank and in every process."""
@@ -300,8 +305,8 @@ def exported(engine: Any, adapted: Adapted, ema: Any, folder: str) -> dict[str, 
     place = engine.group.broadcast(place)
     component = "unet" if adapted.kind == "text" else None
     output = output_of(engine, adapted)
-    trained = export_adapters(f"{place}/trained", engine=engine)
-    averaged = export_adapters(f"{place}/ema", engine=engine, weights=ema)
+    trained = export_adapters(f"{place}/trained", engine=engine, layout=adapted.layout)
+    averaged = export_adapters(f"{place}/ema", engine=engine, weights=ema, layout=adapted.layout)
     merged = export_merged(f"{place}/merged", engine=engine, component=component)
     with ema.swapped_in():
         output_of_average = output_of(engine, adapted)

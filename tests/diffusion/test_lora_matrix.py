@@ -27,6 +27,7 @@ from tests.diffusion.test_lora_on_engines import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case
+from zerotune.diffusion import OFT, LoHa, LoKr, LoRA
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -48,6 +49,10 @@ MODELS = {
     "unet-checkpointing": Adapted(checkpointing=True),
     "text": TEXT,
     "dora": DORA,
+    "rslora": Adapted(lora=LoRA(rank=4, alpha=8, rslora=True)),
+    "lokr": Adapted(lora=LoKr(rank=2, alpha=4)),
+    "loha": Adapted(lora=LoHa(rank=4, targets=("to_q", "to_k", "conv1"))),
+    "oft": Adapted(lora=OFT(block_size=8)),
 }
 RUNS = list(itertools.product(MODELS, PLACES, (1, 2)))
 

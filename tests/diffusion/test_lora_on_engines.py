@@ -12,7 +12,7 @@ from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 from zerotune import DeepSpeedPlan
-from zerotune.diffusion import LoRA
+from zerotune.diffusion import LoKr, LoRA
 
 needs("peft")
 
@@ -20,17 +20,19 @@ STEPS, HALF = 12, 6
 TEXT = Adapted(kind="text", checkpointing=True)
 """A U-Net and its text encoder, both with adapters, in one engine."""
 DORA = Adapted(kind="sd3", lora=LoRA(rank=4, alpha=8, dora=True))
+LOKR = Adapted(lora=LoKr(rank=2, alpha=4, targets=("to_q", "conv1")), checkpointing=True)
+"""Factors that no module's forward pass fetches, and that read the shape of the base."""
 WIDE = Adapted(lora=LoRA(rank=16, targets=("attn2.to_k", "attn2.to_v")), wide=2048)
 """Adapters of more than 1 MiB together: DeepSpeed swaps nothing smaller."""
 CLOSE = 5e-5
 _plain: dict[str, list[float]] = {}
 
 
-def plain_losses(adapted, folder):
+def plain_losses(adapted, folder, steps=STEPS, half=HALF):
     """Of one process without DeepSpeed; its results are checked too."""
     if repr(adapted) not in _plain:
         case, place = case_for(PLAIN, 1), str(folder / "plain")
-        (found,) = run_ranks(follow, case, adapted, place, STEPS, HALF)
+        (found,) = run_ranks(follow, case, adapted, place, steps, half)
         check_files(found)
         _plain[repr(adapted)] = found["losses"]
     return _plain[repr(adapted)]
@@ -109,6 +111,17 @@ def test_dora_on_a_transformer_at_stage_3(tmp_path):
     check_files(results[0])
     check_partitioned(results)
     assert "add_q_proj" in results[0]["warnings"][0]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_kronecker_factors_at_stage_3(tmp_path):
+    expected = plain_losses(LOKR, tmp_path, 4, 2)
+    case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)
+    results = run_ranks(follow, case, LOKR, str(tmp_path), 4, 2, world_size=2)
+    check_losses(results[0]["losses"], expected)
+    check_files(results[0])
+    check_partitioned(results)
 
 
 @pytest.mark.deepspeed

@@ -1,7 +1,7 @@
 """What a model's adapters are called, and what they were before training.
 
-Adapters are peft's: a layer ``X`` becomes ``X.base_layer`` beside ``X.lora_A.<adapter>`` and its
-companions. Only names are read here; peft itself is not needed.
+Adapters are peft's: a layer ``X`` becomes ``X.base_layer`` beside ``X.lora_A.<adapter>``,
+``X.lokr_w1.<adapter>`` and the like. Only names are read here; peft itself is not needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from zerotune.errors import CheckpointMismatchError
 _RECORD: Final = "_zerotune_adapters"
 _PARAMETER: Final = re.compile(
     r"(?P<layer>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
-    r"|lora_magnitude_vector)\.(?P<adapter>[^.]+)(?P<rest>\.weight|\.bias|)"
+    r"|lora_magnitude_vector|lokr_w[12](?:_[ab])?|lokr_t2|hada_w[12]_[ab]|hada_t[12]"
+    r"|oft_R|oft_embedding_R)\.(?P<adapter>[^.]+)(?P<rest>\.weight|\.bias|)"
 )
+_EMPTYING: Final = re.compile(r"lora_B|lora_embedding_A|lokr_\w+|hada_\w+|oft_R|oft_embedding_R")
+"""Factors of which one that is zero leaves the base as it is."""
 BASE: Final = "base_layer"
 """What peft calls the layer that an adapter wraps."""
 
@@ -33,7 +36,7 @@ class AdapterParameter:
     layer: str
     """Dotted name of the adapted layer, without any prefix of its own."""
     kind: str
-    """``lora_A``, ``lora_B``, ``lora_magnitude_vector``, …"""
+    """``lora_A``, ``lora_magnitude_vector``, ``lokr_w1``, ``hada_w1_a``, ``oft_R``, …"""
     adapter: str
     """Name of the adapter."""
     rest: str
@@ -52,9 +55,9 @@ class AdapterParameter:
         return f"{self.layer}.{self.kind}{rest}"
 
     @property
-    def starts_at_zero(self) -> bool:
-        """Whether it is the factor that peft's usual initialization sets to zero."""
-        return self.kind in ("lora_B", "lora_embedding_A") and self.rest != ".bias"
+    def empties(self) -> bool:
+        """Whether the adapter does nothing while this factor is zero; some begin so."""
+        return _EMPTYING.fullmatch(self.kind) is not None and self.rest != ".bias"
 
 
 @attrs.frozen(kw_only=True)
@@ -146,5 +149,5 @@ def fingerprint(tensor: torch.Tensor) -> str:
 def adapter_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Names and modules of the layers that an adapter wraps."""
     for name, module in model.named_modules():
-        if hasattr(module, BASE) and hasattr(module, "lora_A"):
+        if hasattr(module, BASE) and hasattr(module, "adapter_layer_names"):
             yield name, module

@@ -16,12 +16,18 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.files import system_errors
-from zerotune.backend.adapters import BASE, AdapterParameter, adapter_layers, trained_adapter
+from zerotune.backend.adapter_layouts import adapter_settings, find_adapters
+from zerotune.backend.adapters import (
+    BASE,
+    AdapterParameter,
+    adapter_config,
+    adapter_layers,
+    trained_adapter,
+)
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.stored import read_header
 from zerotune.backend.trained_parts import components
 from zerotune.backend.unpartitioned import whole_parameter
-from zerotune.checkpoint.adapters import adapter_settings, find_adapters
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.contents import persistent_buffers
 from zerotune.checkpoint.export import (
@@ -63,7 +69,9 @@ class Fold:
     scaling: float = 1.0
     """What the product of the factors is multiplied by."""
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
-    """fp32 on the CPU, by kind: ``lora_A``, ``lora_B``, ``lora_magnitude_vector``, …"""
+    """fp32 on the CPU, by kind: ``lora_A``, ``lora_B``, ``lokr_w1``, ``oft_R``, …"""
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    """Peft's configuration of the whole adapter."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """Fold.
@@ -86,32 +94,32 @@ class Fold:
     @property
     def rank(self) -> int:
         """Inner size of the factors."""
-        embedding = "lora_embedding_A" in self.tensors
-        return int(self.tensors["lora_embedding_A" if embedding else "lora_A"].shape[0])
+        for kind in ("lora_A", "lora_embedding_A", "hada_w1_b"):
+            if kind in self.tensors:
+                return int(self.tensors[kind].shape[0])
+        # Whole factors of LoKr tell no rank.
+        return int(self._setting("r", "rank_pattern", 0))
 
-    def scaling_of(self, settings: Mapping[str, Any]) -> float:
-        """The scale that a file's settings mean for this layer; alpha is the rank without any."""
-        alpha = float(settings.get("lora_alpha", self.rank))
-        for pattern, value in settings.get("alpha_pattern", {}).items():
+    def scaled_as_told(self, strength: float) -> Fold:
+        """With the scale that the settings mean for this layer; alpha is the rank without any."""
+        named = "alpha" if "alpha" in self.settings else "lora_alpha"
+        alpha = float(self._setting(named, "alpha_pattern", self.rank))
+        root = self.settings.get("use_rslora", False)
+        scaling = alpha / (math.sqrt(self.rank) if root else self.rank)
+        return attrs.evolve(self, scaling=scaling * strength)
+
+    def _setting(self, name: str, patterns: str, usual: float) -> float:
+        for pattern, value in self.settings.get(patterns, {}).items():
             if re.fullmatch(rf"(.*\.)?({pattern})", self.layer):
-                alpha = float(value)
-                break
-        root = settings.get("use_rslora", False)
-        return alpha / (math.sqrt(self.rank) if root else self.rank)
+                return float(value)
+        return float(self.settings.get(name, usual))
 
     def _wrapped(self, weight: torch.Tensor) -> Any:
         peft = _peft()
         holder = torch.nn.Sequential(
             _layer_like(weight, embedding="lora_embedding_A" in self.tensors)
         )
-        config = peft.LoraConfig(
-            r=self.rank,
-            # peft divides by the rank.
-            lora_alpha=self.scaling * self.rank,
-            target_modules=["0"],
-            use_dora="lora_magnitude_vector" in self.tensors,
-            lora_bias=False,
-        )
+        config = self._config(peft)
         peft.inject_adapter_in_model(config, holder, adapter_name="fold")
         parameters = dict(holder.named_parameters())
         for kind, tensor in self.tensors.items():
@@ -121,6 +129,38 @@ class Fold:
             with torch.no_grad():
                 parameters[names[0]].copy_(tensor.reshape(parameters[names[0]].shape))
         return holder[0]
+
+    def _config(self, peft: Any) -> Any:
+        # peft divides by the rank.
+        scale = {"r": self.rank, "alpha": self.scaling * self.rank, "target_modules": ["0"]}
+        first = next(iter(self.tensors)).split("_")[0]
+        if first == "lora":
+            return peft.LoraConfig(
+                lora_alpha=scale.pop("alpha"),
+                use_dora="lora_magnitude_vector" in self.tensors,
+                lora_bias=False,
+                **scale,
+            )
+        if first == "oft":
+            scale = {"r": self.rank, "target_modules": ["0"]}
+        config = getattr(peft, _CONFIGS[first])
+        known = {key: self.settings[key] for key in _SHAPING if key in self.settings}
+        return config(**known, **scale)
+
+
+_CONFIGS: Final = {"lokr": "LoKrConfig", "hada": "LoHaConfig", "oft": "OFTConfig"}
+_SHAPING: Final = (
+    "decompose_factor",
+    "decompose_both",
+    "use_effective_conv2d",
+    "oft_block_size",
+    "block_share",
+    "coft",
+    "eps",
+    "use_cayley_neumann",
+    "num_cayley_neumann_terms",
+)
+"""Settings besides rank and alpha that say what the factors mean."""
 
 
 def _layer_like(weight: torch.Tensor, *, embedding: bool) -> torch.nn.Module:
@@ -305,6 +345,8 @@ class _Merged:
     buffers: Mapping[str, torch.Tensor]
     scales: Mapping[str, float]
     """Scale of each adapted layer."""
+    settings: Mapping[str, Any]
+    """Peft's configuration of the adapter."""
 
     @classmethod
     def of(cls, engine: Engine, component: str | None) -> _Merged:
@@ -332,7 +374,11 @@ class _Merged:
                 if AdapterParameter.parse(name) is None
             },
             buffers={_plain(n): buffer for n, buffer in persistent_buffers(module).items()},
-            scales={name: float(m.scaling[adapter]) for name, m in adapter_layers(module)},
+            scales={
+                name: float(getattr(m, "scaling", {}).get(adapter, 1.0))
+                for name, m in adapter_layers(module)
+            },
+            settings=adapter_config(module, adapter),
         )
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
@@ -364,7 +410,9 @@ class _Output(ModelOutput):
         if parsed is None:
             self._trained[_plain(own)] = tensor.clone()
             return
-        empty = Fold(layer=parsed.layer, scaling=merged.scales[parsed.layer])
+        empty = Fold(
+            layer=parsed.layer, scaling=merged.scales[parsed.layer], settings=merged.settings
+        )
         self._folds.setdefault(parsed.layer, empty).tensors[parsed.kind] = tensor.clone()
 
     @override
@@ -386,7 +434,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
         parsed = AdapterParameter.parse(_named(key.removeprefix(f"{component}.")))
         if not key.startswith(f"{component}.") or parsed is None:
             continue
-        empty = Fold(layer=parsed.layer)
+        empty = Fold(layer=parsed.layer, settings=settings)
         folds.setdefault(parsed.layer, empty).tensors[parsed.kind] = stored.tensor(key).float()
     if not folds:
         raise CheckpointMismatchError(
@@ -396,10 +444,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
         raise InvalidValueError(
             "DoRA's magnitudes were trained for full strength", key="scale", value=scale, fix="1"
         )
-    return {
-        layer: attrs.evolve(fold, scaling=fold.scaling_of(settings) * scale)
-        for layer, fold in folds.items()
-    }
+    return {layer: fold.scaled_as_told(scale) for layer, fold in folds.items()}
 
 
 def _check_base(origin: ModelFolderReader) -> None:
@@ -413,9 +458,8 @@ def _check_base(origin: ModelFolderReader) -> None:
 
 
 def _named(key: str) -> str:
-    for kind in ("lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B"):
-        if key.endswith(f".{kind}"):
-            return f"{key}.file"
+    if re.search(r"\.(lora_magnitude_vector|lora_embedding_[AB]|lokr_\w+|hada_\w+)$", key):
+        return f"{key}.file"
     return re.sub(r"\.(lora_[AB])\.(weight|bias)$", r".\1.file.\2", key)
 
 

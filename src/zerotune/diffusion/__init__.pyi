@@ -50,6 +50,9 @@ from zerotune.diffusion.held_out import validation_loss as validation_loss
 from zerotune.diffusion.latents import Packing as Packing
 from zerotune.diffusion.latents import Tokens as Tokens
 from zerotune.diffusion.latents import Unpacked as Unpacked
+from zerotune.diffusion.lora import OFT as OFT
+from zerotune.diffusion.lora import LoHa as LoHa
+from zerotune.diffusion.lora import LoKr as LoKr
 from zerotune.diffusion.lora import LoRA as LoRA
 from zerotune.diffusion.lora import add_lora as add_lora
 from zerotune.diffusion.lora import load_adapters as load_adapters

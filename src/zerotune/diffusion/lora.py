@@ -1,4 +1,4 @@
-"""LoRA: a few trained matrices beside a frozen model.
+"""Adapters: a few trained matrices beside a frozen model. LoRA, and what grew from it.
 
 The adapters are peft's and sit in the model itself, so that a model with adapters is to every
 engine what any model is: most of its parameters do not require a gradient.
@@ -19,13 +19,21 @@ import torch
 
 from zerotune._util.numbers import positive, validated
 from zerotune._util.text import did_you_mean
-from zerotune.backend.adapters import AdapterFacts, adapter_layers, remember, starting_points
+from zerotune.backend.adapter_layouts import (
+    PEFT_CONFIG,
+    PEFT_FILE,
+    Read,
+    adapter_settings,
+    baked_lokr,
+    find_adapters,
+    read_others,
+)
+from zerotune.backend.adapters import AdapterFacts, AdapterParameter, remember, starting_points
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
 from zerotune.errors import (
-    CheckpointError,
     CheckpointMismatchError,
     InvalidValueError,
     MissingDependencyError,
@@ -45,8 +53,6 @@ _INITIALIZATIONS: Final = (True, False, "gaussian", "orthogonal")
 their file would not fit the published one."""
 
 _CLOSE: Final = 3
-
-_FILE: Final = "pytorch_lora_weights.safetensors"
 
 # -- What kind of adapters, and where.
 
@@ -75,48 +81,153 @@ def _initialization(_instance: object, attribute: Any, value: Any) -> None:
         )
 
 
-def _name(_instance: object, attribute: Any, value: str) -> None:
+def _name(instance: object, attribute: Any, value: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", value):
         raise InvalidValueError(
-            "may hold letters, digits, - and _", key=f"LoRA.{attribute.name}", value=value
+            "may hold letters, digits, - and _",
+            key=f"{type(instance).__name__}.{attribute.name}",
+            value=value,
         )
 
 
 @attrs.frozen(kw_only=True)
-class LoRA:
-    """What kind of adapters, and where."""
+class Adapters:
+    """What all kinds of adapters have."""
 
-    rank: int = attrs.field(default=16, validator=_POSITIVE)
-    """Inner size of the two factors."""
-    alpha: float | None = attrs.field(default=None, validator=attrs.validators.optional(_POSITIVE))
-    """The product of the factors is scaled by ``alpha / rank``; the rank when not given, which
-    is a scale of 1."""
-    dropout: float = attrs.field(default=0.0, validator=_probability)
-    """Share of an adapter's inputs set to zero in training."""
     targets: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to adapt: ends of their dotted names (``"to_q"``, ``"to_out.0"``), or one regular
     expression for whole names; the attention projections when not given. A family's
     ``lora_targets`` go here."""
     exclude: tuple[str, ...] | str | None = attrs.field(default=None, converter=_as_targets)
     """Layers to leave out, written like ``targets``."""
-    dora: bool = False
-    """Weight-decomposed adapters (Liu et al. 2024): a trained magnitude per output."""
+    name: str = attrs.field(default="default", validator=_name)
+    """What the adapter is called in the model; files do not hold it."""
+
+    @property
+    def kind(self) -> str:
+        """The name of peft's configuration."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of peft's configuration, without the layers."""
+        raise NotImplementedError
+
+
+@attrs.frozen(kw_only=True)
+class _Ranked(Adapters):
+    """Adapters that have a rank."""
+
+    rank: int = attrs.field(default=16, validator=_POSITIVE)
+    """Inner size of the factors."""
+    alpha: float | None = attrs.field(default=None, validator=attrs.validators.optional(_POSITIVE))
+    """The product of the factors is scaled by ``alpha / rank``; the rank when not given, which
+    is a scale of 1."""
     rank_pattern: dict[str, int] = attrs.field(factory=dict)
     """Other ranks for some layers, by the end of their name or a regular expression."""
     alpha_pattern: dict[str, float] = attrs.field(factory=dict)
     """Other alphas for some layers, likewise."""
+
+    def settings(self) -> dict[str, Any]:
+        """Rank and alpha, as all kinds but LoRA call them."""
+        return {
+            "r": self.rank,
+            "alpha": self.alpha or self.rank,
+            "rank_pattern": dict(self.rank_pattern),
+            "alpha_pattern": dict(self.alpha_pattern),
+        }
+
+
+@attrs.frozen(kw_only=True)
+class LoRA(_Ranked):
+    """What kind of adapters, and where: a product of two factors beside a weight."""
+
+    dropout: float = attrs.field(default=0.0, validator=_probability)
+    """Share of an adapter's inputs set to zero in training."""
+    dora: bool = False
+    """Weight-decomposed adapters (Liu et al. 2024): a trained magnitude per output."""
+    rslora: bool = False
+    """Scale by ``alpha / sqrt(rank)`` (Kalajdzievski 2023), for high ranks."""
     init: bool | str = attrs.field(default=True, validator=_initialization)
     """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``.
     Drawn from torch's global generator."""
-    name: str = attrs.field(default="default", validator=_name)
-    """What the adapter is called in the model; files do not hold it."""
+
+    @property
+    def kind(self) -> str:
+        """The name of peft's configuration."""
+        return "LoraConfig"
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of peft's configuration, without the layers."""
+        found = super().settings()
+        return found | {
+            "lora_alpha": found.pop("alpha"),
+            "lora_dropout": self.dropout,
+            "use_dora": self.dora,
+            "use_rslora": self.rslora,
+            "init_lora_weights": self.init,
+        }
+
+
+@attrs.frozen(kw_only=True)
+class LoKr(_Ranked):
+    """A Kronecker product beside a weight (Yeh et al. 2024): the smallest files.
+
+    The second of its factors is a product of two where ``rank`` is less than half of its size.
+    """
+
+    factor: int = -1
+    """Size of the first factor, where it divides the layer's; about the root when -1."""
+    decompose_both: bool = False
+    """Write the first factor as a product too, where its size asks for it."""
+
+    @property
+    def kind(self) -> str:
+        """The name of peft's configuration."""
+        return "LoKrConfig"
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of peft's configuration, without the layers."""
+        return super().settings() | {
+            "decompose_factor": self.factor,
+            "decompose_both": self.decompose_both,
+        }
+
+
+@attrs.frozen(kw_only=True)
+class LoHa(_Ranked):
+    """The product by elements of two products of factors (Hyeon-Woo et al. 2022)."""
+
+    @property
+    def kind(self) -> str:
+        """The name of peft's configuration."""
+        return "LoHaConfig"
+
+
+@attrs.frozen(kw_only=True)
+class OFT(Adapters):
+    """Rotations of blocks of a weight's inputs (Qiu et al. 2023)."""
+
+    block_size: int = attrs.field(default=32, validator=_POSITIVE)
+    """Inputs that are rotated together; peft takes the nearest size that divides the layer's."""
+
+    @property
+    def kind(self) -> str:
+        """The name of peft's configuration."""
+        return "OFTConfig"
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of peft's configuration, without the layers."""
+        return {"r": 0, "oft_block_size": self.block_size}
 
 
 # -- New adapters.
 
 
 def add_lora(
-    model: torch.nn.Module, lora: LoRA | None = None, *, base_dtype: str | torch.dtype | None = None
+    model: torch.nn.Module,
+    lora: Adapters | None = None,
+    *,
+    base_dtype: str | torch.dtype | None = None,
 ) -> AdapterFacts:
     """Freeze a model and give it trained adapters, in place.
 
@@ -127,7 +238,7 @@ def add_lora(
 
     Args:
         model: A diffusers model, a transformers text encoder, or any module peft can adapt.
-        lora: Which adapters; ``LoRA()`` when not given.
+        lora: Which adapters: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``; ``LoRA()`` when not given.
         base_dtype: Cast what is frozen to ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch dtype;
             left as it is when not given.
 
@@ -149,7 +260,7 @@ def add_lora(
     _require_no_adapters(model)
     config = _config(model, wanted)
     model.requires_grad_(False)
-    decisions = _read_for_magnitudes(model) if wanted.dora else ()
+    decisions = _read_for_magnitudes(model) if isinstance(wanted, LoRA) and wanted.dora else ()
     add = getattr(model, "add_adapter", None)
     with standing_in(model):
         if add is not None:
@@ -192,32 +303,25 @@ def _require_no_adapters(model: torch.nn.Module) -> None:
         )
 
 
-def _config(model: torch.nn.Module, lora: LoRA) -> Any:
+def _config(model: torch.nn.Module, lora: Adapters) -> Any:
     """Peft's configuration for these adapters in this model.
 
     Raises:
         InvalidValueError: A target, exclusion or pattern matches no layer.
         MissingDependencyError: peft is not installed.
     """
-    package = _peft()
+    package, kind = _peft(), type(lora).__name__
     targets = lora.targets or _default_targets(model)
-    _require_matches(model, targets, key="LoRA.targets")
+    _require_matches(model, targets, key=f"{kind}.targets")
     if lora.exclude:
-        _require_matches(model, lora.exclude, key="LoRA.exclude")
-    for key, pattern in (("rank", lora.rank_pattern), ("alpha", lora.alpha_pattern)):
-        for expression in pattern:
-            inside = _regular_expression(rf"(.*\.)?({expression})", key=f"LoRA.{key}_pattern")
-            _require_matches(model, inside, key=f"LoRA.{key}_pattern", written=expression)
-    return package.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha or lora.rank,
-        lora_dropout=lora.dropout,
-        target_modules=_for_peft(targets),
-        exclude_modules=_for_peft(lora.exclude),
-        use_dora=lora.dora,
-        rank_pattern=dict(lora.rank_pattern),
-        alpha_pattern=dict(lora.alpha_pattern),
-        init_lora_weights=lora.init,
+        _require_matches(model, lora.exclude, key=f"{kind}.exclude")
+    settings = lora.settings()
+    for key in ("rank_pattern", "alpha_pattern"):
+        for expression in settings.get(key, ()):
+            inside = _regular_expression(rf"(.*\.)?({expression})", key=f"{kind}.{key}")
+            _require_matches(model, inside, key=f"{kind}.{key}", written=expression)
+    return getattr(package, lora.kind)(
+        target_modules=_for_peft(targets), exclude_modules=_for_peft(lora.exclude), **settings
     )
 
 
@@ -242,18 +346,20 @@ def _train_only(
     decisions: tuple[Decision, ...] = (),
 ) -> AdapterFacts:
     """Have a model train one adapter in fp32 and nothing else; record what that is."""
-    trained = {}
+    trained, layers = {}, dict[str, None]()
     for name, parameter in model.named_parameters():
-        owned = f".{adapter}." in f"{name}." and ".lora_" in name
+        parsed = AdapterParameter.parse(name)
+        owned = parsed is not None and parsed.adapter == adapter
         parameter.requires_grad_(owned)
-        if owned:
+        if parsed is not None and owned:
+            layers[parsed.layer] = None
             parameter.data = parameter.data.float()
             trained[name] = parameter
     if base_dtype is not None:
         decisions += _cast_base(model, checked_dtype(base_dtype, key="base_dtype"))
     facts = AdapterFacts(
         name=adapter,
-        layers=tuple(name for name, layer in adapter_layers(model) if adapter in layer.scaling),
+        layers=tuple(layers),
         tensors=len(trained),
         trained=sum(_numel(parameter) for parameter in trained.values()),
         total=sum(_numel(parameter) for parameter in model.parameters()),
@@ -314,19 +420,24 @@ def load_adapters(
     component: str | None = None,
     name: str = "default",
     base_dtype: str | torch.dtype | None = None,
+    pipeline: Any = None,
 ) -> AdapterFacts:
-    """Freeze a model and give it the adapters of a LoRA file, to train on from there, in place.
+    """Freeze a model and give it the adapters of a file, to train on from there, in place.
 
     ``add_lora`` with a file in place of an initialization; rank, alpha and targets are the
-    file's. Its dropout is not kept in files and is none.
+    file's. Its dropout is not kept in files and is none. Files of ComfyUI, kohya's trainers and
+    others are converted by diffusers' own ``lora_state_dict``, which may multiply alpha / rank
+    into the factors; who converted it is among the decisions.
 
     Args:
         model: A diffusers model or a transformers text encoder, without adapters.
-        path: A file in diffusers' format, or a folder that holds one under its usual name.
+        path: A file, a folder that holds one under diffusers' usual name, or a folder of peft's.
         component: What the file calls the model (``"unet"``, ``"text_encoder_2"``); told from
             its class when not given.
         name: What the adapter will be called in the model.
         base_dtype: As in ``add_lora``.
+        pipeline: The pipeline or its class whose ``lora_state_dict`` reads a file of others;
+            that of the model's class when not given.
 
     Returns:
         What was added.
@@ -339,68 +450,166 @@ def load_adapters(
     """
     _peft()
     _require_no_adapters(model)
-    file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise CheckpointError("there is no LoRA file", key=str(file))
     ((part, (_, module)),) = components(model, component).items()
-    expected = _tensors_in(file, part)
     try:
         with standing_in(module):
-            _load(module, file, part, name)
+            expected, decisions = _load(module, Path(path), part, name, pipeline)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         raise CheckpointMismatchError(
-            f"does not fit {type(model).__name__} ({error})", key=str(file)
+            f"does not fit {type(model).__name__} ({error})", key=os.fspath(path)
         ) from error
-    facts = _train_only(model, name, base_dtype=base_dtype)
+    facts = _train_only(model, name, base_dtype=base_dtype, decisions=decisions)
     if facts.tensors != expected:
         raise CheckpointMismatchError(
             f"has {expected} tensors for {part!r}, of which the model took {facts.tensors}",
-            key=str(file),
+            key=os.fspath(path),
             fix="load it onto the model it was trained with",
         )
     return facts
 
 
-def _tensors_in(file: Path, component: str) -> int:
+def _load(
+    module: Any, path: Path, component: str, name: str, pipeline: Any
+) -> tuple[int, tuple[Decision, ...]]:
+    """Put a file's adapters into a model.
+
+    Returns:
+        How many tensors there are for the model, and what was done with them.
+    """
+    if (path / PEFT_CONFIG).is_file():
+        return _load_peft(module, path, name), ()
+    file = find_adapters(path)
+    state, metadata = _stored(file)
+    own = [key for key in state if key.startswith(f"{component}.") and _IN_FILES.search(key)]
+    if own:
+        _load_own(module, {key: state[key] for key in own}, metadata, component, name)
+        return len(own), ()
+    parts = {key.split(".")[0] for key in state if _IN_FILES.search(key)}
+    if parts and parts <= _COMPONENTS:
+        raise CheckpointMismatchError(
+            f"has nothing for {component!r}, only for {sorted(parts)}",
+            key=str(file),
+            fix="name the component=",
+        )
+    read = read_others(state, model=module, component=component, pipeline=pipeline)
+    count = _load_read(module, read, component, name)
+    told = Decision(
+        key="adapters.format",
+        before=f"names of others ({next(iter(state), None)}, …)",
+        after="diffusers",
+        reason=f"converted by {read.reader}",
+    )
+    return count, (told,)
+
+
+_IN_FILES: Final = re.compile(r"\.(lora_|lokr_|hada_|oft_|lora\.|[a-z_]+_lora\.)")
+_COMPONENTS: Final = frozenset(
+    {"unet", "transformer", "transformer_2", "text_encoder", "text_encoder_2", "text_encoder_3"}
+)
+
+
+def _stored(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as opened:
         keys: list[str] = list(opened.keys())
-    count = sum(key.startswith(f"{component}.") and ".lora_" in key for key in keys)
-    if count == 0:
-        raise CheckpointMismatchError(
-            f"has nothing for {component!r}, only for {sorted({k.split('.')[0] for k in keys})}",
-            key=str(file),
-            fix="name the component=, or let the pipeline's lora_state_dict convert a file of "
-            "another trainer, and save that",
-        )
-    return count
+        return {key: opened.get_tensor(key) for key in keys}, opened.metadata() or {}
 
 
-def _load(module: Any, file: Path, component: str, name: str) -> None:
+def _load_own(
+    module: Any,
+    state: dict[str, torch.Tensor],
+    header: dict[str, str],
+    component: str,
+    name: str,
+) -> None:
+    """A component's tensors in diffusers' names."""
+    settings = adapter_settings(header, component)
     if hasattr(module, "load_lora_adapter"):
-        module.load_lora_adapter(
-            str(file.parent),
-            weight_name=file.name,
-            prefix=component,
-            adapter_name=name,
-            use_safetensors=True,
-            local_files_only=True,
-        )
+        told = None
+        if settings is not None:
+            told = {f"{component}.{key}": value for key, value in settings.items()}
+        module.load_lora_adapter(state, prefix=component, adapter_name=name, metadata=told)
         return
+    _load_encoder(module, state, component, name, settings=settings)
+
+
+def _load_encoder(
+    module: Any,
+    state: dict[str, torch.Tensor],
+    component: str,
+    name: str,
+    *,
+    alphas: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> None:
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
 
-    state, alphas, metadata = StableDiffusionLoraLoaderMixin.lora_state_dict(
-        str(file.parent), weight_name=file.name, local_files_only=True, return_lora_metadata=True
-    )
+    told = None
+    if settings is not None:
+        told = {f"{component}.{key}": value for key, value in settings.items()}
     StableDiffusionLoraLoaderMixin.load_lora_into_text_encoder(
-        state,
-        alphas,
-        module,
-        prefix=component,
-        adapter_name=name,
-        metadata=metadata,
+        state, alphas, module, prefix=component, adapter_name=name, metadata=told
     )
+
+
+def _load_read(module: Any, read: Read, component: str, name: str) -> int:
+    """What diffusers' converters gave, or LoKr and LoHa in the layers' names."""
+    state = {key: t for key, t in read.tensors.items() if key.startswith(f"{component}.")}
+    if any(".hada_" in key for key in state):
+        return _load_loha(module, state, component, name)
+    state = baked_lokr(state)
+    if not hasattr(module, "load_lora_adapter"):
+        _load_encoder(module, state, component, name, alphas=read.alphas)
+    else:
+        module.load_lora_adapter(
+            state, prefix=component, network_alphas=read.alphas, adapter_name=name
+        )
+    return sum(".alpha" not in key for key in state)
+
+
+def _load_loha(module: Any, state: dict[str, torch.Tensor], component: str, name: str) -> int:
+    own = {key.removeprefix(f"{component}."): tensor for key, tensor in state.items()}
+    ranks = {
+        key.removesuffix(".hada_w1_b"): int(t.shape[0])
+        for key, t in own.items()
+        if key.endswith(".hada_w1_b")
+    }
+    alphas = {
+        layer: float(own.pop(f"{layer}.alpha", torch.tensor(rank))) for layer, rank in ranks.items()
+    }
+    config = _peft().LoHaConfig(
+        target_modules=list(ranks),
+        rank_pattern={f"^{layer}": rank for layer, rank in ranks.items()},
+        alpha_pattern={f"^{layer}": alpha for layer, alpha in alphas.items()},
+        use_effective_conv2d=any("hada_t1" in key for key in own),
+    )
+    _inject(module, config, own, name)
+    return len(own)
+
+
+def _load_peft(module: Any, folder: Path, name: str) -> int:
+    """A folder of peft's."""
+    config = _peft().PeftConfig.from_pretrained(str(folder))
+    state, _ = _stored(folder / PEFT_FILE)
+    own = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
+    _inject(module, config, own, name)
+    return len(own)
+
+
+def _inject(module: Any, config: Any, state: dict[str, torch.Tensor], name: str) -> None:
+    add = getattr(module, "add_adapter", None)
+    if add is not None:
+        add(config, adapter_name=name)
+    else:
+        _peft().inject_adapter_in_model(config, module, adapter_name=name)
+    result = _peft().set_peft_model_state_dict(module, state, adapter_name=name)
+    if result.unexpected_keys:
+        raise CheckpointMismatchError(
+            f"has {len(result.unexpected_keys)} tensors that the model has no place for",
+            key=result.unexpected_keys[0],
+            fix="load it onto the model it was trained with",
+        )
 
 
 # -- Layers that adapters can go to, and what was meant when a name matches none.

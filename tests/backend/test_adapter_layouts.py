@@ -1,0 +1,191 @@
+"""Adapters in ComfyUI's and kohya's names: diffusers' own converters read back what was written."""
+
+from __future__ import annotations
+
+import attrs
+import diffusers
+import pytest
+import torch
+
+from tests.support.needs import needs
+from zerotune.backend.adapter_layouts import (
+    PUBLISHED,
+    Factors,
+    compare,
+    published,
+    read_others,
+    write_lora,
+    write_lycoris,
+)
+from zerotune.errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    InvalidValueError,
+)
+
+needs("peft")
+
+ONE = {"num_layers": 1}
+DEPTHS = {
+    "FluxTransformer2DModel": {**ONE, "num_single_layers": 1},
+    "Flux2Transformer2DModel": {**ONE, "num_single_layers": 1},
+    "HunyuanVideoTransformer3DModel": {**ONE, "num_single_layers": 1, "num_refiner_layers": 1},
+    "ChromaTransformer2DModel": {**ONE, "num_single_layers": 1},
+    "ZImageTransformer2DModel": {"n_layers": 1, "n_refiner_layers": 1},
+    "QwenImageTransformer2DModel": ONE,
+    "WanTransformer3DModel": ONE,
+    "LTXVideoTransformer3DModel": ONE,
+    "Krea2Transformer2DModel": ONE,
+}
+"""Models of their real width, since diffusers' converters count with it."""
+CASES = [(name, form) for name in DEPTHS for form in PUBLISHED[name].layouts]
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "to_qkv_mlp_proj", "add_q_proj", "to_add_out")
+_models: dict[str, torch.nn.Module] = {}
+
+
+def model_of(name):
+    if name not in _models:
+        with torch.device("meta"):
+            _models[name] = getattr(diffusers, name)(**DEPTHS[name])
+    return _models[name]
+
+
+def linears(model):
+    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+
+
+def factors_for(model, *, scale=1.0, rank=2):
+    known = PUBLISHED[type(model).__name__]
+    found = {}
+    generator = torch.Generator().manual_seed(3)
+    for name, layer in linears(model).items():
+        if name.endswith(TARGETS) and "refiner" not in name:
+            assert known.theirs(name)
+            down = torch.randn(rank, layer.in_features, generator=generator)
+            up = torch.randn(layer.out_features, rank, generator=generator)
+            found[name] = Factors(down=down, up=up, scale=scale)
+    return found
+
+
+def written(model, form, layers, dtype=torch.float32):
+    widths = {name: layer.out_features for name, layer in linears(model).items()}
+    return write_lora(
+        layers,
+        model=model,
+        form=form,
+        component="transformer",
+        outputs=widths.__getitem__,
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_diffusers_reads_back_the_same_bits(name, form):
+    model = model_of(name)
+    layers = factors_for(model)
+    tensors = written(model, form, layers)
+    begin = {"comfyui": "diffusion_model.", "kohya": "lora_unet_"}[form]
+    assert all(key.startswith(begin) for key in tensors)
+    read = read_others(tensors, model=model, component="transformer")
+    assert read.reader == f"{PUBLISHED[name].pipeline}.lora_state_dict"
+    assert len(layers) > 3
+    assert compare(read, layers, component="transformer", dtype=torch.float32)
+
+
+def test_names_are_those_of_the_first_publication():
+    flux, wan = model_of("FluxTransformer2DModel"), model_of("WanTransformer3DModel")
+    tensors = written(flux, "kohya", factors_for(flux))
+    # Three projections are one, with their factors in blocks, and a fourth that is not trained.
+    qkv = tensors["lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"]
+    assert qkv.shape == (3 * 3072, 6)
+    assert not qkv[:3072, 2:].any()
+    assert tensors["lora_unet_single_blocks_0_linear1.lora_up.weight"].shape == (21504, 8)
+    assert float(tensors["lora_unet_double_blocks_0_img_attn_qkv.alpha"]) == 6
+    keys = set(written(wan, "comfyui", factors_for(wan)))
+    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in keys
+    assert "diffusion_model.blocks.0.cross_attn.o.lora_B.weight" in keys
+
+
+@pytest.mark.parametrize("form", ["comfyui", "kohya"])
+@pytest.mark.parametrize(("scale", "exact"), [(0.5, True), (0.3, False)])
+def test_a_scale_that_is_a_power_of_two_keeps_the_bits(form, scale, exact):
+    model = model_of("Flux2Transformer2DModel")
+    layers = factors_for(model, scale=scale)
+    tensors = written(model, form, layers, torch.bfloat16)
+    assert any(key.endswith(".alpha") for key in tensors) == (form == "kohya")
+    read = read_others(tensors, model=model, component="transformer")
+    same = compare(read, layers, component="transformer", dtype=torch.bfloat16)
+    assert same == exact
+
+
+def test_what_is_read_back_otherwise_is_found():
+    model = model_of("QwenImageTransformer2DModel")
+    layers = factors_for(model)
+    tensors = written(model, "comfyui", layers)
+    first, second = list(layers)[:2]
+    read = read_others(tensors, model=model, component="transformer")
+    key = f"transformer.{first}.lora_A.weight"
+    swapped = {**read.tensors, key: read.tensors[f"transformer.{second}.lora_A.weight"]}
+    lost = {k: t for k, t in read.tensors.items() if first not in k}
+    more = {**read.tensors, **{k.replace(first, "x"): t for k, t in read.tensors.items()}}
+    doubled = {**read.tensors, key: 2 * read.tensors[key]}
+    for wrong in (swapped, lost, more):
+        changed = attrs.evolve(read, tensors=wrong)
+        with pytest.raises(CheckpointCorruptError, match="read back"):
+            compare(changed, layers, component="transformer", dtype=torch.float32)
+    with pytest.raises(CheckpointCorruptError, match="otherwise"):
+        compare(
+            attrs.evolve(read, tensors=doubled),
+            layers,
+            component="transformer",
+            dtype=torch.float32,
+        )
+
+
+def test_models_and_layers_without_names_are_refused():
+    from tests.diffusion.adapting import tiny_sd3
+
+    with pytest.raises(InvalidValueError, match="no such files of SD3Transformer2DModel"):
+        published(tiny_sd3(), "comfyui", "transformer")
+    unet = diffusers.UNet2DConditionModel
+    with pytest.raises(InvalidValueError, match="'diffusers', 'peft', 'kohya'"):
+        published(unet.__new__(unet), "comfyui", "unet")
+    with pytest.raises(CheckpointMismatchError, match=r"proj_out: has no name"):
+        PUBLISHED["WanTransformer3DModel"].theirs("proj_out")
+
+
+def test_lycoris_keeps_its_alpha_where_a_factor_is_a_product():
+    model = model_of("WanTransformer3DModel")
+    layer = "blocks.0.attn1.to_q"
+    split = {
+        "lokr_w1": torch.ones(2, 2),
+        "lokr_w2_a": torch.ones(3, 4),
+        "lokr_w2_b": torch.ones(4, 5),
+    }
+    whole = {"lokr_w1": torch.ones(2, 2), "lokr_w2": torch.ones(3, 5)}
+    for tensors, alpha, first in ((split, 2.0, 1.0), (whole, None, 0.5)):
+        found = write_lycoris(
+            {layer: tensors},
+            model=model,
+            form="kohya",
+            component="transformer",
+            scales={layer: 0.5},
+            dtype=torch.float32,
+        )
+        stem = "lora_unet_blocks_0_self_attn_q"
+        assert float(found.get(f"{stem}.alpha", torch.tensor(-1))) == (alpha or -1)
+        assert float(found[f"{stem}.lokr_w1"][0, 0]) == first
+        back = read_others(found, model=model, component="transformer")
+        assert set(back.tensors) == {
+            f"transformer.{layer}.{key.rpartition('.')[2]}" for key in found
+        }
+    flux = model_of("FluxTransformer2DModel")
+    with pytest.raises(CheckpointMismatchError, match="of which its product is none"):
+        write_lycoris(
+            {"transformer_blocks.0.attn.to_q": split},
+            model=flux,
+            form="comfyui",
+            component="transformer",
+            scales={"transformer_blocks.0.attn.to_q": 1.0},
+            dtype=torch.float32,
+        )
