@@ -54,6 +54,7 @@ def plan_nvme(page: Any) -> None:
     page.tab.fill("#setup-vram", "12")
     page.tab.fill("#setup-nvme", "200")
     page.settle()
+    page.tab.click("#status-close")
     page.tab.evaluate("document.querySelector('#stage-3-card').open = false; scrollTo(0, 0)")
     page.tab.wait_for_timeout(500)
 
@@ -66,9 +67,15 @@ def fit(tab: Any) -> None:
 
 
 def keep(picture: bytes, name: str) -> None:
-    """Store a picture with as many colours as it needs and no more."""
+    """Store a picture in few colours, among them those that mean something."""
+    from zerotune._util.palette import COMPONENTS
+
     image = Image.open(io.BytesIO(picture)).convert("RGB")
-    image.quantize(96, dither=Image.Dither.NONE).save(IMAGES / name, optimize=True)
+    meant = [int(colour[at : at + 2], 16) for colour in COMPONENTS.values() for at in (1, 3, 5)]
+    usual = image.quantize(96, dither=Image.Dither.NONE).getpalette() or []
+    few = Image.new("P", (1, 1))
+    few.putpalette([*meant, *usual])
+    image.quantize(palette=few, dither=Image.Dither.NONE).save(IMAGES / name, optimize=True)
 
 
 if __name__ == "__main__":

@@ -253,8 +253,8 @@ def setup_fields() -> tuple[Field, ...]:
             kind="select",
             store="setup",
             options=(
-                Option(label="yes, recompute blocks", sets={"gradient_checkpointing": True}),
-                Option(label="no, keep all activations", sets={"gradient_checkpointing": False}),
+                Option(label="yes, recompute", sets={"gradient_checkpointing": True}),
+                Option(label="no, keep all", sets={"gradient_checkpointing": False}),
             ),
         ),
         Field(

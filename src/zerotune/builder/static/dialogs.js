@@ -151,21 +151,32 @@ function fitting(advice) {
   const next = others.filter((one) => one.foremost);
   const rest = others.filter((one) => !one.foremost);
   return [
-    el("h3", { text: "Fastest plan that fits" }), el("ul", { class: "list" }, candidate(advice.chosen)),
-    next.length ? el("h3", { text: "What comes next" }) : null,
-    el("ul", { class: "list" }, ...next.map(candidate)),
+    el("h3", { text: "Fastest plan that fits" }), ...candidates([advice.chosen]),
+    next.length ? el("h3", { text: "What comes next" }) : null, ...candidates(next),
     rest.length ? el("details", { class: "reasons" },
       el("summary", { text: rest.length === 1 ? "1 other" : `${rest.length} others` }),
-      el("ul", { class: "list" }, ...rest.map(candidate))) : null];
+      ...candidates(rest)) : null];
 }
 
 const nothing = (advice) => [
-  el("p", { class: "error-line", text: `${advice.reason}. Fix: ${advice.fix}.` }),
-  el("h3", { text: "Nearest" }), el("ul", { class: "list" }, candidate(advice.nearest))];
+  el("p", { class: "error-line", text: `${sentence(advice.reason)} Fix: ${advice.fix}.` }),
+  el("h3", { text: "Nearest" }), ...candidates([advice.nearest])];
+
+// A reason that several share is said once, above them.
+function candidates(every) {
+  const groups = new Map();
+  for (const one of every) groups.set(one.reason, [...(groups.get(one.reason) ?? []), one]);
+  return [...groups].flatMap(([reason, members]) => members.length > 1
+    ? [el("p", { class: "hint", text: sentence(reason) }),
+       el("ul", { class: "list" }, ...members.map((one) => candidate(one, "")))]
+    : [el("ul", { class: "list" }, candidate(members[0], sentence(reason)))]);
+}
+
+const sentence = (reason) => `${reason[0].toUpperCase()}${reason.slice(1)}.`;
 
 const PLACES = { device: "GPU memory", host: "RAM", nvme: "NVMe" };
 
-function candidate(one) {
+function candidate(one, why) {
   const needs = `GPU ${size(one.needs.device)}, RAM ${size(one.needs.host)}${one.needs.nvme ? `, NVMe ${size(one.needs.nvme)}` : ""}`;
   const missing = Object.entries(one.shortfalls).map(([place, bytes]) => `${size(bytes)} of ${PLACES[place]}`);
   const checkpointing = `${one.gradient_checkpointing ? "with" : "without"} checkpointing`;
@@ -174,7 +185,7 @@ function candidate(one) {
     el("div", {}, el("strong", { text: `${one.title}, ${kind}` }),
       el("p", { class: "hint", text: needs }),
       missing.length ? el("p", { class: "hint over", text: `${missing.join(" and ")} missing` }) : null,
-      missing.length && one.reason.startsWith("needs") ? null : el("p", { class: "hint", text: one.reason })),
+      why ? el("p", { class: "hint", text: why }) : null),
     one.seconds ? el("p", { class: "seconds" }, el("b", { text: one.seconds }), " per step, predicted") : null,
     one.fits ? el("button", { type: "button", text: "Use", "aria-label": `Use ${one.title}, ${kind}`, onclick: () => {
       byId("fit-dialog").close();
@@ -205,7 +216,7 @@ async function listTemplates() {
 const builtin = (one) => el("li", {}, el("div", {}, el("strong", { text: one.name }), el("p", { class: "hint", text: one.description })),
   el("button", { type: "button", text: "Use", "aria-label": `Use ${one.name}`, onclick: () => attempt(async () => {
     const used = await post("/templates/use", { id: one.id, setup: state.setup });
-    if (!used.state) throw new ApiError(409, { error: `${used.reason}. Fix: ${used.fix}.` });
+    if (!used.state) throw new ApiError(409, { error: `${sentence(used.reason)} Fix: ${used.fix}.` });
     if (!await mayReplace(`The template ${one.name}`)) return;
     known.template = null;
     byId("templates-dialog").close();

@@ -6,7 +6,11 @@ export const plan = { file: null, version: null };
 let base = "";
 let key = "";
 
-const written = ({ config, launch }) => JSON.stringify({ config, launch });
+// The order of keys says nothing.
+const sorted = (value) => value !== null && typeof value === "object" && !Array.isArray(value)
+  ? Object.fromEntries(Object.keys(value).sort().map((name) => [name, sorted(value[name])]))
+  : value;
+const written = ({ config, launch }) => JSON.stringify(sorted({ config, launch }));
 
 export const isUnsaved = () => written(state) !== base;
 

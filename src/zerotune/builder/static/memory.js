@@ -26,15 +26,15 @@ export function renderStrip(chips, memory) {
   const [severity, text] = chips.find(([kind]) => kind === "error") ?? chips[0] ?? ["", "…"];
   const places = (memory.bars ?? []).map((bar) => {
     const full = Math.max(bar.needed, bar.available ?? 0) || 1;
-    const words = bar.available === null ? size(bar.needed) : `${rounded(bar.needed)} of ${rounded(bar.available)} GiB`;
+    const words = [bar.needed, bar.available].filter((bytes) => bytes !== null).map(rounded).join("/");
     return el("span", { class: "strip-place", "data-fits": String(bar.fits) },
-      el("span", {}, el("b", { text: bar.label }), ` ${words}`),
+      el("span", {}, el("b", { text: bar.label }), ` ${words}`, el("span", { class: "unit", text: " GiB" })),
       svg("svg", { viewBox: "0 0 100 4", preserveAspectRatio: "none", "aria-hidden": "true" },
         svg("rect", { width: 100, height: 4, class: "ground" }),
         svg("rect", { width: (bar.needed / full) * 100, height: 4, class: "used" })));
   });
   fill(byId("strip"), el("span", { class: "count", "data-severity": severity, text }),
-    ...(places.length ? places : [el("span", { class: "strip-place", text: memory.reason })]));
+    ...(places.length ? places : [el("span", { class: "strip-place words", text: memory.reason })]));
 }
 
 const rounded = (bytes) => String(Number((bytes / GIB).toFixed(bytes < 10 * GIB ? 1 : 0)));
