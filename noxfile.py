@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ PYTHON = os.environ.get("ZEROTUNE_PYTHON")
 # environment and one cache, so that each op is compiled once per checkout.
 SHARED = ROOT / ".nox" / "zerotune"
 EXTENSIONS = str(ROOT / ".nox" / "torch_extensions")
-OLDEST_DEEPSPEED = "0.18.9"
+(OLDEST_DEEPSPEED,) = re.findall(
+    r'"deepspeed>=([\d.]+)', (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+)
 NEWEST_DEEPSPEED = "0.19.8"
 OLDEST_TORCH = "2.11.0"
 NEWEST_TORCH = "2.13.0"

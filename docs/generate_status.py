@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
 
+from zerotune.platform.detect import OLDEST_DEEPSPEED
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 TARGET: Final = ROOT / "docs" / "status.md"
 RECORDS: Final = ROOT / "docs" / "results" / "versions.json"
@@ -23,7 +25,7 @@ BEGIN, END = "<!-- versions: written by docs/generate_status.py -->", "<!-- end 
 WANTED: Final[Mapping[str, str]] = {
     "engine, torch 2.11.0": "nox -s torch_versions",
     "engine, torch 2.13.0": "nox -s torch_versions",
-    "engine, deepspeed 0.18.9": "nox -s deepspeed_versions",
+    f"engine, deepspeed {OLDEST_DEEPSPEED}": "nox -s deepspeed_versions",
     "engine, deepspeed 0.19.8": "nox -s deepspeed_versions",
     **{f"pure, Python 3.{minor}": "nox -s pure" for minor in range(10, 14)},
 }

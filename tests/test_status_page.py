@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from zerotune.platform.detect import OLDEST_DEEPSPEED
+
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><skipped/></testcase>
 <testcase name="c"><failure>no</failure></testcase></testsuite></testsuites>"""
@@ -58,3 +60,14 @@ def test_a_run_with_failures_is_written_down_and_fails(
     assert text.endswith("after\n")
     assert "old" not in text
     assert status.page(text, status.stored()) == text
+
+
+def test_the_oldest_deepspeed_is_one_number_everywhere() -> None:
+    written = {
+        "pyproject.toml": rf'"deepspeed>={re.escape(OLDEST_DEEPSPEED)}; ',
+        "README.md": rf"DeepSpeed {re.escape(OLDEST_DEEPSPEED)} to ",
+        "docs/status.md": rf"engine, deepspeed {re.escape(OLDEST_DEEPSPEED)} ",
+    }
+    for name, pattern in written.items():
+        if (ROOT / name).exists():
+            assert re.search(pattern, (ROOT / name).read_text(encoding="utf-8")), name

@@ -217,7 +217,7 @@ class TestRocm:
         found = detect(facts=self.facts, allow_rocm=True, versions=without("deepspeed"))
 
         assert not found.deepspeed.available
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.18.9'"
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.3'"
 
     def test_a_missing_driver_names_rocm(self):
         found = detect(facts=TorchFacts(hip="6.4.1", cuda_error="no HIP device"))
@@ -333,14 +333,14 @@ class TestMissingPackages:
 
         assert set(found.versions) == {"python", "torch", "accelerate"}
         assert found.deepspeed.reason == "deepspeed is not installed"
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.18.9'"
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.3'"
         assert found.deepspeed.fix in only_decision(found).reason
 
     def test_old_deepspeed(self):
         found = detect(versions={**INSTALLED, "deepspeed": "0.16.0"})
 
         assert "0.16.0 is too old" in found.deepspeed.reason
-        assert "0.18.9" in found.deepspeed.fix
+        assert "0.19.3" in found.deepspeed.fix
 
     def test_a_version_that_cannot_be_read_is_not_refused(self):
         found = detect(versions={**INSTALLED, "deepspeed": "my-branch"})

@@ -392,6 +392,7 @@ _USE: Final = "ACCELERATE_USE_DEEPSPEED"
 _FILE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _FIELDS: Final = "ACCELERATE_CONFIG_DS_FIELDS"
 _PRECISION: Final = "ACCELERATE_MIXED_PRECISION"
+_PARALLELISM: Final = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _SOURCE: Final = "the environment of accelerate"
 
 _BLOCK_VARIABLES: Final = {
@@ -440,8 +441,22 @@ def translate_environment(environ: Mapping[str, str]) -> Translated:
     launched = _present(environ, _LAUNCH_VARIABLES)
     written = environ.get(_FILE, "none")
     if written.strip().lower() in ("", "none"):
-        return _from_block(block, launched, environ)
-    return _from_file(written, block, launched, environ)
+        return _with_parallelism(_from_block(block, launched, environ), environ)
+    return _with_parallelism(_from_file(written, block, launched, environ), environ)
+
+
+def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translated:
+    """With what ``--parallelism_config_…`` of the launcher left in the environment."""
+    begin = "PARALLELISM_CONFIG_"
+    written = {
+        name.removeprefix(begin).lower(): value
+        for name, value in environ.items()
+        if name.startswith(begin)
+    }
+    if not written or str(environ.get(_PARALLELISM, "true")).strip().lower() != "true":
+        return found
+    extra = {**found.launch.extra, "parallelism_config": written}
+    return attrs.evolve(found, launch=attrs.evolve(found.launch, extra=extra))
 
 
 def _present(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:

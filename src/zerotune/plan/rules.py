@@ -1136,7 +1136,7 @@ def stage_auto(plan: PlanValue, _context: Context, report: Report) -> Findings:
 def removed_section(plan: PlanValue, context: Context, report: Report) -> Findings:
     """Sections DeepSpeed 0.19 removed are refused, unless an older DeepSpeed is installed.
 
-    Remove the key, or install ``deepspeed<0.19``.
+    Remove the key: zerotune needs a newer DeepSpeed than those that had it.
     """
     if older_than_removal(context):
         return
@@ -1151,7 +1151,7 @@ def removed_section(plan: PlanValue, context: Context, report: Report) -> Findin
                 f"{prefix}{key}",
                 extra[key],
                 f"DeepSpeed 0.19 removed {removed[key]}",
-                "remove this key, or install deepspeed<0.19",
+                "remove this key",
             )
 
 
@@ -1177,6 +1177,12 @@ _PARALLEL: Final = {
     ("hybrid_engine", "inference_tp_size"): "ranks that share one matrix",
 }
 """Key to what it counts; more than one of them need more than data parallelism."""
+_PARALLELISM_CONFIG: Final = {
+    "tp_size": "ranks that share one matrix",
+    "cp_size": "ranks that share one context",
+    "sp_size": "ranks that share one sequence",
+}
+"""The same of accelerate's ``parallelism_config``; ``accelerate config`` writes them prefixed."""
 
 
 @rule("parallelism", "error", only_deepspeed=False)
@@ -1186,8 +1192,15 @@ def parallelism(plan: PlanValue, _context: Context, report: Report) -> Findings:
     Remove the key, or write 1. With ``sequence_parallel_size: 2`` DeepSpeed counts half as many
     ranks into the train batch, and the model would have to split its sequences itself.
     """
+    launch = {} if plan.launch is None else plan.launch.extra
+    section, asked = "parallelism_config", dict[tuple[str, ...], tuple[Any, str]]()
     for path, counted in _PARALLEL.items():
-        value: Any = plan.extra
+        asked[path] = plan.extra, counted
+    for name, counted in _PARALLELISM_CONFIG.items():
+        for key in (name, f"{section}_{name}"):
+            asked[section, key] = launch, counted
+    for path, (written, counted) in asked.items():
+        value = written
         for name in path:
             value = value.get(name) if isinstance(value, Mapping) else None
         number = as_number(value)

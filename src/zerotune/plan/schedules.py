@@ -99,7 +99,7 @@ DIFFUSERS_CURVES: Final[Mapping[str, Callable[[Any, int, float], float]]] = {
 # - ``OneCycle`` starts with the *smallest* momentum, then jumps to the largest; while it cycles
 #   momentum it also replaces the second beta by 0.99.
 #
-# DeepSpeed 0.18.9, the oldest supported, differs in two places only: ``OneCycle`` ignores its stair
+# DeepSpeed 0.18.9 differs in two places only: ``OneCycle`` ignores its stair
 # counts, and ``WarmupCosineLR`` rises again after ``total_num_steps``.
 #
 # An update that fp16 overflow skips does not advance the schedule, so ``step`` counts applied

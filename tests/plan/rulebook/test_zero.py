@@ -110,6 +110,37 @@ def test_other_parallelism_is_refused_for_what_it_is(config, key):
     assert "data parallelism" in one("parallelism", config).reason
 
 
+@pytest.mark.parametrize("kind", ["tp", "cp", "sp"])
+@pytest.mark.parametrize("prefix", ["", "parallelism_config_"])
+def test_accelerates_parallelism_is_refused_too(kind, prefix):
+    def plan(size):
+        return DeepSpeedPlan.from_dict(
+            {
+                "distributed_type": "DEEPSPEED",
+                "deepspeed_config": {"zero_stage": 2},
+                "parallelism_config": {f"{prefix}{kind}_size": size},
+            }
+        )
+
+    (found,) = [each for each in plan(2).check() if each.rule == "parallelism"]
+    assert (found.key, found.severity) == (f"parallelism_config.{prefix}{kind}_size", "error")
+    assert not [each for each in plan(1).check() if each.rule == "parallelism"]
+
+
+@pytest.mark.parametrize(("used", "refused"), [("true", True), ("false", False)])
+def test_so_is_that_of_the_launchers_environment(used, refused):
+    plan = DeepSpeedPlan.from_accelerate_environment(
+        {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_USE_PARALLELISM_CONFIG": used,
+            "PARALLELISM_CONFIG_TP_SIZE": "2",
+            "PARALLELISM_CONFIG_CP_BACKEND": "torch",
+        }
+    )
+    found = [each.key for each in plan.check() if each.rule == "parallelism"]
+    assert found == (["parallelism_config.tp_size"] if refused else [])
+
+
 @pytest.mark.parametrize(
     "config",
     [{"sequence_parallel_size": 1}, {"pipeline": {"stages": "auto"}}, {"pipeline": [2]}],
