@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.backend.test_host_step import digest, weights_of
 from tests.support.ranks import RanksFailed, run_ranks
+from zerotune.backend.build import build_engine
 from zerotune.backend.deepspeed import host_step, pending_step
 from zerotune.backend.deepspeed.host_adam import SlabStep
 
@@ -44,6 +46,7 @@ class Web(torch.nn.Module):
         self.tied = torch.nn.Linear(SIDE, SIDE, bias=False)
         self.tied.weight = self.twice.weight
         self.sometimes = torch.nn.Linear(SIDE, SIDE)
+        self.never = torch.nn.Linear(SIDE, 2)
         self.again = torch.nn.Sequential(torch.nn.Linear(SIDE, 17), torch.nn.Linear(17, SIDE))
         self.scale = torch.nn.Parameter(torch.ones(3))
         self.large = torch.nn.Linear(SIDE, 301)
@@ -65,7 +68,6 @@ def begin(
     clipping: float = 0.5, accumulation: int = 1, groups: bool = False, persistent: int = 0,
     optimizer: str = "AdamW",
 ) -> Any:  # fmt: skip
-    from zerotune.backend.build import build_engine
     from zerotune.optim import ParameterGroups
     from zerotune.optim.resolver import OptimizerResolver
     from zerotune.plan.api import DeepSpeedPlan
@@ -303,6 +305,97 @@ def test_nor_do_two_ranks(arguments):
         if arguments["stage"] < 3:
             assert set(mine["taken"]) == {"zerotune-step"}, "all in one order"
             assert not theirs["taken"], "without a thread nobody could exchange what is awaited"
+
+
+def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
+    """A run in fp16 whose loss scale is too high at first, and again whenever it has grown."""
+    from deepspeed.accelerator import get_accelerator
+
+    from zerotune.backend.deepspeed.start import require_deepspeed
+    from zerotune.ema import EMAShadow
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.platform import detect_platform
+
+    require_deepspeed(accelerator="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        # torch computes in fp16 on any CPU; DeepSpeed wants one that is fast at it.
+        patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda *_: True)
+        plan = DeepSpeedPlan.from_dict({
+            "zero_optimization": {
+                "stage": stage, "offload_optimizer": {"device": "cpu"},
+                **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+            },
+            "fp16": {
+                "enabled": True, "initial_scale_power": 22, "loss_scale_window": 2, "hysteresis": 1
+            },
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        })  # fmt: skip
+        platform = attrs.evolve(detect_platform(), fp16=True)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        resolved = plan.resolve(platform=platform, world_size=world_size, hidden=hidden)
+        engine = build_engine(model=Web(), plan=OptimizerResolver().apply(resolved))
+        ema = EMAShadow(decay=0.5).attach(engine)
+        losses, applied = [], []
+        with in_small_parts() as taken:
+            for step in range(20):
+                loss = loss_of(engine, step)
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                applied.append(engine.step().applied)
+                if applied[-1]:
+                    ema.step()
+        kept = {
+            "losses": losses, "applied": applied, "scale": engine.state.loss_scaler,
+            "master": digest(engine), "dtype": str(engine.dtype),
+            "ema": [float(value.double().sum()) for value in ema.state_dict().values()],
+        }  # fmt: skip
+        engine.close()
+    return {**kept, "taken": dict(taken)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.world_size(2))]
+)
+def test_a_loss_scale_that_overflows_skips_the_same_steps(stage, ranks):
+    mine = run_ranks(overflowing, True, stage, world_size=ranks)
+    theirs = run_ranks(overflowing, False, stage, world_size=ranks)
+    for one, other in zip(mine, theirs, strict=True):
+        taken = one.pop("taken"), other.pop("taken")
+        assert one == other
+        assert taken[0]["zerotune-step"]
+        assert "zerotune-step" not in taken[1]
+        assert one["dtype"] == "torch.float16"
+        runs = "".join("+" if each else "-" for each in one["applied"])
+        assert "-+" in runs, "nothing overflowed"
+        assert "+-" in runs, "nothing overflowed behind a step that was under way"
+
+
+def two_at_once(hidden: bool) -> list[Any]:
+    """Two engines of one process that step in turns."""
+    first, second = Web(), torch.nn.Sequential(torch.nn.Linear(SIDE, 40), torch.nn.Linear(40, 1))
+    engines = [begin(stage, model, hidden=hidden) for stage, model in ((2, first), (3, second))]
+    losses = []
+    with in_small_parts() as taken:
+        for step in range(6):
+            x = batch(engines[1], step)
+            taught = (engines[1](x) - engines[0](x, True).mean().detach()).float().square().mean()
+            loss = loss_of(engines[0], step)
+            losses += [float(taught.detach()), float(loss.detach())]
+            for engine, each in zip(engines, (loss, taught), strict=True):
+                engine.backward(each)
+                engine.step()
+    assert bool(taken["zerotune-step"]) == hidden
+    losses += [digest(engine) for engine in engines]
+    for engine in engines:
+        engine.close()
+    return losses
+
+
+def test_nor_do_two_engines_of_one_process():
+    assert run_ranks(two_at_once, True) == run_ranks(two_at_once, False)
 
 
 def one_sided(how: str) -> dict[str, Any]:
