@@ -398,6 +398,35 @@ def test_nor_do_two_engines_of_one_process():
     assert run_ranks(two_at_once, True) == run_ranks(two_at_once, False)
 
 
+def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
+    """Who computes on how many threads, and what was said of it."""
+    torch.set_num_threads(threads)
+    engine = begin(2, Web(), hidden=True)
+    seen, run = set(), SlabStep.run
+
+    def note(step: Any, *arguments: Any) -> None:
+        name = threading.current_thread().name.split("_")[0]
+        seen.add((name, step.op.threads, torch.get_num_threads()))
+        run(step, *arguments)
+
+    with in_small_parts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlabStep, "run", note)
+        for step in range(2):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            engine.deepspeed_engine.optimizer.zerotune_step._thread.submit(int).result()
+    said = [d.after for d in engine.decisions if d.key == host_step.THREADS_KEY]
+    engine.close()
+    return seen, said
+
+
+@pytest.mark.parametrize(("threads", "left"), [(4, 3), (2, 2)])
+def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
+    ((seen, said),) = run_ranks(spared, threads)
+    assert seen == {("zerotune-step", left, threads)}
+    assert len(said) == 1
+
+
 def one_sided(how: str) -> dict[str, Any]:
     """A run in which something befalls the second rank alone in its third step."""
     engine = begin(2, Web(), hidden=True)

@@ -236,3 +236,64 @@ def unused_parameter(stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage):
     assert run_ranks(unused_parameter, stage) == [[True]]
+
+
+def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
+    """A run at stage 3 whose sub-groups lie on NVMe, in whose midst others write one of them."""
+    from zerotune.backend.build import build_engine
+    from zerotune.ema import EMAShadow
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(601, 601) for _ in range(4)))
+    place: dict[str, Any] = {"device": "cpu"}
+    if folder is not None:
+        place = {"device": "nvme", "nvme_path": folder}
+        place |= {"pipeline_read": pipelined, "pipeline_write": pipelined}
+    plan = DeepSpeedPlan.from_dict({
+        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3, "sub_group_size": 360_000, "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": place,
+        },
+    })  # fmt: skip
+    resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=1)
+    engine = build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+    wrapper, losses, seen = engine.deepspeed_engine.optimizer, [], []
+    ema = EMAShadow(decay=0.9).attach(engine)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 601, generator=generator).to(engine.dtype)
+        loss = engine(x).float().square().mean()
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+        ema.step()
+        with engine.master_weights.editing() as fragments:
+            next(fragments).value.mul_(1.5)
+        if folder is not None and pipelined:
+            seen.append(dict(wrapper.optimizer_swapper.swap_ops))
+    kept = {
+        "losses": losses,
+        "master": digest(engine),
+        "ema": [float(value.double().sum()) for value in ema.state_dict().values()],
+    }
+    swapped = [wrapper._swappable_optimizer_subgroup(each) for each in range(4)]
+    engine.close()
+    return {**kept, "swapped": swapped, "seen": seen}
+
+
+@pytest.mark.nvme
+def test_reading_ahead_and_writing_behind_changes_no_bit(tmp_path):
+    (host,) = run_ranks(swapping, None, False)
+    (in_turn,) = run_ranks(swapping, str(tmp_path / "in turn"), False)
+    (beside,) = run_ranks(swapping, str(tmp_path / "beside"), True)
+    assert in_turn["swapped"] == beside["swapped"] == [True] * 4
+    for name in ("losses", "master", "ema"):
+        assert host[name] == in_turn[name] == beside[name], name
+    assert len(beside["seen"]) == 4
+    under_way = [name for each in beside["seen"] for name, op in each.items() if op is not None]
+    assert not under_way, "who edits a sub-group leaves it written"

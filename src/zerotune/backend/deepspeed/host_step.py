@@ -56,6 +56,7 @@ from zerotune.plan.api import ResolvedPlan
 
 KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"
+THREADS_KEY: Final = "optimizer.step.threads"
 GRADIENTS_KEY: Final = "optimizer.step.gradients"
 _REASON: Final = (
     "clipping, Adam and the cast of the weights go over host memory once, not once each, and "
@@ -118,6 +119,7 @@ def take_over_step(
     decided = (
         _decision(usual, "one pass", _REASON),
         _hide(step, plan),
+        *_shares_cores(step),
         *_accumulates(step, plan),
     )
     return step, decided
@@ -136,6 +138,21 @@ def _accumulates(step: HostStep, plan: ResolvedPlan) -> tuple[Decision, ...]:
             after=str(dtype).removeprefix("torch."),
             reason="micro batches are added up in it"
             + ("" if asked else '; {"data_types": {"grad_accum_dtype": "fp32"}} adds up in fp32'),
+        ),
+    )
+
+
+def _shares_cores(step: HostStep) -> tuple[Decision, ...]:
+    """Say what a pass computes on that runs beside a forward."""
+    if not step.hidden:
+        return ()
+    return (
+        Decision(
+            key=THREADS_KEY,
+            before="torch's threads",
+            after="one fewer than torch's threads, or both of two",
+            reason="a core is left to what the forward itself does on the host; data workers and "
+            "other ranks have theirs, where the trainer divides the machine's cores",
         ),
     )
 
@@ -245,6 +262,11 @@ class HostStep(ABC):
         return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
 
     @property
+    def hidden(self) -> bool:
+        """Whether passes are taken behind what comes after their steps."""
+        return self._thread is not None
+
+    @property
     def needs_a_thread(self) -> bool:
         """Whether a pass that is taken later can only be taken by a thread of its own."""
         return False
@@ -261,7 +283,11 @@ class HostStep(ABC):
 
     def hide(self) -> None:
         """Take every pass in a thread of its own, behind what comes after its step."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zerotune-step")
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="zerotune-step",
+            initializer=self._op.spare_a_core,
+        )
 
     def settle(self) -> None:
         """Return once the pass under way is taken, if there is one.

@@ -147,6 +147,8 @@ class HalfPrecisionLayout(ResidentLayout):
             parameter.data.copy_(master.view_as(parameter))
 
 
+_WRITTEN_BEHIND: Final = "async_swap_out"
+"""What DeepSpeed's pipelined swapper calls a sub-group that it is still writing."""
 UNDER_WAY: Final = "zerotune_step"
 """Attribute of a ZeRO wrapper: what may leave a step under way; has ``settle`` and ``follow``."""
 
@@ -262,12 +264,19 @@ class ShardedLayout(_SteppedLayout):
     @override
     @contextmanager
     def writing(self, slab: int) -> Iterator[Slab]:
-        leave = self._wrapper._optimizer_states_and_gradient_swap_out
-        with self._resident(slab, leave=leave) as resident:
+        with self._resident(slab, leave=self._leave_written) as resident:
             yield resident
             # While the sub-group is in memory, its low-precision part can follow without
             # bringing it in a second time.
             self._wrapper._reassign_or_swap_out_partitioned_parameters(slab)
+
+    def _leave_written(self, slab: int) -> None:
+        self._wrapper._optimizer_states_and_gradient_swap_out(slab)
+        # With pipeline_write DeepSpeed waits for it at the next sub-group that it writes. Here any
+        # may be read next, or gradients written, which waits for nothing but themselves.
+        swapper = self._wrapper.optimizer_swapper
+        if getattr(swapper, "swap_ops", {}).get(_WRITTEN_BEHIND) is not None:
+            swapper._complete_swap_out(_WRITTEN_BEHIND)
 
     @contextmanager
     def _resident(self, slab: int, *, leave: Any) -> Iterator[Slab]:

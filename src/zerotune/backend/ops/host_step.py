@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import platform
+import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,8 @@ _ARCHITECTURE: Final = {
     "x86_64": ("-march=native", "-mprefer-vector-width=512"),
     "AMD64": ("-march=native", "-mprefer-vector-width=512"),
 }
+_MOST_WHOLE: Final = 2
+"""Cores of which none is spared."""
 _KINDS: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -147,6 +150,20 @@ class HostStepOp:
     def __init__(self, *, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.zerotune_take.restype = ctypes.c_double
+        self._spared = threading.local()
+
+    @property
+    def threads(self) -> int:
+        """Threads that calls from this thread compute on."""
+        count = torch.get_num_threads()
+        return count - 1 if count > _MOST_WHOLE and vars(self._spared) else count
+
+    def spare_a_core(self) -> None:
+        """Have later calls from this thread leave a core to what runs beside them.
+
+        Of two none is left: a pass on one of them takes longer than sharing both.
+        """
+        self._spared.core = True
 
     def knows(self, dtype: torch.dtype) -> bool:
         """Whether gradients and weights may have this dtype."""
@@ -184,7 +201,7 @@ class HostStepOp:
             _pointer(gradient),
             ctypes.c_int32(_KINDS[gradient.dtype]),
             ctypes.byref(adam),
-            *_followed_by(averages, out),
+            *_followed_by(averages, out, self.threads),
         )
 
     def adam_bf16(
@@ -222,7 +239,7 @@ class HostStepOp:
             _pointer(noise[0]),
             _pointer(noise[1]),
             ctypes.byref(adam),
-            *_followed_by(averages, out),
+            *_followed_by(averages, out, self.threads),
         )
 
     def take(self, source: torch.Tensor, *, into: torch.Tensor | None = None) -> float:
@@ -240,12 +257,14 @@ class HostStepOp:
             _pointer(source),
             ctypes.c_int32(_KINDS[source.dtype]),
             _pointer(into),
-            ctypes.c_int32(torch.get_num_threads()),
+            ctypes.c_int32(self.threads),
         )
         return total
 
 
-def _followed_by(averages: Sequence[Average], out: torch.Tensor | None) -> tuple[Any, ...]:
+def _followed_by(
+    averages: Sequence[Average], out: torch.Tensor | None, threads: int
+) -> tuple[Any, ...]:
     """The last arguments of an update: averages, cast, threads."""
     list_of = _Average * max(len(averages), 1)
     return (
@@ -253,7 +272,7 @@ def _followed_by(averages: Sequence[Average], out: torch.Tensor | None) -> tuple
         list_of(*(_Average(a.shadow.data_ptr(), a.weight) for a in averages)),
         _pointer(out),
         ctypes.c_int32(0 if out is None else _KINDS[out.dtype]),
-        ctypes.c_int32(torch.get_num_threads()),
+        ctypes.c_int32(threads),
     )
 
 
