@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 }
 DECAY = 0.999
 SIMULATED = "ZeRO-2 with EMA, simulated device"
+IN_TURN, BESIDE, DISK = "one sub-group after the other", "reading ahead, writing behind", "the disk"
 
 
 def cases(quick: bool) -> Sequence[Case]:
@@ -58,7 +60,14 @@ def cases(quick: bool) -> Sequence[Case]:
             },
             measure=hidden,
         ),
+        *(() if quick else (_swapped(),)),
     )
+
+
+def _swapped() -> Case:
+    plan = {**PLANS["ZeRO-3 with EMA"], "offload": "nvme", "sub_group_size": 4_000_000}
+    size = {"layers": 12, "width": 1410, "rounds": 10, "steps": 1}
+    return Case(name="ZeRO-3, NVMe", settings={"plan": plan, **size}, measure=swapping)
 
 
 def step_alone(settings: Mapping[str, Any], context: Context) -> Measured:
@@ -201,6 +210,19 @@ def hidden(settings: Mapping[str, Any], context: Context) -> Measured:
     return Measured(samples=samples, baseline=BEFORE, facts=facts)
 
 
+def swapping(settings: Mapping[str, Any], context: Context) -> Measured:
+    """Steps of states on NVMe, beside what the disk does with nothing else to do."""
+    contestants: dict[str, tuple[Any, Mapping[str, Any]]] = {DISK: (Disk, {})}
+    for name, beside in ((IN_TURN, False), (BESIDE, True)):
+        place = {"pipeline_read": beside, "pipeline_write": beside}
+        folder = context.scratch / str(beside)
+        plan = {**settings["plan"], "nvme_path": str(folder)}
+        contestants[name] = SwappingLoop, {"plan": plan, "swapped": place}
+    scratch = {**settings, "scratch": str(context.scratch)}
+    samples, facts = _interleaved(contestants, scratch, context)
+    return Measured(samples=samples, baseline=DISK, facts=facts)
+
+
 def _interleaved(
     contestants: Mapping[str, tuple[Any, Mapping[str, Any]]],
     settings: Mapping[str, Any],
@@ -223,7 +245,7 @@ def _interleaved(
             warm_up=max(3, 6 // settings["steps"]),
         )
         facts = workers[list(workers)[-1]].call("facts")
-        losses = [worker.call("losses") for worker in workers.values()]
+        losses = [found for worker in workers.values() if (found := worker.call("losses"))]
     same = all(found == losses[0] for found in losses)
     return samples, {**facts, "losses are equal bit for bit": same}
 
@@ -291,6 +313,10 @@ class _Loop:
             gradient_clipping=1.0,
             optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         )
+        if swapped := self._settings.get("swapped"):
+            config = plan.to_dict()
+            config["zero_optimization"]["offload_optimizer"] |= swapped
+            plan = DeepSpeedPlan.from_dict(config)
         resolved = plan.resolve(
             model=ModelFacts.from_module(self._model),
             host_step=self._settings.get("host_step", True),
@@ -313,6 +339,53 @@ class EngineLoop(_Loop):
     def average(self) -> None:
         """``EMAShadow.step``."""
         self._ema.step()
+
+
+class SwappingLoop(EngineLoop):
+    """zerotune's engine with its states on NVMe, and no shadow, which would read them again."""
+
+    def average(self) -> None:
+        """None."""
+
+    def steps(self, count: int) -> dict[str, float]:
+        """As ``_Loop.steps``, and what goes to the disk and comes from it meanwhile."""
+        before = _disk_bytes()
+        found = super().steps(count)
+        moved = (_disk_bytes() - before) / count
+        return {**found, "bytes": moved, "bytes_per_second": moved / found["seconds"]}
+
+
+class Disk:
+    """One file written and read as the states are."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.ops.aio import AioMeter, AioSettings
+        from zerotune.platform import detect_platform
+
+        size = 4 * settings["plan"]["sub_group_size"]
+        path = Path(settings["scratch"]) / "disk"
+        self._meter = AioMeter(path=path, size=size, platform=detect_platform())
+        self._how = AioSettings(block_size=2**20, queue_depth=8, intra_op_parallelism=1)
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Bytes per second of as many written as read, one after the other."""
+        found = self._meter.measure(self._how, repeats=count)
+        return {"bytes_per_second": 2 / (1 / found.read + 1 / found.write)}
+
+    def losses(self) -> list[float]:
+        """It learns nothing."""
+        return []
+
+    def facts(self) -> dict[str, Any]:
+        """How it was asked."""
+        return {"disk": repr(self._how)}
+
+
+def _disk_bytes() -> int:
+    """What this process has moved to and from disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counted = dict(line.split(": ") for line in lines)
+    return int(counted["read_bytes"]) + int(counted["write_bytes"])
 
 
 class SleepingLoop(EngineLoop):

@@ -11,7 +11,10 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 1024;  // Of every stream; all streams of one block stay in the L1 cache.
+// Elements of every stream that are gone through at once. An update's stay in the L1 cache until they
+// are averaged and cast, with room for what the processor fetches ahead: 128 took 0.86 of the time of 1,024.
+constexpr int64_t BLOCK = 128;
+constexpr int64_t SUMMED = 1024;
 
 enum Kind : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
 
@@ -280,12 +283,12 @@ void zerotune_adam_bf16(int64_t n, float* w, uint16_t* m, uint16_t* v, const voi
 // Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.
 double zerotune_take(int64_t n, const void* source, int32_t kind, void* target, int32_t threads)
 {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (n + SUMMED - 1) / SUMMED;
     double sum = 0.0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : sum) if (threads > 1)
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t start = block * BLOCK;
-        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+        const int64_t start = block * SUMMED;
+        const int64_t size = n - start < SUMMED ? n - start : SUMMED;
         const char* from = at(source, start, kind);
 #define SQUARES(KIND) sum += squares<KIND>(size, from)
         FOR_KIND(kind, SQUARES)
