@@ -30,7 +30,7 @@ def run(*arguments, **environment):
         env={**inherited, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

@@ -20,7 +20,7 @@ def test_standard_output_is_the_schema_alone_and_nothing_is_built(tmp_path):
         env={**inherited, "CUDA_VISIBLE_DEVICES": "", "TORCH_EXTENSIONS_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

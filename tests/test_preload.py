@@ -27,7 +27,7 @@ def test_cuda_is_not_touched_before_the_fork(module):
         [sys.executable, "-c", textwrap.dedent(SCRIPT.format(module=module))],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr

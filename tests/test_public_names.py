@@ -109,8 +109,8 @@ def test_the_plan_loads_neither_torch_nor_numpy():
 
 
 def test_importing_takes_less_than_100_ms():
-    code = "import time; t = time.perf_counter(); import zerotune; print(time.perf_counter() - t)"
-    # The best of five: other processes may hold the machine.
+    # In processor time, and the best of five: other processes may hold the machine.
+    code = "import time; t = time.process_time(); import zerotune; print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(5)) < 0.1
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
-from zerotune._util.files import drafted, sync, write_atomically
+from zerotune._util.files import drafted, sync, write_atomically, write_synced
 
 
 def test_a_file_is_replaced_whole(tmp_path):
@@ -12,6 +15,18 @@ def test_a_file_is_replaced_whole(tmp_path):
     sync(tmp_path)
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_when_a_file_is_brought_to_it_tells_which(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "file.json"
+    for write in (lambda: write_synced(path, b"new"), lambda: sync(path)):
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            write()
+        assert caught.value.filename == str(path)
 
 
 def test_a_failed_draft_leaves_nothing_behind(tmp_path):

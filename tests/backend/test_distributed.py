@@ -169,7 +169,7 @@ def launch(command: list[str], tmp_path: Path) -> list[dict[str, Any]]:
         env=clean_environment() | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -153,6 +153,7 @@ def test_every_optimizer_and_schedule_can_be_chosen(page):
         assert len(names) > 8
         for name in names:
             page.tab.select_option(chooser, name)
+            page.settle()
             if not page.tab.locator("#general .message[data-severity=error]").count():
                 section = page.config().get(chooser[1:].partition("-")[0])
                 assert (section or {}).get("type", "") == name

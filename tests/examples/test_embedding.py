@@ -305,7 +305,7 @@ def test_the_scripts_under_their_launchers(launcher, script, stage, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )

@@ -162,7 +162,7 @@ def launch(arguments: list[str]) -> str:
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
     )

@@ -31,7 +31,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     world_size: int = 1,
-    timeout_s: float = 240.0,
+    timeout_s: float = 400.0,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` processes; results in rank order.

@@ -162,7 +162,7 @@ def test_an_error_under_torchrun_gives_the_swap_folder_back(tmp_path, ending):
         env=clean_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode != 0

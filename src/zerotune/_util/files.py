@@ -70,6 +70,15 @@ def fix_of(error: OSError) -> str:
     return _FIXES.get(error.errno or 0, "choose another path")
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the disk inside the block tell which file they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file that is there whole or not at all; an existing one is replaced.
 
@@ -123,7 +132,7 @@ def draft_of(path: Path) -> Path:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a new file and bring it to disk."""
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         file.write(content)
         sync_file(file)
 
@@ -184,6 +193,7 @@ def sync(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -13,7 +13,6 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.closing import Closable
-from zerotune._util.files import sync_file
+from zerotune._util.files import naming, sync_file
 from zerotune.backend.stored import TENSOR_DTYPES, OpensFiles
 from zerotune.checkpoint.manifest import FileRecord
 from zerotune.errors import CheckpointCorruptError, CheckpointError
@@ -149,8 +148,9 @@ class TensorFileWriter(Closable):
             raise CheckpointError(
                 f"{len(self._pending)} tensors were not written", key=self._path.name
             )
-        sync_file(self._file)
-        self._file.close()
+        with naming(self._path):
+            sync_file(self._file)
+            self._file.close()
         return self._nbytes, self._hash.hexdigest()
 
     @override
@@ -171,15 +171,6 @@ def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
         # A write may stop short, at 2 GiB at the latest.
         written = os.pwrite(descriptor, piece, offset)
         piece, offset = piece[written:], offset + written
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Errors of the disk inside the block tell which file they are about."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
