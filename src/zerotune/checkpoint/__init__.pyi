@@ -17,6 +17,9 @@ from zerotune.checkpoint.merge import export_merged as export_merged
 from zerotune.checkpoint.merge import merge_adapters as merge_adapters
 from zerotune.checkpoint.ownership import RootHold as RootHold
 from zerotune.checkpoint.pipeline import export_pipeline as export_pipeline
+from zerotune.checkpoint.publishing import Card as Card
+from zerotune.checkpoint.publishing import Published as Published
+from zerotune.checkpoint.publishing import publish as publish
 from zerotune.checkpoint.save import BackgroundSaver as BackgroundSaver
 from zerotune.checkpoint.save import PendingCheckpoint as PendingCheckpoint
 from zerotune.checkpoint.save import save_checkpoint as save_checkpoint

@@ -1,0 +1,317 @@
+"""An export on the Hugging Face Hub, with a model card of what is known about it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from zerotune.backend.adapter_layouts import LORA_FILE, PEFT_CONFIG
+from zerotune.checkpoint.exported import check_replaceable, files_of_export
+from zerotune.decisions import Decision
+from zerotune.errors import CheckpointError, InvalidValueError, MissingDependencyError
+from zerotune.plan.api import ResolvedPlan
+
+CARD: Final = "README.md"
+_SAMPLES: Final = "samples"
+_PICTURES: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4")
+_PLACE: Final = re.compile(r"(?<![\w/:.])~?(?:/[\w.@+-]+){2,}/?")
+"""A path with two names or more: nobody else's business."""
+_SHARD: Final = re.compile(r"-\d{5}-of-\d{5}")
+
+
+@attrs.frozen(kw_only=True)
+class Card:
+    """What a model card says. Paths of this machine are left out of what was recorded."""
+
+    title: str | None = None
+    """Heading; the repository's name when not given."""
+    base_model: str | None = None
+    """Id on the Hub of the model that training began from."""
+    license: str | None = None
+    """As the Hub spells it (``"apache-2.0"``, ``"other"``)."""
+    tags: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    plan: ResolvedPlan | None = None
+    """What ran: ``trainer.engine.plan``."""
+    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=tuple)
+    """What was chosen automatically: ``engine.decisions``, ``exported.decisions``."""
+    data: Mapping[str, Any] = attrs.field(factory=dict)
+    """Facts about the data, as they are to be read: ``{"images": 1200, "size": "1024 x 1024"}``."""
+    samples: Mapping[str, str | os.PathLike[str]] = attrs.field(factory=dict)
+    """Caption to a picture or clip, which is uploaded too."""
+    text: str = ""
+    """Markdown that comes first."""
+
+    def markdown(self, repo_id: str, files: Iterable[str]) -> str:
+        """The whole card of a repository with these files.
+
+        Raises:
+            MissingDependencyError: huggingface_hub is not installed.
+        """
+        parts = [f"# {self.title or repo_id.rpartition('/')[2]}", self.text.strip()]
+        parts += [_loading(repo_id, sorted(files), self.base_model), self._pictures()]
+        parts += [self._training(), self._facts(), self._choices()]
+        written = "\n\n".join(part for part in parts if part)
+        return f"---\n{self._header(files)}\n---\n\n{written}\n"
+
+    def _header(self, files: Iterable[str]) -> str:
+        adapters = _holds_adapters(files)
+        data = _hub().ModelCardData(
+            base_model=self.base_model,
+            license=self.license,
+            library_name="diffusers",
+            tags=[*dict.fromkeys(("zerotune", *(("lora",) if adapters else ()), *self.tags))],
+        )
+        text: str = data.to_yaml().strip()
+        return text
+
+    def _pictures(self) -> str:
+        lines = [
+            f"![{_plain(caption)}]({name})\n*{_plain(caption)}*"
+            for caption, name in zip(self.samples, self.sample_names(), strict=True)
+        ]
+        return "\n\n".join(["## Samples", *lines]) if lines else ""
+
+    def sample_names(self) -> list[str]:
+        """What the samples are called in the repository."""
+        return [
+            f"{_SAMPLES}/{index:03d}{Path(path).suffix.lower()}"
+            for index, path in enumerate(self.samples.values())
+        ]
+
+    def _training(self) -> str:
+        return _section("Training", _settings(self.plan)) if self.plan is not None else ""
+
+    def _facts(self) -> str:
+        return _section("Data", {str(name): value for name, value in self.data.items()})
+
+    def _choices(self) -> str:
+        lines = [f"- {_plain(str(each))}" for each in self.decisions if each.told]
+        return "\n".join(["## Chosen automatically", "", *dict.fromkeys(lines)]) if lines else ""
+
+
+@attrs.frozen(kw_only=True)
+class Published:
+    """What is on the Hub now."""
+
+    url: str
+    """Of the commit."""
+    commit: str
+    files: tuple[str, ...]
+    """In the repository, by path."""
+
+
+def publish(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    card: Card | None = None,
+    private: bool = False,
+    message: str | None = None,
+    token: str | None = None,
+    endpoint: str | None = None,
+) -> Published:
+    """Upload what an export wrote, in one commit with its model card. Not collective.
+
+    Call it on one rank. Files come first, and nobody sees them; the commit that shows them is made
+    when all are there, and only if the repository is as it was when the upload began. So an upload
+    that is interrupted leaves the repository as it was, and the next one sends what is missing.
+
+    Args:
+        folder: What ``export_model``, ``export_pipeline``, ``export_adapters`` or
+            ``export_merged`` wrote, a folder or a single file. Other files in it stay here.
+        repo_id: ``owner/name``; it is made where there is none.
+        card: What the model card says besides how to load the files.
+        private: Of a repository that is made now.
+        message: Of the commit.
+        token: Of the Hub; the one that was logged in with when not given.
+        endpoint: Address of the Hub; huggingface_hub's own when not given.
+
+    Returns:
+        What was published.
+
+    Raises:
+        CheckpointError: There is no whole export, one of its files was changed since, or the Hub
+            refused it.
+        InvalidValueError: A sample is no picture or clip, or the name is none the Hub takes.
+        MissingDependencyError: huggingface_hub is not installed.
+    """
+    hub, told = _hub(), card or Card()
+    top = Path(folder).absolute()
+    local = _files(top)
+    for caption, sample in told.samples.items():
+        _check_sample(caption, Path(sample))
+    uploads = {**local, **_samples(told)}
+    api = hub.HfApi(endpoint=endpoint, token=token)
+    content = told.markdown(repo_id, local).encode()
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        before = api.repo_info(repo_id)
+        there = [each.rfilename for each in before.siblings or ()]
+        operations = [
+            hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=source)
+            for name, source in {**uploads, CARD: content}.items()
+        ]
+        operations += [
+            hub.CommitOperationDelete(path_in_repo=name) for name in _replaced(there, local)
+        ]
+        done = api.create_commit(
+            repo_id,
+            operations,
+            commit_message=message or f"Upload {top.name}",
+            parent_commit=before.sha,
+        )
+    except hub.errors.HFValidationError as error:
+        raise InvalidValueError(
+            "is no name of a repository", key="repo_id", value=repo_id, fix='such as "owner/name"'
+        ) from error
+    except Exception as error:  # huggingface_hub's, its HTTP library's, the system's
+        raise _refused(repo_id, error) from error
+    return Published(url=done.commit_url, commit=done.oid, files=(*sorted(uploads), CARD))
+
+
+def _refused(repo_id: str, error: Exception) -> CheckpointError:
+    # What stops the sending of a file is behind a bare RuntimeError that names the file alone.
+    told = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+    reason = _plain(str(told)).strip().replace("\n", " ")
+    return CheckpointError(
+        f"was not published, and is as it was ({type(error).__name__}: {reason})",
+        key=repo_id,
+        fix="try again: what has arrived is not sent twice",
+    )
+
+
+def _hub() -> Any:
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        importlib.import_module("huggingface_hub.errors")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"is needed to publish and could not be imported ({error})",
+            key="huggingface_hub",
+            fix="pip install huggingface_hub",
+        ) from error
+    return hub
+
+
+# -- Which files.
+
+
+def _files(top: Path) -> dict[str, Path]:
+    """The files of an export by their names in the repository.
+
+    Raises:
+        CheckpointError: There is none, or it was changed.
+    """
+    if not top.exists():
+        raise CheckpointError("there is no such export", key=str(top))
+    if top.is_file():
+        check_replaceable(top)
+        return {top.name: top}
+    names = files_of_export(top)
+    single = top / LORA_FILE
+    if names is None and single.is_file():
+        return _files(single)
+    there = sorted(name for name in names or () if (top / name).is_file())
+    if not there or len(there) < len(names or ()):
+        raise CheckpointError(
+            "holds no whole export of zerotune, or a file of it was changed since",
+            key=str(top),
+            fix="export it again, or upload the folder with huggingface_hub.upload_folder",
+        )
+    return {name: top / name for name in there}
+
+
+def _samples(card: Card) -> dict[str, Path]:
+    return {
+        name: Path(path)
+        for name, path in zip(card.sample_names(), card.samples.values(), strict=True)
+    }
+
+
+def _check_sample(caption: str, path: Path) -> None:
+    if path.suffix.lower() not in _PICTURES or not path.is_file():
+        raise InvalidValueError(
+            "is no picture or clip that can be shown",
+            key=f"Card.samples[{caption!r}]",
+            value=path.name,
+            fix=f"a file that ends with one of {', '.join(_PICTURES)}",
+        )
+
+
+def _replaced(there: Sequence[str], now: Iterable[str]) -> list[str]:
+    """Weights of an earlier upload that would be read in the place of these, and its samples."""
+    kept = set(now)
+    stems = {_stem(name) for name in kept if name.endswith(".safetensors")}
+    old = [name for name in there if name not in kept]
+    return [name for name in old if _stem(name) in stems and ".safetensors" in name]
+
+
+def _stem(name: str) -> str:
+    whole = name.removesuffix(".index.json").removesuffix(".safetensors")
+    return _SHARD.sub("", whole)
+
+
+def _holds_adapters(files: Iterable[str]) -> bool:
+    names = [Path(name).name for name in files]
+    whole = {"config.json", "model_index.json"} & set(names)
+    return LORA_FILE in names or PEFT_CONFIG in names or not whole
+
+
+# -- What is said.
+
+
+def _loading(repo_id: str, files: Sequence[str], base: str | None) -> str:
+    start = base or "the model it was trained on"
+    names = {Path(name).name for name in files}
+    if "model_index.json" in files:
+        code = f'DiffusionPipeline.from_pretrained("{repo_id}")'
+        lines = ["from diffusers import DiffusionPipeline", "", f"pipeline = {code}"]
+    elif PEFT_CONFIG in names:
+        lines = ["from peft import PeftModel", ""]
+        lines += [f'model = PeftModel.from_pretrained(model, "{repo_id}")']
+    elif not _holds_adapters(files):
+        lines = ["from diffusers import AutoModel", ""]
+        lines += [f'model = AutoModel.from_pretrained("{repo_id}")']
+    else:
+        lines = ["from diffusers import DiffusionPipeline", ""]
+        lines += [f'pipeline = DiffusionPipeline.from_pretrained("{start}")']
+        lines += [f'pipeline.load_lora_weights("{repo_id}", weight_name="{files[0]}")']
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _settings(plan: ResolvedPlan) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "engine": f"ZeRO-{plan.stage}" if plan.uses_deepspeed else "plain",
+        "precision": plan.precision,
+        "processes": plan.world_size,
+        "samples per step": plan.train_batch_size,
+        "gradient accumulation": plan.gradient_accumulation_steps,
+        "gradient clipping": plan.gradient_clipping or "off",
+    }
+    if plan.optimizer is not None:
+        named = ", ".join(f"{key} {value}" for key, value in plan.optimizer.params.items())
+        found["optimizer"] = f"{plan.optimizer.name} ({named})"
+    if plan.scheduler is not None:
+        found["schedule"] = plan.scheduler.name
+    return found
+
+
+def _section(title: str, rows: Mapping[str, Any]) -> str:
+    if not rows:
+        return ""
+    lines = [f"| {_cell(name)} | {_cell(value)} |" for name, value in rows.items()]
+    return "\n".join([f"## {title}", "", "| | |", "|---|---|", *lines])
+
+
+def _cell(value: Any) -> str:
+    return _plain(str(value)).replace("|", "\\|").replace("\n", " ")
+
+
+def _plain(text: str) -> str:
+    return _PLACE.sub("…", text)
