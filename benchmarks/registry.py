@@ -8,7 +8,17 @@ from typing import Final
 
 from benchmarks.framework import Benchmark
 
-CPU: Final = ("ema", "data", "offload", "memory", "checkpoint", "step", "overhead", "fake_device")
+CPU: Final = (
+    "ema",
+    "data",
+    "loading",
+    "offload",
+    "memory",
+    "checkpoint",
+    "step",
+    "overhead",
+    "fake_device",
+)
 """Those that say something on a machine without a GPU, shortest first."""
 GPU: Final = ("sdxl", "flux")
 """Those made for a GPU; elsewhere ``--quick`` shows that they work."""

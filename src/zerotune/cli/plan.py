@@ -82,6 +82,11 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lora", type=at_least_one, metavar="RANK", help="train adapters of this rank beside it"
     )
+    group.add_argument(
+        "--base-dtype",
+        metavar="DTYPE",
+        help="what the model beside the adapters is quantized to: nf4, fp4, int8, fp8",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -365,7 +370,14 @@ def _tell_decisions(decisions: Iterable[Decision]) -> None:
 
 
 _ACCELERATORS: Final = ("cuda", "rocm", "mps", "xpu", "cpu")
-_NEED_A_MODEL: Final = ("batch", "resolution", "no_gradient_checkpointing", "lora", "chart")
+_NEED_A_MODEL: Final = (
+    "batch",
+    "resolution",
+    "no_gradient_checkpointing",
+    "lora",
+    "base_dtype",
+    "chart",
+)
 
 
 def families_named() -> str:
@@ -459,6 +471,7 @@ def _estimate(
         world_size=arguments.world_size,
         ema=arguments.ema,
         lora=arguments.lora,
+        base_dtype=arguments.base_dtype,
         gradient_checkpointing=not arguments.no_gradient_checkpointing,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -563,6 +576,7 @@ def _advise(arguments: argparse.Namespace) -> int:
             precision=arguments.precision,
             ema=arguments.ema,
             lora=arguments.lora,
+            base_dtype=arguments.base_dtype,
             optimizer=optimizer,
             prefer=arguments.prefer,
         )

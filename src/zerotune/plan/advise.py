@@ -211,6 +211,7 @@ more time than what is partitioned, recomputing activations less than either."""
 ACTIVATION_OFFLOAD: Final = frozenset({"cuda", "rocm", "xpu"})
 """Accelerators with memory of their own and streams to copy on."""
 
+_SUGGESTED_BASE: Final = "nf4"
 _SUGGESTED_RANK: Final = 16
 
 _NAMES: Final[Mapping[Place, str]] = {
@@ -264,6 +265,7 @@ def advise(
     frozen_bytes: int,
     reserve: float,
     lora: int | None,
+    base_dtype: str | None,
     rates: Rates | None,
     prefer: Preference,
     into: type[AdviceT],
@@ -284,7 +286,7 @@ def advise(
     platform = _machine(context, device, host)
     budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
     request = Request(
-        model=as_facts(model, lora=lora),
+        model=as_facts(model, lora=lora, base_dtype=base_dtype),
         platform=platform,
         budget=budget,
         world_size=context.world_size,
@@ -482,11 +484,19 @@ def _adapters(request: Request) -> str:
     """Whether it would fit to train adapters, where all of the model was to be trained."""
     if request.model.trainable_numel < request.model.numel:
         return ""
-    try:
-        adapted = attrs.evolve(request, model=request.model.with_adapters(_SUGGESTED_RANK))
-    except InvalidValueError:  # It has no layers that adapters usually go to.
-        return ""
-    fitting = next((one for one in _candidates(adapted) if one.fits), None)
-    if fitting is None:
-        return ""
-    return f"; adapters fit: lora={_SUGGESTED_RANK} (--lora {_SUGGESTED_RANK}), {fitting.title}"
+    for base_dtype in (None, _SUGGESTED_BASE):
+        try:
+            model = request.model.with_adapters(_SUGGESTED_RANK, base_dtype=base_dtype)
+        except InvalidValueError:  # It has no layers that adapters usually go to.
+            return ""
+        adapted = attrs.evolve(request, model=model)
+        fitting = next((one for one in _candidates(adapted) if one.fits), None)
+        if fitting is not None:
+            named, option = f"lora={_SUGGESTED_RANK}", f"--lora {_SUGGESTED_RANK}"
+            if base_dtype is not None:
+                named, option = (
+                    f"{named}, base_dtype={base_dtype!r}",
+                    f"{option} --base-dtype {base_dtype}",
+                )
+            return f"; adapters fit: {named} ({option}), {fitting.title}"
+    return ""

@@ -687,6 +687,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         reserve: float = 0.05,
         platform: Platform | None = None,
         lora: int | None = None,
+        base_dtype: str | None = None,
         rates: Rates | None = None,
         prefer: Preference = "fastest",
     ) -> Advice:
@@ -709,6 +710,8 @@ class DeepSpeedPlan(Readable, PlanValue):
             platform: The machine; CUDA when ``vram`` and ``ram`` are given, else this one.
             lora: Rank of adapters on the attention projections, trained in place of the model;
                 for other layers pass ``facts.with_adapters(rank, targets=...)`` as the model.
+            base_dtype: What the model beside the adapters is quantized to (``"nf4"``, ``"fp4"``,
+                ``"int8"``, ``"fp8"``); the plan's precision when not given.
             rates: How fast it is; as measured by ``zerotune doctor --rates``, or catalogued.
             prefer: ``"least offload"``: with the lowest stage, whatever it takes; so it is also
                 where the arithmetic of the model is not known.
@@ -735,6 +738,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             frozen_bytes=frozen_bytes,
             reserve=reserve,
             lora=lora,
+            base_dtype=base_dtype,
             rates=rates,
             prefer=prefer,
             into=Advice,
@@ -754,6 +758,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         activation_offload: bool = False,
         frozen_bytes: int = 0,
         lora: int | None = None,
+        base_dtype: str | None = None,
     ) -> MemoryEstimate:
         """What training needs of the device, of host RAM and of NVMe, by component.
 
@@ -769,6 +774,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             activation_offload: Whether their inputs wait in host memory (``ActivationOffload``).
             frozen_bytes: Bytes of frozen parts that stay on the device.
             lora: Rank of adapters, as in ``advise``.
+            base_dtype: What the model beside them is quantized to, as in ``advise``.
 
         Raises:
             PlanError: As ``resolve``; also an unknown family or an impossible size.
@@ -786,5 +792,6 @@ class DeepSpeedPlan(Readable, PlanValue):
             activation_offload=activation_offload,
             frozen_bytes=frozen_bytes,
             lora=lora,
+            base_dtype=base_dtype,
             into=MemoryEstimate,
         )

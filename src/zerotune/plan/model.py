@@ -1491,11 +1491,38 @@ class ParameterFacts:
     """Full, unpartitioned shape."""
     trainable: bool = True
     """Whether it requires a gradient."""
+    storage: str | None = None
+    """What a quantized weight is kept in, whatever the plan's precision: ``"nf4"``, ``"int8"``, …;
+    ``None``: the plan's."""
+    stored_bytes: int | None = None
+    """What it takes then, with the constants it is scaled by."""
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements; 1 for a 0-d parameter."""
+        """Number of elements, also of a quantized weight; 1 for a 0-d parameter."""
         return math.prod(self.shape)
+
+    def nbytes(self, element_bytes: int) -> int:
+        """What it takes, in elements of so many bytes where it is not quantized."""
+        return element_bytes * self.numel if self.stored_bytes is None else self.stored_bytes
+
+    def quantized(self, storage: str) -> ParameterFacts:
+        """The same weight, frozen and kept in one of ``STORAGES``."""
+        per_element, per_row = STORAGES[storage]
+        taken = math.ceil(per_element * self.numel + per_row * (self.shape[0] if self.shape else 1))
+        return attrs.evolve(self, trainable=False, storage=storage, stored_bytes=taken)
+
+
+STORAGES: Final[Mapping[str, tuple[float, float]]] = {
+    # Half a byte, and an fp32 scale for every 64 elements.
+    "nf4": (0.5 + 4 / 64, 0),
+    "fp4": (0.5 + 4 / 64, 0),
+    # A byte, and an fp32 scale for every row.
+    "int8": (1, 4),
+    "fp8": (1, 4),
+}
+"""Quantized weights by name: bytes per element and per output, as bitsandbytes and torchao keep
+them."""
 
 
 def _as_costs(costs: Iterable[Any]) -> tuple[ActivationCost, ...]:
@@ -1671,6 +1698,64 @@ def _adapter(
     yield ParameterFacts(name=f"{layer}.lora_B.weight", shape=up)
 
 
+def check_storage(storage: str | None) -> None:
+    """Whether weights are kept in this.
+
+    Raises:
+        InvalidValueError: They are not, or only in the plan's precision.
+    """
+    if storage is None or storage in STORAGES:
+        return
+    raise InvalidValueError(
+        "is no dtype that a frozen base is quantized to",
+        key="base_dtype",
+        value=storage,
+        fix=f"one of {', '.join(STORAGES)}; without it the base has the plan's precision",
+    )
+
+
+def _is_matrix(parameter: ParameterFacts) -> bool:
+    """Whether it is the weight of a linear layer, which is what packages quantize."""
+    return len(parameter.shape) == 2 and parameter.name.endswith(".weight")
+
+
+def _read_parameter(name: str, parameter: Any) -> ParameterFacts:
+    """Facts of a parameter of any kind: plain, partitioned, bitsandbytes', torchao's or GGUF's."""
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    facts = ParameterFacts(name=name, shape=shape, trainable=bool(parameter.requires_grad))
+    kind = type(parameter)
+    if kind.__name__ == "Params4bit" and getattr(parameter, "quant_state", None) is not None:
+        state = parameter.quant_state
+        constants = [state.absmax, *([state.state2.absmax] if state.nested else [])]
+        return _kept(facts, str(state.quant_type), state.shape, constants, parameter)
+    if kind.__name__ == "Int8Params" and getattr(parameter, "SCB", None) is not None:
+        return _kept(facts, "int8", shape, [parameter.SCB], parameter)
+    if kind.__name__ == "GGUFParameter":
+        return _kept(
+            facts, f"gguf-{parameter.quant_type.name.lower()}", parameter.quant_shape, [], parameter
+        )
+    if kind.__module__.partition(".")[0] == "torchao":
+        inner = [getattr(parameter, each) for each in parameter.__tensor_flatten__()[0]]
+        inner = [each for each in inner if hasattr(each, "nbytes")]
+        names = [str(each.dtype).removeprefix("torch.") for each in inner]
+        storage = next(
+            (name for name in names if name == "int8" or name.startswith("float8")), "int4"
+        )
+        storage = "fp8" if storage.startswith("float8") else storage
+        return _kept(facts, storage, shape, inner, None)
+    return facts
+
+
+def _kept(
+    facts: ParameterFacts, storage: str, shape: Iterable[int], beside: Iterable[Any], packed: Any
+) -> ParameterFacts:
+    """Facts of a weight of this shape: its packed elements, and the tensors beside them."""
+    taken = sum(int(each.nbytes) for each in beside)
+    if packed is not None:
+        taken += int(getattr(packed, "ds_numel", packed.numel())) * packed.element_size()
+    return attrs.evolve(facts, shape=tuple(shape), storage=storage, stored_bytes=taken)
+
+
 @attrs.frozen(kw_only=True)
 class ModelFacts:
     """Names and shapes of a model's parameters, enough to size every buffer."""
@@ -1688,17 +1773,13 @@ class ModelFacts:
     def from_module(cls, module: Any) -> ModelFacts:
         """Read the facts off a ``torch.nn.Module`` (on any device, ``meta`` included).
 
-        Parameters sharded by ``deepspeed.zero.Init`` report their full shape.
+        Parameters sharded by ``deepspeed.zero.Init`` report their full shape, quantized ones that
+        of the weight they stand for.
         """
         return cls(
             name=type(module).__name__,
             parameters=[
-                ParameterFacts(
-                    name=name,
-                    shape=tuple(getattr(parameter, "ds_shape", parameter.shape)),
-                    trainable=bool(parameter.requires_grad),
-                )
-                for name, parameter in module.named_parameters()
+                _read_parameter(name, parameter) for name, parameter in module.named_parameters()
             ],
             blocks=_blocks(module),
         )
@@ -1713,17 +1794,27 @@ class ModelFacts:
             parameters=[ParameterFacts(name=key, shape=tuple(shape)) for key, shape in shapes],
         )
 
-    def with_adapters(self, rank: int, *, targets: Iterable[str] | None = None) -> ModelFacts:
+    def with_adapters(
+        self,
+        rank: int,
+        *,
+        targets: Iterable[str] | None = None,
+        base_dtype: str | None = None,
+    ) -> ModelFacts:
         """The same model, frozen, with trained LoRA adapters beside some of its layers.
 
         Args:
             rank: Inner size of the two factors.
             targets: Ends of the layers' dotted names; the attention projections by default, as
                 ``add_lora`` takes them.
+            base_dtype: One of ``STORAGES``, in which the matrices of the frozen model are kept;
+                the plan's precision when not given.
 
         Raises:
-            InvalidValueError: The rank is no whole number above 0, or no layer has such a name.
+            InvalidValueError: The rank is no whole number above 0, no layer has such a name, or
+                no weights are kept in such a dtype.
         """
+        check_storage(base_dtype)
         if not is_integer(rank) or rank < 1:
             raise InvalidValueError(
                 "must be a whole number", key="lora", value=rank, fix="write the rank, such as 16"
@@ -1739,8 +1830,15 @@ class ModelFacts:
                 value=ends,
                 fix="name the layers to adapt by the ends of their names",
             )
-        frozen = [attrs.evolve(each, trainable=False) for each in self.parameters]
+        frozen = [
+            each.quantized(base_dtype)
+            if base_dtype is not None and _is_matrix(each)
+            else attrs.evolve(each, trainable=False)
+            for each in self.parameters
+        ]
         name = f"{self.name} with adapters of rank {rank}"
+        if base_dtype is not None:
+            name += f" on {base_dtype}"
         work = None if self.arithmetic is None else self.arithmetic.of_frozen_weights
         return attrs.evolve(self, parameters=[*frozen, *adapters], name=name, arithmetic=work)
 
@@ -1768,6 +1866,27 @@ class ModelFacts:
     def largest_trainable(self) -> int:
         """Elements of the largest trainable parameter; 0 where nothing is trained."""
         return max((parameter.numel for parameter in self.trainable), default=0)
+
+    @cached_property
+    def storages(self) -> tuple[str, ...]:
+        """What its quantized weights are kept in; empty where none is quantized."""
+        return tuple(sorted({each.storage for each in self.parameters if each.storage}))
+
+    @cached_property
+    def largest_quantized(self) -> int:
+        """Elements of the largest quantized weight, which is multiplied with in full."""
+        return max((each.numel for each in self.parameters if each.storage), default=0)
+
+    @cached_property
+    def quantized_numel(self) -> int:
+        """Elements of all quantized weights."""
+        return sum(each.numel for each in self.parameters if each.storage)
+
+    def weight_bytes(self, element_bytes: int, *, ranks: int = 1) -> int:
+        """What all weights take, or one of ``ranks`` parts of each, padding included."""
+        if not self.storages:
+            return element_bytes * (self.numel if ranks == 1 else sum(self.parts(ranks)))
+        return sum([-(-each.nbytes(element_bytes) // ranks) for each in self.parameters])
 
     def parts(self, ranks: int) -> tuple[int, ...]:
         """Elements of one of ``ranks`` parts of each parameter, padding included."""

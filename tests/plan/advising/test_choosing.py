@@ -259,3 +259,45 @@ def test_layers_that_are_not_there_cannot_be_adapted():
     }
     with pytest.raises(InvalidValueError, match=r"lora_targets = .*ff\.net"):
         facts.with_adapters(2, targets=["ff.net"])
+
+
+def test_a_quantized_base_is_costed_as_what_it_is():
+    plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu")
+    machine = Platform.synthetic("cuda", vram=24 * GIB, ram=64 * GIB)
+    taken = {}
+    for base in (None, "nf4", "int8"):
+        estimate = plan.estimate("flux", platform=machine, lora=16, base_dtype=base)
+        facts = estimate.resolved.model
+        assert facts.numel == plan.estimate("flux", platform=machine, lora=16).resolved.model.numel
+        assert facts.storages == ((base,) if base else ())
+        assert not any(each.trainable and each.storage for each in facts.parameters)
+        taken[base] = sum(item.nbytes for item in estimate.items if item.component == "weights")
+    assert taken["nf4"] / taken[None] == pytest.approx(0.5625 / 2, rel=0.01)
+    assert taken["int8"] / taken[None] == pytest.approx(1 / 2, rel=0.01)
+    in_full = [item for item in estimate.items if "quantized weight, in full" in item.note]
+    assert [item.nbytes for item in in_full] == [2 * facts.largest_quantized]
+
+
+def test_a_quantized_base_needs_a_smaller_card():
+    small = {"lora": 16, "vram": "12GiB", "ram": "64GiB"}
+    assert DeepSpeedPlan.advise("flux", **small).resolved.stage == 3
+    advice = DeepSpeedPlan.advise("flux", base_dtype="nf4", **small)
+    assert advice.resolved.stage == 0
+    assert "on nf4" in str(advice.resolved.model.name)
+
+
+def test_where_adapters_fit_on_a_quantized_base_only_that_is_suggested():
+    with pytest.raises(NothingFitsError, match=r"lora=16, base_dtype='nf4' \(--lora 16 --base-"):
+        DeepSpeedPlan.advise("flux", vram="12GiB", ram="15GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_dtype": "nf4"}, r"base_dtype = 'nf4': a quantized model is not trained itself"),
+        ({"base_dtype": "bf16", "lora": 4}, r"base_dtype = 'bf16'.*one of nf4, fp4, int8, fp8"),
+    ],
+)
+def test_what_cannot_be_quantized_so_is_refused(options, message):
+    with pytest.raises(InvalidValueError, match=message):
+        advise("80GiB", **options)

@@ -96,18 +96,30 @@ def family(name: str) -> ModelFacts:
     return model_family(name).facts
 
 
-def as_facts(model: ModelFacts | str | object, *, lora: int | None = None) -> ModelFacts:
+def as_facts(
+    model: ModelFacts | str | object, *, lora: int | None = None, base_dtype: str | None = None
+) -> ModelFacts:
     """Facts from facts, from the name of a family, or from a module.
 
     Args:
         model: Any of these.
         lora: Rank of adapters that are trained in place of the model; ``None``: the model is.
+        base_dtype: What the frozen model beside adapters is quantized to, such as ``"nf4"``.
 
     Raises:
         InvalidValueError: None of these, or adapters that cannot be.
     """
     facts = _facts_of(model)
-    return facts if lora is None else facts.with_adapters(lora)
+    if lora is not None:
+        return facts.with_adapters(lora, base_dtype=base_dtype)
+    if base_dtype is None:
+        return facts
+    raise InvalidValueError(
+        "a quantized model is not trained itself, only adapters beside it",
+        key="base_dtype",
+        value=base_dtype,
+        fix="add adapters, such as lora=16 (--lora 16), or leave it out",
+    )
 
 
 def _facts_of(model: ModelFacts | str | object) -> ModelFacts:

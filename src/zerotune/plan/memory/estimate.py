@@ -268,13 +268,12 @@ _DDP_BUCKETS: Final = 4
 def plain(case: Costing) -> Iterator[MemoryItem]:
     """The plain engine: fp32 weights, autocast in the forward pass."""
     count = case.trained
-    yield case.item("weights", case.device, 4 * case.all_elements, note="fp32")
+    yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept(case, "fp32"))
     yield case.item("gradients", case.device, 4 * count, BACKWARD | STEP, "fp32")
     yield case.item("optimizer states", case.device, 4 * case.states * count, TRAINING, "fp32")
     if case.resolved.precision != "fp32":
-        yield case.item(
-            "weights", case.device, 2 * case.all_elements, BACKWARD, "copies that autocast keeps"
-        )
+        copied = 2 * (case.all_elements - case.model.quantized_numel)
+        yield case.item("weights", case.device, copied, BACKWARD, "copies that autocast keeps")
     if case.ranks > 1:
         yield case.item("buckets", case.device, _DDP_BUCKETS * count, note="one copy of gradients")
     if case.on_cpu:
@@ -289,7 +288,8 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
     """DeepSpeed without ZeRO: fp32 as it is, or master weights beside low-precision ones."""
     count, element = case.trained, case.element
     low = element == 2
-    yield case.item("weights", case.device, element * case.all_elements, note=_precision(case))
+    weights = case.model.weight_bytes(element)
+    yield case.item("weights", case.device, weights, note=_kept(case, _precision(case)))
     yield case.item("gradients", case.device, element * count, BACKWARD | STEP, _precision(case))
     yield case.item(
         "buckets",
@@ -313,7 +313,8 @@ def stage_0(case: Costing) -> Iterator[MemoryItem]:
 
 def stages_1_and_2(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     """ZeRO with whole weights: partitioned optimizer, and gradients at stage 2."""
-    yield case.item("weights", case.device, case.element * case.all_elements, note=_precision(case))
+    weights = case.model.weight_bytes(case.element)
+    yield case.item("weights", case.device, weights, note=_kept(case, _precision(case)))
     yield from _buckets(case, zero)
     offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
     if offloads:
@@ -415,6 +416,11 @@ def _precision(case: Costing) -> str:
     return case.resolved.precision
 
 
+def _kept(case: Costing, precision: str) -> str:
+    """What the weights are kept in."""
+    return ", ".join((*case.model.storages, precision))
+
+
 def _split(case: Costing, precision: str) -> str:
     return precision if case.ranks == 1 else f"{precision}, 1/{case.ranks} of it"
 
@@ -464,9 +470,9 @@ def _largest_group(case: Costing) -> int:
 def _weights(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterator[MemoryItem]:
     section = zero.offload_param
     device = (section.device if section else None) or "none"
-    note = case.resolved.precision + (f", 1/{case.ranks} of it" if case.ranks > 1 else "")
+    note = _split(case, _kept(case, case.resolved.precision))
     parts = case.model.parts(case.ranks)
-    total = case.element * sum(parts)
+    total = case.model.weight_bytes(case.element, ranks=case.ranks)
     if device == "none" or section is None:
         yield case.item("weights", case.device, total, note=note)
         # Partitions are made one by one and then moved into one flat buffer.
@@ -524,7 +530,10 @@ def _gathered(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     yield case.item(
         "gathered weights",
         case.device,
-        case.element * min(max(live, max(sizes, default=0)), sum(sizes) - whole),
+        min(
+            case.element * max(live, max(sizes, default=0)),
+            case.model.weight_bytes(case.element) - case.element * whole,
+        ),
         BACKWARD,
         "stage3_max_live_parameters and what is fetched ahead",
     )
@@ -611,10 +620,11 @@ def estimate_plan(
     activation_offload: bool,
     frozen_bytes: int,
     lora: int | None,
+    base_dtype: str | None,
     into: type[EstimateT],
 ) -> EstimateT:
     """See ``DeepSpeedPlan.estimate``."""
-    facts = as_facts(model, lora=lora)
+    facts = as_facts(model, lora=lora, base_dtype=base_dtype)
     if batch is not None:
         micro = count(batch, "batch")
         plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
@@ -695,6 +705,7 @@ def count(value: Any, key: str, *, least: int = 1) -> int:
 
 def _items(case: Costing) -> Iterator[MemoryItem]:
     yield from _engine(case)
+    yield from _dequantized(case)
     yield from _activations(case)
     yield from _beside(case)
     yield case.item("runtime", "host", RUNTIME, note="Python, torch and DeepSpeed")
@@ -715,6 +726,13 @@ def _engine(case: Costing) -> Iterator[MemoryItem]:
         yield from stages_1_and_2(case, zero)
 
 
+def _dequantized(case: Costing) -> Iterator[MemoryItem]:
+    """Quantized weights are multiplied with one at a time, in full."""
+    nbytes = case.element * case.model.largest_quantized
+    note = "the largest quantized weight, in full"
+    yield case.item("temporaries", case.device, nbytes, BACKWARD, note)
+
+
 def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]:
     # The model arrives in fp32 and has left for the device, or for files, before the optimizer is
     # made; so it only counts as far as it is more than what is held then.
@@ -723,8 +741,9 @@ def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]
         for item in items
         if item.place == "host" and "initialization" in item.phases and item.component != "runtime"
     )
-    excess = 4 * case.all_elements - later
-    yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, "fp32")
+    excess = case.model.weight_bytes(4) - later
+    note = _kept(case, "fp32")
+    yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
 
 
 def _activations(case: Costing) -> Iterator[MemoryItem]:

@@ -118,7 +118,7 @@ def step_traffic(estimate: EstimateValue) -> StepTraffic:
     one_pass = case.steps_in_one_pass
     return StepTraffic(
         gradients=_gradients(case) * owned if over_bus else 0,
-        parameters=passes * case.element * kept if params_away and not case.on_cpu else 0,
+        parameters=passes * kept if params_away and not case.on_cpu else 0,
         weights=case.element * owned if over_bus and not params_away else 0,
         optimizer=round(_update(case) * owned) if on_host else 0,
         ema=12 * owned if ema else 0,
@@ -154,4 +154,4 @@ def _owned(case: Costing) -> int:
 
 
 def _kept(case: Costing) -> int:
-    return sum(case.model.parts(case.ranks))
+    return case.model.weight_bytes(case.element, ranks=case.ranks)

@@ -1,0 +1,82 @@
+"""Facts of weights that packages keep in fewer bits: what they stand for, and what they take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zerotune.plan import ModelFacts, ParameterFacts
+
+
+def looking_like(kind, module, values, **told):
+    """A parameter that reads as another package's does; the real ones are tested with it."""
+    parameter = torch.nn.Parameter(values, requires_grad=False)
+    parameter.__class__ = type(kind, (torch.nn.Parameter,), {"__module__": module, **told})
+    return parameter
+
+
+def facts_of(parameter):
+    layer = torch.nn.Module()
+    layer.weight = parameter
+    (found,) = ModelFacts.from_module(layer).parameters
+    return found
+
+
+def test_bitsandbytes_four_bits_stand_for_whole_weights():
+    state = SimpleNamespace(
+        quant_type="nf4", shape=torch.Size([64, 32]), absmax=torch.zeros(32), nested=False
+    )
+    packed = torch.zeros(1024, 1, dtype=torch.uint8)
+    facts = facts_of(looking_like("Params4bit", "bitsandbytes.nn", packed, quant_state=state))
+    assert (facts.shape, facts.numel, facts.storage) == ((64, 32), 2048, "nf4")
+    assert facts.stored_bytes == 1024 + 4 * 32
+    assert not facts.trainable
+    assert facts.nbytes(2) == facts.nbytes(4) == 1152
+    state.nested, state.state2 = True, SimpleNamespace(absmax=torch.zeros(2))
+    state.absmax = torch.zeros(32, dtype=torch.uint8)
+    facts = facts_of(looking_like("Params4bit", "bitsandbytes.nn", packed, quant_state=state))
+    assert facts.stored_bytes == 1024 + 32 + 8
+    unpacked = torch.zeros(64, 32)
+    raw = looking_like("Params4bit", "bitsandbytes.nn", unpacked, quant_state=None)
+    assert facts_of(raw).storage is None
+
+
+def test_eight_bits_and_gguf():
+    data = torch.zeros(8, 4, dtype=torch.int8)
+    facts = facts_of(looking_like("Int8Params", "bitsandbytes.nn", data, SCB=torch.zeros(8)))
+    assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 4), "int8", 32 + 32)
+    data = torch.zeros(8, 34, dtype=torch.uint8)
+    told = {"quant_type": SimpleNamespace(name="Q8_0"), "quant_shape": (8, 32)}
+    facts = facts_of(looking_like("GGUFParameter", "diffusers.quantizers.gguf", data, **told))
+    assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 32), "gguf-q8_0", 272)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [(torch.int8, "int8"), (torch.float8_e4m3fn, "fp8"), (torch.uint8, "int4")],
+)
+def test_torchao(dtype, storage):
+    told = {
+        "__tensor_flatten__": lambda _: (["qdata", "scale", "block"], {}),
+        "qdata": torch.zeros(8, 4, dtype=dtype),
+        "scale": torch.zeros(8, 1, dtype=torch.bfloat16),
+        "block": (1, 4),
+    }
+    facts = facts_of(looking_like("Int8Tensor", "torchao.quantization", torch.zeros(8, 4), **told))
+    assert (facts.shape, facts.storage, facts.stored_bytes) == ((8, 4), storage, 32 + 16)
+
+
+def test_weights_count_in_bytes_of_what_they_are():
+    plain = ParameterFacts(name="a.weight", shape=(64, 64))
+    model = ModelFacts(
+        parameters=[plain, ParameterFacts(name="b.weight", shape=(64, 64)).quantized("nf4")]
+    )
+    assert model.weight_bytes(2) == 2 * 4096 + 2048 + 256
+    assert model.weight_bytes(2, ranks=3) == -(-8192 // 3) + 768
+    assert (model.numel, model.quantized_numel, model.largest_quantized) == (8192, 4096, 4096)
+    assert model.trainable == (plain,)
+    whole = ModelFacts(parameters=[plain])
+    assert whole.weight_bytes(4) == 4 * 4096
+    assert whole.weight_bytes(4, ranks=3) == 4 * 1366
