@@ -15,6 +15,8 @@ import pytest
 
 from tests.support.needs import needs
 
+PATIENCE = 60
+"""Seconds for anything: nothing here takes one, but a machine may have much else to do."""
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -61,7 +63,7 @@ class Page:
     def __init__(self, context: Any, address: str) -> None:
         self.complaints: list[str] = []
         self.tab = context.new_page()
-        self.tab.set_default_timeout(20_000)
+        self.tab.set_default_timeout(1000 * PATIENCE)
         self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.tab.on("console", self._heard)
         self.tab.goto(address)
@@ -86,7 +88,7 @@ class Page:
 
     def wait_for(self, key: str, value: Any) -> None:
         """Wait until the JSON that is shown says so: keys are typed faster than shown."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while (shown := self.config().get(key)) != value:
             assert time.monotonic() < deadline, f"{key} is {shown!r}, not {value!r}"
             self.tab.wait_for_timeout(50)

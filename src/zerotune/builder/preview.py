@@ -512,7 +512,9 @@ def _optimizers(preview: Preview) -> list[dict[str, Any]]:
     resolved, plan = preview.resolved, preview.plan or preview.readable
     if resolved is not None:
         stage, precision = resolved.stage, resolved.precision
-    elif plan is None or any(message.key in _DECISIVE for message in preview.messages):
+    elif plan is None or any(
+        message.severity == "error" and message.key in _DECISIVE for message in preview.messages
+    ):
         return []
     else:
         stage = plan.stage if isinstance(plan.stage, int) else 2

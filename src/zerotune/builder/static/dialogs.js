@@ -67,9 +67,10 @@ async function save(overwrite) {
   try {
     const done = await post("/save", { state, path, version: overwrite ? null : (known.saved.get(path) ?? "absent") });
     known.saved.set(path, done.version);
-    if (done.paths.includes(draft.plan.file)) draft.plan.version = done.version;
+    const file = done.paths.includes(draft.plan.file);
+    if (file) draft.plan.version = done.version;
     byId("save-dialog").close();
-    draft.settled();
+    draft.settled({ file });
     told(`Saved ${done.paths.join(", ")}`, done);
     refresh();
   } catch (error) {
@@ -83,7 +84,7 @@ async function apply(version) {
   try {
     const done = await post("/apply", { state, version });
     draft.plan.version = done.version;
-    draft.settled();
+    draft.settled({ file: true });
     told(done.answer || `Applied${done.paths.length ? ` to ${done.paths.join(", ")}` : ""}`, done);
     refresh();
   } catch (error) {
@@ -98,7 +99,7 @@ async function reopen() {
   if (!await mayReplace("The file as it is now")) return;
   const start = await get("/start");
   draft.plan.version = start.version;
-  load({ ...start.state, setup: { ...state.setup, ...start.state.setup } }, start.messages, `Opened ${start.plan_file}.`);
+  load({ ...start.state, setup: { ...state.setup, ...start.state.setup } }, start.messages, `Opened ${start.plan_file}.`, { file: true });
 }
 
 function told(sentence, done) {

@@ -1,9 +1,11 @@
 // What is not saved: whether there is any, and the copy that a reload of this tab finds again.
+// Saved is what is in any file or template; what is not in the plan file comes back after a reload.
 
 import { same, state } from "./state.js";
 
 export const plan = { file: null, version: null };
-let base = "";
+let saved = "";
+let inFile = "";
 let key = "";
 
 // The order of keys says nothing.
@@ -12,7 +14,7 @@ const sorted = (value) => value !== null && typeof value === "object" && !Array.
   : value;
 const written = ({ config, launch }) => JSON.stringify(sorted({ config, launch }));
 
-export const isUnsaved = () => written(state) !== base;
+export const isUnsaved = () => written(state) !== saved;
 
 export function begin(start) {
   plan.file = start.plan_file;
@@ -20,33 +22,36 @@ export function begin(start) {
   key = `zerotune ${location.pathname} ${start.plan_file ?? ""}`;
 }
 
-// What the form holds now is in a file, or was just read from one.
-export function settled() {
-  base = written(state);
+export function settled({ file = false } = {}) {
+  saved = written(state);
+  if (file) inFile = saved;
   keep();
 }
 
 export function keep() {
   try {
-    sessionStorage.setItem(key, JSON.stringify({ state, base, version: plan.version }));
+    sessionStorage.setItem(key, JSON.stringify({ state, saved, inFile, version: plan.version }));
   } catch {
     // Without storage, or with a full one, a reload begins with the file.
   }
 }
 
-// The draft of this tab: `unsaved` when it says something else than what it began with.
+// What this tab held before a reload; `pending` when it is not what the plan file was known to hold.
 export function kept() {
   try {
     const draft = JSON.parse(sessionStorage.getItem(key));
-    return draft && { ...draft, unsaved: written(draft.state) !== draft.base };
+    return draft && { ...draft, pending: written(draft.state) !== draft.inFile };
   } catch {
     return null;
   }
 }
 
+// Goes on where a tab was; whether the plan file is another one since.
 export function goOn(draft) {
-  base = draft.base;
   const changed = !same(plan.version, draft.version);
+  saved = draft.saved;
+  inFile = draft.inFile;
   plan.version = draft.version;
+  keep();
   return changed;
 }

@@ -66,13 +66,13 @@ function render(data) {
 }
 
 // What was read or looked up takes the place of the form. It is saved, unless it is a step further
-// on what was there before.
-function load(next, messages, sentence, { label, further = false } = {}) {
+// on what was there before; `file`: it is what the plan file holds.
+function load(next, messages, sentence, { label, further = false, file = false } = {}) {
   replace(next);
   // What reading changed is told until the next thing is opened; errors are found again anyway.
   opened = messages.filter((message) => message.severity !== "error");
   record({ label: label ?? sentence.replace(/\.$/, ""), notes: opened });
-  if (!further) draft.settled();
+  if (!further) draft.settled({ file });
   redraw();
   if (Number(read("config", "zero_optimization.stage")) === 3) byId("stage-3-card").open = true;
   status(sentence, messages.some((message) => message.severity === "error") ? "error" : "good");
@@ -107,19 +107,21 @@ const DEFAULTS = { family: "sdxl", world_size: 1, ema: "none", gradient_checkpoi
 
 function first(start, setup) {
   const { messages, state: said } = start;
-  load({ ...said, setup: { ...DEFAULTS, ...setup, ...said.setup } }, messages, messages.length ? messages[0].text : "");
+  draft.plan.version = start.version;
+  load({ ...said, setup: { ...DEFAULTS, ...setup, ...said.setup } }, messages,
+    messages.length ? messages[0].text : "", { label: "what is in the file", file: true });
 }
 
 // A reload goes on where this tab was; the machine that was described is in no file at all.
 function resume(start) {
   const kept = draft.kept();
   first(start, kept?.state.setup);
-  if (!kept?.unsaved) return () => {};
+  if (!kept?.pending) return () => {};
   return () => {
-    load(kept.state, [], "", { label: "what was changed before the reload", further: true });
-    const changed = draft.goOn(kept);
-    const file = changed ? " The file was changed meanwhile." : "";
-    status(`Your unsaved changes are back.${file}`, "", action("Discard them", () => first(start, state.setup)));
+    load(kept.state, [], "", { label: "what was here before the reload", further: true });
+    const file = draft.goOn(kept) ? " The file was changed meanwhile." : "";
+    status(`What was here before the reload is back.${file}`, "",
+      action("Discard it", () => first(start, state.setup)));
   };
 }
 

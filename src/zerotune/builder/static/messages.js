@@ -86,7 +86,8 @@ export function chipsOf(data) {
     .filter((severity) => count(severity))
     .map((severity) => [severity, `${count(severity)} ${severity}${count(severity) > 1 ? "s" : ""}`]);
   if (data.runs) chips.unshift(["good", "can run"]);
-  for (const bar of data.memory.bars ?? []) if (!bar.fits) chips.push(["error", `does not fit ${bar.label}`]);
+  const full = (data.memory.bars ?? []).filter((bar) => !bar.fits).map((bar) => bar.label);
+  if (full.length) chips.push(["error", `does not fit ${full.join(", ")}`]);
   return chips;
 }
 
