@@ -224,6 +224,14 @@ def second_day(session: nox.Session) -> None:
     session.run("python", "-m", "tests.second_day", *session.posargs)
 
 
+@nox.session(python=PYTHON)
+def newcomer(session: nox.Session) -> None:
+    """Time a newcomer's way with the wheel: to the first caught failure and trained step."""
+    built = built_wheel(session)
+    install(session, "attrs")
+    session.run("python", "-m", "tests.newcomer", str(built), "--constraints", CONSTRAINTS)
+
+
 @nox.session(python=False)
 def matrix(session: nox.Session) -> None:
     """Every EMA, adapter and family under every plan, every resume between plans, and the like."""

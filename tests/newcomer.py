@@ -1,0 +1,157 @@
+"""A newcomer's way by the clock: from ``pip install`` to the first caught failure and trained step.
+
+``nox -s newcomer`` builds the wheel and walks it in an environment that has nothing yet, along the
+quickstart: what is typed is what stands on that page. It prints the seconds of each stage, and
+since the beginning. ``python -m tests.newcomer WHEEL`` is the same with a wheel that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import attrs
+
+from tests.docs.pages import DOCS, blocks, configuration
+
+PAGE = DOCS / "quickstart.md"
+CAUGHT = "nvme-optimizer-below-stage-3"
+"""What is wrong with the page's configuration."""
+FIRST_STEP = r"^step +1/"
+
+
+@attrs.frozen
+class Stage:
+    """One thing that a newcomer waits for."""
+
+    what: str
+    seconds: float
+    since: float
+    """Seconds since the beginning, without what nobody waits for."""
+
+
+@attrs.frozen(kw_only=True)
+class Way:
+    """Where it is walked."""
+
+    folder: Path
+    wheel: str
+    constraints: Path | None = None
+    clock: list[float] = attrs.field(factory=list)
+    """When the lines came that were waited for."""
+
+    @property
+    def python(self) -> str:
+        """Of the clean environment."""
+        return str(self.folder / "venv" / "bin" / "python")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Nothing of this checkout, and no op that was compiled before."""
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        return kept | {
+            "TORCH_EXTENSIONS_DIR": str(self.folder / "ops"),
+            "PATH": f"{self.folder / 'venv' / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        }
+
+
+def create(way: Way) -> None:
+    """make an environment"""
+    shown([sys.executable, "-m", "venv", str(way.folder / "venv")], way)
+
+
+def install(way: Way) -> None:
+    """pip install"""
+    held = ["-c", str(way.constraints)] if way.constraints else []
+    shown([way.python, "-m", "pip", "install", "--quiet", *held, way.wheel], way)
+
+
+def check(way: Way) -> None:
+    """the first caught failure: zerotune plan check ds_config.json"""
+    (way.folder / "ds_config.json").write_text(configuration())
+    shown(["zerotune", "plan", "check", "ds_config.json"], way, until=CAUGHT, status=1)
+
+
+def start(way: Way) -> None:
+    """the first trained step: first.py, which compiles DeepSpeed's CPU optimizer before it"""
+    shown(_script(way), way, until=FIRST_STEP)
+
+
+def again(way: Way) -> None:
+    """the first trained step of the same script once more"""
+    shown(_script(way), way, until=FIRST_STEP)
+
+
+STAGES: tuple[Callable[[Way], None], ...] = (create, install, check, start, again)
+
+
+def _script(way: Way) -> list[str]:
+    code = next(one.code for one in blocks(PAGE) if "trainer.fit" in one.code)
+    (way.folder / "first.py").write_text(code)
+    return [way.python, "-u", "first.py"]
+
+
+def shown(command: list[str], way: Way, *, until: str = "", status: int = 0) -> None:
+    """Run it until a line of its output, which counts as its end; then let it end.
+
+    Args:
+        command: What is typed.
+        way: Where.
+        until: A pattern; empty: there is nothing to wait for.
+        status: How it must end.
+
+    Raises:
+        AssertionError: It ended otherwise, or without that line.
+    """
+    with subprocess.Popen(
+        command, cwd=way.folder, env=dict(way.environment),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        said = []
+        for line in process.stdout or ():
+            said.append(line)
+            if until and re.search(until, line):
+                way.clock.append(time.monotonic())
+                until = ""
+    if process.returncode != status or until:
+        raise AssertionError(
+            f"{' '.join(command)} ended with {process.returncode}:\n{''.join(said)}"
+        )
+
+
+def walk(way: Way) -> Iterator[Stage]:
+    """All stages, as they are over."""
+    walked = 0.0
+    for stage in STAGES:
+        way.clock.clear()
+        began = time.monotonic()
+        stage(way)
+        seconds = (way.clock or [time.monotonic()])[0] - began
+        walked += seconds
+        yield Stage((stage.__doc__ or "").strip(), seconds, walked)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Walk it and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("wheel", help="a wheel, or what else pip installs")
+    parser.add_argument("--constraints", type=lambda path: Path(path).resolve())
+    options = parser.parse_args(arguments)
+    wheel = Path(options.wheel)
+    named = str(wheel.resolve()) if wheel.exists() else options.wheel
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
+        for stage in walk(Way(folder=Path(folder), wheel=named, constraints=options.constraints)):
+            sys.stdout.write(f"{stage.seconds:7.1f} s  {stage.since:7.1f} s  {stage.what}\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
