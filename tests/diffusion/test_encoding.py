@@ -10,10 +10,18 @@ import torch
 from PIL import Image
 
 from tests.support import pipelines
+from tests.support.declared_pipelines import flux_kontext
 from tests.support.ranks import run_ranks
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.diffusion import encode_dataset, load_pretrained
-from zerotune.diffusion.data import AspectBuckets, ImageFolder, PreparedImages
+from zerotune.diffusion.data import (
+    AspectBuckets,
+    BucketStream,
+    ImageFolder,
+    PreparedImages,
+    TextBeside,
+    TextLines,
+)
 from zerotune.errors import CollectiveError, DataError
 
 
@@ -140,3 +148,49 @@ def test_encoders_give_the_memory_back(images, sdxl, tmp_path):
     assert torch.cuda.max_memory_allocated() - before > weights / 4, "it was used"
     assert torch.cuda.memory_allocated() - before < weights / 100
     assert {p.device.type for m in family.parts.modules.values() for p in m.parameters()} == {"cpu"}
+
+
+@pytest.fixture
+def edits(tmp_path):
+    """Two pictures with what they were before, one with a mask."""
+    folder = tmp_path / "edits"
+    folder.mkdir()
+    colors = np.random.default_rng(1)
+    for number in range(2):
+        for name in (f"{number}.png", f"{number}.reference.png"):
+            pixels = colors.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name)
+        (folder / f"{number}.txt").write_text("make it blue\nturn it blue")
+    half = np.zeros((16, 16), np.uint8)
+    half[:, :8] = 255
+    Image.fromarray(half).save(folder / "1.mask.png")
+    return folder
+
+
+def loss_and_gradient(loaded, batch):
+    loaded.model.zero_grad()
+    loss = loaded.objective()(loaded.model, batch, torch.Generator().manual_seed(4))
+    loss.backward()
+    return float(loss.detach()), loaded.model.proj_out.weight.grad.clone()
+
+
+def test_a_model_that_edits_trains_on_references_and_masks_of_a_folder_and_a_cache(edits, tmp_path):
+    loaded = load_pretrained(flux_kontext(tmp_path / "kontext"), frozen_dtype="fp32")
+    images = PreparedImages(
+        ImageFolder(edits, captions=TextBeside(words=TextLines())),
+        buckets=AspectBuckets(area=16 * 16, step=16),
+    )
+    cached = encode_dataset(images, family=loaded.family, folder=tmp_path / "c", progress=False)
+    pixels, latents = (next(BucketStream(d, micro_batch_size=2)) for d in (images, cached))
+    assert set(latents) >= {"latents", "reference_latents", "loss_masks"}
+    assert "images" not in latents
+    loss, gradient = loss_and_gradient(loaded, latents)
+    seen, other = loss_and_gradient(loaded, pixels)
+    assert seen == pytest.approx(loss, rel=1e-6)
+    torch.testing.assert_close(other, gradient)
+    for name in ("reference_latents", "loss_masks"):
+        changed, _ = loss_and_gradient(loaded, {**latents, name: latents[name].flip(0)})
+        assert changed != pytest.approx(loss, rel=1e-6), name
+    del latents["reference_latents"]
+    with pytest.raises(DataError, match="edits images"):
+        loss_and_gradient(loaded, latents)

@@ -24,6 +24,7 @@ from zerotune.diffusion import (
     InputPerturbation,
     OffsetNoise,
     ResolutionShift,
+    Unconditional,
 )
 from zerotune.diffusion.objective import min_snr_weights
 from zerotune.errors import DataError, InvalidValueError
@@ -271,6 +272,30 @@ def test_masks_take_places_out_of_the_loss():
     assert objective(
         Constant(), {"images": images, "loss_masks": per_channel}, generator()
     ) == pytest.approx(float(loss), rel=1e-6)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Halved(Unconditional):
+    """A family that makes latents of images, half as large, and clips of them if so asked."""
+
+    frames: int = 0
+
+    def clean(self, batch):
+        small = torch.nn.functional.avg_pool2d(batch["images"], 2)
+        return small[:, :, None].expand(-1, -1, self.frames, -1, -1) if self.frames else small
+
+
+@pytest.mark.parametrize("frames", [0, 1, 3])
+def test_masks_over_images_come_to_the_size_of_their_latents(frames):
+    images, mask = torch.zeros(2, 3, 8, 8), torch.ones(2, 1, 8, 8)
+    mask[0, :, :, :3] = 0.0
+    small = torch.nn.functional.avg_pool2d(mask, 2)
+    assert small[0, 0, 0].tolist() == [0.0, 0.5, 1.0, 1.0]
+    objective = DenoisingObjective(family=Halved(frames=frames))
+    noise = torch.randn((2, 3, *(frames,) * bool(frames), 4, 4), generator=generator())
+    loss = objective(Constant(), {"images": images, "loss_masks": mask}, generator())
+    weights = small[:, :, None] if frames else small
+    assert float(loss) == pytest.approx(float((noise**2 * weights).mean()), rel=1e-6)
 
 
 def test_weights_and_masks_of_another_shape_are_data_errors():

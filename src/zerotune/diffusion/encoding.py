@@ -67,6 +67,7 @@ def encode_dataset(
 
     Raises:
         DataError: The family has no frozen parts, or an image is broken.
+        InvalidValueError: Tags are shuffled anew at each use, so that texts cannot be cached.
         CollectiveError: A rank did not come in time.
     """
     with ExitStack() as resources:
@@ -105,6 +106,7 @@ def _encode(
     shown: bool,
     timeout_s: float,
 ) -> CachedImages:
+    words = images.texts()  # Refused before the first latent, if at all.
     latents = TensorCache(folder, settings=family.latent_settings())
     texts = TensorCache(folder, settings=family.text_settings())
     shared: dict[str, Any] = {
@@ -124,7 +126,7 @@ def _encode(
         )
     with _Bar("captions", shown) as report:
         cache_texts(
-            captions_of(images),
+            words,
             cache=texts,
             encode=lambda captions: family.encode_texts(captions, device=device),
             progress=report,
@@ -133,11 +135,6 @@ def _encode(
             **shared,
         )
     return CachedImages(images, latents=latents, texts=texts)
-
-
-def captions_of(images: PreparedImages) -> list[str]:
-    """The caption of each image, none dropped."""
-    return [images.source.item(index).caption for index in range(len(images))]
 
 
 def _default_device(rank: int) -> torch.device:

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.preparation import LOSS_MASKS, shrunk
 from zerotune.diffusion.families.unconditional import Unconditional
 from zerotune.diffusion.family import Conditioning, Denoiser, Family
 from zerotune.diffusion.noise import DrawnNoise, GaussianNoise, Noise
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 LOSS_WEIGHTS = "loss_weights"
 """Key of a batch: what each sample's loss is multiplied by, (b,)."""
-
-LOSS_MASKS = "loss_masks"
-"""Key of a batch: what each place's squared error is multiplied by, (b, 1, h, w)."""
 
 _ROUNDING = 1e-5
 
@@ -137,6 +135,7 @@ class _SchedulerObjective(ABC):
         clean = self.family.clean(batch)
         conditioning = self.family.conditioning(batch, generator)
         drawn = noise.draw(clean, generator)
+        batch = _masks_over(clean, batch)
         return _Inputs(batch=batch, clean=clean, conditioning=conditioning, noise=drawn)
 
     @abstractmethod
@@ -466,11 +465,25 @@ def _sample_weights(
     return given if weights is None else given * weights.to(like.device, torch.float32)
 
 
+def _masks_over(
+    clean: torch.Tensor, batch: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The batch, its masks over images brought to the size of what the family made of these."""
+    mask, images = batch.get(LOSS_MASKS), batch.get("images")
+    if mask is None or images is None or mask.shape[-2:] == clean.shape[-2:]:
+        return batch
+    if mask.ndim != 4 or mask.shape[-2:] != images.shape[-2:]:
+        return batch  # mean_error says what is wrong with it.
+    return {**batch, LOSS_MASKS: shrunk(mask.float(), clean.shape[-2:])}
+
+
 def _mask(batch: Mapping[str, torch.Tensor], *, like: torch.Tensor) -> torch.Tensor | None:
     mask = batch.get(LOSS_MASKS)
     if mask is None:
         return None
     places = (len(like), 1, *like.shape[2:])
+    if like.ndim == 5 and mask.ndim == 4:
+        mask = mask.unsqueeze(2).expand(-1, -1, like.shape[2], -1, -1)  # The same for all frames.
     if mask.shape not in (places, like.shape):
         raise DataError(
             f"masks lie over the samples the model sees, {places}",

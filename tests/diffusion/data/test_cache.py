@@ -9,11 +9,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import zlib
 from collections import Counter
 from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -28,7 +30,10 @@ from zerotune.diffusion.data import (
     ImageFolder,
     Preparation,
     PreparedImages,
+    TagShuffle,
     TensorCache,
+    TextBeside,
+    TextLines,
     cache_latents,
     cache_texts,
     hash_weights,
@@ -126,6 +131,73 @@ def test_cached_samples_are_those_of_the_pixels(some, tmp_path):
             for name in ("original_sizes", "crop_corners", "target_sizes"):
                 assert torch.equal(sample[name], plain[name])
     assert CachedImages(dataset, latents=latents)[3]["captions"] == dataset[3]["captions"]
+
+
+def test_every_variant_of_a_caption_is_cached(some, tmp_path):
+    for path in some.rglob("*.txt"):
+        path.write_text(f"{path.stem}, a, b, c\n{path.stem}, d, e, f")
+    source = ImageFolder(some, captions=TextBeside(words=TextLines()))
+
+    def dataset(orders):
+        tags = TagShuffle(kept=1, orders=orders)
+        return PreparedImages(source, buckets=SMALL, augmentation=Augmentation(tags=tags))
+
+    def encode(texts):
+        return {"prompt_embeds": torch.tensor([[float(zlib.crc32(t.encode()))] for t in texts])}
+
+    shuffled = dataset(4)
+    latents, texts = fill(shuffled, tmp_path, Encoder()), TensorCache(tmp_path, settings=TEXTS)
+    cache_texts(shuffled.texts(), cache=texts, encode=encode)
+    cached = CachedImages(shuffled, latents=latents, texts=texts)
+    seen = set()
+    for epoch in range(20):
+        draw = Draw(index=5, epoch=epoch)
+        told = shuffled.caption(draw)
+        assert torch.equal(cached[draw]["prompt_embeds"], encode([told])["prompt_embeds"][0])
+        seen.add(told)
+    assert 4 < len(seen) <= 8
+    with pytest.raises(InvalidValueError, match=r"cannot be cached.*TagShuffle\(orders=8\)"):
+        CachedImages(dataset(None), latents=latents, texts=texts)
+    assert "captions" in CachedImages(dataset(None), latents=latents)[3]
+
+
+def test_masks_and_references_are_cached_with_their_image(tmp_path, photos):
+    folder = tmp_path / "edits"
+    folder.mkdir()
+    for number in range(2):
+        photos[number].resize((32, 32)).save(folder / f"{number}.png")
+        photos[1 - number].resize((32, 32)).save(folder / f"{number}.reference.png")
+    half = Image.new("L", (32, 32))
+    half.paste(255, (0, 0, 20, 32))
+    half.save(folder / "1.mask.png")
+    encoder = Encoder()
+    dataset = dataset_of(folder, flip=0.5)
+    cached = CachedImages(dataset, latents=fill(dataset, tmp_path, encoder))
+    assert len(encoder.seen) == 8, "two images and two references, each mirrored too"
+    for draw in (Draw(index=index, epoch=epoch) for index in range(2) for epoch in range(6)):
+        plain, sample = dataset[draw], cached[draw]
+        for kind in ("", "reference_"):
+            wanted = Encoder()(plain[f"{kind or ''}images"][None])["latents"][0]
+            torch.testing.assert_close(sample[f"{kind}latents"], wanted)
+        assert sample["loss_masks"].shape == (1, 4, 4)
+        wanted = torch.nn.functional.avg_pool2d(plain["loss_masks"], 8)
+        torch.testing.assert_close(sample["loss_masks"], wanted)
+    # 20 of 32 columns: two and a half of four places.
+    upright = next(d for d in (Draw(index=1, epoch=e) for e in range(9))
+                   if not dataset.augmentation.flips(d))  # fmt: skip
+    row = cached[upright]["loss_masks"][0, 0]
+    torch.testing.assert_close(row, torch.tensor([1.0, 1.0, 0.5, 0.0]), atol=0.02, rtol=0)
+
+    def again():
+        encoder.seen.clear()
+        fill(dataset_of(folder, flip=0.5), tmp_path, encoder)
+        return len(encoder.seen)
+
+    assert again() == 0
+    half.rotate(180).save(folder / "1.mask.png")
+    assert again() == 4
+    (folder / "1.mask.png").unlink()
+    assert again() == 8, "of none of them a mask is kept any more"
 
 
 def test_a_run_goes_on_from_pixels_to_latents_in_worker_processes(some, tmp_path):

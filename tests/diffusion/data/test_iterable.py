@@ -82,6 +82,23 @@ def test_a_resumed_stream_continues_exactly_on_any_ranks(samples, before, later)
             assert torch.equal(batch["images"], wanted["images"])
 
 
+def test_streamed_samples_may_have_several_captions(samples):
+    def read(sample):
+        return sample[0], [f"{sample[1]} a", f"{sample[1]} b"]
+
+    first = stream(samples, read=read)
+    batches = take([first], 80)
+    told = [text for batch in batches for text in batch]
+    by_sample = {text.split()[0] for text in told}
+    for name in by_sample:
+        assert {text for text in told if text.split()[0] == name} == {f"{name} a", f"{name} b"}
+    before = stream(samples, read=read)
+    take([before], 30)
+    resumed = stream(samples, read=read)
+    resumed.load_state_dict(before.state_dict())
+    assert take([resumed], 10) == batches[30:40]
+
+
 def test_other_samples_are_noticed_on_resuming(samples):
     first = stream(samples)
     take([first], 12)

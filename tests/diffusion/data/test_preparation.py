@@ -22,6 +22,9 @@ from zerotune.diffusion.data import (
     ImageFolder,
     Preparation,
     PreparedImages,
+    TagShuffle,
+    TextBeside,
+    TextLines,
 )
 from zerotune.errors import InvalidValueError
 
@@ -124,6 +127,136 @@ def test_flips_and_dropped_captions_depend_on_seed_image_and_epoch_alone(cutting
         Augmentation(flip=2)
     with pytest.raises(InvalidValueError, match="resampling = 'best'"):
         Preparation(resampling="best")
+
+
+def test_each_caption_comes_once_before_one_comes_again():
+    chosen, words = Augmentation(seed=3), ("a", "b", "c")
+    for index in range(30):
+        told = [chosen.words(words, Draw(index=index, epoch=epoch)) for epoch in range(12)]
+        assert all(sorted(told[turn : turn + 3]) == ["a", "b", "c"] for turn in range(0, 12, 3))
+    first = [chosen.words(words, Draw(index=index, epoch=0)) for index in range(300)]
+    assert {word: 80 < count < 120 for word, count in Counter(first).items()} == dict.fromkeys(
+        "abc", True
+    )
+    assert first != [Augmentation(seed=4).words(words, Draw(index=i, epoch=0)) for i in range(300)]
+    assert chosen.words((), Draw(index=0, epoch=0)) == ""
+    assert Augmentation(caption_dropout=1.0).words(words, Draw(index=0, epoch=0)) == ""
+
+
+TAGS = "zoe, smiling,  red hat ,, blue, tall, a b"
+
+
+def test_tags_are_shuffled_behind_those_that_are_kept():
+    tags = ["zoe", "smiling", "red hat", "blue", "tall", "a b"]
+    chosen = Augmentation(tags=TagShuffle(kept=2), seed=1)
+    told = [chosen.words([TAGS], Draw(index=0, epoch=epoch)) for epoch in range(40)]
+    assert all(text.startswith("zoe, smiling, ") for text in told)
+    assert all(sorted(text.split(", ")) == sorted(tags) for text in told)
+    assert len(set(told)) > 15
+    assert told == [chosen.words([TAGS], Draw(index=0, epoch=epoch)) for epoch in range(40)]
+    assert told != [chosen.words([TAGS], Draw(index=1, epoch=epoch)) for epoch in range(40)]
+    fewer = Augmentation(tags=TagShuffle(kept=1, dropout=0.4))
+    counts = Counter(
+        tag
+        for epoch in range(400)
+        for tag in fewer.words([TAGS], Draw(index=0, epoch=epoch)).split(", ")
+    )
+    assert counts["zoe"] == 400
+    assert all(200 < counts[tag] < 280 for tag in tags[1:])
+    lines = TagShuffle(separator=" | ", kept=9)
+    assert lines.shuffled("a |b | c", seed=0) == "a |b | c"
+    for wrong in ({"kept": -1}, {"dropout": 2}, {"separator": ""}, {"orders": 0}):
+        with pytest.raises(InvalidValueError, match=next(iter(wrong))):
+            TagShuffle(**wrong)
+
+
+def test_orders_that_are_counted_all_come_and_no_others():
+    chosen = Augmentation(tags=TagShuffle(orders=3), seed=2)
+    words = ("a, b, c, d, e", "v, w, x, y, z")
+    dataset = PreparedImages(
+        DatasetImages([Image.new("RGB", (8, 8))] * 2, image=lambda i: i, caption=lambda _: words),
+        buckets=SMALL,
+        augmentation=chosen,
+    )
+    for index in range(2):
+        told = [dataset.caption(Draw(index=index, epoch=epoch)) for epoch in range(12)]
+        assert told[:6] != told[2:8]
+        assert set(told) == set(chosen.all_words(words, index))
+        assert Counter(told) == dict.fromkeys(set(told), 2)
+    assert set(dataset.texts()) == {"", *chosen.all_words(words, 0), *chosen.all_words(words, 1)}
+    assert len(dataset.texts()) > 10
+    endless = PreparedImages(
+        dataset.source, buckets=SMALL, augmentation=Augmentation(tags=TagShuffle())
+    )
+    with pytest.raises(InvalidValueError, match=r"cannot be cached.*orders=8"):
+        endless.texts()
+
+
+def test_shuffled_captions_go_on_where_they_were(folder):
+    for number, path in enumerate(sorted(folder.rglob("*.txt"))):
+        path.write_text(f"n{number}, a, b, c, d\nn{number}, e, f, g, h\n")
+
+    def stream(**options):
+        dataset = PreparedImages(
+            ImageFolder(folder, captions=TextBeside(words=TextLines())),
+            buckets=SMALL,
+            minimum=4,
+            augmentation=Augmentation(tags=TagShuffle(kept=1, dropout=0.2), caption_dropout=0.1),
+        )
+        return BucketStream(dataset, micro_batch_size=4, seed=4, **options)
+
+    alone = stream()
+    batches = [next(alone)["captions"] for _ in range(156)]
+    before = stream()
+    for _ in range(150):
+        next(before)
+    resumed = [stream(rank=rank, world_size=2) for rank in range(2)]
+    workers = stream(num_workers=1)
+    for one in (*resumed, workers):
+        one.load_state_dict(before.state_dict())
+    assert [next(workers)["captions"] for _ in range(3)] == batches[150:153]
+    told = [next(one)["captions"] for _ in range(3) for one in resumed]
+    assert told == batches[150:156]
+    both = [text for batch in batches for text in batch if text.startswith("n7, ")]
+    assert len({text[4] for text in both}) > 1, "another caption or another order in the next epoch"
+
+
+def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
+    picture = photos[0].resize((60, 40))
+    picture.save(tmp_path / "a.png")
+    picture.resize((120, 80)).save(tmp_path / "a.reference.png")
+    left = Image.new("L", (60, 40))
+    left.paste(255, (0, 0, 30, 40))
+    left.save(tmp_path / "a.mask.png")
+    photos[1].resize((32, 32)).save(tmp_path / "b.png")
+    photos[0].resize((32, 64)).save(tmp_path / "b.reference.png")
+    square = AspectBuckets(area=32 * 32, step=32, max_aspect=1)
+
+    def dataset(**options):
+        return PreparedImages(ImageFolder(tmp_path), buckets=square, **options)
+
+    plain = dataset(preparation=Preparation(crop=DetailCrop()))
+    sample = plain[0]
+    assert sample["images"].shape == sample["reference_images"].shape == (3, 32, 32)
+    assert sample["loss_masks"].shape == (1, 32, 32)
+    # The same picture twice as large, cut at the same place, is the same but for resampling.
+    assert (sample["images"] - sample["reference_images"]).abs().mean() < 0.05
+    shown = 24 - sample["crop_corners"][1].item()  # Where the white half ends.
+    assert sample["loss_masks"][0, 0, : shown - 3].min() > 0.95
+    assert sample["loss_masks"][0, 0, shown + 3 :].max() < 0.05
+    mirrored = dataset(
+        preparation=Preparation(crop=DetailCrop()), augmentation=Augmentation(flip=1.0)
+    )[0]
+    for name in ("images", "loss_masks", "reference_images"):
+        assert torch.equal(mirrored[name], sample[name].flip(-1)), name
+    other = plain[1]
+    assert torch.equal(other["loss_masks"], torch.ones(1, 32, 32)), "without a mask all counts"
+    # A reference of another shape comes into the bucket on its own.
+    alone = PreparedImages(source_of(photos[0].resize((32, 64))), buckets=square,
+                           preparation=Preparation(crop=DetailCrop()))  # fmt: skip
+    assert torch.equal(other["reference_images"], alone[0]["images"])
+    batch = next(BucketStream(plain, micro_batch_size=2))
+    assert batch["reference_images"].shape == (2, 3, 32, 32)
 
 
 def test_real_files_stream_once_per_epoch_and_resume_with_their_flips(folder):

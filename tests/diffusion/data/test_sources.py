@@ -24,6 +24,8 @@ from zerotune.diffusion.data import (
     RefuseBroken,
     RepeatedSource,
     TarShards,
+    TextBeside,
+    TextLines,
     WholeImage,
     write_broken,
 )
@@ -107,6 +109,111 @@ def test_captions_come_from_the_metadata_that_are_there(tmp_path, photos):
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"b.txt.*UTF-8"):
         ImageFolder(tmp_path)
+
+
+def test_an_image_may_have_several_captions(tmp_path, photos):
+    small = photos[0].resize((32, 24))
+    for name in ("a.png", "b.png", "c.png"):
+        small.save(tmp_path / name)
+    (tmp_path / "a.txt").write_text("a temple\n\n  seen from afar \n")
+    (tmp_path / "b.txt").write_text("one\nstory")
+
+    def told(source):
+        return [source.item(index).captions for index in range(len(source))]
+
+    assert told(ImageFolder(tmp_path)) == [("a temple\n\n  seen from afar",), ("one\nstory",), ()]
+    lines = ImageFolder(tmp_path, captions=TextBeside(words=TextLines()))
+    assert told(lines) == [("a temple", "seen from afar"), ("one", "story"), ()]
+    several = [d for d in lines.decisions if d.before == "several"]
+    assert several[0].reason.startswith("2 of 3 images have several captions")
+    joined = RepeatedSource(JoinedSources([lines, lines]), times=2)
+    assert joined.item(9).captions == ("a temple", "seen from afar")
+    rows = [{"file_name": "a.png", "text": ["one", "", "two"]}, {"file_name": "b.png", "text": "b"}]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert told(ImageFolder(tmp_path)) == [("one", "two"), ("b",), ()]
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": ["one", 2]}')
+    with pytest.raises(DataError, match=r"line 1 has no text 'text'"):
+        ImageFolder(tmp_path)
+    png = (tmp_path / "a.png").read_bytes()
+    shard = tar_of(
+        tmp_path / "0.tar",
+        {
+            "1.png": png,
+            "1.txt": b"first\nsecond",
+            "1.json": json.dumps({"caption": ["x", "y", 3]}).encode(),
+        },
+    )
+    assert told(TarShards([shard])) == [("first\nsecond",)]
+    assert told(TarShards([shard], words=TextLines())) == [("first", "second")]
+    assert told(TarShards([shard], caption="json")) == [("x", "y")]
+    data = [{"image": small, "words": ["p", "q"]}]
+    assert told(DatasetImages(data, image="image", caption="words")) == [("p", "q")]
+
+
+def beside(folder, photos, *, masks=(0, 1), references=(0, 1)):
+    """Two images, with what lies beside them."""
+    folder.mkdir(exist_ok=True)
+    for number in range(2):
+        photos[number].resize((40, 32)).save(folder / f"{number}.jpg")
+        (folder / f"{number}.txt").write_text(f"picture {number}")
+        if number in masks:
+            half = Image.new("L", (20, 16))
+            half.paste(255, (0, 0, 10, 16))
+            half.save(folder / f"{number}.mask.png")
+        if number in references:
+            photos[1 - number].resize((64, 64)).save(folder / f"{number}.reference.webp")
+    return folder
+
+
+def in_a_tar(folder):
+    members = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return TarShards([tar_of(folder.parent / f"{folder.name}.tar", members)])
+
+
+def test_masks_and_references_lie_beside_images_in_folders_and_shards(tmp_path, photos):
+    whole = beside(tmp_path / "whole", photos, masks=(1,))
+    for source in (ImageFolder(whole), in_a_tar(whole)):
+        assert [source.item(index).caption for index in range(2)] == ["picture 0", "picture 1"]
+        assert source.companions == {"mask", "reference"}
+        assert source.companion(0, "mask") is None
+        assert source.companion(1, "mask").size == (20, 16)
+        assert source.companion(0, "reference").size == (64, 64)
+        found = {decision.key: decision.after for decision in source.decisions}
+        assert (found["data.masks"], found["data.references"]) == (1, 2)
+    bare = beside(tmp_path / "bare", photos, masks=(), references=())
+    plain = ImageFolder(bare)
+    assert plain.companions == frozenset()
+    assert plain.content(0) != ImageFolder(whole).content(0), "a reference is part of an image"
+    ignored = ImageFolder(whole, masks=None, references=None)
+    assert len(ignored) == 5
+    other_names = beside(tmp_path / "own", photos)
+    (other_names / "0.mask.png").rename(other_names / "0.where.png")
+    assert [image.name for image in ImageFolder(other_names).broken] == ["0.where.png"]
+    assert ImageFolder(other_names, masks="where").companions == {"mask", "reference"}
+    joined = RepeatedSource(JoinedSources([ImageFolder(whole), ImageFolder(whole)]), times=2)
+    assert joined.companions == {"mask", "reference"}
+    assert joined.companion(7, "mask").size == (20, 16)
+    with pytest.raises(DataError, match="references beside"):
+        JoinedSources([ImageFolder(whole), plain])
+    without = JoinedSources([ImageFolder(whole, references=None), plain])
+    assert without.companions == {"mask"}
+    assert without.companion(len(without) - 1, "mask") is None
+
+
+def test_an_image_is_broken_with_what_lies_beside_it(tmp_path, photos):
+    folder = beside(tmp_path / "one", photos, references=(0,))
+    assert "no reference beside it" in ImageFolder(folder).broken[0].reason
+    assert [image.name for image in in_a_tar(folder).broken] == ["one.tar/1"]
+    folder = beside(tmp_path / "two", photos)
+    photos[0].resize((16, 20)).save(folder / "1.mask.png")
+    (folder / "0.reference.webp").write_bytes(b"no")
+    with pytest.raises(DataError, match="no image that can be read"):
+        ImageFolder(folder)
+    (folder / "0.reference.webp").write_bytes((folder / "1.reference.webp").read_bytes())
+    source_broken = {image.name: image.reason for image in ImageFolder(folder).broken}
+    assert "the mask beside it is 16x20, which is not its shape, 40x32" in source_broken["1.jpg"]
+    with pytest.raises(DataError, match=r"1\.jpg"):
+        ImageFolder(folder, on_broken=RefuseBroken())
 
 
 # Each with what turns the stored pixels upright (EXIF 2.3, 4.6.4.A, tag 274).

@@ -38,10 +38,14 @@ from zerotune.diffusion.data.preparation import CenterCrop as CenterCrop
 from zerotune.diffusion.data.preparation import DetailCrop as DetailCrop
 from zerotune.diffusion.data.preparation import Preparation as Preparation
 from zerotune.diffusion.data.preparation import PreparedImages as PreparedImages
+from zerotune.diffusion.data.preparation import TagShuffle as TagShuffle
+from zerotune.diffusion.data.sources import CaptionText as CaptionText
 from zerotune.diffusion.data.sources import ImageItem as ImageItem
 from zerotune.diffusion.data.sources import ImageSource as ImageSource
 from zerotune.diffusion.data.sources import JoinedSources as JoinedSources
 from zerotune.diffusion.data.sources import RepeatedSource as RepeatedSource
+from zerotune.diffusion.data.sources import TextLines as TextLines
+from zerotune.diffusion.data.sources import WholeText as WholeText
 from zerotune.diffusion.data.streams import Batch as Batch
 from zerotune.diffusion.data.streams import BatchStream as BatchStream
 from zerotune.diffusion.data.streams import BucketedDataset as BucketedDataset

@@ -170,14 +170,7 @@ class AspectBuckets:
 
     def place(self, size: Size, *, bucket: Bucket | None = None) -> Placement:
         """How an image of this size comes into its bucket, or into the one given."""
-        target = self.nearest(size) if bucket is None else bucket
-        width, height = size
-        # In whole numbers: a rounded scale may leave the image one pixel short of its bucket.
-        if target.width * height >= target.height * width:
-            resized = target.width, max(target.height, round(height * target.width / width))
-        else:
-            resized = max(target.width, round(width * target.height / height)), target.height
-        return Placement(bucket=target, original=size, resized=resized)
+        return place_in(size, self.nearest(size) if bucket is None else bucket)
 
     def assign(self, sizes: Sequence[Size], *, minimum: int = 1) -> BucketAssignment:
         """Give every image a bucket.
@@ -209,6 +202,17 @@ class AspectBuckets:
             placements=placements,
             decisions=(*_merged(counts, kept, minimum), *_enlarged(placements)),
         )
+
+
+def place_in(size: Size, bucket: Bucket) -> Placement:
+    """How an image of this size comes into a bucket."""
+    width, height = size
+    # In whole numbers: a rounded scale may leave the image one pixel short of its bucket.
+    if bucket.width * height >= bucket.height * width:
+        resized = bucket.width, max(bucket.height, round(height * bucket.width / width))
+    else:
+        resized = max(bucket.width, round(width * bucket.height / height)), bucket.height
+    return Placement(bucket=bucket, original=size, resized=resized)
 
 
 def _merged(counts: dict[Bucket, int], kept: list[Bucket], minimum: int) -> Iterable[Decision]:

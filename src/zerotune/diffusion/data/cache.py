@@ -25,8 +25,14 @@ from zerotune._util.numbers import whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw
-from zerotune.diffusion.data.preparation import PreparedImages, micro_conditioning
-from zerotune.diffusion.data.streams import check_rank, row_of
+from zerotune.diffusion.data.preparation import (
+    LOSS_MASKS,
+    REFERENCE_IMAGES,
+    PreparedImages,
+    micro_conditioning,
+    shrunk,
+)
+from zerotune.diffusion.data.streams import check_rank, row_of, stack_named
 from zerotune.errors import DataError, InvalidValueError
 
 FORMAT: Final = "1"
@@ -310,8 +316,10 @@ def cache_latents(
     """Compute the latents of all images that are not in the cache. Collective.
 
     An image's key is made of its stored bytes, its size, its bucket, how it is prepared and
-    whether it is mirrored. A file is written every ``shard_size`` images; what was written stays
-    when the process is killed, and the next call computes the rest, on any number of ranks.
+    whether it is mirrored; what lies beside it belongs to it. Masks are kept in the latents' size
+    as ``loss_masks``, and what the encoder gives for references as ``reference_latents``. A file is
+    written every ``shard_size`` images; what was written stays when the process is killed, and the
+    next call computes the rest, on any number of ranks.
 
     Args:
         dataset: The images. Mirrored ones are added if its augmentation flips.
@@ -341,8 +349,8 @@ def cache_latents(
         return dataset.assignment.placements[shapes[key][0]].bucket
 
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-        loaded = [dataset.pixels(shapes[key][0], flipped=shapes[key][1]) for key in keys]
-        encoded = encode(torch.stack([pixels for pixels, _ in loaded]))
+        loaded = [dataset.tensors(shapes[key][0], flipped=shapes[key][1]) for key in keys]
+        encoded = _encoded(stack_named([tensors for tensors, _ in loaded]), encode)
         corners = torch.tensor([corner for _, corner in loaded])
         return _by_key(keys, {**encoded, _CORNER: corners})
 
@@ -355,6 +363,18 @@ def cache_latents(
     ]
     _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
     _finish(cache, release=release, barrier=barrier)
+
+
+def _encoded(loaded: Mapping[str, torch.Tensor], encode: EncodeImages) -> dict[str, torch.Tensor]:
+    """What is kept of images: their latents, and of what lies beside them latents and masks."""
+    found = dict(encode(loaded["images"]))
+    if REFERENCE_IMAGES in loaded:
+        edited = encode(loaded[REFERENCE_IMAGES])
+        found |= {f"reference_{name}": tensor for name, tensor in edited.items()}
+    if LOSS_MASKS in loaded:
+        sides = next(iter(found.values())).shape[-2:]
+        found[LOSS_MASKS] = shrunk(loaded[LOSS_MASKS], sides)
+    return found
 
 
 def cache_texts(
@@ -405,11 +425,14 @@ class CachedImages:
 
     Raises:
         DataError: On reading: an image or caption is not in its cache.
+        InvalidValueError: ``texts`` are given, and tags are in another order at each use.
     """
 
     def __init__(
         self, dataset: PreparedImages, *, latents: TensorCache, texts: TensorCache | None = None
     ) -> None:
+        if texts is not None:
+            dataset.augmentation.check_countable()
         self._dataset, self._latents, self._texts = dataset, latents, texts
         _ = dataset.contents  # Here, once, and not in each of the loader's processes.
         flip = dataset.augmentation.flip
@@ -435,11 +458,13 @@ class CachedImages:
 
     def latent_key(self, index: int, *, flipped: bool) -> str:
         """The key of an image: its stored bytes and all that happens to it before the VAE."""
+        # Beside others with masks one without has a mask too, of ones.
         return hash_key(
             self._dataset.contents[index],
             self._dataset.assignment.placements[index],
             self._dataset.preparation,
             flipped,
+            *sorted(self._dataset.companions),
         )
 
     def __getitem__(self, draw: Draw | int) -> dict[str, Any]:

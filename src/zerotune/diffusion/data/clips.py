@@ -42,7 +42,7 @@ from zerotune.diffusion.data.preparation import (
     PreparedImages,
     all_to_pixels,
 )
-from zerotune.diffusion.data.sources import ImageItem, looked_at, scan_decisions
+from zerotune.diffusion.data.sources import ImageItem, looked_at, scan_decisions, worded
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class ClipFolder:
                 size=size,
                 frames=count,
                 rate=clips[name].rate,
-                caption=words.get(name, ""),
+                **worded(words.get(name, "")),
             )
             for name, (size, count) in seen.items()
         ]

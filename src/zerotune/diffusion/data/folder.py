@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -22,20 +23,32 @@ from zerotune.diffusion.data.images import (
     SkipBroken,
     WholeImage,
 )
-from zerotune.diffusion.data.sources import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.diffusion.data.sources import (
+    MASK,
+    REFERENCE,
+    CaptionText,
+    EncodedSource,
+    ImageItem,
+    WholeText,
+    Words,
+    companion_decisions,
+    measure,
+    scan_decisions,
+    worded,
+)
 from zerotune.errors import DataError
 
 # -- Captions by file name, as Hugging Face's image folders have them.
 
 
-def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str, str]:
+def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
     """Captions by file name from JSON lines.
 
     Args:
         text: The lines; blank ones are left out.
         source: Name of the file, for messages.
         file: Key that holds the image's path, relative to the metadata file.
-        caption: Key that holds the caption.
+        caption: Key that holds the caption, or a list of several.
 
     Raises:
         DataError: A line that is no object, lacks a key or repeats a file with other words.
@@ -43,7 +56,7 @@ def parse_jsonl(text: str, *, source: str, file: str, caption: str) -> dict[str,
     return _collect(_json_rows(text, source), source=source, file=file, caption=caption)
 
 
-def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, str]:
+def parse_csv(text: str, *, source: str, file: str, caption: str) -> dict[str, Words]:
     """Captions by file name from comma-separated values with a header; like ``parse_jsonl``.
 
     Raises:
@@ -82,17 +95,25 @@ def _csv_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _collect(
     rows: Iterable[tuple[int, dict[str, Any]]], *, source: str, file: str, caption: str
-) -> dict[str, str]:
-    captions: dict[str, str] = {}
+) -> dict[str, Words]:
+    captions: dict[str, Words] = {}
     for number, row in rows:
-        for column in (file, caption):
-            if not isinstance(row.get(column), str):
+        for column, fits in ((file, _is_text), (caption, _is_words)):
+            if not fits(row.get(column)):
                 raise _bad(source, number, f"has no text {column!r} (it has {sorted(row)})")
         name = _inside(row[file], source, number)
         if captions.get(name, row[caption]) != row[caption]:
             raise _bad(source, number, f"gives {name!r} a second caption")
         captions[name] = row[caption]
     return captions
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_words(value: Any) -> bool:
+    return _is_text(value) or (isinstance(value, list) and all(map(_is_text, value)))
 
 
 def _inside(name: str, source: str, number: int) -> str:
@@ -117,8 +138,8 @@ def _bad(source: str, number: int, reason: str) -> DataError:
 class CaptionFiles(Protocol):
     """Finds the captions of a folder."""
 
-    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, str]:
-        """Captions by image name, a path relative to ``root`` with slashes."""
+    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
+        """Captions, one or several, by image name: a path relative to ``root`` with slashes."""
         ...
 
 
@@ -127,8 +148,10 @@ class TextBeside:
     """``cat.txt`` holds the caption of ``cat.png``, and that of the folder ``cat`` of frames."""
 
     suffix: str = ".txt"
+    words: CaptionText = attrs.field(factory=WholeText)
+    """``TextLines()``: each line is a caption of its own."""
 
-    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, str]:
+    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
         """Captions of the images that have such a file.
 
         Raises:
@@ -141,7 +164,7 @@ class TextBeside:
             whole = place.with_name(place.name + self.suffix)
             beside = whole if place.is_dir() else place.with_suffix(self.suffix)
             if beside.is_file():
-                found[name] = _text(beside).strip()
+                found[name] = self.words.captions(_text(beside))
         return found
 
 
@@ -153,9 +176,9 @@ class MetadataFile:
     file: str = "file_name"
     """Key or column with the image's path."""
     caption: str = "text"
-    """Key or column with the caption."""
+    """Key or column with the caption; in JSON it may be a list of several."""
 
-    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, str]:  # noqa: ARG002
+    def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:  # noqa: ARG002
         """All captions of the file, also of images that are not there.
 
         Raises:
@@ -171,13 +194,19 @@ class MetadataFile:
 class ImageFolder(EncodedSource):
     """All images of a folder and its subfolders, in order of their names.
 
+    Beside ``cat.png`` may lie ``cat.mask.png``, which says where its loss counts (white) and where
+    not (black), and ``cat.reference.png``, which is edited to become it.
+
     Args:
         root: The folder. Names that begin with a dot are left out.
         captions: Where captions are. When not given: ``metadata.jsonl`` if it is there, else
             ``metadata.csv``, else text files beside the images; which one is recorded.
+        masks: What a mask's name has before its ending; ``None``: there are none.
+        references: The same of what is edited. If one image has a reference, all must.
         check: ``WholeImage()`` decodes every file at the start, ``HeaderOnly()`` is faster.
         on_broken: ``SkipBroken()`` leaves broken files out, ``RefuseBroken()`` stops. An image
-            that the metadata name and the folder lacks is broken too.
+            that the metadata name and the folder lacks is broken too, and one whose mask is of
+            another shape or whose reference is missing.
 
     Raises:
         DataError: There is no image, or a caption file is malformed.
@@ -189,6 +218,8 @@ class ImageFolder(EncodedSource):
         root: str | os.PathLike[str],
         *,
         captions: CaptionFiles | None = None,
+        masks: str | None = MASK,
+        references: str | None = REFERENCE,
         check: ImageCheck | None = None,
         on_broken: BrokenPolicy | None = None,
     ) -> None:
@@ -200,14 +231,21 @@ class ImageFolder(EncodedSource):
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of images"
             )
         policy = on_broken or SkipBroken()
-        names = _images_in(self._root)
+        names, self._beside = _paired(_images_in(self._root), {MASK: masks, REFERENCE: references})
+        counts = Counter(kind for others in self._beside.values() for kind in others)
+        self.companions = frozenset(counts)
         chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
         sizes, broken = measure(
-            names, self._root.joinpath, check=check or WholeImage(), on_broken=policy
+            names,
+            self._root.joinpath,
+            check=check or WholeImage(),
+            on_broken=policy,
+            beside=self._files_beside,
+            companions=self.companions,
         )
         self._items = [
-            ImageItem(name=name, size=size, caption=words.get(name, ""))
+            ImageItem(name=name, size=size, **worded(words.get(name, "")))
             for name, size in sizes.items()
         ]
         missing = [
@@ -217,12 +255,41 @@ class ImageFolder(EncodedSource):
         for image in missing:
             policy.broken(image)
         self.broken = (*broken, *missing)
-        self.decisions = (*decisions, *scan_decisions(self.broken, self._items))
+        self.decisions = (
+            *decisions,
+            *scan_decisions(self.broken, self._items),
+            *companion_decisions(counts, len(names)),
+        )
         announce(self.decisions)
 
     def encoded(self, index: int) -> Path:
         """The file of an image."""
         return self._root / self._items[index].name
+
+    def beside(self, index: int) -> Mapping[str, Path | bytes]:
+        """The files beside an image."""
+        return self._files_beside(self._items[index].name)
+
+    def _files_beside(self, name: str) -> Mapping[str, Path | bytes]:
+        return {kind: self._root / file for kind, file in self._beside.get(name, {}).items()}
+
+
+def _paired(
+    names: Sequence[str], endings: Mapping[str, str | None]
+) -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Images, and of each what lies beside it: files whose names differ by one more ending."""
+    by_stem: dict[PurePosixPath, list[str]] = {}
+    for name in names:
+        by_stem.setdefault(PurePosixPath(name).with_suffix(""), []).append(name)
+    kinds = {f".{ending}": kind for kind, ending in endings.items() if ending is not None}
+    beside: dict[str, dict[str, str]] = {}
+    taken = set()
+    for stem, files in by_stem.items():
+        owners = by_stem.get(stem.with_suffix(""), []) if stem.suffix in kinds else []
+        for owner in owners:
+            beside.setdefault(owner, {})[kinds[stem.suffix]] = files[0]
+        taken |= set(files) if owners else set()
+    return [name for name in names if name not in taken], beside
 
 
 def _images_in(root: Path) -> list[str]:

@@ -27,6 +27,7 @@ from zerotune.diffusion.data.preparation import (
     micro_conditioning,
     to_pixels,
 )
+from zerotune.diffusion.data.sources import Words, all_of
 from zerotune.diffusion.data.streams import (
     Batch,
     check_micro_batch,
@@ -47,7 +48,7 @@ class _Arrived:
 
     draw: Draw
     encoded: bytes
-    caption: str
+    captions: tuple[str, ...]
     placement: Placement
 
 
@@ -64,13 +65,13 @@ class StreamedImages:
         samples: Can be iterated again and again and gives the same samples on all ranks, such as
             a streaming Hugging Face dataset (``set_epoch`` is called) or a
             ``webdataset.WebDataset`` of all shards.
-        read: Takes the encoded image and its caption out of a sample.
+        read: Takes the encoded image and its caption, or a list of several, out of a sample.
         buckets: The sizes to bring images to.
         micro_batch_size: Samples per batch and rank.
         rank: This process.
         world_size: Processes that share the data.
         preparation: Alpha, resizing, cropping.
-        augmentation: Flips and dropped captions.
+        augmentation: Flips, and which captions.
         check: ``WholeImage()`` decodes every image on every rank; with ``HeaderOnly()`` each
             decodes its own, and an image that is cut off stops the run.
         on_broken: What becomes of images that cannot be read.
@@ -86,7 +87,7 @@ class StreamedImages:
         self,
         samples: Iterable[Any],
         *,
-        read: Callable[[Any], tuple[bytes, str]],
+        read: Callable[[Any], tuple[bytes, Words]],
         buckets: AspectBuckets,
         micro_batch_size: int,
         rank: int = 0,
@@ -196,12 +197,13 @@ class StreamedImages:
     def _receive(self, sample: Any) -> None:
         draw = Draw(index=self._count - 1, epoch=self._epoch)
         try:
-            encoded, caption = self._read(sample)
+            encoded, words = self._read(sample)
+            captions = all_of(words)
             placement = self._buckets.place(self._check.size(encoded))
         except readable_errors() as error:
             self._leave_out(BrokenImage(name=f"sample {draw.index}", reason=why(error)))
             return
-        arrived = _Arrived(draw=draw, encoded=encoded, caption=caption, placement=placement)
+        arrived = _Arrived(draw=draw, encoded=encoded, captions=captions, placement=placement)
         self._arrived_in = draw.epoch
         self._waiting.setdefault(placement.bucket, []).append(arrived)
 
@@ -234,19 +236,18 @@ class StreamedImages:
             self._preparation,
             flipped=self._augmentation.flips(arrived.draw),
         )
-        dropped = self._augmentation.drops_caption(arrived.draw)
         return {
             "images": pixels,
-            "captions": "" if dropped else arrived.caption,
+            "captions": self._augmentation.words(arrived.captions, arrived.draw),
             **micro_conditioning(arrived.placement, corner),
         }
 
     def _digest(self, sample: Any) -> str:
         try:
-            encoded, caption = self._read(sample)
+            encoded, words = self._read(sample)
         except readable_errors():
             return "unreadable"
-        return hashlib.sha256(encoded + caption.encode()).hexdigest()[:16]
+        return hashlib.sha256(encoded + "\0".join(all_of(words)).encode()).hexdigest()[:16]
 
 
 def _draw(found: Any) -> tuple[int, int]:

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 import attrs
 import torch
 
-from zerotune._util.numbers import probability, validated
+from zerotune._util.numbers import probability, validated, whole
 from zerotune.decisions import Decision, announce
-from zerotune.diffusion.data.buckets import AspectBuckets, BucketAssignment, Placement, Size
+from zerotune.diffusion.data.buckets import (
+    AspectBuckets,
+    BucketAssignment,
+    Placement,
+    Size,
+    place_in,
+)
 from zerotune.diffusion.data.images import AlphaOnColor, AlphaPolicy, pillow
 from zerotune.diffusion.data.order import Draw, derive_seed
-from zerotune.diffusion.data.sources import ImageSource
+from zerotune.diffusion.data.sources import (
+    MASK,
+    REFERENCE,
+    EncodedSource,
+    ImageSource,
+    companions_of,
+    same_shape,
+)
 from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+LOSS_MASKS: Final = "loss_masks"
+"""Key of a batch: what each place's squared error is multiplied by, (b, 1, h, w)."""
+REFERENCE_IMAGES: Final = "reference_images"
+"""Key of a batch: images (b, 3, h, w) in [-1, 1] that are edited."""
 
 Resampling = Literal["lanczos", "bicubic", "bilinear", "box", "nearest"]
 
@@ -101,6 +120,48 @@ class Preparation:
 
 
 @attrs.frozen(kw_only=True)
+class TagShuffle:
+    """Captions that are lists of tags, in another order at each use.
+
+    ``TagShuffle(kept=1)`` makes "zoe, smiling, red hat" into "zoe, red hat, smiling".
+    """
+
+    kept: int = attrs.field(default=0, validator=validated(whole, least=0, fix="write 0"))
+    """Tags at the beginning that stay where they are."""
+    dropout: float = attrs.field(default=0.0, validator=validated(probability))
+    """Share of the other tags that are left out."""
+    separator: str = attrs.field(default=",")
+    """What stands between tags."""
+    orders: int | None = attrs.field(default=None)
+    """Different orders of each caption, which come in turn. When not given each use has its own,
+    and no cache can hold the embeddings."""
+
+    @separator.validator
+    def _some(self, _: Any, value: str) -> None:
+        if not value:
+            raise InvalidValueError(
+                "nothing stands between tags",
+                key="TagShuffle.separator",
+                value=value,
+                fix='write ","',
+            )
+
+    @orders.validator
+    def _counted(self, _: Any, value: int | None) -> None:
+        if value is not None:
+            whole(value, key="TagShuffle.orders", fix="write 8, or leave it out")
+
+    def shuffled(self, caption: str, *, seed: int) -> str:
+        """A caption in the order that a seed gives."""
+        tags = [tag.strip() for tag in caption.split(self.separator) if tag.strip()]
+        draw = random.Random(seed)  # noqa: S311 - an order, and no secret
+        moved = [tag for tag in tags[self.kept :] if draw.random() >= self.dropout]
+        draw.shuffle(moved)
+        between = self.separator if self.separator[-1].isspace() else f"{self.separator} "
+        return between.join([*tags[: self.kept], *moved])
+
+
+@attrs.frozen(kw_only=True)
 class Augmentation:
     """What varies from epoch to epoch, drawn from the seed, the image and the epoch alone."""
 
@@ -108,6 +169,8 @@ class Augmentation:
     """Share of uses that are mirrored left to right."""
     caption_dropout: float = attrs.field(default=0.0, validator=validated(probability))
     """Share of uses whose caption is empty, for guidance without a classifier."""
+    tags: TagShuffle | None = None
+    """Captions are lists of tags, which are shuffled."""
     seed: int = 0
 
     def flips(self, draw: Draw) -> bool:
@@ -118,6 +181,53 @@ class Augmentation:
         """Whether this use goes without its caption."""
         return self._chance("caption", draw) < self.caption_dropout
 
+    def words(self, captions: Sequence[str], draw: Draw) -> str:
+        """The caption of one use, empty when it is dropped.
+
+        Of several each comes once, in an order of the image's own, before one comes again.
+        """
+        if not captions or self.drops_caption(draw):
+            return ""
+        turn, place = divmod(draw.epoch, len(captions))
+        order = list(range(len(captions)))
+        seed = derive_seed(self.seed, "captions", turn, draw.index)
+        random.Random(seed).shuffle(order)  # noqa: S311 - an order, and no secret
+        return self._arranged(captions[order[place]], draw.index, order[place], turn)
+
+    def all_words(self, captions: Sequence[str], index: int) -> Iterator[str]:
+        """Every text that ``words`` may give for an image, but the empty one of dropped captions.
+
+        Raises:
+            InvalidValueError: Tags are in another order at each use.
+        """
+        self.check_countable()
+        turns = 1 if self.tags is None or self.tags.orders is None else self.tags.orders
+        for number, caption in enumerate(captions):
+            for turn in range(turns):
+                yield self._arranged(caption, index, number, turn)
+
+    def check_countable(self) -> None:
+        """Refuse texts that no cache can hold.
+
+        Raises:
+            InvalidValueError: Tags are in another order at each use.
+        """
+        if self.tags is not None and self.tags.orders is None:
+            raise InvalidValueError(
+                "tags are in another order at each use, so their embeddings cannot be cached",
+                key="augmentation.tags.orders",
+                value=None,
+                fix="write TagShuffle(orders=8): as many orders of each caption, all cached; or "
+                "cache the latents alone (cache_latents) and let texts be encoded in training",
+            )
+
+    def _arranged(self, caption: str, index: int, number: int, turn: int) -> str:
+        if self.tags is None:
+            return caption
+        which = turn if self.tags.orders is None else turn % self.tags.orders
+        seed = derive_seed(self.seed, "tags", index, number, which)
+        return self.tags.shuffled(caption, seed=seed)
+
     def _chance(self, purpose: str, draw: Draw) -> float:
         return derive_seed(self.seed, purpose, draw.epoch, draw.index) / 2**63
 
@@ -127,16 +237,18 @@ class PreparedImages:
 
     A sample holds ``images`` (3, h, w) in [-1, 1], ``captions`` (text), and what SDXL calls
     micro-conditioning, each (2,), vertical before horizontal: ``original_sizes`` of the upright
-    image, ``crop_corners`` in the resized one, ``target_sizes`` of the bucket.
+    image, ``crop_corners`` in the resized one, ``target_sizes`` of the bucket. Where the source has
+    them beside its images, also ``loss_masks`` and ``reference_images``; see ``tensors``.
 
     Args:
         source: Such as ``ImageFolder``.
         buckets: The sizes to bring images to.
         minimum: Images of buckets with fewer go to a fuller one; see ``AspectBuckets.assign``.
         preparation: Alpha, resizing, cropping.
-        augmentation: Flips and dropped captions.
+        augmentation: Flips, and which captions.
 
     Attributes:
+        companions: What lies beside the images: ``"mask"``, ``"reference"``.
         assignment: The bucket of each image.
         decisions: What was chosen for the source and the buckets.
     """
@@ -151,6 +263,7 @@ class PreparedImages:
         augmentation: Augmentation | None = None,
     ) -> None:
         self.source = source
+        self.companions = companions_of(source)
         self.preparation = preparation or Preparation()
         self.augmentation = augmentation or Augmentation()
         self.assignment: BucketAssignment = self._assign(buckets, minimum)
@@ -184,21 +297,72 @@ class PreparedImages:
 
     def caption(self, draw: Draw) -> str:
         """The caption of one use, empty when it is dropped."""
-        dropped = self.augmentation.drops_caption(draw)
-        return "" if dropped else self.source.item(draw.index).caption
+        return self.augmentation.words(self.source.item(draw.index).captions, draw)
+
+    def texts(self) -> tuple[str, ...]:
+        """All texts that ``caption`` may give, each once: what a cache of texts must hold.
+
+        Raises:
+            InvalidValueError: They cannot be counted, since tags are shuffled anew at each use.
+        """
+        self.augmentation.check_countable()
+        known = (
+            text
+            for index in range(len(self))
+            for text in self.augmentation.all_words(self.source.item(index).captions, index)
+        )
+        return tuple(dict.fromkeys(("", *known)))
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
         """One image (3, h, w) in [-1, 1], and left and top of its crop in the image shown."""
         placement = self.assignment.placements[index]
         return to_pixels(self.source.image(index), placement, self.preparation, flipped=flipped)
 
+    def tensors(self, index: int, *, flipped: bool) -> tuple[dict[str, torch.Tensor], Size]:
+        """One image and what lies beside it, all cut alike, and left and top of the crop as shown.
+
+        Returns:
+            ``images`` as ``pixels`` gives them; where images have masks ``loss_masks`` (1, h, w) in
+            [0, 1], ones for those without; where they have references ``reference_images``
+            (3, h, w) in [-1, 1].
+        """
+        if not self.companions:
+            pixels, corner = self.pixels(index, flipped=flipped)
+            return {"images": pixels}, corner
+        placement, source = self.assignment.placements[index], cast("EncodedSource", self.source)
+        beside = {kind: source.companion(index, kind) for kind in sorted(self.companions)}
+        alike = {
+            kind: image
+            for kind, image in beside.items()
+            if image is not None and same_shape(image.size, placement.original)
+        }
+        (pixels, *others), corner = all_to_pixels(
+            [source.image(index), *alike.values()], placement, self.preparation, flipped=flipped
+        )
+        cut = dict(zip(alike, others, strict=True))
+        found = {"images": pixels}
+        if MASK in beside:
+            mask = (cut[MASK][:1] + 1) / 2 if MASK in cut else torch.ones_like(pixels[:1])
+            found[LOSS_MASKS] = mask
+        if REFERENCE in beside:
+            found[REFERENCE_IMAGES] = (
+                cut[REFERENCE]
+                if REFERENCE in cut
+                else self._of_its_own_shape(beside[REFERENCE], placement, flipped=flipped)
+            )
+        return found, corner
+
+    def _of_its_own_shape(self, image: Any, placement: Placement, *, flipped: bool) -> torch.Tensor:
+        own = place_in(image.size, placement.bucket)
+        return to_pixels(image, own, self.preparation, flipped=flipped)[0]
+
     def __getitem__(self, draw: Draw | int) -> dict[str, Any]:
         use = Draw(index=draw, epoch=0) if isinstance(draw, int) else draw
         if not 0 <= use.index < len(self):
             raise IndexError(use.index)
-        pixels, corner = self.pixels(use.index, flipped=self.augmentation.flips(use))
+        tensors, corner = self.tensors(use.index, flipped=self.augmentation.flips(use))
         return {
-            "images": pixels,
+            **tensors,
             "captions": self.caption(use),
             **micro_conditioning(self.assignment.placements[use.index], corner),
         }
@@ -225,6 +389,11 @@ def all_to_pixels(
         tensors.append(to_tensor(part))
     left, top = corner or (0, 0)
     return tensors, (placement.excess[0] - left if flipped else left, top)
+
+
+def shrunk(masks: torch.Tensor, sides: Sequence[int]) -> torch.Tensor:
+    """Masks (b, 1, h, w) over other sides: the mean of what each place covers."""
+    return torch.nn.functional.interpolate(masks, size=tuple(sides), mode="area")
 
 
 def micro_conditioning(placement: Placement, corner: Size) -> dict[str, torch.Tensor]:

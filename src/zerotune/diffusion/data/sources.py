@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import attrs
 
@@ -39,6 +39,60 @@ class ImageItem:
     size: Size
     """Width and height of the upright image."""
     caption: str = ""
+    further: tuple[str, ...] = ()
+    """More captions of the same; one of all is drawn for each use."""
+
+    @property
+    def captions(self) -> tuple[str, ...]:
+        """All captions; none where there is no word."""
+        return (self.caption, *self.further) if self.caption else ()
+
+
+Words = str | Sequence[str]
+"""One caption, or several."""
+
+
+def all_of(found: Words) -> tuple[str, ...]:
+    """All captions that are not empty."""
+    return tuple(text for text in ((found,) if isinstance(found, str) else found) if text)
+
+
+def worded(found: Words) -> dict[str, Any]:
+    """The fields of an item that hold its captions."""
+    texts = all_of(found)
+    return {"caption": texts[0] if texts else "", "further": texts[1:]}
+
+
+class CaptionText(Protocol):
+    """What a text file says of an image."""
+
+    def captions(self, text: str) -> Words:
+        """The caption, or several."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class WholeText:
+    """A file is a caption, of however many lines."""
+
+    def captions(self, text: str) -> Words:
+        """The text, without spaces around it."""
+        return text.strip()
+
+
+@attrs.frozen(kw_only=True)
+class TextLines:
+    """Each line that is not blank is a caption of its own."""
+
+    def captions(self, text: str) -> Words:
+        """The lines, without spaces around them."""
+        return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+MASK: Final = "mask"
+"""What lies beside an image and says where its loss counts: white counts, black does not."""
+REFERENCE: Final = "reference"
+"""What lies beside an image and is edited to become it."""
 
 
 class ImageSource(Protocol):
@@ -69,12 +123,18 @@ class EncodedSource:
 
     broken: tuple[BrokenImage, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    companions: frozenset[str] = frozenset()
+    """What lies beside the images: ``MASK``, of some of them, and ``REFERENCE``, of all."""
 
     _items: Sequence[ImageItem] = ()
 
     def encoded(self, index: int) -> Path | bytes:
         """The file, or what is in it."""
         raise NotImplementedError
+
+    def beside(self, index: int) -> Mapping[str, Path | bytes]:  # noqa: ARG002 - for subclasses
+        """The files, or what is in them, that lie beside an image, by ``companions``."""
+        return {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -89,8 +149,27 @@ class EncodedSource:
         Raises:
             DataError: It is broken, and was not looked at as a whole when the source was opened.
         """
+        return self._decoded(index, self.encoded(index))
+
+    def companion(self, index: int, kind: str) -> Image | None:
+        """What lies beside an image, upright; ``None`` where nothing does.
+
+        Raises:
+            DataError: As of ``image``.
+        """
+        file = self.beside(index).get(kind)
+        return None if file is None else self._decoded(index, file)
+
+    def content(self, index: int) -> str:
+        """A hash of the encoded image, and of what lies beside it."""
+        own = hashlib.sha256(_bytes_of(self.encoded(index)))
+        for kind, file in sorted(self.beside(index).items()):
+            own.update(kind.encode() + hashlib.sha256(_bytes_of(file)).digest())
+        return own.hexdigest()
+
+    def _decoded(self, index: int, file: Path | bytes) -> Image:
         try:
-            return decode(self.encoded(index))
+            return decode(file)
         except readable_errors() as error:
             raise DataError(
                 why(error),
@@ -98,11 +177,13 @@ class EncodedSource:
                 fix="open the source with check=WholeImage(), which finds such files at the start",
             ) from error
 
-    def content(self, index: int) -> str:
-        """A hash of the encoded image."""
-        data = self.encoded(index)
-        content = data if isinstance(data, bytes) else data.read_bytes()
-        return hashlib.sha256(content).hexdigest()
+
+def _bytes_of(file: Path | bytes) -> bytes:
+    return file if isinstance(file, bytes) else file.read_bytes()
+
+
+def _nothing_beside(_name: str) -> Mapping[str, Path | bytes]:
+    return {}
 
 
 def measure(
@@ -111,13 +192,52 @@ def measure(
     *,
     check: ImageCheck,
     on_broken: BrokenPolicy,
+    beside: Callable[[str], Mapping[str, Path | bytes]] = _nothing_beside,
+    companions: Collection[str] = (),
 ) -> tuple[dict[str, Size], tuple[BrokenImage, ...]]:
     """Sizes of all images that can be read, and a list of the others.
+
+    Args:
+        names: In order.
+        encoded: The file of a name, or what is in it.
+        check: How closely they are looked at.
+        on_broken: What becomes of those that cannot be read.
+        beside: What lies beside an image; an image is broken with it, and where a mask is of
+            another shape.
+        companions: With ``REFERENCE`` an image without one is broken.
 
     Raises:
         DataError: By ``on_broken``, or because no image can be read.
     """
-    return looked_at(names, lambda name: check.size(encoded(name)), on_broken=on_broken)
+
+    def look(name: str) -> Size:
+        size = check.size(encoded(name))
+        others = beside(name)
+        for kind, file in others.items():
+            _check_companion(kind, file, size, check)
+        if REFERENCE in companions and REFERENCE not in others:
+            raise ValueError("there is no reference beside it, and there is beside others")
+        return size
+
+    return looked_at(names, look, on_broken=on_broken)
+
+
+def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageCheck) -> None:
+    try:
+        found = check.size(file)
+    except readable_errors() as error:
+        raise ValueError(f"the {kind} beside it {why(error)}") from error
+    if kind == MASK and not same_shape(found, size):
+        raise ValueError(
+            f"the mask beside it is {found[0]}x{found[1]}, which is not its shape, "
+            f"{size[0]}x{size[1]}"
+        )
+
+
+def same_shape(one: Size, other: Size) -> bool:
+    """Whether two sizes are of one shape, but for rounding to whole pixels."""
+    off = abs(one[0] * other[1] - one[1] * other[0])
+    return off <= max(*one, *other)
 
 
 def looked_at(
@@ -184,7 +304,46 @@ def scan_decisions(
                 severity="warning",
             )
         )
+    several = sum(len(item.captions) > 1 for item in items)
+    if several:
+        found.append(
+            Decision(
+                key="data.captions",
+                before="several",
+                after="one for each use",
+                reason=f"{several} of {len(items)} images have several captions: each comes once "
+                "before one comes again",
+            )
+        )
     return tuple(found)
+
+
+def companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, ...]:
+    """What was found beside images.
+
+    Args:
+        counts: Images that have a companion, by ``MASK`` and ``REFERENCE``.
+        of: Images.
+    """
+    effect = {
+        MASK: "their loss counts where it is white, and everywhere without one",
+        REFERENCE: "they are edited images, and it is what they were",
+    }
+    return tuple(
+        Decision(
+            key=f"data.{kind}s",
+            before=None,
+            after=count,
+            reason=f"{count} of {of} images have a {kind} beside them: {effect[kind]}",
+        )
+        for kind, count in sorted(counts.items())
+        if count
+    )
+
+
+def companions_of(source: Any) -> frozenset[str]:
+    """What lies beside the images of a source; nothing where it knows of no companions."""
+    return frozenset(getattr(source, "companions", ()))
 
 
 class RepeatedSource:
@@ -215,6 +374,11 @@ class RepeatedSource:
         """The upright image."""
         return self._source.image(index % len(self._source))
 
+    def companion(self, index: int, kind: str) -> Image | None:
+        """What lies beside an image."""
+        source: Any = self._source
+        return source.companion(index % len(source), kind)  # type: ignore[no-any-return]
+
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
         """Frames of a clip, where the source has clips."""
         source: Any = self._source
@@ -230,6 +394,9 @@ class JoinedSources:
 
     Args:
         sources: At least one.
+
+    Raises:
+        DataError: There is none, or references lie beside the images of some only.
     """
 
     def __init__(self, sources: Sequence[ImageSource]) -> None:
@@ -237,6 +404,16 @@ class JoinedSources:
             raise DataError("is empty", key="sources", value=0, fix="give at least one")
         self._sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, sources)))
+        beside = [companions_of(source) for source in sources]
+        self.companions = frozenset[str]().union(*beside)
+        without = [number for number, found in enumerate(beside) if REFERENCE not in found]
+        if REFERENCE in self.companions and without:
+            raise DataError(
+                "have no references beside their images, and the others have",
+                key="sources",
+                value=without,
+                fix="join sources that all have them, or pass references=None to those that have",
+            )
 
     @property
     def broken(self) -> tuple[BrokenImage, ...]:
@@ -268,6 +445,14 @@ class JoinedSources:
         """The upright image."""
         _, source, inner = self._find(index)
         return source.image(inner)
+
+    def companion(self, index: int, kind: str) -> Image | None:
+        """What lies beside an image."""
+        _, found, inner = self._find(index)
+        source: Any = found
+        if kind not in companions_of(found):
+            return None
+        return source.companion(inner, kind)  # type: ignore[no-any-return]
 
     def frames(self, index: int, numbers: Sequence[int]) -> list[Image]:
         """Frames of a clip, where the sources have clips."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import attrs
@@ -19,7 +20,19 @@ from zerotune.diffusion.data.images import (
     SkipBroken,
     WholeImage,
 )
-from zerotune.diffusion.data.sources import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.diffusion.data.sources import (
+    MASK,
+    REFERENCE,
+    CaptionText,
+    EncodedSource,
+    ImageItem,
+    WholeText,
+    Words,
+    companion_decisions,
+    measure,
+    scan_decisions,
+    worded,
+)
 from zerotune.errors import DataError
 
 
@@ -38,14 +51,18 @@ class _Member:
 class TarShards(EncodedSource):
     """Images in uncompressed tar files on a disk, as WebDataset and img2dataset write them.
 
-    Members with one name up to the first dot are one sample: ``0001.jpg`` and ``0001.txt``. The
+    Members with one name up to the first dot are one sample: ``0001.jpg`` and ``0001.txt``, and
+    what lies beside the image as in ``ImageFolder``: ``0001.mask.png``, ``0001.reference.png``. The
     shards are indexed once and then read member by member, so the order is that of every other
     source, each rank reads only its share, and a run resumes without reading what is behind it.
 
     Args:
         shards: The files, in the order wanted.
         caption: Ending of the caption's member: text, or ``json`` with ``caption_key`` in it.
-        caption_key: Key of the caption in a JSON member.
+        caption_key: Key of the caption in a JSON member, or of a list of several.
+        words: ``TextLines()``: each line of a text is a caption of its own.
+        masks: What a mask's member has before its ending; ``None``: there are none.
+        references: The same of what is edited. If one image has a reference, all must.
         check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
         on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
 
@@ -59,6 +76,9 @@ class TarShards(EncodedSource):
         *,
         caption: str = "txt",
         caption_key: str = "caption",
+        words: CaptionText | None = None,
+        masks: str | None = MASK,
+        references: str | None = REFERENCE,
         check: ImageCheck | None = None,
         on_broken: BrokenPolicy | None = None,
     ) -> None:
@@ -75,15 +95,23 @@ class TarShards(EncodedSource):
                     )
                 endings[ending] = member
         self._images: dict[str, _Member] = {}
+        self._beside: dict[str, dict[str, _Member]] = {}
         for name, endings in samples.items():
-            found = [member for end, member in endings.items() if f".{end.lower()}" in SUFFIXES]
-            if found:
-                self._images[name] = found[0]
+            found = _pictures(endings, "")
+            if found is not None:
+                self._images[name] = found
+                others = ((MASK, masks), (REFERENCE, references))
+                known = {kind: _pictures(endings, end) for kind, end in others if end is not None}
+                self._beside[name] = {kind: one for kind, one in known.items() if one is not None}
+        counts = Counter(kind for others in self._beside.values() for kind in others)
+        self.companions = frozenset(counts)
         sizes, unreadable = measure(
             self._images,
             lambda name: self._images[name].read(),
             check=check or WholeImage(),
             on_broken=policy,
+            beside=self._members_beside,
+            companions=self.companions,
         )
         bare = [
             BrokenImage(name=name, reason="has no image member")
@@ -94,15 +122,38 @@ class TarShards(EncodedSource):
             policy.broken(image)
         self.broken = (*unreadable, *bare)
         self._items = [
-            ImageItem(name=name, size=size, caption=_caption(name, samples, caption, caption_key))
+            ImageItem(
+                name=name,
+                size=size,
+                **worded(_caption(name, samples, caption, caption_key, words or WholeText())),
+            )
             for name, size in sizes.items()
         ]
-        self.decisions = scan_decisions(self.broken, self._items)
+        self.decisions = (
+            *scan_decisions(self.broken, self._items),
+            *companion_decisions(counts, len(self._images)),
+        )
         announce(self.decisions)
 
     def encoded(self, index: int) -> bytes:
         """The image's member."""
         return self._images[self._items[index].name].read()
+
+    def beside(self, index: int) -> Mapping[str, Path | bytes]:
+        """The members beside an image."""
+        return self._members_beside(self._items[index].name)
+
+    def _members_beside(self, name: str) -> Mapping[str, Path | bytes]:
+        return {kind: member.read() for kind, member in self._beside[name].items()}
+
+
+def _pictures(endings: Mapping[str, _Member], before: str) -> _Member | None:
+    """The first image among the members of a sample whose ending has this before its own."""
+    for ending, member in endings.items():
+        kind, _, last = ending.rpartition(".")
+        if kind == before and f".{last.lower()}" in SUFFIXES:
+            return member
+    return None
 
 
 def _index(shard: Path) -> Iterator[tuple[str, str, _Member]]:
@@ -127,17 +178,25 @@ def _index(shard: Path) -> Iterator[tuple[str, str, _Member]]:
         ) from error
 
 
-def _caption(name: str, samples: dict[str, dict[str, _Member]], ending: str, json_key: str) -> str:
+def _caption(
+    name: str,
+    samples: dict[str, dict[str, _Member]],
+    ending: str,
+    json_key: str,
+    words: CaptionText,
+) -> Words:
     member = samples[name].get(ending)
     if member is None:
         return ""
     try:
         text = member.read().decode("utf-8-sig")
         if ending != "json":
-            return text.strip()
+            return words.captions(text)
         value = json.loads(text).get(json_key)
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(
             f"is no caption ({error})", key=f"{name}.{ending}", fix="write UTF-8 text or JSON"
         ) from None
+    if isinstance(value, list):
+        return [text for text in value if isinstance(text, str)]
     return value if isinstance(value, str) else ""

@@ -18,6 +18,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.data.streams import stack_named
 from zerotune.diffusion.families.base import config_of
 from zerotune.diffusion.families.text_to_image import TextToImage
@@ -203,7 +204,7 @@ class PipelineFamily(TextToImage):
     def _references(self, batch: Mapping[str, Tensor]) -> Tensor:
         if REFERENCES in batch:
             return batch[REFERENCES].float()
-        images = batch.get("reference_images")
+        images = batch.get(REFERENCE_IMAGES)
         if images is None:
             raise DataError(
                 f"{type(self).__name__} edits images, and the batch has none, only {sorted(batch)}",

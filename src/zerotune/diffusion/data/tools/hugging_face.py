@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from zerotune.decisions import announce
 from zerotune.diffusion.data.images import BrokenPolicy, ImageCheck, SkipBroken, WholeImage, need
-from zerotune.diffusion.data.sources import EncodedSource, ImageItem, measure, scan_decisions
+from zerotune.diffusion.data.sources import (
+    EncodedSource,
+    ImageItem,
+    Words,
+    measure,
+    scan_decisions,
+    worded,
+)
 from zerotune.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +34,7 @@ class HuggingFaceImages(EncodedSource):
     Args:
         dataset: What ``datasets.load_dataset(..., split="train")`` gives.
         image: Name of the image column.
-        caption: Name of the caption column; ``None`` for no captions.
+        caption: Name of the caption column; ``None`` for no captions. Rows may hold lists.
         check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
         on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
 
@@ -65,7 +72,9 @@ class HuggingFaceImages(EncodedSource):
             on_broken=on_broken or SkipBroken(),
         )
         self._items = [
-            ImageItem(name=name, size=size, caption="" if words is None else words[int(name)] or "")
+            ImageItem(
+                name=name, size=size, **worded("" if words is None else words[int(name)] or "")
+            )
             for name, size in sizes.items()
         ]
         self.decisions = scan_decisions(self.broken, self._items)
@@ -92,7 +101,7 @@ class DatasetImages(EncodedSource):
     Args:
         dataset: With ``__len__`` and ``__getitem__``.
         image: Takes the image out of a sample; or the name or place where it is in there.
-        caption: Takes the caption out of a sample; or its name or place.
+        caption: Takes the caption, or a list of several, out of a sample; or its name or place.
         on_broken: What becomes of samples that cannot be read.
 
     Raises:
@@ -104,13 +113,13 @@ class DatasetImages(EncodedSource):
         dataset: Any,
         *,
         image: Callable[[Any], Image] | str | int,
-        caption: Callable[[Any], str] | str | int,
+        caption: Callable[[Any], Words] | str | int,
         on_broken: BrokenPolicy | None = None,
     ) -> None:
         first = dataset[0] if len(dataset) else None
         picture, words = _taker("image", image, first), _taker("caption", caption, first)
         self._dataset, self._image = dataset, picture
-        captions: dict[str, str] = {}
+        captions: dict[str, Words] = {}
 
         def encoded(name: str) -> bytes:
             sample = dataset[int(name)]
@@ -124,7 +133,8 @@ class DatasetImages(EncodedSource):
             on_broken=on_broken or SkipBroken(),
         )
         self._items = [
-            ImageItem(name=name, size=size, caption=captions[name]) for name, size in sizes.items()
+            ImageItem(name=name, size=size, **worded(captions[name]))
+            for name, size in sizes.items()
         ]
         self.decisions = scan_decisions(self.broken, self._items)
         announce(self.decisions)
