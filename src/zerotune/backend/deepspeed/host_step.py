@@ -164,7 +164,7 @@ def _hide(step: HostStep, plan: ResolvedPlan) -> Decision:
     if at_once is not None:
         after, reason = "taken before the step returns", at_once
         step.take_at_once(at_once)
-    elif plan.hidden_step or (plan.hidden_step is None and not on_cpu):
+    elif plan.hidden_step or (plan.hidden_step is None and not on_cpu and not step.needs_a_thread):
         after = "taken in a thread, behind the next forward"
         reason = "asked for" if plan.hidden_step else "the cores have nothing else to do meanwhile"
         step.hide()
@@ -172,11 +172,15 @@ def _hide(step: HostStep, plan: ResolvedPlan) -> Decision:
         after = "taken before the step returns"
         if not step.needs_a_thread:
             after += ", or together with the averages"
-        reason = (
-            "the plan was resolved with hidden=False"
-            if plan.hidden_step is False
-            else "model and optimizer share these cores, so nothing is gained beside each other"
-        )
+        if plan.hidden_step is False:
+            reason = "the plan was resolved with hidden=False"
+        elif on_cpu:
+            reason = "model and optimizer share these cores, so nothing is gained beside each other"
+        else:
+            reason = (
+                "exchanging weights beside the ranks' other collectives has not been tried on "
+                "devices yet; plan.resolve(hidden=True) asks for it"
+            )
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
 
 
@@ -545,6 +549,14 @@ class PartitionedStep(HostStep):
         super().hide()
         if self._group.world_size > 1:
             self._beside = self._group.another(), dist.new_group()
+
+    @override
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._beside is not None:
+                self._beside[0].close()
 
     @property
     @override
