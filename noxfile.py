@@ -234,11 +234,16 @@ def newcomer(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def matrix(session: nox.Session) -> None:
-    """Every EMA, adapter and family under every plan, every resume between plans, and the like."""
+    """Every EMA, adapter and family under every plan, every resume between plans, and the like.
+
+    What families trained is recorded in docs/families.md.
+    """
     training_environment(session)
+    notes = ROOT / ".nox" / "families.jsonl"
+    notes.unlink(missing_ok=True)
     session.env.update(
         ZEROTUNE_EMA_MATRIX="1", ZEROTUNE_MATRIX="1",
-        ZEROTUNE_LORA_MATRIX="1", ZEROTUNE_FAMILY_MATRIX="1",
+        ZEROTUNE_LORA_MATRIX="1", ZEROTUNE_FAMILY_MATRIX=str(notes),
     )  # fmt: skip
     run(
         session, "-m", "pytest", "-m", "slow",
@@ -250,6 +255,8 @@ def matrix(session: nox.Session) -> None:
         "tests/builder/test_launching.py",
         *session.posargs,
     )  # fmt: skip
+    if not session.posargs:
+        run(session, "docs/generate_families.py", str(notes))
 
 
 @nox.session(python=False)

@@ -123,9 +123,11 @@ class FakeDevice:
         with self._kept(keeping, transfers), self._mode, _cuda_operators():
             arguments = tree_map(_like, given)
             with allocations:
-                output = self.model(**arguments, return_dict=False)[0]
-                output.float().pow(2).mean().backward()
-                del output, arguments
+                output = self.model(**{**arguments, "return_dict": False})[0]
+                # Z-Image gives one tensor for each sample.
+                samples = torch.stack(output) if isinstance(output, list) else output
+                samples.float().pow(2).mean().backward()
+                del output, samples, arguments
         return FakePass(events=tuple(allocations.events), host=transfers.peak)
 
     @contextlib.contextmanager

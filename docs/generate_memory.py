@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,11 @@ FAMILIES = {
     "sd3-medium": "SD3 medium, 2.0 billion parameters",
     "flux": "Flux.1, 11.9 billion parameters",
 }
+ADAPTED = {
+    "chroma": "Chroma, 8.9 billion parameters",
+    "z-image": "Z-Image, 6.2 billion parameters",
+}
+"""Those of which adapters alone are listed."""
 CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "10GiB", "8GiB", "6GiB")
 RANK = 16
 HOSTS = {"64GiB": "0", "128GiB": "0", "512GiB": "0", "128GiB and NVMe": "2TB"}
@@ -59,6 +64,8 @@ def page() -> str:
     ]
     for family, title in FAMILIES.items():
         parts += [f"## {title}", _costs(family), _advice(family), _advice(family, lora=RANK)]
+    for family, title in ADAPTED.items():
+        parts += [f"## {title}", _advice(family, lora=RANK, cards=CARDS[1::2])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -86,12 +93,12 @@ def _costs(family: str) -> str:
     return "What each plan needs, GiB at its peak:\n\n" + "\n".join(rows)
 
 
-def _advice(family: str, *, lora: int | None = None) -> str:
+def _advice(family: str, *, lora: int | None = None, cards: Sequence[str] = CARDS) -> str:
     rows = [
         "| card | " + " | ".join(f"host {host}" for host in HOSTS) + " |",
         "|---|" + "---|" * len(HOSTS),
     ]
-    for card in CARDS:
+    for card in cards:
         cells = []
         for host, nvme in HOSTS.items():
             try:

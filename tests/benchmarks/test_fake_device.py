@@ -33,6 +33,7 @@ DIAGONAL = [
     ("sdxl", 128, 8, KINDS[1]),
     ("sd3-medium", 1024, 1, KINDS[1]),
     ("flux", 1024, 2, KINDS[2]),
+    ("z-image", 1024, 1, KINDS[1]),
 ]
 """Through families, sizes and what is kept; ``python -m benchmarks fake_device`` takes all."""
 

@@ -21,10 +21,19 @@ def test_sdxl_is_what_was_published():
     assert facts.trainable_numel == facts.numel
 
 
-# Published sizes: Flux.1 12 billion, SD3 medium 2, SD3.5 large 8, SD 1.5 0.86.
+# Published sizes: Flux.1 12 billion, SD3 medium 2, SD3.5 large 8, SD 1.5 0.86, Z-Image 6,
+# Chroma 8.9.
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("flux", 11.9), ("sd3-medium", 2.0), ("sd35-large", 8.1), ("sd35-medium", 2.2), ("sd15", 0.9)],
+    [
+        ("flux", 11.9),
+        ("sd3-medium", 2.0),
+        ("sd35-large", 8.1),
+        ("sd35-medium", 2.2),
+        ("sd15", 0.9),
+        ("z-image", 6.2),
+        ("chroma", 8.9),
+    ],
 )
 def test_sizes_are_the_published_ones(name, billions):
     assert round(family(name).numel / 1e9, 1) == billions

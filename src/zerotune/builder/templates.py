@@ -299,6 +299,8 @@ _MODELS: Final = {
     "sd35-medium": ("SD3.5 Medium", "Stable Diffusion 3 and 3.5"),
     "sd35-large": ("SD3.5 Large", "Stable Diffusion 3 and 3.5"),
     "flux": ("Flux", "Flux"),
+    "chroma": ("Chroma", "Flux"),
+    "z-image": ("Z-Image", "Z-Image"),
 }
 """Family to what people call it, and what it is listed under."""
 
@@ -393,6 +395,20 @@ BUILTIN: Final = (
         64,
         kind=f"LoRA of rank {_LORA} on 16 GB",
         lora=_LORA,
+    ),
+    *(
+        _for_card(
+            f"{family}-lora",
+            family,
+            vram,
+            ram,
+            kind=f"LoRA of rank {_LORA} on {vram} GB",
+            lora=_LORA,
+        )
+        for family, vram, ram in (
+            ("chroma", 16, 64),
+            ("z-image", 12, 64),
+        )
     ),
 )
 

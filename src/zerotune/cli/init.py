@@ -19,6 +19,7 @@ NAME: Final = "init"
 SUMMARY: Final = "Write a training script and its plan, for a model, a card and some pictures."
 
 _PIPELINES: Final = {
+    "chroma": "lodestones/Chroma1-HD",
     "flux": "black-forest-labs/FLUX.1-dev",
     "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "sd3-medium": "stabilityai/stable-diffusion-3-medium-diffusers",

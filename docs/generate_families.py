@@ -1,0 +1,176 @@
+"""The table of docs/families.md: what trained, held against the plain engine, and on which cards.
+
+``python docs/generate_families.py`` writes the page anew; ``... NOTES`` records a run first, from
+the file that the families' matrix notes its losses in (``ZEROTUNE_FAMILY_MATRIX``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from zerotune.diffusion.families.declared import (
+    AuraFlow,
+    Chroma,
+    Flux2,
+    Flux2Klein,
+    FluxKontext,
+    HiDream,
+    HunyuanVideo,
+    Krea2,
+    LTXVideo,
+    Lumina2,
+    PixArtAlpha,
+    PixArtSigma,
+    QwenImage,
+    Sana,
+    Wan,
+    ZImage,
+)
+from zerotune.diffusion.families.flux import Flux
+from zerotune.diffusion.families.stable_diffusion import StableDiffusion
+from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
+from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
+from zerotune.errors import NothingFitsError
+from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.families import family, family_names
+
+DOCS: Final = Path(__file__).resolve().parent
+TARGET: Final = DOCS / "families.md"
+RECORDS: Final = DOCS / "results" / "families.json"
+BEGIN, END = "<!-- runs: written by docs/generate_families.py -->", "<!-- end of runs -->"
+CARDS: Final = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
+RANK: Final = 16
+COLUMNS: Final = (
+    *("family", "runs as", "all weights", "adapters", "edits", "clips"),
+    *("published", "billions", "card: adapters", "card: all weights"),
+)
+FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
+    "sd15": (StableDiffusion, "sd15"),
+    "sdxl": (StableDiffusionXL, "sdxl"),
+    "sd3": (StableDiffusion3, "sd35-large"),
+    "flux": (Flux, "flux"),
+    "flux-kontext": (FluxKontext, "flux"),
+    "flux2": (Flux2, "flux2"),
+    "flux2-klein": (Flux2Klein, None),
+    "qwen-image": (QwenImage, "qwen-image"),
+    "z-image": (ZImage, "z-image"),
+    "chroma": (Chroma, "chroma"),
+    "krea2": (Krea2, "krea2"),
+    "hidream": (HiDream, None),
+    "sana": (Sana, None),
+    "lumina2": (Lumina2, None),
+    "aura-flow": (AuraFlow, None),
+    "pixart-alpha": (PixArtAlpha, None),
+    "pixart-sigma": (PixArtSigma, None),
+    "wan": (Wan, None),
+    "wan22": (Wan, None),
+    "ltx": (LTXVideo, None),
+    "hunyuan-video": (HunyuanVideo, None),
+}
+"""What the runs call a family: its class, and the published model whose size and cards are told."""
+
+
+def recorded(notes: Iterable[str]) -> dict[str, Any]:
+    """What a run noted: for each family and variant the stages, ranks and the largest deviation."""
+    families: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, case, ranks, variant, deviation in map(json.loads, notes):
+        kind = "adapters" if variant.startswith("lora") else "all weights"
+        one = families.setdefault(name, {}).setdefault(kind, {"runs": [], "deviation": 0.0})
+        one["runs"] = sorted({*one["runs"], f"{case}, {ranks} rank{'s' if ranks > 1 else ''}"})
+        one["deviation"] = max(one["deviation"], deviation)
+    found = {package: version(package) for package in ("deepspeed", "diffusers", "torch")}
+    today = datetime.now(timezone.utc).date().isoformat()
+    return {"date": today, "versions": found, "families": families}
+
+
+def table(records: Mapping[str, Any]) -> str:
+    """What was run, and what was not."""
+    versions = ", ".join(f"{name} {one}" for name, one in records["versions"].items())
+    introduction = (
+        f"Tiny models of each class, on {versions}, {records['date']}: the largest relative "
+        "difference of a step's fp32 loss to the plain engine's, over all that ran; each export "
+        "was reloaded in plain diffusers with the same bits. The card is the smallest for which "
+        f"`advise` finds a plan at 1024 x 1024, batch 1, in bf16: adapters of rank {RANK} with "
+        "64 GiB of host memory, all weights with 128 GiB and NVMe; an estimate, of the model "
+        "named beside it."
+    )
+    lines = [introduction, "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * 7}{'--:|' * 3}"]
+    for name, (kind, published) in FAMILIES.items():
+        runs = records["families"].get(name, {})
+        cells = [f"`{kind.__name__}`", name, _ran(runs, "all weights"), _ran(runs, "adapters")]
+        cells += [_yes(getattr(kind, "reference", None)), _yes(getattr(kind, "clips", False))]
+        lines.append(f"| {' | '.join([*cells, *_published(published)])} |")
+    return "\n".join(lines)
+
+
+def _ran(runs: Mapping[str, Mapping[str, Any]], kind: str) -> str:
+    if kind not in runs:
+        return "not run"
+    count, deviation = len(runs[kind]["runs"]), runs[kind]["deviation"]
+    exact = "the same" if deviation == 0 else f"{deviation:.0e}"
+    return f"{exact} ({count} run{'s' if count > 1 else ''})"
+
+
+def _yes(value: Any) -> str:
+    return "yes" if value else ""
+
+
+def _published(name: str | None) -> list[str]:
+    if name is None or name not in family_names():
+        return ["", "", "", ""]
+    size = f"{family(name).numel / 1e9:.1f}"
+    adapters = _smallest(name, lora=RANK, ram="64GiB", nvme="0")
+    return [name, size, adapters, _smallest(name, lora=None, ram="128GiB", nvme="2TB")]
+
+
+def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
+    """The smallest card with a plan; larger ones have one too."""
+    few, many = 0, len(CARDS)
+    while few < many:
+        middle = (few + many) // 2
+        try:
+            DeepSpeedPlan.advise(
+                name,
+                vram=f"{CARDS[middle]}GiB",
+                ram=ram,
+                nvme=nvme,
+                resolution=1024,
+                precision="bf16",
+                lora=lora,
+            )
+        except NothingFitsError:
+            few = middle + 1
+        else:
+            many = middle
+    return f"{CARDS[few]} GB" if few < len(CARDS) else "none"
+
+
+def page(text: str, records: Mapping[str, Any]) -> str:
+    """The page with the table of these records."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table(records)}\n\n{END}{after}"
+
+
+def stored() -> dict[str, Any]:
+    """What was recorded."""
+    found: dict[str, Any] = json.loads(RECORDS.read_text(encoding="utf-8"))
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Record a run, if one is given, and write the page."""
+    if arguments:
+        notes = Path(arguments[0]).read_text(encoding="utf-8").splitlines()
+        RECORDS.write_text(json.dumps(recorded(notes), indent=1) + "\n", encoding="utf-8")
+    TARGET.write_text(page(TARGET.read_text(encoding="utf-8"), stored()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""The documentation's table of families is made of runs, and of what ``advise`` says today."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from zerotune.diffusion.families.declared import DECLARED
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(scope="module")
+def generator():
+    path = DOCS / "generate_families.py"
+    if not path.exists():
+        pytest.skip("the documentation is not here")
+    return runpy.run_path(str(path))
+
+
+def test_the_table_is_current(generator):
+    text = (DOCS / "families.md").read_text(encoding="utf-8")
+    assert generator["page"](text, generator["stored"]()) == text, (
+        "run python docs/generate_families.py"
+    )
+
+
+def test_every_declared_family_has_a_line(generator):
+    listed = {kind for kind, _ in generator["FAMILIES"].values()}
+    assert set(DECLARED) <= listed
+
+
+def test_notes_of_runs_become_what_ran(generator):
+    notes = [
+        json.dumps(["wan", "z2-cpu", 1, "full", 1e-7]),
+        json.dumps(["wan", "z3-cpu", 2, "full-checkpointed", 3e-7]),
+        json.dumps(["wan", "z3-cpu", 2, "lora", 0.0]),
+    ]
+    records = generator["recorded"](notes)
+    found = records["families"]["wan"]
+    assert found["all weights"] == {
+        "runs": ["z2-cpu, 1 rank", "z3-cpu, 2 ranks"],
+        "deviation": 3e-7,
+    }
+    (line,) = [
+        line
+        for line in generator["table"](records).splitlines()
+        if line.startswith("| `Wan` | wan |")
+    ]
+    assert "| 3e-07 (2 runs) | the same (1 run) |  | yes |" in line
+    lines = generator["table"](records).splitlines()
+    assert any("`Sana`" in line and "not run | not run" in line for line in lines)
