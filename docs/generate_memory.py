@@ -29,6 +29,7 @@ FAMILIES = {
 }
 ADAPTED = {
     "chroma": "Chroma, 8.9 billion parameters",
+    "qwen-image": "Qwen-Image, 20.4 billion parameters",
     "z-image": "Z-Image, 6.2 billion parameters",
 }
 """Those of which adapters alone are listed."""

@@ -21,8 +21,8 @@ def test_sdxl_is_what_was_published():
     assert facts.trainable_numel == facts.numel
 
 
-# Published sizes: Flux.1 12 billion, SD3 medium 2, SD3.5 large 8, SD 1.5 0.86, Z-Image 6,
-# Chroma 8.9.
+# Published sizes: Flux.1 12 billion, SD3 medium 2, SD3.5 large 8, SD 1.5 0.86,
+# Qwen-Image 20, Z-Image 6, Chroma 8.9.
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -31,6 +31,7 @@ def test_sdxl_is_what_was_published():
         ("sd35-large", 8.1),
         ("sd35-medium", 2.2),
         ("sd15", 0.9),
+        ("qwen-image", 20.4),
         ("z-image", 6.2),
         ("chroma", 8.9),
     ],

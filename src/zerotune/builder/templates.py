@@ -300,7 +300,8 @@ _MODELS: Final = {
     "sd35-large": ("SD3.5 Large", "Stable Diffusion 3 and 3.5"),
     "flux": ("Flux", "Flux"),
     "chroma": ("Chroma", "Flux"),
-    "z-image": ("Z-Image", "Z-Image"),
+    "qwen-image": ("Qwen-Image", "Qwen-Image and Z-Image"),
+    "z-image": ("Z-Image", "Qwen-Image and Z-Image"),
 }
 """Family to what people call it, and what it is listed under."""
 
@@ -407,6 +408,7 @@ BUILTIN: Final = (
         )
         for family, vram, ram in (
             ("chroma", 16, 64),
+            ("qwen-image", 24, 128),
             ("z-image", 12, 64),
         )
     ),

@@ -21,6 +21,7 @@ SUMMARY: Final = "Write a training script and its plan, for a model, a card and 
 _PIPELINES: Final = {
     "chroma": "lodestones/Chroma1-HD",
     "flux": "black-forest-labs/FLUX.1-dev",
+    "qwen-image": "Qwen/Qwen-Image",
     "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "sd3-medium": "stabilityai/stable-diffusion-3-medium-diffusers",
     "sd35-large": "stabilityai/stable-diffusion-3.5-large",
