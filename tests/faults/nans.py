@@ -144,7 +144,7 @@ class Poisoned:
             ema=EMAShadow(decay=0.9),
             callbacks=[],
             deepspeed=kind.stage is not None,
-            timeout_s=60,
+            timeout_s=180,
         )
         self._kind, self._around = kind, self._trainer.callbacks
         self._told = Skipped()
@@ -300,7 +300,7 @@ class NaNs:
         self._left -= 1
         place, policy = chance.choice(PLACES), chance.choice(POLICIES)
         try:
-            self._team.ask("attack", place, policy, chance.random(), seconds=90)
+            self._team.ask("attack", place, policy, chance.random(), seconds=240)
         except Found as found:
             self.close()
             raise Found(found.kind, f"{self._kind}: {place}, {policy}: {found}") from found

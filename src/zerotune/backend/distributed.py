@@ -585,7 +585,8 @@ class _RollCall:
         while not (found := self._told() or self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
         found = found or self._silent()
-        if found and self._pulse is not None:
+        # With rank 0 the store is lost, most often, and others see that themselves.
+        if found and 0 not in found and self._pulse is not None:
             self._pulse.tell(found)
         # A store whose holder is stopped never answers.
         return found or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
@@ -707,6 +708,11 @@ class Asking:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether what was asked last is still without an answer."""
+        return self._thread is not None and self._thread.is_alive()
 
     def ask(self, question: Callable[[], T], *, seconds: float) -> T | None:
         """The answer, or ``None``: it failed, or nothing came in time.

@@ -278,7 +278,8 @@ class _Watch:
             let_down=_is_of_another(error),
             done=True,
         )
-        self._exchange(beat)
+        if not self._asking.waits:
+            self._exchange(beat)
         if error is not None:
             others = [other for other in self._beats() if other.rank != self._rank]
             logger.error("%s", "; ".join(str(one) for one in (beat, *others)))
