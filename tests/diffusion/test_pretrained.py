@@ -5,21 +5,30 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import declared_pipelines
+from tests.support import declared_pipelines, pipelines
 from tests.support.memory import Peak, needs_mallinfo
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case, start, unet_loss
 from zerotune import DeepSpeedPlan
+from zerotune.backend.dtypes import check_quantized
 from zerotune.diffusion import load_pretrained
-from zerotune.errors import CheckpointCorruptError, EngineError, InvalidValueError
+from zerotune.errors import (
+    CheckpointCorruptError,
+    EngineError,
+    InvalidValueError,
+    MissingDependencyError,
+)
+from zerotune.plan import ModelFacts
 
 PLAN = DeepSpeedPlan.build(stage=3, precision="bf16")
 FILE = "diffusion_pytorch_model.safetensors"
@@ -153,7 +162,7 @@ def test_other_files_are_read_whole_and_it_is_said(tmp_path):
     (decision,) = loaded.decisions
     assert decision.severity == "warning"
     assert decision.after == "read whole on every rank, in fp32"
-    resolved = PLAN.resolve(model=None, world_size=1)
+    resolved = PLAN.resolve(world_size=1)
     assert load_pretrained(tmp_path, plan=resolved).model.dtype == torch.bfloat16
 
 
@@ -293,3 +302,152 @@ def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(tmp_path):
         share = 2 * elements / 2
         assert elements > 20e6
         assert share / 2 < peak <= 1.15 * share + 2 * largest
+
+
+# -- Quantized bases.
+
+
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory):
+    return pipelines.sd3(tmp_path_factory.mktemp("quantized") / "sd3")
+
+
+def test_gguf_is_read_from_single_files(sd3):
+    config = diffusers.GGUFQuantizationConfig(compute_dtype=torch.bfloat16)
+    with pytest.raises(InvalidValueError, match=r"quantization = .*from_single_file\(FILE"):
+        load_pretrained(sd3, parts=False, quantization=config)
+
+
+def test_a_quantization_without_its_package_says_which(sd3, monkeypatch):
+    from diffusers import SD3Transformer2DModel
+
+    def missing(*_, **__):
+        raise ImportError("Using `bitsandbytes` needs it")
+
+    monkeypatch.setattr(SD3Transformer2DModel, "from_pretrained", missing)
+    with pytest.raises(MissingDependencyError, match="bitsandbytes"):
+        load_pretrained(sd3, parts=False, quantization=object())
+
+
+def test_a_quantization_that_needs_a_gpu_says_so(sd3, monkeypatch):
+    from diffusers import SD3Transformer2DModel
+
+    def no_gpu(*_, **__):
+        raise RuntimeError("No GPU found. A GPU is needed for quantization.")
+
+    monkeypatch.setattr(SD3Transformer2DModel, "from_pretrained", no_gpu)
+    with pytest.raises(InvalidValueError, match=r"quantization = 'object'.*No GPU found"):
+        load_pretrained(sd3, parts=False, quantization=object())
+
+
+def test_torchao_quantizes_on_the_way_in_and_stage_3_is_refused(sd3):
+    needs("torchao", may_lack="it is an extra")
+    needs("peft")
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    from zerotune.diffusion import LoRA, add_lora
+
+    config = diffusers.TorchAoConfig(Int8WeightOnlyConfig())
+    loaded = load_pretrained(sd3, parts=False, plan=PLAN, quantization=config)
+    assert "quantized by TorchAoConfig" in loaded.decisions[0].after
+    facts = ModelFacts.from_module(loaded.model)
+    plain = ModelFacts.from_module(load_pretrained(sd3, parts=False).model)
+    assert facts.numel == plain.numel
+    assert facts.storages == ("int8",)
+    assert facts.weight_bytes(2) < 0.75 * plain.weight_bytes(2)
+    assert add_lora(loaded.model, LoRA(rank=2)).total > facts.numel
+    for stage in (2, 3):
+        resolved = DeepSpeedPlan.build(stage=stage, precision="bf16").resolve(world_size=1)
+        with pytest.raises(EngineError, match=r"torchao's tensors do not know.*BitsAndBytesConfig"):
+            check_quantized(loaded.model, resolved)
+
+
+def test_four_bits_are_not_swapped_to_files(tmp_path):
+    told = {"quant_type": SimpleNamespace(name="Q8_0"), "quant_shape": (8, 32)}
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.zeros(8, 34), requires_grad=False)
+    layer.weight.__class__ = type("GGUFParameter", (torch.nn.Parameter,), told)
+    plan = DeepSpeedPlan.build(
+        stage=3, precision="bf16", offload="nvme", offload_param="nvme", nvme_path=str(tmp_path)
+    )
+    with pytest.raises(EngineError, match=r"offload_param\.device = .*is gguf-q8_0"):
+        check_quantized(layer, plan.resolve(world_size=1))
+    near = DeepSpeedPlan.build(stage=3, precision="bf16", offload="cpu", offload_param="cpu")
+    check_quantized(layer, near.resolve(world_size=1))
+    check_quantized(torch.nn.Linear(2, 2), plan.resolve(world_size=1))
+
+
+def quantized_by_hand(folder: str) -> Any:
+    """As diffusers quantizes with bitsandbytes, which it does on a GPU only."""
+    import bitsandbytes as bnb
+
+    model = load_pretrained(folder, parts=False).model.bfloat16().requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                packed = bnb.nn.Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=child.bias is not None,
+                    compute_dtype=torch.bfloat16,
+                    quant_type="nf4",
+                )
+                packed.weight = bnb.nn.Params4bit(
+                    child.weight.data, requires_grad=False, quant_type="nf4"
+                )
+                packed.bias = child.bias
+                setattr(module, name, packed.to("cpu"))
+    return model
+
+
+def beside_four_bits(folder: str, output: str) -> list[dict[str, Any]]:
+    from safetensors import safe_open
+
+    from zerotune.checkpoint import export_adapters
+    from zerotune.diffusion import LoRA, add_lora
+
+    found = []
+    for stage in (2, 3):
+        model = quantized_by_hand(folder)
+        base = {n: p.detach().clone() for n, p in model.named_parameters()}
+        facts = ModelFacts.from_module(model)
+        torch.manual_seed(1)
+        add_lora(model, LoRA(rank=2))
+        engine = start(Case(stage=stage, precision="bf16", lr=1e-2), model)
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(2):
+            x = torch.randn(2, 4, 8, 8, generator=generator).bfloat16()
+            width = engine.module.config.joint_attention_dim
+            pooled = engine.module.config.pooled_projection_dim
+            prediction = engine(
+                x,
+                encoder_hidden_states=torch.randn(2, 3, width, generator=generator).bfloat16(),
+                pooled_projections=torch.randn(2, pooled, generator=generator).bfloat16(),
+                timestep=torch.tensor([100.0, 500.0]),
+                return_dict=False,
+            )[0]
+            engine.backward((prediction.float() - x.float()).pow(2).mean())
+            engine.step()
+        moved = max(
+            float(t.abs().max()) for n, t in engine.master_weights.gather() if "lora_B" in n
+        )
+        place = export_adapters(f"{output}/{stage}", engine=engine)
+        with safe_open(str(place.path), framework="pt") as file:
+            keys = list(file.keys())
+        engine.close()
+        after = {n.replace(".base_layer", ""): p for n, p in model.named_parameters()}
+        same = all(torch.equal(after[n].reshape(-1), p.reshape(-1)) for n, p in base.items())
+        found.append({"storages": facts.storages, "moved": moved, "keys": len(keys), "same": same})
+    return found
+
+
+@pytest.mark.deepspeed
+def test_adapters_train_beside_four_bits_which_stay_as_they_are(sd3, tmp_path):
+    needs("bitsandbytes", may_lack="it is an extra")
+    needs("peft")
+    (found,) = run_ranks(beside_four_bits, str(sd3), str(tmp_path))
+    for one in found:
+        assert one["storages"] == ("nf4",)
+        assert one["moved"] > 0
+        assert one["keys"] > 0
+        assert one["same"]

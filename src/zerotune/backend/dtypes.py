@@ -9,6 +9,7 @@ import torch
 
 from zerotune.errors import EngineError, InvalidValueError
 from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ModelFacts
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "fp32": torch.float32,
@@ -33,6 +34,41 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
             "is no precision of weights", key=key, value=dtype, fix=f"one of {list(DTYPES)}"
         )
     return chosen
+
+
+def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
+    """Whether DeepSpeed can hold a model's quantized weights as the plan asks.
+
+    Raises:
+        EngineError: They are torchao's tensors, or stage 3 would swap them to files.
+    """
+    if not plan.uses_deepspeed:
+        return
+    quantized = [each for each in ModelFacts.from_module(model).parameters if each.storage]
+    if not quantized:
+        return
+    key, storage = f"model.{quantized[0].name}", quantized[0].storage
+    if any(is_torchao(parameter) for parameter in model.parameters()):
+        raise EngineError(
+            "DeepSpeed casts, sends and cuts weights in ways that torchao's tensors do not know "
+            "('Couldn't swap Linear.weight' below stage 3, bytes of them at stage 3)",
+            key=key,
+            value=storage,
+            fix="quantize with bitsandbytes (diffusers.BitsAndBytesConfig), which trains at every "
+            "stage",
+        )
+    if plan.stage == 3 and plan.offload_param == "nvme":
+        raise EngineError(
+            "swap files hold weights in the plan's precision, and this one is quantized",
+            key="zero_optimization.offload_param.device",
+            value=f"nvme, and {key} is {storage}",
+            fix='write "cpu": a quantized base is small',
+        )
+
+
+def is_torchao(parameter: torch.Tensor) -> bool:
+    """Whether a weight is a tensor of torchao's, which says it is of the dtype it stands for."""
+    return type(parameter).__module__.partition(".")[0] == "torchao"
 
 
 def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:

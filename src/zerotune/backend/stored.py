@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -292,13 +293,30 @@ def dtype_at_rest(parameter: torch.Tensor) -> torch.dtype:
 
 
 def make_room(
-    parameter: torch.nn.Parameter, *, dtype: torch.dtype, device: torch.device
+    parameter: torch.nn.Parameter,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    passing: bool = False,
 ) -> StoredWeight:
-    """Give a waiting parameter memory that is not filled; the caller reads into it."""
+    """Give a waiting parameter memory that is not filled; the caller reads into it.
+
+    Args:
+        parameter: One that waits.
+        dtype: Of the values.
+        device: Where they will lie.
+        passing: Whether the memory is freed soon, so that host memory must not come from a heap,
+            which it would leave in pieces. Pages that are not filled are never taken then.
+    """
     weight = stored_weight(parameter)
     if weight is None:
         raise ValueError("the parameter has its values")
-    _replace(parameter, torch.empty(parameter.shape, dtype=dtype, device=device))
+    nbytes = parameter.numel() * dtype.itemsize
+    if passing and device.type == "cpu" and nbytes:
+        room = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(parameter.shape)
+    else:
+        room = torch.empty(parameter.shape, dtype=dtype, device=device)
+    _replace(parameter, room)
     delattr(parameter, _MARK)
     return weight
 

@@ -29,7 +29,7 @@ from zerotune.backend.adapter_layouts import (
     read_others,
 )
 from zerotune.backend.adapters import AdapterFacts, AdapterParameter, remember, starting_points
-from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.dtypes import checked_dtype, is_torchao
 from zerotune.backend.stored import bring_weights, standing_in
 from zerotune.backend.trained_parts import TrainedParts, components
 from zerotune.decisions import Decision, announce
@@ -38,7 +38,7 @@ from zerotune.errors import (
     InvalidValueError,
     MissingDependencyError,
 )
-from zerotune.plan.model import ATTENTION_PROJECTIONS
+from zerotune.plan.model import ATTENTION_PROJECTIONS, ModelFacts
 
 _ADAPTABLE: Final = (
     torch.nn.Linear,
@@ -362,7 +362,7 @@ def _train_only(
         layers=tuple(layers),
         tensors=len(trained),
         trained=sum(_numel(parameter) for parameter in trained.values()),
-        total=sum(_numel(parameter) for parameter in model.parameters()),
+        total=ModelFacts.from_module(model).numel,
         decisions=decisions,
         initial={name: starting_points(parameter) for name, parameter in trained.items()},
     )
@@ -372,7 +372,11 @@ def _train_only(
 
 
 def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ...]:
-    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    frozen = [
+        p
+        for p in model.parameters()
+        if not p.requires_grad and p.is_floating_point() and not is_torchao(p)
+    ]
     before = sorted({str(p.dtype).removeprefix("torch.") for p in frozen if p.dtype != dtype})
     for parameter in frozen:
         # What stage 3 has partitioned keeps its dtype in the partition too.

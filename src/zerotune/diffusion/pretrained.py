@@ -119,6 +119,7 @@ def load_pretrained(
     *,
     plan: DeepSpeedPlan | ResolvedPlan | None = None,
     dtype: str | None = None,
+    quantization: Any = None,
     frozen_dtype: str = "bf16",
     family: type[TextToImage] | None = None,
     parts: bool = True,
@@ -144,6 +145,8 @@ def load_pretrained(
         plan: What the model will be trained under. Without it, its weights are read whole, now.
         dtype: Of the trained model: ``"fp32"``, which is meant when nothing is said; ``"bf16"``
             for a base under adapters. DeepSpeed trains in the plan's precision either way.
+        quantization: A configuration of diffusers (``BitsAndBytesConfig``, ``TorchAoConfig``) for
+            the trained model, as a base under adapters; it is read and quantized on every rank.
         frozen_dtype: Of VAE and text encoders.
         family: A family of yours, for pipelines zerotune does not know.
         parts: ``False`` leaves VAE and text encoders out: training from caches needs none.
@@ -159,11 +162,13 @@ def load_pretrained(
     Raises:
         InvalidValueError: There is nothing to load, the pipeline's family is not known, or the
             pipeline of a declared family cannot be trained through (``probe``); the model's
-            files lack weights, hold others, or hold some of another shape.
-        MissingDependencyError: Text encoders without transformers installed.
+            files lack weights, hold others, or hold some of another shape; the quantization
+            cannot be had here.
+        MissingDependencyError: Text encoders without transformers installed, or a quantization
+            without its package.
     """
     folder = _folder(source, revision=revision, variant=variant, local_files_only=local_files_only)
-    loading = _Loading(plan=plan, dtype=dtype, variant=variant)
+    loading = _Loading(plan=plan, dtype=dtype, variant=variant, quantization=quantization)
     if not (folder / _INDEX).is_file():
         return _bare_model(folder, loading=loading, settings=settings)
     index = _read(folder / _INDEX)
@@ -364,6 +369,7 @@ class _Loading:
     plan: DeepSpeedPlan | ResolvedPlan | None
     dtype: str | None
     variant: str | None
+    quantization: Any
 
     def model(
         self, kind: Any, folder: Path, name: str | None = None
@@ -372,6 +378,8 @@ class _Loading:
         place = folder if name is None else folder / name
         if self.dtype is not None:
             _dtype(self.dtype)
+        if self.quantization is not None:
+            return self._quantized(kind, folder, name)
         if self.plan is None:
             return self._read_now(kind, folder, name, _dtype(self.dtype or "fp32")), ()
         try:
@@ -389,6 +397,44 @@ class _Loading:
                 before="read whole on every rank",
                 after=f"left in {names} until the engine takes them",
                 reason="a plan was given; Pretrained.read_weights() reads them whole",
+            ),
+        )
+
+    def _quantized(
+        self, kind: Any, folder: Path, name: str | None
+    ) -> tuple[Any, tuple[Decision, ...]]:
+        """The model with its linear layers quantized by diffusers, frozen."""
+        told = type(self.quantization).__name__
+        if told == "GGUFQuantizationConfig":
+            raise InvalidValueError(
+                "diffusers reads GGUF from single files, not from a pipeline's folder",
+                key="quantization",
+                value=told,
+                fix=f"model = diffusers.{kind.__name__}.from_single_file(FILE, "
+                "quantization_config=...), then add_lora(model)",
+            )
+        precision = "bf16" if self.plan is None else self.plan.precision
+        dtype = self.dtype or (precision if precision in DTYPES else "bf16")
+        try:
+            model = self._read_now(
+                kind, folder, name, _dtype(dtype), quantization_config=self.quantization
+            )
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"the quantization needs a package ({_first(error)})",
+                key="quantization",
+                value=told,
+                fix="pip install 'zerotune[optimizers]', which has bitsandbytes and torchao",
+            ) from error
+        model.requires_grad_(False)
+        if self.plan is None:
+            return model, ()
+        return model, (
+            Decision(
+                key="model.weights",
+                before="left in their files until the engine takes them",
+                after=f"read on every rank and quantized by {told}",
+                reason="packages quantize whole weights",
             ),
         )
 
@@ -410,7 +456,9 @@ class _Loading:
             ),
         )
 
-    def _read_now(self, kind: Any, folder: Path, name: str | None, dtype: torch.dtype) -> Any:
+    def _read_now(
+        self, kind: Any, folder: Path, name: str | None, dtype: torch.dtype, **quantization: Any
+    ) -> Any:
         place = folder if name is None else folder / name
         options = {} if name is None else {"subfolder": name}
         try:
@@ -421,11 +469,24 @@ class _Loading:
                 output_loading_info=True,
                 **options,
                 **_precision(dtype),
+                **quantization,
             )
         except (OSError, ValueError, RuntimeError) as error:
+            if quantization:
+                raise _not_quantized(self.quantization, error) from error
             raise _unreadable(place, error) from error
-        _check_names(place, missing=told["missing_keys"], unexpected=told["unexpected_keys"])
+        if not quantization:
+            _check_names(place, missing=told["missing_keys"], unexpected=told["unexpected_keys"])
         return model
+
+
+def _not_quantized(quantization: Any, error: Exception) -> InvalidValueError:
+    return InvalidValueError(
+        f"the model cannot be read with it ({_first(error)})",
+        key="quantization",
+        value=type(quantization).__name__,
+        fix="diffusers quantizes with bitsandbytes on a GPU only; TorchAoConfig quantizes anywhere",
+    )
 
 
 def _left_in_files(kind: Any, place: Path, files: Sequence[Path], *, dtype: torch.dtype) -> Any:

@@ -47,7 +47,7 @@ from zerotune.backend.deepspeed.start import (
     read_weights,
 )
 from zerotune.backend.deepspeed.verify import compare
-from zerotune.backend.dtypes import check_model_dtype
+from zerotune.backend.dtypes import check_model_dtype, check_quantized
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
@@ -242,6 +242,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         named = require_trainable(model)
         check_shapes(model)
         check_model_dtype(model, plan)
+        check_quantized(model, plan)
         rounded = plan.precision != "fp32" and any(
             dtype_at_rest(p) == torch.float32 for _, p in named
         )

@@ -229,7 +229,7 @@ def _partition_as_read(deepspeed: Any, init: Any, model: torch.nn.Module) -> Non
             parameter.data = parameter.data.to(init.local_device)
             init._zero_init_param(parameter)
             continue
-        weight = make_room(parameter, dtype=parameter.dtype, device=init.local_device)
+        weight = make_room(parameter, dtype=parameter.dtype, device=init.local_device, passing=True)
         init._convert_to_deepspeed_param(parameter)
         ranks = deepspeed.comm.get_world_size(group=parameter.ds_process_group)  # type: ignore[attr-defined]
         part = -(-parameter.numel() // ranks)
