@@ -24,7 +24,7 @@ def main(steps: int = 50) -> tuple[int, ...]:
     plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32", micro_batch_size=16)
     data = ImageTensors(images=digits)
     with Trainer(model=model, plan=plan, data=data, ema=EMAShadow(decay=0.99)) as trainer:
-        print(trainer.explain())
+        print(trainer)  # trainer.explain() has every decision
         report = trainer.fit(steps=steps)
         images = trainer.sample(count=4, steps=10)
     print(report.render())

@@ -115,3 +115,11 @@ def test_findings_have_colours_at_a_terminal_unless_they_are_not_wanted(terminal
     assert coloured.rstrip().endswith(FINDING.text[-10:])
     plain = terminal(page, 200, NO_COLOR="1")
     assert "31m" not in plain
+
+
+def test_a_cell_wider_than_its_column_touches_no_other():
+    columns = (Column(name="what", width=6), Column(name="where", width=6))
+    table = Table(columns=columns, rows=(("accumulated gradients", "host"), ("EMA", "host")))
+    first, second = (line.text for line in table.lines(None))
+    assert first.split() == ["accumulated", "gradients", "host"]
+    assert first.index("host") == second.index("host")

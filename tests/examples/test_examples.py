@@ -6,9 +6,12 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -111,6 +114,39 @@ def test_the_demo_on_a_gpu(arguments, tmp_path):
         assert 0 < metrics["phases"]["forward"] < metrics["seconds"]
 
 
+SCREEN = 24
+"""Lines of a terminal."""
+
+
+def saying(function: Any, *arguments: Any) -> tuple[Any, str]:
+    """What a call returns, and all that it wrote, whoever wrote it and where to."""
+    with tempfile.TemporaryFile("w+") as said:
+        sys.stdout.flush()
+        kept = [(stream, os.dup(stream)) for stream in (1, 2)]
+        for stream, _ in kept:
+            os.dup2(said.fileno(), stream)
+        try:
+            result = function(*arguments)
+            sys.stdout.flush()
+        finally:
+            for stream, former in kept:
+                os.dup2(former, stream)
+        said.seek(0)
+        return result, said.read()
+
+
+def fits_a_screen(said: str, *, first: str) -> None:
+    """What stands above the first step is no more than a screen."""
+    before, found, _ = said.partition(f"\n{first}")
+    assert found, said
+    # Of compiling ops and of other libraries' warnings a second start says nothing.
+    lines = [line for line in before.splitlines() if not OTHERS.match(line)]
+    assert len(lines) <= SCREEN, before
+
+
+OTHERS = re.compile(r"op \w+: |DeepSpeed deepspeed\.ops|\[\d{4}-|.*Warning: |  return func\(")
+
+
 def digits_with_stderr(arguments: list[str]) -> tuple[int, str]:
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
@@ -139,13 +175,16 @@ def minimal_trainer(steps: int) -> tuple[int, ...]:
 
 @pytest.mark.deepspeed
 def test_the_loop_of_ones_own():
-    (loss,) = run_ranks(own_loop, 3)
+    ((loss, said),) = run_ranks(saying, own_loop, 3)
     assert 0 < loss < 10
+    fits_a_screen(said, first="loss ")
 
 
 @pytest.mark.deepspeed
 def test_the_minimal_trainer():
-    assert run_ranks(minimal_trainer, 3) == [(4, 1, 8, 8)]
+    ((shape, said),) = run_ranks(saying, minimal_trainer, 3)
+    assert shape == (4, 1, 8, 8)
+    fits_a_screen(said, first="step 1/3")
 
 
 def test_the_loop_of_ones_own_is_short():

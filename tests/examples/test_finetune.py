@@ -15,6 +15,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+from tests.examples.test_examples import fits_a_screen, saying
 from tests.support import pipelines
 from tests.support.ranks import free_port, run_ranks
 from zerotune.checkpoint import convert
@@ -122,6 +123,7 @@ def test_start_goes_on_from_what_deepspeed_saved(models, photos, tmp_path):
     assert exported.keys() == trained.keys()
     assert [name for name in trained if not np.array_equal(exported[name], trained[name])] == []
     assert len(one["losses"]) == 1
+    fits_a_screen(one["said"], first="step 2/2")
     assert finished["losses"] == [], "the run's own checkpoint goes before --start"
 
 
@@ -153,10 +155,10 @@ def run_each(commands: list[list[str]], exported: str) -> list[dict[str, Any]]:
 
     found = []
     for arguments in commands:
-        losses = run("finetune", arguments)
+        losses, said = saying(run, "finetune", arguments)
         weights = UNet2DConditionModel.from_pretrained(exported).state_dict()
         values = {name: each.float().numpy() for name, each in weights.items()}
-        found.append({"losses": losses, "exported": values})
+        found.append({"losses": losses, "exported": values, "said": said})
     return found
 
 

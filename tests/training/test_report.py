@@ -188,3 +188,7 @@ def test_the_memory_picture_is_a_chart_with_what_was_measured(tmp_path):
     assert found.measured_memory() == {"host": found.host_peak, "device": found.device_peak}
     without = plot_report(tmp_path / "without.png", report(estimate=None))
     assert without.stat().st_size > 5000
+
+
+def test_one_step_is_one_step():
+    assert "1 step in 0.5 s on 1 process:" in report(steps=1, seconds=0.5, world_size=1).render()

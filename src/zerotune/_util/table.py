@@ -107,7 +107,7 @@ class Column:
     right: bool = False
     """Whether it ends, instead of begins, where its column does."""
     width: int | None = None
-    """Letters in text; ``None``: those of its widest cell."""
+    """Least letters in text; ``None``: those of its widest cell."""
     gap: int = 2
     """Blanks before it in text; the first column has the table's indentation."""
 
@@ -142,7 +142,7 @@ class Table:
         heads = [column.head for column in self.columns]
         shown = self._shown()
         widths = [
-            max(map(len, cells)) if column.width is None else column.width
+            max(*map(len, cells), column.width or 0)
             for column, *cells in zip(self.columns, heads, *shown, strict=True)
         ]
         if any(heads) and shown:

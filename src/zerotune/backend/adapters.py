@@ -14,6 +14,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from zerotune._util.text import counted
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointMismatchError
 
@@ -86,7 +87,8 @@ class AdapterFacts:
 
     def __str__(self) -> str:
         return (
-            f"adapter {self.name!r}: {len(self.layers)} layers, {self.tensors} tensors, "
+            f"adapter {self.name!r}: {counted(len(self.layers), 'layer')}, "
+            f"{counted(self.tensors, 'tensor')}, "
             f"{self.trained:,} of {self.total:,} elements trained ({self.share:.2%})"
         )
 

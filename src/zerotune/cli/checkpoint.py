@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from zerotune._util.text import disk_size
+from zerotune._util.text import counted, disk_size
 from zerotune.cli.output import print_json, print_page
 from zerotune.errors import MissingDependencyError
 
@@ -98,7 +98,9 @@ def _verify(arguments: argparse.Namespace) -> int:
     elif damage:
         sys.stdout.writelines(f"{each.key}: {each.reason}\n" for each in damage)
     else:
-        sys.stdout.write(f"{len(manifest.files)} files, {disk_size(manifest.nbytes)}: whole\n")
+        sys.stdout.write(
+            f"{counted(len(manifest.files), 'file')}, {disk_size(manifest.nbytes)}: whole\n"
+        )
     return 1 if damage else 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
+from zerotune._util.text import counted
 from zerotune.cli.output import print_text
 from zerotune.cli.plan import add_machine, at_least_one, families_named, machine_of
 from zerotune.errors import InvalidValueError, PlanFileError
@@ -79,10 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     text = _script(arguments, advice, model=model, captions=captions)
     _write({plan: advice.plan.to_json().rstrip("\n") + "\n", script: text})
     captioned = "with captions" if captions else "no captions: every picture is trained without"
-    noun = "picture" if count == 1 else "pictures"
     print_text(
         f"{plan}: {advice.chosen.title}\n"
-        f"{script}: {arguments.steps} steps of {model} on {count} {noun}, {captioned}\n"
+        f"{script}: {counted(arguments.steps, 'step')} of {model} on "
+        f"{counted(count, 'picture')}, {captioned}\n"
         f"\nTrain with: python {script}\n"
         "The same command goes on after a stop."
     )

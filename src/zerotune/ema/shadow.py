@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from zerotune._util.numbers import whole
 from zerotune._util.table import Line, Page, Readable
-from zerotune._util.text import disk_size, listing
+from zerotune._util.text import counted, disk_size, listing
 from zerotune.backend.deepspeed.external import master_weights_of
 from zerotune.backend.master_weights import Follower
 from zerotune.ema.decay import DecaySchedule, as_schedule, decay_of_update
@@ -321,7 +321,9 @@ class EMAShadow(Readable):
     @override
     def brief(self) -> str:
         """Its decay, where it lies and how far it is."""
-        attached = "not attached" if self._master is None else f"{self._steps} steps seen"
+        attached = (
+            "not attached" if self._master is None else f"{counted(self._steps, 'step')} seen"
+        )
         return f"{self._schedule!r} {self._store}, {attached}"
 
     @override
@@ -331,14 +333,14 @@ class EMAShadow(Readable):
 
     def explain(self) -> str:
         """What is averaged, how fast, and what it costs, as text."""
-        every = f", every {self._update_every} steps" if self._update_every > 1 else ""
-        after = f", after {self._start_after} steps" if self._start_after else ""
+        every = f", every {counted(self._update_every, 'step')}" if self._update_every > 1 else ""
+        after = f", after {counted(self._start_after, 'step')}" if self._start_after else ""
         lines = [f"EMA: {self._schedule!r}{every}{after}"]
         if self._master is not None:
             elements = sum(tensor.numel() for tensor in self._tensors.values())
             lines.append(
                 f"  {elements:,} fp32 elements of this rank {self._store} "
-                f"({disk_size(self.nbytes)}), {self._steps} steps seen, "
+                f"({disk_size(self.nbytes)}), {counted(self._steps, 'step')} seen, "
                 f"decay now {self.decay:.6g}"
             )
         return "\n".join(lines)

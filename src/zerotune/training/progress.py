@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from zerotune._util.text import brief_size, format_seconds
@@ -20,7 +21,9 @@ _FIELDS = ("loss {loss}", "lr {lr}", "{rate} it/s", "peak {peak}", "ETA {eta}")
 
 
 class ProgressBar(Callback):
-    """A live bar on a terminal; elsewhere one line every few steps. Rank 0 only.
+    """A live bar on a terminal or in a notebook; elsewhere one line every few steps. Rank 0 only.
+
+    A notebook shows the bar where ipywidgets is installed, and lines without it.
 
     Shows the mean loss of the latest steps, learning rate, steps per second, peak memory (GPU
     if there is one, else RAM) and the time left.
@@ -47,11 +50,9 @@ class ProgressBar(Callback):
         if not trainer.is_main or (steps is not None and trainer.step >= steps):
             return
         if self._console is None:
-            from rich.console import Console
-
-            self._console = Console(soft_wrap=True)
+            self._console = _own_console()
         self._times.append(time.perf_counter())
-        if self._console.is_terminal:
+        if self._console.is_terminal or self._console.is_jupyter:
             self._bar = _start_bar(self._console, done=trainer.step, total=steps)
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:
@@ -77,6 +78,8 @@ class ProgressBar(Callback):
     def on_fit_end(self, trainer: RunView) -> None:  # noqa: ARG002
         """Leave the bar as it stands."""
         if self._bar is not None:
+            # Stopping draws no last time in a notebook.
+            self._bar[0].refresh()
             self._bar[0].stop()
             self._bar = None
 
@@ -100,6 +103,16 @@ def _mean_of_finite(losses: Iterable[float]) -> float:
     """The mean without skipped steps, which would hide all others."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return sum(finite) / len(finite) if finite else math.nan
+
+
+def _own_console() -> Console:
+    """Standard output, a notebook's only where it can show a bar that moves."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    if console.is_jupyter and find_spec("ipywidgets") is None:
+        return Console(soft_wrap=True, force_jupyter=False)
+    return console
 
 
 def _start_bar(console: Console, *, done: int, total: int | None) -> tuple[Any, Any]:

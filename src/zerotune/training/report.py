@@ -16,7 +16,7 @@ from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.palette import PHASES as PHASE_COLOURS
 from zerotune._util.palette import component_colours
 from zerotune._util.table import Block, Column, Line, Page, Readable, Row, Table
-from zerotune._util.text import brief_size
+from zerotune._util.text import brief_size, counted
 from zerotune.errors import TrainingError
 from zerotune.plan.charts import memory_figure
 from zerotune.plan.memory.model import PHASES as MOMENTS
@@ -91,7 +91,7 @@ class Report(Readable):
     @property
     def processes(self) -> str:
         """``"1 process"``, ``"2 processes"``."""
-        return f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
+        return counted(self.world_size, "process", "processes")
 
     def memory_rows(self) -> list[tuple[str, str, str, str]]:
         """Component, place, size and note of each part, then what was measured."""
@@ -168,7 +168,7 @@ class Report(Readable):
     def brief(self) -> str:
         """How many steps, and how fast."""
         speed = f"{self.steps_per_second:.2f} it/s, {self.samples_per_second:.0f} samples/s"
-        return f"{self.steps} steps in {self.seconds:.1f} s on {self.processes}: {speed}"
+        return f"{counted(self.steps, 'step')} in {self.seconds:.1f} s on {self.processes}: {speed}"
 
     @override
     def page(self) -> Page:
@@ -239,7 +239,9 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
         MissingDependencyError: matplotlib is not installed.
     """
     times = TablePicture(
-        title=f"Time per step ({report.steps} steps, {report.steps_per_second:.2f} it/s)",
+        title=(
+            f"Time per step ({counted(report.steps, 'step')}, {report.steps_per_second:.2f} it/s)"
+        ),
         header=("phase", "mean", "share", "waits for"),
         rows=[(*row, _waits(row[0], report.bounds)) for row in report.time_rows()],
         widths=(0.02, 0.17, 0.11, 0.08, 0.62),
@@ -295,8 +297,8 @@ def _memory(rows: Iterable[Row]) -> Table:
     return Table(
         above="memory per rank:",
         columns=(
-            Column(name="component", width=18),
-            Column(name="place", width=8, gap=0),
+            Column(name="component", width=16),
+            Column(name="place", width=8),
             Column(name="size", width=12, gap=0, right=True),
             Column(name="note"),
         ),
