@@ -17,6 +17,7 @@ CPU: Final = (
     "checkpoint",
     "step",
     "overhead",
+    "prediction",
     "fake_device",
 )
 """Those that say something on a machine without a GPU, shortest first."""

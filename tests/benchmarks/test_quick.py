@@ -84,6 +84,18 @@ def test_step(tmp_path):
     assert cases["ZeRO-2 with EMA"]["facts"]["losses are equal bit for bit"]
 
 
+@pytest.mark.deepspeed
+def test_prediction(tmp_path):
+    (case,) = measured("prediction", tmp_path).values()
+    assert case["facts"]["threads"] == 1
+    assert set(case["contestants"]) == {"measured", "predicted"}
+    for found in case["contestants"].values():
+        phases = sum(found[f"{part}_seconds"]["median"] for part in ("forward", "backward"))
+        assert 0 < phases < found["seconds"]["median"]
+    rates = {part["rate"] for part in case["facts"]["parts"]}
+    assert {"convolutions_fp32", "operators", "host_step"} <= rates
+
+
 def test_fake_device(tmp_path):
     for case in measured("fake_device", tmp_path).values():
         found = {name: one["device_bytes"]["median"] for name, one in case["contestants"].items()}

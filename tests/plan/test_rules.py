@@ -129,6 +129,20 @@ def test_partial_offload(stage, ratio, error, warning):
     assert len(find("partial-offload", config)) == warning
 
 
+@pytest.mark.parametrize(
+    ("device", "ratio", "optimizer", "error"),
+    [
+        ("cpu", 0.5, None, 0), ("cpu", 0.5, "AdamW", 0), ("cpu", 1.0, "Lion", 0),
+        ("cpu", 0.5, "Adam", 1), ("cpu", 0.5, "AdamWBF16States", 1), ("nvme", 0.5, "AdamW", 1),
+    ],
+)  # fmt: skip
+def test_only_adamw_in_host_memory_is_offloaded_in_part(device, ratio, optimizer, error):
+    config = zero(stage=3, offload_optimizer={"device": device, "ratio": ratio})
+    if optimizer is not None:
+        config["optimizer"] = {"type": optimizer}
+    assert len(find("partial-offload-optimizer", config)) == error
+
+
 def test_low_precision_master_weights_need_offload():
     config = {**zero(stage=2), "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     assert one("bf16-master-weights", config).key == "bf16.bf16_master_weights_and_grads"

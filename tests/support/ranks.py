@@ -18,7 +18,8 @@ from zerotune._util import processes
 
 # Importing torch, deepspeed and diffusers takes seconds; a fork server pays that once. The
 # children are forked before any thread or process group exists, so each starts clean.
-_PRELOAD = ["torch", "diffusers", "sklearn.datasets", "tests.support.preload"]
+# Not diffusers: where torch has CUDA, importing it alone keeps forked processes from using that.
+_PRELOAD = ["torch", "sklearn.datasets", "tests.support.preload"]
 _context: Any = None
 _chance = random.SystemRandom()
 

@@ -5,10 +5,14 @@ What ``zerotune.plan.memory.rates`` names, each by the kind of work that a step 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import attrs
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerotune.backend.ops.host_step import AdamNumbers, load_host_step
 from zerotune.errors import PlatformError
@@ -16,7 +20,12 @@ from zerotune.errors import PlatformError
 _MIB = 2**20
 
 
-def measure_rates(*, device: torch.device | None = None, scale: float = 1.0) -> dict[str, float]:
+def measure_rates(
+    *,
+    device: torch.device | None = None,
+    scale: float = 1.0,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Rates by name, of torch's present number of threads; takes some seconds.
 
     Disks are measured by ``zerotune offload bench ROOT``.
@@ -24,12 +33,15 @@ def measure_rates(*, device: torch.device | None = None, scale: float = 1.0) -> 
     Args:
         device: What training runs on; the first accelerator, or the CPU, when not given.
         scale: Share of the usual sizes and times; for tests.
+        now: Tells the time, in seconds; ``time.process_time`` leaves out what others take of a
+            busy machine.
     """
     if device is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = torch.device("cpu") if accelerator is None else accelerator
     with torch.no_grad():
-        return dict(_measured(device, _Timer(device=device, seconds=0.25 * scale), scale))
+        timer = _Timer(device=device, seconds=0.25 * scale, now=now)
+        return dict(_measured(device, timer, scale))
 
 
 def _measured(device: torch.device, timer: _Timer, scale: float) -> Iterator[tuple[str, float]]:
@@ -37,78 +49,165 @@ def _measured(device: torch.device, timer: _Timer, scale: float) -> Iterator[tup
         yield f"products{suffix}", _products(device, dtype, timer, scale)
         yield f"convolutions{suffix}", _convolutions(device, dtype, timer, scale)
         yield f"attention{suffix}", _attention(device, dtype, timer, scale)
-    size = max(1, int(32 * scale)) * _MIB
-    left, right = (torch.ones(size // 4, device=device) for _ in range(2))
-    yield "device_memory", 3 * size / timer(lambda: torch.add(left, right, out=left))
+    yield "device_memory", _simple(device, timer, scale)
     if device.type != "cpu":
-        yield from _bus(left, timer)
-    yield "host_memory", copy_rate(scale=scale)
-    yield "host_step", _host_step(scale, _Timer(device=torch.device("cpu"), seconds=0.25 * scale))
+        yield from _bus(device, timer, scale)
+    on_host = attrs.evolve(timer, device=torch.device("cpu"))
+    yield "host_memory", copy_rate(scale=scale, now=timer.now)
+    yield "new_memory", _new_memory(on_host)
+    yield "operators", _operators(device, timer)
+    yield "host_step", _host_step(scale, on_host)
 
 
+@attrs.frozen(kw_only=True)
 class _Timer:
     """Seconds of a call, the best of those that fit into a time."""
 
-    def __init__(self, *, device: torch.device, seconds: float) -> None:
-        self._device, self._seconds = device, seconds
+    device: torch.device
+    seconds: float
+    now: Callable[[], float]
+    others: torch.Tensor = attrs.field(factory=lambda: torch.zeros(12 * _MIB))
+    """What a processor's caches hold before each call: a model comes back to a layer only after
+    all others."""
 
     def __call__(self, act: Callable[[], object]) -> float:
         self._once(act)
-        best, until = float("inf"), time.perf_counter() + self._seconds
-        while best == float("inf") or time.perf_counter() < until:
+        best, until = float("inf"), self.now() + self.seconds
+        while best == float("inf") or self.now() < until:
             best = min(best, self._once(act))
         return best
 
     def _once(self, act: Callable[[], object]) -> float:
-        repeats = 1 if self._device.type == "cpu" else 10
-        begun = time.perf_counter()
+        repeats = 1 if self.device.type == "cpu" else 10
+        if self.device.type == "cpu":
+            self.others.add_(1)
+        begun = self.now()
         for _ in range(repeats):
             act()
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return (time.perf_counter() - begun) / repeats
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return (self.now() - begun) / repeats
 
 
 def _products(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
-    side = max(64, int((8192 if device.type != "cpu" else 1024) * scale))
-    left = torch.ones(side, side, device=device, dtype=dtype)
-    right = torch.ones(side, side, device=device, dtype=dtype)
-    return 2 * side**3 / timer(lambda: left @ right)
+    rows, width = (8192, 1280) if device.type != "cpu" else (256, 768)
+    rows, width = max(16, int(rows * scale)), max(16, int(width * scale))
+    given = torch.randn(rows, width, device=device, dtype=dtype)
+    # As many as no cache holds: each is read from memory, as in a model.
+    shapes = [(4 * width, width), (width, 4 * width)] * 3
+    weights = [torch.randn(shape, device=device, dtype=dtype) for shape in shapes]
+
+    def forward(value: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            value = torch.nn.functional.linear(value, weight)
+        return value
+
+    flops = 3 * 2 * rows * sum(weight.numel() for weight in weights)
+    return flops / timer(_both_ways(forward, given, *weights))
 
 
 def _convolutions(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
-    batch, channels, side = (8, 640, 64) if device.type != "cpu" else (1, 128, 32)
+    # The levels of a U-Net, each of half the side and twice the channels.
+    batch, channels, side = (2, 320, 128) if device.type != "cpu" else (2, 64, 32)
     channels = max(16, int(channels * scale))
-    image = torch.ones(batch, channels, side, side, device=device, dtype=dtype)
-    weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
-    seconds = timer(lambda: torch.nn.functional.conv2d(image, weight, padding=1))
-    return 2 * 9 * channels**2 * batch * side**2 / seconds
+    levels = [(channels * k, side // k) for k in (1, 2, 4)]
+    images = [torch.randn(batch, c, s, s, device=device, dtype=dtype) for c, s in levels]
+    weights = [torch.randn(c, c, 3, 3, device=device, dtype=dtype) for c, _ in levels]
+    forward = functools.partial(torch.nn.functional.conv2d, padding=1)
+    passes = [
+        _both_ways(forward, image, weight) for image, weight in zip(images, weights, strict=True)
+    ]
+    flops = sum(3 * 18 * c**2 * batch * s**2 for c, s in levels)
+    return flops / timer(lambda: [act() for act in passes])
 
 
 def _attention(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
     heads, length, width = (64, 4096, 64) if device.type != "cpu" else (8, 512, 64)
     length = max(64, int(length * scale))
-    query = torch.ones(1, heads, length, width, device=device, dtype=dtype)
+    # As models hand it over: heads lie beside each other in a token.
+    query, key, value = (
+        torch.randn(1, length, heads, width, device=device, dtype=dtype).transpose(1, 2)
+        for _ in range(3)
+    )
     attend = torch.nn.functional.scaled_dot_product_attention
-    return 4 * heads * length**2 * width / timer(lambda: attend(query, query, query))
+    # Four in the forward pass, ten in the backward pass, which computes the first again.
+    return 14 * heads * length**2 * width / timer(_both_ways(attend, query, key, value))
 
 
-def _bus(there: torch.Tensor, timer: _Timer) -> Iterator[tuple[str, float]]:
+def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], object]:
+    """A forward and a backward pass, with gradients of all that goes in."""
+    leaves = [one.requires_grad_() for one in inputs]
+
+    def act() -> object:
+        with torch.enable_grad():
+            output = forward(*leaves)
+        return torch.autograd.grad(output, leaves, output.detach())
+
+    return act
+
+
+def _simple(device: torch.device, timer: _Timer, scale: float) -> float:
+    """Bytes per second of what stands between products: norms, activations, sums."""
+    size = max(1, int((32 if device.type != "cpu" else 4) * scale)) * _MIB
+    left, right = (torch.randn(size // 4096, 1024, device=device) for _ in range(2))
+    functions = torch.nn.functional
+
+    def act() -> None:
+        functions.gelu(left)
+        functions.silu(left)
+        functions.layer_norm(left, (1024,))
+        torch.add(left, right)
+        torch.mul(left, right)
+
+    return 12 * size / timer(act)
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(device: torch.device, timer: _Timer) -> float:
+    """Operators per second of modules that have next to nothing to compute, both ways."""
+    kinds = (lambda: torch.nn.Linear(4, 4), torch.nn.SiLU, lambda: torch.nn.LayerNorm(4))
+    model = torch.nn.Sequential(*(kind() for _ in range(20) for kind in kinds)).to(device)
+    act = _both_ways(lambda given, *_weights: model(given), torch.ones(4, 4, device=device),
+                     *model.parameters())  # fmt: skip
+    with _Counter() as counter:
+        act()
+    return float(counter.count) / timer(act)
+
+
+def _bus(device: torch.device, timer: _Timer, scale: float) -> Iterator[tuple[str, float]]:
+    there = torch.ones(max(1, int(32 * scale)) * _MIB // 4, device=device)
     here = torch.empty(there.shape, pin_memory=True)
     yield "to_host", there.nbytes / timer(lambda: here.copy_(there, non_blocking=True))
     yield "to_device", there.nbytes / timer(lambda: there.copy_(here, non_blocking=True))
 
 
-def copy_rate(*, scale: float = 1.0) -> float:
+def copy_rate(*, scale: float = 1.0, now: Callable[[], float] = time.perf_counter) -> float:
     """Bytes per second that a copy in host memory reads and writes together, best of four."""
     source = torch.ones(max(1, int(64 * scale)) * _MIB // 4)
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(4):
-        begun = time.perf_counter()
+        begun = now()
         target.copy_(source)
-        best = min(best, time.perf_counter() - begun)
+        best = min(best, now() - begun)
     return 2 * source.nbytes / best
+
+
+def _new_memory(timer: _Timer) -> float:
+    # More than the C library keeps to use it again.
+    size = 64 * _MIB
+    return size / timer(lambda: torch.empty(size, dtype=torch.uint8).zero_())
 
 
 def _host_step(scale: float, timer: _Timer) -> float:

@@ -86,7 +86,7 @@ def _wishes(state: FormState) -> dict[str, Any]:
 def _offered(candidate: Candidate, state: FormState, setup: Setup) -> dict[str, Any]:
     data = candidate_data(candidate)
     del data["plan"]
-    seconds = "" if candidate.time is None else seconds_words(candidate.time.seconds)
+    seconds = "" if candidate.time is None else seconds_words(candidate.time.expected)
     return {
         **data,
         "seconds": seconds,

@@ -130,7 +130,8 @@ def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
     rows = []
     for name in RATE_NAMES:
         unit = "GFLOP/s" if name.startswith(arithmetic) else "GB/s"
-        value = f"{getattr(rates, name) / 1e9:,.1f} {unit}"
+        unit = "billion/s" if name == "operators" else unit
+        value = f"{getattr(rates, name) / 1e9:,.{4 if name == 'operators' else 1}f} {unit}"
         label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
         rows.append((label, f"{value}, {rates.source(name)}"))
     return [("origin", rates.origin), *rows]

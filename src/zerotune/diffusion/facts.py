@@ -303,7 +303,8 @@ def _arithmetic(full: Sequence[Pass], again: Sequence[Pass] | None) -> Arithmeti
 
 
 def _work(counts: Sequence[Mapping[str, int]]) -> PassWork:
-    return PassWork(**{kind: _amount([one[kind] for one in counts]) for kind in KINDS})
+    amounts = {kind: _amount([one[kind] for one in counts]) for kind in KINDS}
+    return PassWork(**dict[str, Any](amounts))
 
 
 class _CountedTransfers:

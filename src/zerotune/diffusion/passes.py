@@ -38,6 +38,8 @@ class Pass:
     """What the forward pass computes, by ``KINDS``."""
     backward: Mapping[str, int]
     """The same of the backward pass, with what it computes again."""
+    first: int
+    """Operators of the forward pass; those that follow are the backward pass's."""
 
     @property
     def peak(self) -> int:
@@ -79,12 +81,13 @@ def counted_pass(
         # Z-Image gives one tensor for each sample.
         samples = torch.stack(sample) if isinstance(sample, list) else sample
         loss = samples.float().pow(2).mean()
-        forward = dict(counts.work)
+        forward, first = dict(counts.work), len(counts.live)
         loss.backward()
     return Pass(
         live=tuple(counts.live),
         operators=tuple(counts.operators),
         forward=forward,
+        first=first,
         backward={kind: counts.work[kind] - forward[kind] for kind in KINDS},
     )
 

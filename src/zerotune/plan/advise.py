@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar, get_args
 
 import attrs
@@ -12,7 +13,7 @@ from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.memory.estimate import count, estimate_resolved, sides
+from zerotune.plan.memory.estimate import Costing, count, estimate_resolved, sides
 from zerotune.plan.memory.model import PLACES, EMAPlace, EstimateValue, Phase, Place, Workload
 from zerotune.plan.memory.rates import Rates, known_rates
 from zerotune.plan.memory.time import StepTime, step_time
@@ -25,6 +26,7 @@ from zerotune.plan.model import (
     ZeroSection,
 )
 from zerotune.plan.resolve import resolve
+from zerotune.plan.rules import SHARED_OUT, stepped_by
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -176,6 +178,8 @@ class Layout:
     optimizer: str = "none"
     parameters: str = "none"
     pinned: bool = True
+    fills_device: bool = False
+    """Whether as much of the optimizer stays on the device as fits beside all else."""
 
     @property
     def title(self) -> str:
@@ -189,12 +193,18 @@ class Layout:
             words += [f"{part} {places[to]}" for part, to in parts.items() if to != "none"]
         if not self.pinned:
             words.append("not page-locked")
+        if self.fills_device:
+            words.append("as much of it on the device as fits")
         return ", ".join(words)
 
 
 LEVELS: Final[tuple[tuple[Layout, ...], ...]] = (
     tuple(Layout(stage=stage) for stage in range(4)),
-    (Layout(stage=2, optimizer="cpu"), Layout(stage=3, optimizer="cpu")),
+    (
+        Layout(stage=2, optimizer="cpu"),
+        Layout(stage=3, optimizer="cpu"),
+        Layout(stage=3, optimizer="cpu", fills_device=True),
+    ),
     (
         Layout(stage=2, optimizer="cpu", pinned=False),
         Layout(stage=3, optimizer="cpu", pinned=False),
@@ -338,11 +348,11 @@ def _chosen(request: Request, into: type[AdviceT]) -> AdviceT:
     fitting = [one for one in candidates if one.fits]
     if not fitting:
         raise _nothing_fits(request, candidates)
-    timed = [one.time.seconds for one in fitting if one.time is not None]
+    timed = [one.time.expected for one in fitting if one.time is not None]
     first, reason = fitting[0], "the least offload and the lowest stage that fits"
     if request.prefer == "fastest" and len(timed) == len(fitting):
         limit = _ALIKE * min(timed)
-        first = next(one for one in fitting if one.time is not None and one.time.seconds <= limit)
+        first = next(one for one in fitting if one.time is not None and one.time.expected <= limit)
         if first is not fitting[0]:
             reason = "predicted to be the fastest that fits"
     chosen = attrs.evolve(first, reason=reason)
@@ -360,7 +370,49 @@ def _candidates(request: Request) -> Iterator[CandidateValue]:
         for work in choices:
             for layout, plan, resolved in plans:
                 estimate = estimate_resolved(resolved, work, into=request.made_as.estimate_class)
-                yield _judged(request, layout, plan, estimate)
+                found = _filled(request, layout, estimate) if layout.fills_device else None
+                yield _judged(request, layout, *(found or (plan, estimate)))
+
+
+def _filled(
+    request: Request, layout: Layout, estimate: EstimateValue
+) -> tuple[PlanValue, EstimateValue]:
+    """The plan with as many sub-groups' optimizer on the device as there is room for; at least one.
+
+    Args:
+        request: What is to be trained.
+        layout: Of the plan.
+        estimate: Of the plan with all of the optimizer in host memory.
+    """
+    work = estimate.workload
+    case = Costing(resolved=estimate.resolved, model=request.model, workload=work)
+    groups = case.sub_groups
+    each = 4 * (2 + case.states)
+    usable, into = request.budget.usable("device"), request.made_as.estimate_class
+
+    def keeping(kept: int) -> tuple[PlanValue, EstimateValue]:
+        plan = _laid_out(request, layout, ratio=_ratio(kept, len(groups)))
+        resolved = resolve(plan, request.context, into=into.resolved_class)
+        return plan, estimate_resolved(resolved, work, into=into)
+
+    # What is free at the moment that needs most; at others there may be more.
+    kept = max(1, sum(each * held <= usable - estimate.device for held in accumulate(groups[:-1])))
+    best = keeping(kept)
+    while kept > 1 and best[1].device > usable:
+        kept -= 1
+        best = keeping(kept)
+    while kept + 1 < len(groups):
+        more = keeping(kept + 1)
+        if more[1].device > usable:
+            break
+        kept, best = kept + 1, more
+    return best
+
+
+def _ratio(kept: int, groups: int) -> float:
+    """A ratio by which DeepSpeed leaves so many of so many sub-groups on the device."""
+    # In the middle of those that do, so that no rounding decides.
+    return round(max(0.0, 1 - (kept + 0.5) / groups), 4)
 
 
 def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
@@ -375,9 +427,11 @@ def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
 
 
 def _sensible(request: Request, layout: Layout) -> bool:
+    if layout.fills_device and stepped_by(request.plan) not in SHARED_OUT:
+        return False
     # The CPU accelerator has no memory of its own to spare, and nothing to pin.
     if request.platform.accelerator == "cpu":
-        return layout.pinned and layout.parameters != "cpu" and layout.optimizer != "cpu"
+        return layout.pinned and "cpu" not in (layout.parameters, layout.optimizer)
     return True
 
 
@@ -388,17 +442,19 @@ def _resolved(request: Request, layout: Layout) -> tuple[Layout, PlanValue, Reso
     return layout, plan, resolved
 
 
-def _laid_out(request: Request, layout: Layout) -> PlanValue:
-    def section(device: str) -> OffloadSection | None:
+def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> PlanValue:
+    def section(device: str, ratio: float | None = None) -> OffloadSection | None:
+        if device == "none":
+            return None
         pinned = None if layout.pinned else False
-        return None if device == "none" else OffloadSection(device=device, pin_memory=pinned)
+        return OffloadSection(device=device, pin_memory=pinned, ratio=ratio)
 
     return attrs.evolve(
         request.plan,
         train_micro_batch_size_per_gpu=request.workload.batch,
         zero_optimization=ZeroSection(
             stage=layout.stage,
-            offload_optimizer=section(layout.optimizer),
+            offload_optimizer=section(layout.optimizer, ratio),
             offload_param=section(layout.parameters),
         ),
     )

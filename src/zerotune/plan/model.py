@@ -1610,6 +1610,8 @@ class PassWork:
     """Floating-point operations of attention, which is computed again in the backward pass."""
     moved: Amount = attrs.field(converter=_as_amount)
     """Bytes that all other operators read and write."""
+    operators: int = 0
+    """How many operators run, views included; 0: not counted."""
 
 
 @attrs.frozen(kw_only=True)

@@ -437,12 +437,13 @@ def partial_offload(plan: PlanValue, _context: Context, report: Report) -> Findi
         )
 
 
-@rule("partial-offload", "warning")
-def partial_offload_untested(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """An offload ratio below 1 leaves part of the optimizer with its first learning rate.
+@rule("partial-offload", "note")
+def partial_offload_steps_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """An offload ratio below 1 leaves part of the optimizer on the device, with another AdamW.
 
-    Write 1.0. The part on the device gets an AdamW of its own, made with the learning rate of
-    the first group at that moment, and no schedule reaches that group (``backup_optimizer``).
+    Nothing need be done. DeepSpeed steps that part with torch's AdamW, which would keep its first
+    learning rate and whose states would be in no checkpoint (``backup_optimizer``); zerotune lets
+    both share groups and states. The two implementations round differently.
     """
     section = offload_section(plan, "optimizer")
     ratio = section.ratio if section is not None else None
@@ -450,10 +451,44 @@ def partial_offload_untested(plan: PlanValue, _context: Context, report: Report)
         yield report(
             "zero_optimization.offload_optimizer.ratio",
             ratio,
-            "DeepSpeed's code gives the part on the device its own optimizer, whose learning"
-            " rate does not seem to follow the schedule",
-            "set the ratio to 1.0 unless you have checked it",
+            "what stays on the device is stepped by torch's AdamW, the rest by DeepSpeed's",
+            "set the ratio to 1.0 for one implementation",
         )
+
+
+SHARED_OUT: Final = frozenset({"adamw", AUTO})
+"""Names, in small letters, of optimizers of which a part may stay on the device."""
+
+
+def stepped_by(plan: PlanValue) -> str:
+    """What the plan names, in small letters; AdamW where it names none."""
+    written = plan.optimizer
+    return "adamw" if written is None or written.type is None else str(written.type).lower()
+
+
+@rule("partial-offload-optimizer", "error")
+def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """An offload ratio below 1 works with AdamW in host memory alone; DeepSpeed asserts it.
+
+    Write 1.0, or use AdamW. What stays on the device is stepped by torch's AdamW: of Adam with L2
+    it would make another optimizer, and it has no states in bf16.
+    """
+    section = offload_section(plan, "optimizer")
+    ratio = section.ratio if section is not None else None
+    if plan.stage != 3 or not is_number(ratio) or float(ratio or 0) == 1:
+        return
+    if section is not None and section.device == "nvme":
+        told = "DeepSpeed offloads a part of the optimizer to host memory, not to NVMe"
+    elif stepped_by(plan) not in SHARED_OUT:
+        told = f"DeepSpeed offloads a part of AdamW only, not of {stepped_by(plan)}"
+    else:
+        return
+    yield report(
+        "zero_optimization.offload_optimizer.ratio",
+        ratio,
+        told,
+        "set the ratio to 1.0, or use AdamW with offload_optimizer.device cpu",
+    )
 
 
 @rule("super-offload-accelerator", "error")
@@ -1447,7 +1482,8 @@ RULES: Final = (
     offload_without_device,
     param_offload_alone,
     partial_offload,
-    partial_offload_untested,
+    partial_offload_steps_twice,
+    partial_offload_optimizer,
     super_offload_accelerator,
     super_offload,
     pinned_memory,

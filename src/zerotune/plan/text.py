@@ -847,6 +847,7 @@ def time_data(time: StepTime) -> dict[str, Any]:
     return {
         "seconds": time.seconds,
         "hidden_seconds": time.hidden_seconds,
+        "expected_seconds": time.expected,
         "phases": time.phases,
         "bound": time.bound.what,
         "origin": time.origin,
@@ -858,7 +859,9 @@ def time_data(time: StepTime) -> dict[str, Any]:
 def time_words(time: StepTime) -> str:
     """A predicted step in words: how long, what for, and by which rates."""
     bound = f"{time.bound.what} takes {seconds_words(time.bound.seconds)}"
-    return f"{seconds_words(time.seconds)} per step predicted, {bound}; rates: {time.origin}"
+    expected, plain = seconds_words(time.expected), seconds_words(time.seconds)
+    hidden = f" ({plain} if its optimizer were not hidden)" if time.hides else ""
+    return f"{expected} per step predicted{hidden}, {bound}; rates: {time.origin}"
 
 
 def seconds_words(seconds: float) -> str:
@@ -992,7 +995,7 @@ def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
                 state,
                 _title(one),
                 *_places(one.estimate).values(),
-                *([f"{one.time.seconds:.2f}" if one.time else ""] if timed else []),
+                *([f"{one.time.expected:.2f}" if one.time else ""] if timed else []),
                 _sizes(_missing(one)),
                 one.reason,
             )
@@ -1037,7 +1040,7 @@ def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:
     missing = _sizes(_missing(candidate))
     told = [f"missing {missing}"] if missing else []
     if candidate.time is not None:
-        told.append(f"{seconds_words(candidate.time.seconds)} per step")
+        told.append(f"{seconds_words(candidate.time.expected)} per step")
     yield Line("; ".join([*told, candidate.reason]), indent=_REASON, hang=0)
 
 

@@ -121,16 +121,20 @@ def _cost(counted: Pass) -> ActivationCost:
 
 
 def _arithmetic(full: Pass, less: Pass | None, batch: int) -> ArithmeticFacts:
-    def work(counts: Mapping[str, int]) -> PassWork:
-        return PassWork(
-            **{kind: Amount(per_sample=counts[kind] / batch, per_pixel=0.0) for kind in KINDS}
-        )
+    def work(counts: Mapping[str, int], operators: int) -> PassWork:
+        amounts = {kind: Amount(per_sample=counts[kind] / batch, per_pixel=0.0) for kind in KINDS}
+        return PassWork(**dict[str, Any](amounts), operators=operators)
+
+    def backward(of: Pass) -> int:
+        return len(of.operators) - of.first
 
     again = None if less is None else {k: less.backward[k] - full.backward[k] for k in KINDS}
     return ArithmeticFacts(
-        forward=work(full.forward),
-        backward=work(full.backward),
-        recomputed=None if again is None else work(again),
+        forward=work(full.forward, full.first),
+        backward=work(full.backward, backward(full)),
+        recomputed=None
+        if less is None or again is None
+        else work(again, backward(less) - backward(full)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -32,13 +32,17 @@ class StepClock:
 
     Args:
         device: Where the model runs.
+        now: Tells the time on the host, in seconds.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._now = now
         self._on_cuda = device.type == "cuda"
         self._host: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._started = time.perf_counter()
+        self._started = self._now()
         self.current: str | None = None
         """The phase under way; stays where it is when that raises. ``None``: none, or between."""
 
@@ -47,7 +51,7 @@ class StepClock:
         self._host = dict.fromkeys(PHASES, 0.0)
         self._events = []
         self.current = None
-        self._started = time.perf_counter()
+        self._started = self._now()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -62,9 +66,9 @@ class StepClock:
             self._events.append((name, begin, end))
             self.current = None
             return
-        begun = time.perf_counter()
+        begun = self._now()
         yield
-        self._host[name] += time.perf_counter() - begun
+        self._host[name] += self._now() - begun
         self.current = None
 
     def finish(self) -> tuple[float, dict[str, float]]:
@@ -73,7 +77,7 @@ class StepClock:
             self._events[-1][2].synchronize()
         for name, begin, end in self._events:
             self._host[name] += begin.elapsed_time(end) / 1000
-        return time.perf_counter() - self._started, dict(self._host)
+        return self._now() - self._started, dict(self._host)
 
 
 def _event() -> torch.cuda.Event:

@@ -27,7 +27,13 @@ def advise(vram, ram="128GiB", nvme=0, **options):
     [
         ("80GiB", "128GiB", 0, "no partitioning", False),
         ("48GiB", "128GiB", 0, "ZeRO-3", False),
-        ("24GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", False),
+        (
+            "24GiB",
+            "128GiB",
+            0,
+            "ZeRO-3, optimizer in host memory, as much of it on the device as fits",
+            True,
+        ),
         ("12GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", True),
         ("8GiB", "128GiB", 0, "ZeRO-2, optimizer in host memory", True),
         ("4GiB", "128GiB", 0, "ZeRO-3, optimizer and parameters in host memory", True),
@@ -41,6 +47,22 @@ def test_sdxl_on_cards_people_have(vram, ram, nvme, title, checkpointing):
     assert advice.gradient_checkpointing is checkpointing
     assert advice.plan.stage == advice.resolved.stage
     assert all(size >= 0 for size in advice.headroom.values())
+
+
+def test_memory_of_the_card_is_spent_where_that_is_faster():
+    advice = advise("24GiB")
+    least = advise("24GiB", prefer="least offload")
+    assert least.chosen.title == "ZeRO-2, optimizer in host memory"
+    assert least.headroom["device"] > 10 * GIB
+    assert advice.headroom["device"] < 3 * GIB, "the reserve, and less than a sub-group"
+    assert advice.chosen.time.expected < 0.9 * least.chosen.time.expected
+    assert "fastest" in advice.chosen.reason
+    zero = advice.resolved.plan.zero_optimization
+    assert 0 < zero.offload_optimizer.ratio < 1
+    assert zero.offload_param is None
+    # One sub-group more would not fit.
+    full = advise("24GiB", reserve=0.15)
+    assert full.plan.zero_optimization.offload_optimizer.ratio > zero.offload_optimizer.ratio
 
 
 def test_the_fastest_that_fits_is_chosen_by_prediction():

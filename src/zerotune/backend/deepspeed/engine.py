@@ -19,6 +19,7 @@ from typing_extensions import override
 from zerotune.backend.checks import Checks, RunningGroup, check_alike, expected_groups
 from zerotune.backend.deepspeed.fixes import (
     align_swapped_gradients,
+    join_adam_on_device,
     look_at_gradients,
     replay_adam_steps,
     undo_dummy_step,
@@ -265,6 +266,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
             *undo_dummy_step(self._engine),
             *look_at_gradients(self._engine),
             *align_swapped_gradients(self._engine),
+            *join_adam_on_device(self._engine),
             *asking,
             *stepping,
         )

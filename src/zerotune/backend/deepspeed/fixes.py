@@ -112,6 +112,46 @@ def split_aligned(
     return parts, places
 
 
+def join_adam_on_device(engine: Any) -> tuple[Decision, ...]:
+    """Let the Adam of the part that is not offloaded follow the schedule, and be seen.
+
+    With ``offload_optimizer.ratio`` below 1 DeepSpeed steps the first sub-groups with an AdamW of
+    its own. That keeps the first group's learning rate of the moment it was made, so that no
+    schedule reaches it, and its states are in no checkpoint.
+    """
+    beside = getattr(engine.optimizer, "backup_optimizer", None)
+    if beside is None:
+        return ()
+    adam = engine.optimizer.optimizer
+    for group, its_own in zip(adam.param_groups, beside.param_groups, strict=True):
+        for name, value in its_own.items():
+            group.setdefault(name, value)
+        # One kernel and no temporaries, where torch has that for the device.
+        group["fused"] = engine.device.type == "cuda" or None
+    beside.param_groups = adam.param_groups
+    beside.state = adam.state
+    beside.register_step_pre_hook(_count_as_torch)
+    return (
+        Decision(
+            key="zero_optimization.offload_optimizer.ratio",
+            before="the schedule reaches the offloaded part",
+            after="the schedule reaches all of it",
+            reason="DeepSpeed steps what stays on the device with an optimizer that keeps its "
+            "first learning rate and whose states are not saved; both share groups and states now",
+        ),
+    )
+
+
+def _count_as_torch(adam: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Steps that were counted as a number, by DeepSpeed or a checkpoint, become tensors."""
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            state = adam.state.get(parameter)
+            if state:
+                device = parameter.device if group.get("fused") else torch.device("cpu")
+                state["step"] = torch.as_tensor(float(state["step"]), device=device)
+
+
 def replay_adam_steps(engine: Any, steps: int) -> None:
     """Bring the powers of beta that DeepSpeed's CPU Adam keeps to where an uninterrupted run is.
 

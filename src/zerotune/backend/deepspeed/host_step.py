@@ -430,6 +430,10 @@ class HostStep(ABC):
         """Whether DeepSpeed moves that slab and its gradient to NVMe and back."""
         return False
 
+    def _steps(self, index: int) -> bool:  # noqa: ARG002 - of the slab
+        """Whether that slab is in host memory, or comes there, and is stepped here."""
+        return True
+
     @abstractmethod
     def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Parameters with their parts of the gradient buffers."""
@@ -444,7 +448,8 @@ class HostStep(ABC):
         for index, slab in enumerate(self._slabs):
             same = dtype == slab.dtype or not self._op.knows(dtype)
             # torch has that since 2.10.
-            if same or self._swaps(index) or not hasattr(slab, "grad_dtype"):
+            elsewhere = self._swaps(index) or not self._steps(index)
+            if same or elsewhere or not hasattr(slab, "grad_dtype"):
                 continue
             wide, shape = slab.grad, slab.grad.shape
             accelerator = self._home.get_accelerator()
@@ -787,8 +792,6 @@ class ShardedStep(HostStep):
     def obstacle(cls, wrapper: Any) -> str | None:
         if not wrapper.offload_optimizer:
             return "the optimizer is not in host memory"
-        if any(device != "cpu" for device in wrapper.subgroup_to_device.values()):
-            return "with offload_optimizer.ratio below 1 some sub-groups are not in host memory"
         return None
 
     settles_first = (
@@ -809,6 +812,8 @@ class ShardedStep(HostStep):
             return "DeepSpeed brings the states in from NVMe while it steps"
         if any(flat is None for flat in self._wrapper.fp16_partitioned_groups_flat):
             return "DeepSpeed writes the weights to NVMe while it steps"
+        if not all(self._steps(index) for index in range(len(self._slabs))):
+            return "a part of the optimizer stays on the device, where DeepSpeed steps it"
         return super().why_at_once()
 
     @override
@@ -827,6 +832,8 @@ class ShardedStep(HostStep):
         self._original_cast = wrapper._reassign_or_swap_out_partitioned_parameters
         wrapper._offload_grad_partition_at_boundary = self._take_gradient
         wrapper._get_norm_groups = self._norm_groups
+        self._original_unscale = wrapper.unscale_and_clip_grads
+        self._original_step = wrapper._optimizer_step
         wrapper.unscale_and_clip_grads = self._keep_factor
         wrapper._optimizer_step = self._step
         wrapper._reassign_or_swap_out_partitioned_parameters = self._reassign
@@ -841,6 +848,10 @@ class ShardedStep(HostStep):
     @override
     def _swaps(self, index: int) -> bool:
         return bool(self._wrapper._swappable_optimizer_subgroup(index))
+
+    @override
+    def _steps(self, index: int) -> bool:
+        return bool(self._wrapper.subgroup_to_device[index] == "cpu")
 
     @override
     def _members(self) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -885,9 +896,12 @@ class ShardedStep(HostStep):
         self._forget_unused()
         return self._original_norms()
 
-    def _keep_factor(self, _sub_group: int, total_norm: torch.Tensor) -> None:
+    def _keep_factor(self, sub_group: int, total_norm: torch.Tensor) -> None:
         """As DeepSpeed's clipping, but for the multiplication."""
         wrapper = self._wrapper
+        if not self._steps(sub_group):
+            self._original_unscale(sub_group, total_norm)
+            return
         scale = wrapper.loss_scale
         if wrapper.clip_grad > 0.0:
             clip = ((total_norm / wrapper.loss_scale) + 1e-6) / wrapper.clip_grad
@@ -903,6 +917,10 @@ class ShardedStep(HostStep):
         here = out is not None and self._is_here(out)
         if sub_group == 0:
             self._begun, self._waits = [], self._may_wait()
+        if not self._steps(sub_group):
+            self._cast = None
+            self._original_step(sub_group)
+            return
 
         def run(_adam: torch.optim.Optimizer) -> None:
             self._adam.rewind([slab.numel()])

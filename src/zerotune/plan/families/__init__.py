@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -83,7 +83,9 @@ def model_family(name: str) -> ModelFamily:
 
 
 def _arithmetic(work: Mapping[str, Mapping[str, float] | None]) -> ArithmeticFacts:
-    passes = {kind: PassWork(**one) for kind, one in work.items() if one is not None}
+    passes = {
+        kind: PassWork(**dict[str, Any](one)) for kind, one in work.items() if one is not None
+    }
     return ArithmeticFacts(**passes)
 
 

@@ -240,6 +240,20 @@ class Costing:
         return self.item(component, "host", sum(blocks), phases, note)
 
     @cached_property
+    def stays(self) -> tuple[int, ...]:
+        """Elements of the sub-groups whose optimizer stays on the device: an offload ratio below 1.
+
+        DeepSpeed counts sub-groups, not elements, and leaves the first ones there.
+        """
+        zero = self.resolved.plan.zero_optimization
+        section = zero.offload_optimizer if zero is not None else None
+        if zero is None or section is None or zero.stage != 3 or section.device != "cpu":
+            return ()
+        ratio = 1.0 if section.ratio is None else float(section.ratio)
+        groups = self.sub_groups
+        return groups[: int((1 - ratio) * len(groups))]
+
+    @cached_property
     def sub_groups(self) -> tuple[int, ...]:
         """Elements of this rank's part of each of stage 3's sub-groups."""
         zero = self.resolved.plan.zero_optimization
@@ -571,10 +585,11 @@ def _optimizer_on_device(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
-    part, master = _part(case), case.master_bytes
+    part, master = _part(case) - sum(case.stays), case.master_bytes
     note = "fp32" if master == 4 else "bf16"
+    yield from _share_on_device(case)
     yield case.item("master weights", "host", master * part, note=note)
-    yield from case.host_gradients(case.sub_groups, pin, f"{note}, master's")
+    yield from case.host_gradients(case.sub_groups[len(case.stays) :], pin, f"{note}, master's")
     yield case.item(
         "optimizer states",
         "host",
@@ -582,6 +597,16 @@ def _optimizer_on_host(case: Costing, pin: bool) -> Iterator[MemoryItem]:
         TRAINING,
         "fp32" if case.state_bytes == 4 else "bf16",
     )
+
+
+def _share_on_device(case: Costing) -> Iterator[MemoryItem]:
+    """What an offload ratio below 1 leaves there, in fp32: gradients too, from the start on."""
+    stays, note = sum(case.stays), "fp32, the part that is not offloaded"
+    yield case.item("master weights", case.device, 4 * stays, note=note)
+    yield case.item("gradients", case.device, 4 * stays, note=note)
+    yield case.item("optimizer states", case.device, 4 * case.states * stays, TRAINING, note)
+    copied = 4 * max(case.stays, default=0)
+    yield case.item("temporaries", case.device, copied, INITIALIZATION, "a copy of a sub-group")
 
 
 def _optimizer_in_files(case: Costing, section: OffloadSection | None) -> Iterator[MemoryItem]:

@@ -41,7 +41,8 @@ class Rates:
     """What a machine reaches, per second; of one process that has the machine for itself."""
 
     products: float = _rate()
-    """Floating-point operations of matrix products in bf16 or fp16; a product and a sum are two."""
+    """Floating-point operations of matrix products in bf16 or fp16, forward and backward; a product
+    and a sum are two."""
     products_fp32: float = _rate()
     """The same in fp32."""
     convolutions: float = _rate()
@@ -53,13 +54,17 @@ class Rates:
     attention_fp32: float = _rate()
     """The same in fp32."""
     device_memory: float = _rate()
-    """Bytes that simple operators read and write on the device."""
+    """Bytes that norms, activations and sums read and write on the device."""
     to_host: float = _rate()
     """Bytes from the device to page-locked memory."""
     to_device: float = _rate()
     """Bytes the other way."""
     host_memory: float = _rate()
     """Bytes that a copy in host memory reads and writes."""
+    new_memory: float = _rate()
+    """Bytes of host memory written for the first time since it was allocated."""
+    operators: float = _rate()
+    """Operators that are begun, one after another."""
     host_step: float = _rate()
     """Bytes that an optimizer in host memory reads and writes."""
     disk_read: float = _rate()
@@ -133,7 +138,12 @@ _CARDS: Final = tuple(
 _REACHED: Final = {"products": 0.6, "convolutions": 0.45, "attention": 0.45, "memory": 0.8}
 """Shares of the published figures that real models reach."""
 _BUS_REACHED: Final = 0.8
-_HOST: Final[Mapping[str, Any]] = {"host_memory": 40 * _GIGA, "host_step": 30 * _GIGA}
+_HOST: Final[Mapping[str, Any]] = {
+    "host_memory": 40 * _GIGA,
+    "new_memory": 3 * _GIGA,
+    "host_step": 30 * _GIGA,
+    "operators": 2e5,
+}
 """Of a desktop with two channels of DDR5."""
 _DISK: Final[Mapping[str, Any]] = {"disk_read": 3 * _GIGA, "disk_write": 1.5 * _GIGA}
 """Of an NVMe disk of the middle class."""

@@ -28,6 +28,10 @@ Lane = Literal["device", "bus", "host", "disk"]
 StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
 """When it happens; one phase begins when the one before has ended."""
 _PASSES: Final = ("forward", "backward")
+_BESIDE: Final = 0.15
+"""Of a step whose optimizer is hidden: what it takes of cores, memory and bus meanwhile."""
+_PER_PARAMETER: Final = 25
+"""Operators, views included, that DeepSpeed begins for the gradient of each parameter."""
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +57,8 @@ class StepTime:
     """What the arithmetic and the bytes were divided by."""
     notes: tuple[str, ...] = ()
     """What is not in the numbers, and why."""
+    hides: bool = False
+    """Whether the plan has the optimizer run beside the next passes."""
 
     @property
     def phases(self) -> dict[str, float]:
@@ -71,10 +77,21 @@ class StepTime:
     @property
     def hidden_seconds(self) -> float:
         """Seconds of a step whose optimizer and averages run beside the next passes."""
-        phases = self.phases
-        passes = sum(phases.get(name, 0.0) for name in _PASSES)
+        passes = sum(self.phases.get(name, 0.0) for name in _PASSES)
+        lanes: dict[str, float] = {}
+        for part in self.parts:
+            if part.phase not in _PASSES:
+                # Weights go back while the next ones are computed.
+                lanes[part.lane] = lanes.get(part.lane, 0.0) + part.seconds
         on_host = any(p.lane in ("host", "disk") for p in self.parts if p.phase == "optimizer")
-        return max(passes, self.seconds - passes) if on_host else self.seconds
+        return max(passes, *lanes.values()) if on_host else self.seconds
+
+    @property
+    def expected(self) -> float:
+        """Seconds of a step as the plan takes it, hidden or not."""
+        if not self.hides:
+            return self.seconds
+        return min(self.seconds, (1 + _BESIDE) * self.hidden_seconds)
 
     @property
     def bound(self) -> TimePart:
@@ -114,7 +131,16 @@ def step_time(estimate: EstimateValue, rates: Rates) -> StepTime | None:
     parts = [*_passes(case, model.arithmetic, rates), *_moved(case, estimate, rates)]
     notes = ("what ranks send each other is left out",) if case.ranks > 1 else ()
     kept = tuple(part for part in parts if part.seconds > 0)
-    return StepTime(parts=kept, rates=rates, notes=notes)
+    return StepTime(parts=kept, rates=rates, notes=notes, hides=_hides(case))
+
+
+def _hides(case: Costing) -> bool:
+    """Whether Adam in host memory is taken behind the next forward, as the backend decides it."""
+    resolved = case.resolved
+    wanted = resolved.hidden_step or (resolved.hidden_step is None and not case.on_cpu)
+    in_files = "nvme" in (resolved.offload_optimizer, resolved.offload_param)
+    alone = resolved.stage == 3 or case.ranks == 1
+    return wanted and alone and case.steps_in_one_pass and not in_files and not case.stays
 
 
 def _passes(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:
@@ -122,6 +148,15 @@ def _passes(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[Tim
     yield from _computed(case, facts.backward, rates, "backward", "the backward pass")
     if case.workload.gradient_checkpointing and facts.recomputed is not None:
         yield from _computed(case, facts.recomputed, rates, "backward", "blocks once more")
+    if facts.backward.operators and case.resolved.uses_deepspeed:
+        begun = _PER_PARAMETER * len(case.model.parameters) / rates.operators
+        yield TimePart(
+            phase="backward",
+            lane="device" if case.on_cpu else "host",
+            what="gradients looked after",
+            seconds=case.resolved.gradient_accumulation_steps * begun,
+            rate="operators",
+        )
 
 
 def _computed(
@@ -141,6 +176,14 @@ def _computed(
         yield TimePart(
             phase=phase, lane="device", what=f"{what}: {name}", seconds=seconds, rate=rate
         )
+    yield TimePart(
+        phase=phase,
+        # A device computes while the next operators are begun.
+        lane="device" if case.on_cpu else "host",
+        what=f"{what}: operators begun",
+        seconds=shared * times * work.operators / rates.operators,
+        rate="operators",
+    )
     nbytes = times * work.moved.of(**size) * case.element / 2
     yield TimePart(
         phase=phase,
@@ -163,7 +206,7 @@ def _moved(case: Costing, estimate: EstimateValue, rates: Rates) -> Iterator[Tim
     ranks = _sharing(case)
     for phase, lane, what, nbytes, rate in _amounts(case, estimate):
         # The ranks of a machine share its memory and its disk.
-        shared = ranks if lane in ("host", "disk") else 1
+        shared = ranks if lane in ("host", "disk") or rate == "new_memory" else 1
         seconds = shared * nbytes / getattr(rates, rate)
         yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
 
@@ -178,6 +221,9 @@ def _amounts(case: Costing, estimate: EstimateValue) -> Iterator[_Moved]:
     yield "backward", "bus", "activations to the device", waiting, "to_device"
     yield "backward", "bus", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
+    new = traffic.new_in_backward, traffic.new_in_step
+    yield "backward", "device", "memory allocated anew", new[0], "new_memory"
+    yield "optimizer", "host", "memory allocated anew", new[1], "new_memory"
     yield "optimizer", "host", "the optimizer", traffic.optimizer + traffic.chain, "host_step"
     yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory"
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"

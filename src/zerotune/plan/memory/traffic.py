@@ -7,6 +7,8 @@ forward and for the backward pass of each micro batch and written once per step.
 
 from __future__ import annotations
 
+from typing import Final
+
 import attrs
 
 from zerotune._util.numbers import is_number
@@ -68,6 +70,8 @@ def swap_traffic(estimate: EstimateValue) -> SwapTraffic:
 # - parameters on the host: ``2 a e`` of every element this rank keeps, once for each pass;
 # - the optimizer in host memory: it reads master weight, gradient and states and writes master
 #   weight, states and the weight: ``(3m + 2 s k + e) N``;
+# - of what an offload ratio below 1 leaves on the device, gradients and weights do not cross the
+#   bus in fp32, and the optimizer works in the device's memory;
 # - an EMA in host memory reads master weight and shadow and writes the shadow: ``12 N``.
 
 
@@ -91,6 +95,11 @@ class StepTraffic:
     """Besides ``optimizer``, what DeepSpeed's own chain goes over for clipping and casts."""
     on_device: int = 0
     """Read and written in the device's memory by an optimizer that runs there."""
+    new_in_backward: int = 0
+    """Host memory that DeepSpeed or autocast allocates anew in every backward pass, where the CPU
+    is the accelerator; in large blocks, which the C library gives back each time."""
+    new_in_step: int = 0
+    """The same in the optimizer step."""
 
     @property
     def bus(self) -> int:
@@ -113,24 +122,62 @@ def step_traffic(estimate: EstimateValue) -> StepTraffic:
     over_bus = not case.on_cpu and resolved.offload_optimizer != "none"
     on_host = case.on_cpu or resolved.offload_optimizer != "none"
     params_away = resolved.offload_param != "none"
+    # What an offload ratio below 1 leaves on the device never crosses the bus in fp32.
+    stays = sum(case.stays)
+    away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
     ema = any(item.component == "EMA" and item.place == "host" for item in estimate.items)
     one_pass = case.steps_in_one_pass
+    in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
     return StepTraffic(
-        gradients=_gradients(case) * owned if over_bus else 0,
+        gradients=_gradients(case) * owned - case.master_bytes * stays if over_bus else 0,
         parameters=passes * kept if params_away and not case.on_cpu else 0,
-        weights=case.element * owned if over_bus and not params_away else 0,
-        optimizer=round(_update(case) * owned) if on_host else 0,
+        weights=case.element * away if over_bus and not params_away else 0,
+        optimizer=round(_update(case) * away) if on_host else 0,
         ema=12 * owned if ema else 0,
         swap=swap,
-        chain=0 if one_pass or not on_host else round(_chain(case) * owned),
-        on_device=0 if on_host else round((_update(case) + _chain(case)) * owned),
+        chain=0 if one_pass or not on_host else round(_chain(case) * away),
+        on_device=round((_update(case) + _cast(case)) * (stays if on_host else owned)),
+        new_in_backward=in_backward,
+        new_in_step=in_step,
     )
 
 
-def _chain(case: Costing) -> float:
+def _cast(case: Costing) -> float:
     # Gradients are widened, read for their norm, scaled; weights are cast.
     return 4 * case.master_bytes + 2 * case.element
+
+
+def _chain(case: Costing) -> float:
+    # On the host each of these is an operator of its own: extremes for the overflow check, a norm,
+    # a product, copies, or what torch's AdamW is made of; what is written is read first.
+    return 16 * case.master_bytes + (4 * case.element if case.element == 2 else 0)
+
+
+_KEPT_BY_C: Final = 32 * 2**20
+"""Bytes of a block up to which glibc keeps it to use it again."""
+
+
+def _allocated(case: Costing) -> tuple[int, int]:
+    """Bytes allocated anew in the backward pass and in the optimizer step."""
+    resolved, element = case.resolved, case.element
+    low, owned = element == 2, _owned(case)
+    offloads = resolved.offload_optimizer != "none"
+    if not resolved.uses_deepspeed:
+        # Copies of the weights that autocast makes.
+        blocks = (2 * case.all_elements if low else 0, 0)
+    elif resolved.stage == 0:
+        # Gradients flattened to be reduced; cast to fp32, and flattened once more.
+        blocks = (element * owned, 8 * owned if low else 0)
+    elif resolved.stage == 3:
+        # Of each bucket a flat copy, and this rank's part of the sum.
+        reduced = 0 if case.reduces_nothing else 2 * element * owned
+        blocks = (reduced, 0 if offloads else (element + 4 * low) * owned)
+    else:
+        # Partitioned gradients; flattened, and in fp32.
+        blocks = (0, 0) if offloads else (element * owned, (element + 4 * low) * owned)
+    in_backward, in_step = (size if size > _KEPT_BY_C else 0 for size in blocks)
+    return in_backward, in_step
 
 
 def _gradients(case: Costing) -> int:

@@ -1,0 +1,305 @@
+"""What a step is predicted to take against what it takes, over plans and models, on processors.
+
+Rates are measured as ``zerotune doctor --rates`` does it, in the process that trains, in turns
+with its steps. Both are counted in processor time of one thread: what others on the machine take
+is in neither, and on an idle machine it is the clock's time, which is given beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_map
+
+from benchmarks.families import FLUX, SD3
+from benchmarks.framework import Benchmark, Case, Context, Goal, Measured, Worker, alternate
+from benchmarks.memory import SMALL, TINY
+from zerotune.diffusion.facts import example_inputs
+from zerotune.plan.memory.rates import RATE_NAMES
+from zerotune.training.events import Callback, RunView, StepMetrics
+
+MEASURED, PREDICTED = "measured", "predicted"
+PARTS: Final = ("forward", "backward", "optimizer", "ema")
+WITHIN: Final = 0.2
+"""Share of what was measured that a prediction may be off, of steps above ``FROM``."""
+FROM: Final = 0.2
+"""Seconds."""
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    # Heads of 64 channels, as real models have them.
+    "U-Net": SMALL | {"attention_head_dim": [1, 2, 4]},
+    "tiny U-Net": TINY,
+    "SD3": SD3
+    | {
+        "num_layers": 5,
+        "num_attention_heads": 12,
+        "caption_projection_dim": 768,
+        "joint_attention_dim": 512,
+        "pooled_projection_dim": 512,
+    },
+    "Flux": FLUX
+    | {
+        "num_layers": 2,
+        "num_single_layers": 4,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 512,
+        "pooled_projection_dim": 256,
+    },
+}
+_UNET: Mapping[str, Any] = {"model": "U-Net", "side": 256, "batch": 2}
+_SD3: Mapping[str, Any] = {"model": "SD3", "side": 128, "batch": 1}
+_FLUX: Mapping[str, Any] = {"model": "Flux", "side": 256, "batch": 1}
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "plain, U-Net, fp32": {**_UNET, "plan": {"precision": "fp32", "stage": 0}, "deepspeed": False},
+    "ZeRO-0, U-Net, fp32": {**_UNET, "plan": {"precision": "fp32", "stage": 0}},
+    "ZeRO-2, U-Net, fp32, recomputed": {
+        **_UNET,
+        "plan": {"precision": "fp32", "stage": 2},
+        "checkpointing": True,
+    },
+    "ZeRO-2, U-Net, bf16": {**_UNET, "plan": {"stage": 2, "precision": "bf16"}},
+    "ZeRO-2, RAM, U-Net, fp32, four micro batches": {
+        **_UNET,
+        "batch": 1,
+        "plan": {
+            "precision": "fp32",
+            "stage": 2,
+            "offload": "cpu",
+            "gradient_accumulation_steps": 4,
+        },
+    },
+    "ZeRO-3, RAM, U-Net, fp32": {
+        **_UNET,
+        "plan": {"precision": "fp32", "stage": 3, "offload": "cpu"},
+    },
+    "ZeRO-1, SD3, fp32": {**_SD3, "plan": {"precision": "fp32", "stage": 1}},
+    "ZeRO-2, RAM, SD3, fp32, EMA": {
+        **_SD3,
+        "plan": {"precision": "fp32", "stage": 2, "offload": "cpu"},
+        "ema": True,
+    },
+    "ZeRO-2, RAM, SD3, bf16": {
+        **_SD3,
+        "plan": {"stage": 2, "offload": "cpu", "precision": "bf16"},
+    },
+    "ZeRO-2, RAM, SD3, bf16, DeepSpeed's chain, clipped, EMA": {
+        **_SD3,
+        "plan": {"stage": 2, "offload": "cpu", "precision": "bf16", "gradient_clipping": 1.0},
+        "ema": True,
+        "host_step": False,
+    },
+    "ZeRO-3, SD3, fp32": {**_SD3, "plan": {"precision": "fp32", "stage": 3}},
+    "ZeRO-3, RAM with parameters, SD3, bf16, EMA": {
+        **_SD3,
+        "plan": {"stage": 3, "offload": "cpu", "offload_param": "cpu", "precision": "bf16"},
+        "ema": True,
+    },
+    "ZeRO-2, RAM, Flux, fp32, recomputed": {
+        **_FLUX,
+        "plan": {"precision": "fp32", "stage": 2, "offload": "cpu"},
+        "checkpointing": True,
+    },
+    "ZeRO-3, RAM, Flux, bf16": {
+        **_FLUX,
+        "plan": {"stage": 3, "offload": "cpu", "precision": "bf16"},
+    },
+}
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    kinds = (
+        {"ZeRO-2, RAM": {"model": "tiny U-Net", "side": 64, "batch": 1,
+                         "plan": {"precision": "fp32", "stage": 2, "offload": "cpu"}, "ema": True}}
+        if quick else PLANS
+    )  # fmt: skip
+    turns = {"rounds": 2, "steps": 1, "scale": 1 / 32} if quick else {"rounds": 3, "steps": 2}
+    return tuple(
+        Case(name=name, settings={**settings, **turns}, measure=measure)
+        for name, settings in kinds.items()
+    )
+
+
+def measure(settings: Mapping[str, Any], context: Context) -> Measured:
+    """Steps and rates in turns."""
+    with Worker(Run, dict(settings), environment={"OMP_NUM_THREADS": "1"}) as worker:
+        samples = alternate(
+            {
+                MEASURED: functools.partial(worker.call, "steps", settings["steps"]),
+                PREDICTED: functools.partial(worker.call, "predict", settings.get("scale", 1.0)),
+            },
+            rounds=settings["rounds"],
+            # An average joins the step once three updates were looked at.
+            warm_up=2,
+        )
+        facts = worker.call("facts")
+    context.log(f"  {_in_words(samples)}")
+    return Measured(samples=samples, baseline=MEASURED, facts=facts)
+
+
+def _in_words(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    middle = {
+        (name, quantity): sorted(found)[len(found) // 2]
+        for name, quantities in samples.items()
+        for quantity, found in quantities.items()
+    }
+    return ", ".join(
+        f"{quantity.removesuffix('_seconds')} {middle[PREDICTED, quantity]:.3f} of {of:.3f} s"
+        for (name, quantity), of in middle.items()
+        if name == MEASURED and (PREDICTED, quantity) in middle
+    )
+
+
+class Run:
+    """A ``Trainer`` whose steps are counted in processor time, and the rates beside it."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune import EMAShadow, Trainer
+        from zerotune.training.step import StepClock
+
+        torch.manual_seed(0)
+        model, data, loss = _problem(settings)
+        self._last = _Last()
+        self._trainer = Trainer(
+            model=model,
+            plan=_resolved(settings, model),
+            data=data,
+            objective=loss,
+            ema=EMAShadow(decay=0.999) if settings.get("ema") else None,
+            callbacks=(self._last,),
+            deepspeed=settings.get("deepspeed", True),
+            gradient_checkpointing=settings.get("checkpointing", False),
+            threads=1,
+        )
+        self._trainer.running.clock = StepClock(self._trainer.engine.device, now=time.process_time)
+        self._numel = sum(p.numel() for p in model.parameters())
+        self._predicted: Any = None
+
+    def steps(self, count: int) -> dict[str, float]:
+        """The shortest of some steps, and of its parts, in processor time; by the clock too."""
+        found: list[dict[str, float]] = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            self._trainer.fit(steps=self._trainer.step + 1)
+            taken = time.perf_counter() - begun
+            metrics = self._last.metrics
+            parts = {name: metrics.phases[name] for name in PARTS}
+            found.append(_quantities(metrics.seconds, parts) | {"by_the_clock_seconds": taken})
+        return {name: min(one[name] for one in found) for name in found[0]}
+
+    def predict(self, scale: float) -> dict[str, float]:
+        """What the plan says of this machine as it is now."""
+        from zerotune.backend.rates import measure_rates
+        from zerotune.plan.memory.rates import catalogued_rates
+
+        found = measure_rates(device=torch.device("cpu"), scale=scale, now=time.process_time)
+        plan = self._trainer.engine.plan
+        rates = catalogued_rates(plan.platform).with_measured(found, origin="measured")
+        estimate = self._trainer.report().estimate
+        assert estimate is not None
+        self._predicted = estimate.step_time(rates)
+        assert self._predicted is not None
+        phases = self._predicted.phases
+        parts = {name: phases.get(name, 0.0) for name in PARTS}
+        parts["optimizer"] += phases.get("weights", 0.0)
+        return _quantities(self._predicted.seconds, parts)
+
+    def facts(self) -> dict[str, Any]:
+        """What was trained, and what the prediction is made of."""
+        return {
+            "parameters": self._numel,
+            "threads": torch.get_num_threads(),
+            "plan": self._trainer.engine.plan.to_deepspeed(),
+            "parts": [
+                {"phase": one.phase, "what": one.what, "rate": one.rate, "seconds": one.seconds}
+                for one in self._predicted.parts
+            ],
+            "rates": {name: getattr(self._predicted.rates, name) for name in RATE_NAMES},
+        }
+
+    def close(self) -> None:
+        """End the engine."""
+        self._trainer.close()
+
+
+def _quantities(seconds: float, parts: Mapping[str, float]) -> dict[str, float]:
+    return {"seconds": seconds} | {f"{name}_seconds": parts[name] for name in PARTS}
+
+
+class _Last(Callback):
+    """Keeps what the latest step took."""
+
+    metrics: StepMetrics
+
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
+        self.metrics = metrics
+
+
+def _problem(settings: Mapping[str, Any]) -> tuple[torch.nn.Module, list[Any], Any]:
+    """A model of random weights, what tells the size of its images, and its loss."""
+    import diffusers
+
+    config = dict(MODELS[settings["model"]])
+    kind = getattr(diffusers, config["_class_name"])
+    model = kind.from_config(config)
+    side, batch = settings["side"], settings["batch"]
+    arguments = {
+        name: _random(value) for name, value in example_inputs(model)(batch, side, side).items()
+    }
+    latents = torch.randn(batch, 4, side // 8, side // 8)
+
+    def loss(engine: Any, _batch: Any, _generator: torch.Generator) -> torch.Tensor:
+        found: torch.Tensor = engine(**tree_map(_for(engine), arguments)).sample
+        return found.float().square().mean()
+
+    return model, [{"latents": latents}] * 2, loss
+
+
+def _random(value: Any) -> Any:
+    return torch.rand(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def _for(engine: Any) -> Any:
+    dtype = next(engine.module.parameters()).dtype
+    return lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _resolved(settings: Mapping[str, Any], model: torch.nn.Module) -> Any:
+    from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
+    from zerotune.plan.model import ModelFacts
+
+    resolved = DeepSpeedPlan.build(
+        micro_batch_size=settings["batch"],
+        optimizer={"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.01}},
+        **settings["plan"],
+    ).resolve(
+        platform=detect_platform(log=False),
+        model=ModelFacts.from_module(model),
+        host_step=settings.get("host_step", True),
+        deepspeed=settings.get("deepspeed", True),
+    )
+    return OptimizerResolver().apply(resolved)
+
+
+def _goals() -> list[Goal]:
+    return [
+        Goal(
+            text=f"{name}: {text}", case=name, contestant=one, against=other,
+            quantity="seconds", limit=limit,
+        )
+        for name in PLANS
+        for text, one, other, limit in (
+            ("predicted at most 1.2 of what was measured", PREDICTED, MEASURED, 1 + WITHIN),
+            ("measured at most 1.25 of what was predicted", MEASURED, PREDICTED, 1 / (1 - WITHIN)),
+        )
+    ]  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    name="prediction",
+    title="predicted seconds of a step against processor seconds measured, one thread",
+    cases=cases,
+    goals=tuple(_goals()),
+)
