@@ -32,6 +32,8 @@ pytestmark = pytest.mark.deepspeed
 SIDE = 6
 STEPS = int(os.environ.get("ZEROTUNE_HIDDEN_STEPS", "45"))
 """Of the runs with delays: as many as meet every way of looking twice; 200 where asked for."""
+LEARNED = 0.5 if STEPS >= 200 else 0.7
+"""Of the first loss, what the last may be."""
 
 
 class Web(torch.nn.Module):
@@ -224,7 +226,7 @@ def test_delays_anywhere_change_no_loss(stage, ranks):
         for name in ("losses", "looks", "master", "ema"):
             assert one[name] == other[name], name
         assert one["taken"]["zerotune-step"] > 5 * STEPS, "nothing was taken in the thread"
-        assert one["losses"][-1] < 0.7 * one["losses"][0], "nothing was learned"
+        assert one["losses"][-1] < LEARNED * one["losses"][0], "nothing was learned"
 
 
 def short_run(hidden: bool, averages: int, arguments: dict[str, Any]) -> dict[str, Any]:
