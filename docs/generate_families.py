@@ -42,7 +42,7 @@ from zerotune.plan.families import family, family_names
 
 DOCS: Final = Path(__file__).resolve().parent
 TARGET: Final = DOCS / "families.md"
-RECORDS: Final = DOCS / "results" / "families.json"
+RECORDS: Final = DOCS / "families.json"
 BEGIN, END = "<!-- runs: written by docs/generate_families.py -->", "<!-- end of runs -->"
 CARDS: Final = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 RANK: Final = 16
