@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import importlib.machinery
 import io
+import signal
 import sys
 from types import ModuleType
 from typing import Any
@@ -74,9 +75,12 @@ def kernel(*, widgets: bool):
         sys.modules[name] = module
     if not widgets:
         sys.modules["ipywidgets"] = None
+    # Whoever is started in the background of a shell ignores it from birth.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, interrupt)
         del builtins.get_ipython
         for name, module in before.items():
             sys.modules.pop(name, None)

@@ -237,6 +237,8 @@ def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, di
         optimizer=_optimizer(plan.plan, settled=True) or "AdamW",
         ema=work.ema,
         frozen_bytes=work.frozen_bytes,
+        # The fastest fills the device again, which has just been too small.
+        prefer="least offload",
         platform=plan.platform,
     )
 
