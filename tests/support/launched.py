@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -54,6 +55,17 @@ def main(output: Path) -> None:
     )
 
 
+def note_threads(output: Path) -> None:
+    """Which threads are left when all else is over: last of the handlers, since registered first.
+
+    Args:
+        output: Folder of the notes.
+    """
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    (output / f"threads-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(names))
+
+
 if __name__ == "__main__":
+    atexit.register(note_threads, Path(sys.argv[-1]))
     # The deepspeed launcher puts --local_rank=N before the arguments.
     main(Path(sys.argv[-1]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -479,8 +481,8 @@ class _Started:
     def note(self, *, launched: bool) -> None:
         """The default group has just been started here."""
         self._group, self._users, self._launched = dist.group.WORLD, 0, launched
-        if launched:
-            atexit.register(self._end)
+        atexit.unregister(self._end_at_exit)
+        atexit.register(self._end_at_exit)
 
     def join(self) -> bool:
         """Count a user; ``False`` when the default group is somebody else's."""
@@ -501,6 +503,12 @@ class _Started:
             _forget_in_deepspeed()
         self._group = None
 
+    def _end_at_exit(self) -> None:
+        self._end()
+        # Engines are cycles that hold groups. A group that is left goes with the interpreter, and
+        # its threads, still at work on a busy machine, can abort the process then.
+        gc.collect()
+
 
 def _forget_in_deepspeed() -> None:
     """Make DeepSpeed forget the groups of a default process group that was just destroyed.
@@ -520,6 +528,8 @@ _started = _Started()
 
 
 def _start(backend: str, launch: Launch, timeout: timedelta) -> None:
+    # Imported later, as torch does, its functions' defaults would hold this group for ever.
+    importlib.import_module("torch.distributed.nn.functional")
     if launch.launched:
         with meeting(launch, timeout_s=timeout.total_seconds()):
             dist.init_process_group(backend=backend, timeout=timeout)
