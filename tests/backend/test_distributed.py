@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks import RanksFailed, free_port, on_a_machine, run_ranks
 from zerotune.backend.distributed import Launch, ProcessGroup
@@ -112,6 +113,88 @@ def test_a_rank_lost_with_its_machine_is_named(lost: int, world_size: int, tmp_p
         told = (tmp_path / f"told-{rank}").read_text()
         assert f"(Rank {lost} failed to come: rank {lost} " in told
         assert re.search(rf"\(process \d+ on machine-{lost}\)\)", told)
+
+
+def late(folder: str) -> None:
+    """Rank 2's process ends, and rank 1 comes only when rank 0 has been told."""
+    told, group = Path(folder) / "told", ProcessGroup(backend="gloo", timeout_s=60)
+    group.barrier("begin")
+    if group.rank == 2:
+        os._exit(3)
+    if group.rank == 1:
+        wait_for(told.exists)
+        return
+    try:
+        group.barrier("save a checkpoint")
+    except CollectiveError as error:
+        told.write_text(str(error))
+
+
+@pytest.mark.world_size(3)
+def test_a_barrier_waits_for_nobody_once_a_process_has_ended(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 2: died with exit code 3$"):
+        run_ranks(late, str(tmp_path), world_size=3)
+    said = (tmp_path / "told").read_text()
+    assert "'save a checkpoint', as was clear after" in said
+    assert "(Rank 2 failed to come: rank 2 has ended" in said
+
+
+def parted(folder: str) -> None:
+    """Rank 1's machine goes without closing a connection; rank 2 finds out, rank 0 is told."""
+    rank, told = int(os.environ["RANK"]), Path(folder)
+    on_a_machine(f"machine-{rank}")
+    group = ProcessGroup(backend="gloo", timeout_s=90)
+    group.barrier("begin")
+    if rank == 1:
+        (told / "lost").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        group.barrier("save a checkpoint", timeout_s=1 if rank == 2 else None)
+    except CollectiveError as error:
+        (told / f"told-{rank}").write_text(str(error))
+    # What the process is ended by would close its connections.
+    wait_for(lambda: len([*told.glob("told-*")]) == 2)
+    if rank == 0:
+        os.kill(int((told / "lost").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.world_size(3)
+def test_a_barrier_ends_once_another_rank_tells_who_is_lost(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1: died with exit code -9$"):
+        run_ranks(parted, str(tmp_path), world_size=3)
+    for rank, when in ((0, "as was clear after"), (2, "within 1 s")):
+        said = (tmp_path / f"told-{rank}").read_text()
+        assert f"'save a checkpoint'{', ' if rank == 0 else ' '}{when}" in said
+        assert "(Rank 1 failed to come: rank 1 has not been heard of" in said
+
+
+def lost_on_the_way(folder: str, place: str, machines: bool) -> None:
+    """Rank 1 is killed after all have come, before a group is made of them."""
+    rank, here = int(os.environ["RANK"]), Path(folder)
+    if machines:
+        on_a_machine(f"machine-{rank}")
+    # Both are there: none waits for the other's start.
+    (here / f"here-{rank}").touch()
+    wait_for(lambda: len([*here.glob("here-*")]) == 2)
+    if rank == 1:
+        setattr(torch.distributed, place, lambda **_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(CollectiveError) as caught:
+        ProcessGroup(backend="gloo", timeout_s=5)
+    (here / "told").write_text(str(caught.value))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("place", "machines"), [("init_process_group", True), ("new_group", False)]
+)
+def test_a_rank_lost_while_the_group_starts_is_named(
+    place: str, machines: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed, match=r"^rank 1: died with exit code -9$"):
+        run_ranks(lost_on_the_way, str(tmp_path), place, machines, world_size=2)
+    said = (tmp_path / "told").read_text()
+    assert "(Rank 1 failed to come: rank 1 " in said
+    assert re.search(r"\(process \d+ on machine-1\)" if machines else "has ended", said)
 
 
 def threads() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -38,6 +39,15 @@ def test_a_rank_that_sleeps_is_told_from_the_one_that_waits_for_it(tmp_path):
     for text in logs(tmp_path):
         assert re.search(r"rank 0 is in \w+.* at step 2 \(", text)
         assert re.search(r"rank 1 is in forward at step 2 \(.*diagnosed.py:\d+ in sleepy\)", text)
+
+
+@pytest.mark.world_size(2)
+def test_a_store_that_went_with_rank_0_is_not_asked_again_before_its_loss_is_told(tmp_path):
+    with pytest.raises(RanksFailed, match="rank 0: died with exit code -9"):
+        run_ranks(diagnosed.left_behind, str(tmp_path), world_size=2)
+    said, asked = json.loads((tmp_path / "told").read_text())
+    assert "(Rank 0 failed to come: rank 0 cannot be reached, nor the store there" in said
+    assert [name for name, waits in asked if waits or ".tell." in name] == [], "takes seconds each"
 
 
 @pytest.mark.world_size(2)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import attrs
 
+ENDED = "has ended"
+"""What is said of a process that no longer runs."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
 
@@ -62,7 +64,7 @@ class ProcessIdentity:
         if not self.visible():
             return None
         if not self.alive():
-            return "has ended"
+            return ENDED
         state = _state_and_start(self.pid)
         return "is stopped" if state is not None and state[0] in "Tt" else None
 

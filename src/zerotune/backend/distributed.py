@@ -22,7 +22,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.processes import ENDED, ProcessIdentity
 from zerotune._util.text import differences
 from zerotune.errors import (
     CollectiveError,
@@ -47,6 +47,11 @@ _PULSE_S: Final = 1.0
 """Time between two signs of life for ranks of other machines."""
 _SILENCE_S: Final = 5.0
 """Time without any after which a rank is lost, once something has gone wrong."""
+_LOOK_S: Final = 0.5
+"""Time between two looks at the processes of the ranks that others wait for."""
+_NOBODY_SENDS: Final = 1 << 30
+"""A tag that no message has."""
+_NO_START: Final = "the ranks came and could not start"
 _LONGEST_LINE: Final = 200
 _COLLECTIVE: Final = re.compile(
     r"gloo|NCCL|Connection (closed by peer|reset)|Broken pipe|Socket Timeout|"
@@ -159,10 +164,7 @@ class ProcessGroup:
         self.local_rank = launch.local_rank if launch.launched else 0
         self._control: Any = None
         if self.world_size > 1:
-            # NCCL can neither name a missing rank nor move objects without a GPU.
-            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
-            self._roll = _RollCall(self._control.group_name, rank=self.rank)
-            self._roll.meet(self.gather(ProcessIdentity.current(), purpose="meet"))
+            self._connect()
 
     @classmethod
     def alone(cls) -> ProcessGroup:
@@ -180,6 +182,19 @@ class ProcessGroup:
             return ProcessGroup.alone()
         timeout_s = self._timeout.total_seconds()
         return ProcessGroup(backend=str(dist.get_backend()), timeout_s=timeout_s)
+
+    def _connect(self) -> None:
+        """Give the ranks connections for what is said among them, and let them meet there."""
+        before = _started.roll
+        try:
+            # NCCL can neither name a missing rank nor move objects without a GPU.
+            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+        except RuntimeError as error:
+            if before is None or not is_collective(error):
+                raise
+            raise before.lost(_NO_START, error) from error
+        self._roll = _RollCall(self._control.group_name, rank=self.rank, before=before)
+        self._roll.meet(self.gather(ProcessIdentity.current(), purpose="meet"), wake=self._wake)
 
     @property
     def is_main(self) -> bool:
@@ -289,8 +304,7 @@ class ProcessGroup:
         except RuntimeError as error:
             if self._control is None or not is_collective(error):
                 raise
-            what = f"a rank was lost in {doing}"
-            raise self._lost(what, error, patience=_SETTLING_S) from error
+            raise self._roll.lost(f"a rank was lost in {doing}", error) from error
 
     @contextlib.contextmanager
     def _meeting(self, purpose: str, *, timeout_s: float | None = None) -> Iterator[float]:
@@ -311,7 +325,7 @@ class ProcessGroup:
             late = waited >= 0.95 * timeout
             when = f" within {timeout:g} s" if late else f", as was clear after {waited:.1f} s"
             what = f"not every rank came to {purpose!r}{when}"
-            raise self._lost(what, error, patience=0 if late else _SETTLING_S) from error
+            raise self._roll.lost(what, error, patience=0 if late else _SETTLING_S) from error
 
     def _meet(self, deadline: float) -> None:
         """Everyone tells rank 0, which tells everyone; each waits no longer than it wants to.
@@ -328,11 +342,14 @@ class ProcessGroup:
         others = range(1, self.world_size)
         coming = [self._receive(token.clone(), rank, tag) for rank in others]
         lost: RuntimeError | None = None
-        for work in coming:
-            try:
-                _await(work, deadline)
-            except RuntimeError as error:
-                lost = lost or error
+        with self._looking():
+            for work in coming:
+                try:
+                    _await(work, deadline)
+                except RuntimeError as error:
+                    lost = lost or error
+                    # Those who are about to come are to hear of it.
+                    deadline = min(deadline, time.monotonic() + _SETTLING_S)
         token.fill_(lost is not None)
         for rank in others:
             with contextlib.nullcontext() if lost is None else contextlib.suppress(RuntimeError):
@@ -347,9 +364,33 @@ class ProcessGroup:
     def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         return dist.irecv(tensor, rank, group=self._control, tag=tag)
 
-    def _lost(self, what: str, error: RuntimeError, *, patience: float) -> CollectiveError:
-        """The error that says who is missing, once it can be known."""
-        return _missing(what, self._roll.absent(patience=patience), error, rank=self.rank)
+    def _wake(self) -> None:
+        """End what this rank waits for in the group; nothing can be exchanged in it any more.
+
+        gloo closes all of a group's connections when one receive has waited too long.
+        """
+        neighbour = (self.rank + 1) % self.world_size
+        with contextlib.suppress(RuntimeError, ValueError):
+            _await(self._receive(torch.zeros(1, dtype=torch.uint8), neighbour, _NOBODY_SENDS), 0)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Do not wait for a rank that is late while another one's process has ended."""
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_S):
+                if self._roll.dead():
+                    self._wake()
+                    return
+
+        looking = threading.Thread(target=look, name="zerotune-looking", daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looking.join()
 
     def close(self) -> None:
         """Leave the group; the last to leave ends it, if it was started here."""
@@ -378,13 +419,13 @@ def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
         return
     arrivals = _Arrivals(launch, timeout=timedelta(seconds=timeout_s))
     _started.arrivals = arrivals
-    arrivals.wait()
+    _started.roll = roll = arrivals.wait()
     try:
         yield
     except RuntimeError as error:
         if not is_collective(error):
             raise
-        raise arrivals.lost(error) from error
+        raise roll.lost(_NO_START, error) from error
 
 
 class _Arrivals:
@@ -400,15 +441,17 @@ class _Arrivals:
         self._place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         # torchrun's agent holds the store then, else rank 0 does.
         self._agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ranks = range(launch.world_size)
-        self._keys = [f"zerotune/arrived/{attempt}/{rank}" for rank in ranks]
+        self._keys = [f"zerotune/arrived/{self._attempt}/{rank}" for rank in ranks]
         self._store: Any = None
-        self._members: list[ProcessIdentity] = []
         self._missing: list[int] = []
 
-    def wait(self) -> None:
+    def wait(self) -> _RollCall:
         """Come, and return when all have.
+
+        Returns:
+            What finds who is lost from here to the first meeting of a group.
 
         Raises:
             CollectiveError: Somebody has not.
@@ -419,18 +462,13 @@ class _Arrivals:
             self._store.set(self._keys[self._launch.rank], own)
             if self._all_come():
                 found = self._store.multi_get(self._keys)
-                self._members = [ProcessIdentity(**json.loads(each)) for each in found]
-                return
+                rank, name = self._launch.rank, f"start/{self._attempt}"
+                roll = _RollCall(name, rank=rank, store=self._store)
+                roll.meet([ProcessIdentity(**json.loads(each)) for each in found])
+                return roll
         except RuntimeError as error:
             raise self._absent(error) from error
         raise self._absent(None)
-
-    def lost(self, error: RuntimeError) -> CollectiveError:
-        """The error for what torch raises after all had come."""
-        time.sleep(_SETTLING_S)
-        conditions = {rank: member.condition() for rank, member in enumerate(self._members)}
-        ended = {rank: condition for rank, condition in conditions.items() if condition}
-        return _missing("the ranks came and could not start", ended, error, rank=self._launch.rank)
 
     def _open(self) -> Any:
         host, _, port = self._place.rpartition(":")
@@ -477,6 +515,8 @@ class _Started:
 
         self.arrivals: _Arrivals | None = None
         """Kept, because the store that it holds is the group's too."""
+        self.roll: _RollCall | None = None
+        """Who came, where that was found out here."""
 
     def note(self, *, launched: bool) -> None:
         """The default group has just been started here."""
@@ -498,6 +538,9 @@ class _Started:
             self._end()
 
     def _end(self) -> None:
+        if self.roll is not None:
+            self.roll.close()
+            self.roll = None
         if dist.is_initialized() and dist.group.WORLD is self._group:
             dist.destroy_process_group()
             _forget_in_deepspeed()
@@ -552,31 +595,56 @@ class _RollCall:
     Args:
         name: Of the group; the same on every rank, another one for each group.
         rank: This rank.
+        store: Where notes are left; the process group's own when not given.
+        before: What is known of the ranks already.
     """
 
-    def __init__(self, name: str, *, rank: int) -> None:
+    def __init__(
+        self, name: str, *, rank: int, store: Any = None, before: _RollCall | None = None
+    ) -> None:
         self._prefix, self._rank = f"zerotune/{name}", rank
-        self._store = dist.distributed_c10d._get_default_store()
-        self.members: list[ProcessIdentity] = []
+        self._store = dist.distributed_c10d._get_default_store() if store is None else store
+        self.members: list[ProcessIdentity] = [] if before is None else before.members
         """Process of each rank."""
         self.count = 0
         """Meetings of this group so far."""
-        self._pulse: _Pulse | None = None
+        self._pulse: _Pulse | None = None if before is None else before._pulse
+        self._close = contextlib.ExitStack()
 
-    def meet(self, members: list[ProcessIdentity]) -> None:
+    def meet(
+        self, members: list[ProcessIdentity], *, wake: Callable[[], None] | None = None
+    ) -> None:
         """All are here. Where they are of several machines, each shows from now on that it lives.
 
         Args:
             members: Process of each rank.
+            wake: Called once another rank is told to be lost.
         """
         self.members = members
-        if not all(member.visible() for member in members):
-            self._pulse = _Pulse(self._prefix, rank=self._rank)
+        if all(member.visible() for member in members):
+            return
+        if self._pulse is None:
+            self._pulse = _Pulse(self._prefix, rank=self._rank, store=own_store(self._store))
+            self._close.callback(self._pulse.close)
+        if wake is not None:
+            self._close.enter_context(self._pulse.waking(wake))
 
     def close(self) -> None:
         """Nobody is going to look for this rank."""
-        if self._pulse is not None:
-            self._pulse.close()
+        self._close.close()
+
+    def lost(
+        self, what: str, error: RuntimeError, *, patience: float = _SETTLING_S
+    ) -> CollectiveError:
+        """The error that says who is missing, once it can be known.
+
+        Args:
+            what: What went wrong.
+            error: What torch said.
+            patience: Seconds in which a process that has just lost its connections may still
+                be ending.
+        """
+        return _missing(what, self.absent(patience=patience), error, rank=self._rank)
 
     def here(self, purpose: str) -> None:
         """Leave a note for who may look for this rank."""
@@ -600,6 +668,10 @@ class _RollCall:
             self._pulse.tell(found)
         # A store whose holder is stopped never answers.
         return found or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
+
+    def dead(self) -> bool:
+        """Whether a rank's process is seen to have ended; one that is stopped may go on."""
+        return any(known.startswith(ENDED) for known in self.ended().values())
 
     def ended(self) -> dict[int, str]:
         """The ranks whose processes have ended or are stopped, as far as can be seen from here."""
@@ -648,11 +720,13 @@ class _Pulse:
     Args:
         prefix: Of the keys; the same on every rank.
         rank: This rank.
+        store: Where they are left; nobody else uses this connection.
     """
 
-    def __init__(self, prefix: str, *, rank: int) -> None:
+    def __init__(self, prefix: str, *, rank: int, store: Any) -> None:
         self._prefix, self._rank = f"{prefix}/pulse", rank
-        self._store, self._over = own_store(), threading.Event()
+        self._store, self._over = store, threading.Event()
+        self._wakes: list[Callable[[], None]] = []
         self.told: dict[int, str] = {}
         """The lost ranks, and what is known of each, once a rank has found them."""
         threading.Thread(target=self._run, name="zerotune-pulse", daemon=True).start()
@@ -660,6 +734,20 @@ class _Pulse:
     def close(self) -> None:
         """Show no further signs."""
         self._over.set()
+
+    @contextlib.contextmanager
+    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Call something within the block once other ranks are told to be lost."""
+        self._wakes.append(wake)
+        if self._lost_others():
+            wake()
+        try:
+            yield
+        finally:
+            self._wakes.remove(wake)
+
+    def _lost_others(self) -> bool:
+        return bool(self.told) and self._rank not in self.told
 
     def silent(self, ranks: Collection[int]) -> list[int] | None:
         """Those of the ranks that show no sign for a while; ``None``: the store does not answer.
@@ -691,10 +779,15 @@ class _Pulse:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._prefix}/{self._rank}", str(number))
                 if self._store.check([f"{self._prefix}/lost"]):
-                    lost = json.loads(self._store.get(f"{self._prefix}/lost"))
-                    self.told = {int(rank): known for rank, known in lost.items()}
+                    self._hear(json.loads(self._store.get(f"{self._prefix}/lost")))
             if self._over.wait(_PULSE_S):
                 return
+
+    def _hear(self, lost: Mapping[str, str]) -> None:
+        news, self.told = not self.told, {int(rank): known for rank, known in lost.items()}
+        if news and self._lost_others():
+            for wake in tuple(self._wakes):
+                wake()
 
     def _signs(self, ranks: Collection[int]) -> dict[int, bytes]:
         keys = {rank: f"{self._prefix}/{rank}" for rank in ranks}
@@ -703,9 +796,9 @@ class _Pulse:
         }
 
 
-def own_store() -> Any:
-    """The process group's store, through a connection that no other thread waits on."""
-    store: Any = dist.distributed_c10d._get_default_store()
+def own_store(store: Any = None) -> Any:
+    """A store, the process group's if not given, through a connection nobody else waits on."""
+    store = dist.distributed_c10d._get_default_store() if store is None else store
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
         store = store.clone()
     with contextlib.suppress(RuntimeError, NotImplementedError):

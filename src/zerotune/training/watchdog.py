@@ -24,6 +24,7 @@ import attrs
 import torch
 
 from zerotune._util.numbers import positive
+from zerotune._util.processes import ENDED
 from zerotune.backend.distributed import Asking, own_store
 from zerotune.errors import CollectiveError
 from zerotune.offload.lease import abandon_held
@@ -393,7 +394,7 @@ def _aged(beat: Beat, *, silent_s: float, ended: str | None, interval_s: float) 
 
 
 def _has_ended(beat: Beat) -> bool:
-    return beat.gone is not None and beat.gone.startswith("has ended")
+    return beat.gone is not None and beat.gone.startswith(ENDED)
 
 
 def _stuck(beats: list[Beat], timeout_s: float, world: int) -> bool:
