@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Qwen2VLProcessor
 
 from tests.support import pipelines
-from tests.support.declared_pipelines import flux_kontext
+from tests.support.declared_pipelines import (
+    WITH_VIDEOS,
+    flux_kontext,
+    qwen_image_edit,
+    qwen_image_edit_plus,
+)
 from tests.support.ranks import run_ranks
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.diffusion import encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
+    Augmentation,
     BucketStream,
     ImageFolder,
     PreparedImages,
     TextBeside,
     TextLines,
 )
-from zerotune.errors import CollectiveError, DataError
+from zerotune.diffusion.data.order import Draw
+from zerotune.errors import CollectiveError, DataError, MissingDependencyError
 
 
 @pytest.fixture
@@ -194,3 +203,99 @@ def test_a_model_that_edits_trains_on_references_and_masks_of_a_folder_and_a_cac
     del latents["reference_latents"]
     with pytest.raises(DataError, match="edits images"):
         loss_and_gradient(loaded, latents)
+
+
+def edited(edits, **settings):
+    return PreparedImages(
+        ImageFolder(edits, captions=TextBeside(words=TextLines())),
+        buckets=AspectBuckets(area=16 * 16, step=16), **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pipeline", [qwen_image_edit, qwen_image_edit_plus])
+def test_texts_read_with_their_image_train_alike_from_pixels_and_caches(edits, tmp_path, pipeline):
+    loaded = load_pretrained(
+        pipeline(tmp_path / "edit"), frozen_dtype="fp32", reference_area=32 * 32
+    )
+    images = edited(edits, augmentation=Augmentation(caption_dropout=0.5, flip=0.5))
+    cached = encode_dataset(images, family=loaded.family, folder=tmp_path / "c", progress=False)
+    seen = set()
+    for epoch in range(6):
+        for index in range(2):
+            draw = Draw(index=index, epoch=epoch)
+            plain, one = images[draw], cached[draw]
+            seen.add((index, plain["captions"], images.augmentation.flips(draw)))
+            words = loaded.family.encode_texts(
+                [plain["captions"]], references=plain["reference_images"][None]
+            )
+            for name in ("prompt_embeds", "prompt_embeds_mask"):
+                torch.testing.assert_close(one[name], words[name][0])
+            # Shown in the size of its own, whatever the bucket's.
+            assert one["reference_latents"].shape == (4, 16, 16)
+            assert one["latents"].shape == (4, 8, 8)
+    assert len(seen) >= 8
+    same = [cached[Draw(index=n, epoch=e)]["prompt_embeds"] for n, e in told(images, "")]
+    assert (same[0] - same[-1]).abs().max() > 1e-5, "the empty text with another image"
+
+    pixels, latents = (next(BucketStream(d, micro_batch_size=2)) for d in (images, cached))
+    assert "reference_images" not in latents
+    assert loss_and_gradient(loaded, pixels)[0] == pytest.approx(
+        loss_and_gradient(loaded, latents)[0], rel=1e-6
+    )
+
+
+def told(images, caption):
+    """Uses that say something, of the first image and then of the second."""
+    draws = [(n, e) for n in range(2) for e in range(20)]
+    return [(n, e) for n, e in draws if images.caption(Draw(index=n, epoch=e)) == caption]
+
+
+def test_what_an_image_is_read_in_is_part_of_its_cache(tmp_path):
+    folder = qwen_image_edit(tmp_path / "edit")
+    large, small = (
+        load_pretrained(folder, frozen_dtype="fp32", **settings).family
+        for settings in ({}, {"reference_area": 32 * 32})
+    )
+    assert large.text_settings() != small.text_settings()
+    assert large.latent_settings() != small.latent_settings()
+    assert large.text_settings().kind == "edits"
+    pictures = torch.rand(1, 3, 24, 32, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    assert large.at_shown_size(pictures).shape == (1, 3, 896, 1184)
+    pipe = large.parts.pipeline
+    picture = Image.fromarray(((pictures[0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
+    wanted = pipe.image_processor.preprocess(picture, 896, 1184)
+    torch.testing.assert_close(large.at_shown_size(pictures), wanted)
+
+
+def test_texts_without_the_image_they_edit_are_refused(edits, tmp_path):
+    loaded = load_pretrained(qwen_image_edit(tmp_path / "edit"), reference_area=32 * 32)
+    family = loaded.family
+    for path in edits.glob("*.reference.png"):
+        path.unlink()
+    with pytest.raises(DataError, match="no image has one"):
+        encode_dataset(edited(edits), family=family, folder=tmp_path / "c", progress=False)
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(DataError, match="none beside the captions"):
+        family.encode_texts(["make it blue"])
+    batch = {
+        "latents": torch.zeros(1, 4, 8, 8), "reference_latents": torch.zeros(1, 4, 8, 8),
+        "prompt_embeds": torch.zeros(1, 5, 32), "prompt_embeds_mask": torch.ones(1, 5),
+    }  # fmt: skip
+    dropping = type(family)(parts=family.parts, dropout=0.5, reference_area=32 * 32)
+    with pytest.raises(DataError, match="caption_dropout"):
+        dropping.conditioning(batch, torch.Generator())
+    always = type(family)(parts=family.parts, dropout=1.0, reference_area=32 * 32)
+    pictures = torch.zeros(1, 3, 16, 16)
+    dropped = always.conditioning({**batch, "reference_images": pictures}, torch.Generator())
+    empty = family.encode_texts([""], references=pictures)
+    torch.testing.assert_close(dropped["prompt_embeds"], empty["prompt_embeds"].float())
+
+
+def test_without_torchvision_the_missing_package_is_named(tmp_path, monkeypatch):
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("torchvision is installed")
+    folder = qwen_image_edit(tmp_path / "edit")
+    monkeypatch.setattr(Qwen2VLProcessor, "get_attributes", WITH_VIDEOS)
+    with pytest.raises(MissingDependencyError, match="torchvision"):
+        load_pretrained(folder)
+    assert load_pretrained(folder, parts=False).family.reads_references

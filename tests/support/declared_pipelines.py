@@ -14,6 +14,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLProcessor,
     Qwen3Config,
     Qwen3Model,
     Qwen3VLConfig,
@@ -21,6 +24,7 @@ from transformers import (
     UMT5Config,
     UMT5EncoderModel,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.support.pipelines import (
     WIDTH,
@@ -33,6 +37,16 @@ from tests.support.pipelines import (
     t5_tokenizer,
     vae,
 )
+
+_SEEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+
+WITH_VIDEOS = Qwen2VLProcessor.get_attributes
+
+
+def without_videos() -> None:
+    """Let transformers read images without torchvision, which only its reading of videos needs."""
+    Qwen2VLProcessor.get_attributes = classmethod(lambda _: ["image_processor", "tokenizer"])
+
 
 _CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -98,15 +112,20 @@ def _video_vae(kind: Any, **settings: Any) -> Any:
     )  # fmt: skip
 
 
-def qwen_image(folder: Path) -> Path:
+def _qwen_transformer() -> Any:
     torch.manual_seed(4)
-    transformer = diffusers.QwenImageTransformer2DModel(
-        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6),
+    return alive(
+        diffusers.QwenImageTransformer2DModel(
+            patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6),
+        )
     )  # fmt: skip
+
+
+def qwen_image(folder: Path) -> Path:
     pipeline = diffusers.QwenImagePipeline(
         vae=_video_vae(diffusers.AutoencoderKLQwenImage), text_encoder=language_model(),
-        tokenizer=letters(2048), transformer=alive(transformer),
+        tokenizer=letters(2048), transformer=_qwen_transformer(),
         scheduler=flow(use_dynamic_shifting=True),
     )  # fmt: skip
     return saved(pipeline, folder)
@@ -389,6 +408,59 @@ def flux_kontext(folder: Path) -> Path:
     return saved(pipeline, folder)
 
 
+def _processor() -> Any:
+    """Of texts and images, which it makes tiny."""
+    without_videos()
+    tokenizer = letters(4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_SEEN)})
+    images = Qwen2VLImageProcessorPil(
+        patch_size=14, merge_size=2, size={"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
+    )
+    return Qwen2VLProcessor(image_processor=images, tokenizer=tokenizer, video_processor=None)
+
+
+def _seeing_language_model(tokenizer: Any) -> Any:
+    torch.manual_seed(1)
+    numbers = dict(zip(_SEEN, tokenizer.convert_tokens_to_ids(list(_SEEN)), strict=True))
+    text = {
+        "vocab_size": 264, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "rope_parameters": {
+            "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0,
+        },
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": WIDTH, "patch_size": 14, "spatial_merge_size": 2, "window_size": 56,
+        "temporal_patch_size": 2, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=numbers["<|image_pad|>"],
+        video_token_id=numbers["<|video_pad|>"], vision_end_token_id=numbers["<|vision_end|>"],
+        vision_start_token_id=numbers["<|vision_start|>"],
+    )  # fmt: skip
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _qwen_image_edit(folder: Path, kind: Any) -> Path:
+    processor = _processor()
+    pipeline = kind(
+        vae=_video_vae(diffusers.AutoencoderKLQwenImage), transformer=_qwen_transformer(),
+        text_encoder=_seeing_language_model(processor.tokenizer), processor=processor,
+        tokenizer=processor.tokenizer, scheduler=flow(use_dynamic_shifting=True),
+    )  # fmt: skip
+    return saved(pipeline, folder)
+
+
+def qwen_image_edit(folder: Path) -> Path:
+    return _qwen_image_edit(folder, diffusers.QwenImageEditPipeline)
+
+
+def qwen_image_edit_plus(folder: Path) -> Path:
+    return _qwen_image_edit(folder, diffusers.QwenImageEditPlusPipeline)
+
+
 def ovis_image(folder: Path) -> Path:
     """A pipeline that the library does not know; docs/families.md declares it."""
     torch.manual_seed(4)
@@ -406,6 +478,8 @@ def ovis_image(folder: Path) -> Path:
 
 MAKERS = {
     "qwen-image": qwen_image,
+    "qwen-image-edit": qwen_image_edit,
+    "qwen-image-edit-plus": qwen_image_edit_plus,
     "z-image": z_image,
     "flux2": flux2,
     "flux2-klein": flux2_klein,

@@ -23,6 +23,8 @@ from zerotune.diffusion.families.declared import Lumina2 as Lumina2
 from zerotune.diffusion.families.declared import PixArtAlpha as PixArtAlpha
 from zerotune.diffusion.families.declared import PixArtSigma as PixArtSigma
 from zerotune.diffusion.families.declared import QwenImage as QwenImage
+from zerotune.diffusion.families.declared import QwenImageEdit as QwenImageEdit
+from zerotune.diffusion.families.declared import QwenImageEditPlus as QwenImageEditPlus
 from zerotune.diffusion.families.declared import Sana as Sana
 from zerotune.diffusion.families.declared import Wan as Wan
 from zerotune.diffusion.families.declared import WanLowNoise as WanLowNoise

@@ -14,8 +14,10 @@ from zerotune.diffusion.data.cache import (
     CachedImages,
     Progress,
     TensorCache,
+    cache_edits,
     cache_latents,
     cache_texts,
+    check_edits,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def _encode(
     shown: bool,
     timeout_s: float,
 ) -> CachedImages:
-    words = images.texts()  # Refused before the first latent, if at all.
+    _check(images, family)  # Before the first latent.
     latents = TensorCache(folder, settings=family.latent_settings())
     texts = TensorCache(folder, settings=family.text_settings())
     shared: dict[str, Any] = {
@@ -119,22 +121,40 @@ def _encode(
             images,
             cache=latents,
             encode=lambda pixels: family.encode_images(pixels, device=device),
+            encode_references=lambda pixels: family.encode_references(pixels, device=device),
             progress=report,
             release=None if family.parts is None else family.parts.release,
             barrier=lambda: ranks.barrier("use cached latents", timeout_s=timeout_s),
             **shared,
         )
     with _Bar("captions", shown) as report:
-        cache_texts(
-            words,
-            cache=texts,
-            encode=lambda captions: family.encode_texts(captions, device=device),
-            progress=report,
-            release=None if family.parts is None else family.parts.release,
-            barrier=lambda: ranks.barrier("use cached captions", timeout_s=timeout_s),
-            **shared,
-        )
+        shared |= {
+            "cache": texts,
+            "progress": report,
+            "release": None if family.parts is None else family.parts.release,
+            "barrier": lambda: ranks.barrier("use cached captions", timeout_s=timeout_s),
+        }
+        if family.reads_references:
+            cache_edits(
+                images,
+                encode=lambda captions, edited: family.encode_texts(
+                    captions, device=device, references=edited
+                ),
+                **shared,
+            )
+        else:
+            cache_texts(
+                images.texts(),
+                encode=lambda captions: family.encode_texts(captions, device=device),
+                **shared,
+            )
     return CachedImages(images, latents=latents, texts=texts)
+
+
+def _check(images: PreparedImages, family: TextToImage) -> None:
+    images.augmentation.check_countable()
+    if family.reads_references:
+        check_edits(images)
 
 
 def _default_device(rank: int) -> torch.device:

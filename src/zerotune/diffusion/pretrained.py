@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -275,15 +276,25 @@ def _frozen(
         pipeline = _pipeline_class(kind).from_pretrained(
             folder, **{kind.component: None}, **options
         )
-    except ImportError as error:
-        raise MissingDependencyError(
-            "text encoders come with transformers", fix="pip install transformers"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise _unreadable(folder, error) from error
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise _missing(kind, error) or _unreadable(folder, error) from error
     # The pipeline asks its model for sizes while it encodes texts.
     setattr(pipeline, kind.component, PipelineModel(config=config))
     return FrozenParts(pipeline)
+
+
+def _missing(kind: type[TextToImage], error: Exception) -> MissingDependencyError | None:
+    if kind.reads_references and find_spec("torchvision") is None:
+        return MissingDependencyError(
+            f"the processor of {kind.pipeline} reads images, and transformers makes none without "
+            "torchvision",
+            fix="pip install torchvision; parts=False trains from caches without it",
+        )
+    if isinstance(error, ImportError):
+        return MissingDependencyError(
+            "text encoders come with transformers", fix="pip install transformers"
+        )
+    return None
 
 
 def _pipeline_class(kind: type[TextToImage]) -> Any:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import diffusers
 import pytest
 import torch
 from diffusers import FluxPipeline, QwenImagePipeline
+from PIL import Image
 
 from tests.diffusion.families.training import example
 from tests.support.declared_pipelines import MAKERS
@@ -29,6 +31,8 @@ from zerotune.errors import DataError, InvalidValueError
 
 TIMES = torch.tensor([731.25, 12.5])
 PROMPTS = ["a cat", "the dog ran"]
+EDITS = ["qwen-image-edit", "qwen-image-edit-plus"]
+DRAWN = [name for name in MAKERS if name not in EDITS and "flux2" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +127,26 @@ def test_predictions_are_those_of_the_call_written_by_hand(bare, name):
     assert (ours[0] - ours[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("name", EDITS)
+def test_the_model_knows_where_the_edited_image_lies(bare, name):
+    loaded = bare(name)
+    model, draw = loaded.model.eval(), torch.Generator().manual_seed(3)
+    known = example(loaded.family, model, step=0, share=0)
+    noisy, edited = (torch.randn(2, 4, *sides, generator=draw) for sides in ((8, 8), (12, 6)))
+    batch = {**known, "latents": noisy, "reference_latents": edited}
+    conditioning = loaded.family.conditioning(batch, torch.Generator())
+    with torch.no_grad():
+        ours = loaded.family.predict(model, noisy, TIMES, conditioning)
+        theirs = model(
+            hidden_states=torch.cat([tokens(noisy), tokens(edited)], 1), timestep=TIMES / 1000,
+            encoder_hidden_states=known["prompt_embeds"], return_dict=False,
+            encoder_hidden_states_mask=known["prompt_embeds_mask"],
+            img_shapes=[[(1, 4, 4), (1, 6, 3)]] * 2,
+        )[0][:, :16]  # fmt: skip
+    torch.testing.assert_close(ours, untokens(theirs, noisy), rtol=0, atol=1e-6)
+    assert ours.std() > 0.01
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_checkpointing_changes_no_prediction(bare, name):
     loaded = bare(name)
@@ -212,7 +236,9 @@ def plain_images(folder, name, *, steps, guidance, size, told):
     return (output.transpose(1, 2) if told["clips"] else output) * 2 - 1
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if "flux2" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name in MAKERS if "flux2" not in name and name not in EDITS]
+)
 def test_images_are_those_of_plain_diffusers(folders, name):
     loaded = load_pretrained(folders[name], frozen_dtype="fp32")
     family = loaded.family
@@ -238,6 +264,45 @@ def test_images_are_those_of_plain_diffusers(folders, name):
     # The pipeline encodes and decodes all texts and images at once, zerotune one by one.
     torch.testing.assert_close(images.clamp(-1, 1), wanted, rtol=0, atol=2e-5)
     assert (images[0] - images[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edited_images_are_those_of_plain_diffusers(folders, monkeypatch, name):
+    area = 64 * 64
+    family = load_pretrained(folders[name], frozen_dtype="fp32", reference_area=area).family
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folders[name])
+    pipe.set_progress_bar_config(disable=True)
+    module = sys.modules[type(pipe).__module__]
+    usual = module.calculate_dimensions
+    # Instead of a megapixel.
+    monkeypatch.setattr(module, "calculate_dimensions", lambda a, ratio: usual(min(a, area), ratio))
+    drawn = torch.Generator().manual_seed(11)
+    edited = torch.randint(0, 256, (2, 3, 24, 36), generator=drawn) / 127.5 - 1
+    images = sample(
+        pipe.transformer, family=family, prompts=PROMPTS, negative_prompt="ugly", steps=2,
+        guidance_scale=3.0, size=(32, 48), references=edited,
+        generator=torch.Generator().manual_seed(11),
+    )  # fmt: skip
+    seeds = torch.randint(2**63 - 1, (2,), generator=torch.Generator().manual_seed(11)).tolist()
+    wanted = [
+        pipe(
+            image=to_pil_image(one), prompt=prompt, negative_prompt="ugly", true_cfg_scale=3.0,
+            height=32, width=48, num_inference_steps=2, output_type="pt",
+            generator=torch.Generator().manual_seed(seed),
+        ).images
+        for one, prompt, seed in zip(edited, PROMPTS, seeds, strict=True)
+    ]  # fmt: skip
+    torch.testing.assert_close(images.clamp(-1, 1), torch.cat(wanted) * 2 - 1, rtol=0, atol=2e-5)
+    other = sample(
+        pipe.transformer, family=family, prompts=PROMPTS, negative_prompt="ugly", steps=2,
+        guidance_scale=3.0, size=(32, 48), references=-edited,
+        generator=torch.Generator().manual_seed(11),
+    )  # fmt: skip
+    assert (images - other).abs().max() > 2e-4
+
+
+def to_pil_image(image):
+    return Image.fromarray(((image + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
 
 
 # -- What is refused, when it is loaded.

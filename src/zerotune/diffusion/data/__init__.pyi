@@ -7,6 +7,7 @@ from zerotune.diffusion.data.buckets import Placement as Placement
 from zerotune.diffusion.data.cache import CachedImages as CachedImages
 from zerotune.diffusion.data.cache import CacheSettings as CacheSettings
 from zerotune.diffusion.data.cache import TensorCache as TensorCache
+from zerotune.diffusion.data.cache import cache_edits as cache_edits
 from zerotune.diffusion.data.cache import cache_latents as cache_latents
 from zerotune.diffusion.data.cache import cache_texts as cache_texts
 from zerotune.diffusion.data.cache import hash_weights as hash_weights

@@ -32,6 +32,7 @@ from zerotune.diffusion.data.preparation import (
     micro_conditioning,
     shrunk,
 )
+from zerotune.diffusion.data.sources import REFERENCE
 from zerotune.diffusion.data.streams import check_rank, row_of, stack_named
 from zerotune.errors import DataError, InvalidValueError
 
@@ -297,6 +298,14 @@ EncodeTexts = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 Progress = Callable[[int, int], None]
 """Called with what this rank has done and what it has to do."""
 
+TEXTS: Final = "texts"
+"""Kind of a cache of texts."""
+EDITS: Final = "edits"
+"""Kind of a cache of texts that were encoded together with the image they edit."""
+
+EncodeEdits = Callable[[Sequence[str], torch.Tensor], Mapping[str, torch.Tensor]]
+"""As ``EncodeTexts``, of captions and the images (b, 3, h, w) in [-1, 1] that they edit."""
+
 _CORNER = "crop_corner"
 
 
@@ -305,6 +314,7 @@ def cache_latents(
     *,
     cache: TensorCache,
     encode: EncodeImages,
+    encode_references: EncodeImages | None = None,
     batch_size: int = 4,
     shard_size: int = 256,
     rank: int = 0,
@@ -326,6 +336,7 @@ def cache_latents(
         cache: Where they go.
         encode: Runs the VAE. It gives tensors for a batch of one size; the VAE's mean, or mean
             and deviation if noise is to be drawn anew each epoch. Shapes (b, …).
+        encode_references: The same for images that are edited, where that is something else.
         batch_size: Images per call.
         shard_size: Images per file.
         rank: This process.
@@ -350,26 +361,35 @@ def cache_latents(
 
     def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
         loaded = [dataset.tensors(shapes[key][0], flipped=shapes[key][1]) for key in keys]
-        encoded = _encoded(stack_named([tensors for tensors, _ in loaded]), encode)
+        tensors = stack_named([tensors for tensors, _ in loaded])
+        encoded = _encoded(tensors, encode, encode_references or encode)
         corners = torch.tensor([corner for _, corner in loaded])
         return _by_key(keys, {**encoded, _CORNER: corners})
 
     share = _share(shapes, cache, rank=rank, world_size=world_size, barrier=barrier)
-    ordered = sorted(share, key=lambda key: (bucket(key), key))
-    batches = [
-        same
-        for size in dict.fromkeys(bucket(key) for key in ordered)
-        for same in _chunks([key for key in ordered if bucket(key) == size], batch_size)
-    ]
+    batches = _of_one_size(share, bucket, batch_size)
     _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
     _finish(cache, release=release, barrier=barrier)
 
 
-def _encoded(loaded: Mapping[str, torch.Tensor], encode: EncodeImages) -> dict[str, torch.Tensor]:
+def _of_one_size(
+    keys: Iterable[str], bucket: Callable[[str], Any], batch_size: int
+) -> list[list[str]]:
+    ordered = sorted(keys, key=lambda key: (bucket(key), key))
+    return [
+        same
+        for size in dict.fromkeys(bucket(key) for key in ordered)
+        for same in _chunks([key for key in ordered if bucket(key) == size], batch_size)
+    ]
+
+
+def _encoded(
+    loaded: Mapping[str, torch.Tensor], encode: EncodeImages, encode_references: EncodeImages
+) -> dict[str, torch.Tensor]:
     """What is kept of images: their latents, and of what lies beside them latents and masks."""
     found = dict(encode(loaded["images"]))
     if REFERENCE_IMAGES in loaded:
-        edited = encode(loaded[REFERENCE_IMAGES])
+        edited = encode_references(loaded[REFERENCE_IMAGES])
         found |= {f"reference_{name}": tensor for name, tensor in edited.items()}
     if LOSS_MASKS in loaded:
         sides = next(iter(found.values())).shape[-2:]
@@ -404,6 +424,81 @@ def cache_texts(
     batches = list(_chunks(sorted(share), batch_size))
     _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
     _finish(cache, release=release, barrier=barrier)
+
+
+def cache_edits(
+    dataset: PreparedImages,
+    *,
+    cache: TensorCache,
+    encode: EncodeEdits,
+    batch_size: int = 4,
+    shard_size: int = 64,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Progress | None = None,
+    release: Callable[[], None] | None = None,
+    barrier: Callable[[], None] | None = None,
+) -> None:
+    """Compute embeddings of captions with the image that each edits. Collective.
+
+    As ``cache_texts``, for encoders that read both together: each caption of an image counts, on
+    each of its sides if images are mirrored, and the empty one where captions are dropped.
+
+    Args:
+        dataset: Images with their captions and references.
+        cache: Where they go, of the kind ``EDITS``.
+        encode: Runs the encoder.
+        batch_size: As for ``cache_latents``, and so are the others.
+        shard_size: Texts per file.
+        rank: This process.
+        world_size: Processes that share the work.
+        progress: Called after each batch, and once at the start.
+        release: Called when this rank has nothing left to compute.
+        barrier: Waits for all ranks; needed above one.
+
+    Raises:
+        DataError: There are no references; and as ``cache_latents``.
+        InvalidValueError: Tags are shuffled anew at each use, so that texts cannot be counted.
+    """
+    check_edits(dataset)
+    images = CachedImages(dataset, latents=cache, texts=cache)
+    found = {
+        images.words_key(text, index, flipped=flipped): (text, index, flipped)
+        for index in range(len(dataset))
+        for text in dataset.texts_of(index)
+        for flipped in images.sides
+    }
+
+    def compute(keys: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+        wanted = [found[key] for key in keys]
+        loaded = [dataset.tensors(index, flipped=flipped)[0] for _, index, flipped in wanted]
+        edited = torch.stack([tensors[REFERENCE_IMAGES] for tensors in loaded])
+        return _by_key(keys, encode([text for text, _, _ in wanted], edited))
+
+    def bucket(key: str) -> Any:
+        return dataset.assignment.placements[found[key][1]].bucket
+
+    share = _share(found, cache, rank=rank, world_size=world_size, barrier=barrier)
+    batches = _of_one_size(share, bucket, batch_size)
+    _fill(batches, compute, cache=cache, shard_size=shard_size, progress=progress)
+    _finish(cache, release=release, barrier=barrier)
+
+
+def check_edits(dataset: PreparedImages) -> None:
+    """Refuse images without references, and captions that cannot be counted.
+
+    Raises:
+        DataError: The former.
+        InvalidValueError: The latter.
+    """
+    dataset.augmentation.check_countable()
+    if REFERENCE not in dataset.companions:
+        raise DataError(
+            "texts are encoded together with the image that they edit, and no image has one",
+            key="dataset.companions",
+            value=sorted(dataset.companions),
+            fix="put it beside the image, cat.reference.png beside cat.png (docs/data.md)",
+        )
 
 
 def text_key(caption: str) -> str:
@@ -467,6 +562,12 @@ class CachedImages:
             *sorted(self._dataset.companions),
         )
 
+    def words_key(self, caption: str, index: int, *, flipped: bool) -> str:
+        """The key of a caption of an image, or of both where they were encoded together."""
+        if self._texts is None or self._texts.settings.kind != EDITS:
+            return text_key(caption)
+        return hash_key("edit", caption, self.latent_key(index, flipped=flipped))
+
     def __getitem__(self, draw: Draw | int) -> dict[str, Any]:
         use = Draw(index=draw, epoch=0) if isinstance(draw, int) else draw
         if not 0 <= use.index < len(self):
@@ -478,7 +579,7 @@ class CachedImages:
         if self._texts is None:
             sample["captions"] = caption
         else:
-            sample |= self._texts.read(text_key(caption))
+            sample |= self._texts.read(self.words_key(caption, use.index, flipped=flipped))
         placement = self._dataset.assignment.placements[use.index]
         return sample | micro_conditioning(placement, (left, top))
 

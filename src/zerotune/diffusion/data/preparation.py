@@ -306,12 +306,17 @@ class PreparedImages:
             InvalidValueError: They cannot be counted, since tags are shuffled anew at each use.
         """
         self.augmentation.check_countable()
-        known = (
-            text
-            for index in range(len(self))
-            for text in self.augmentation.all_words(self.source.item(index).captions, index)
-        )
+        known = (text for index in range(len(self)) for text in self._words_of(index))
         return tuple(dict.fromkeys(("", *known)))
+
+    def texts_of(self, index: int) -> tuple[str, ...]:
+        """All texts that ``caption`` may give for an image; the empty one if it is ever told."""
+        known = tuple(dict.fromkeys(self._words_of(index)))
+        dropped = self.augmentation.caption_dropout > 0
+        return ("", *(text for text in known if text)) if dropped or not known else known
+
+    def _words_of(self, index: int) -> Iterator[str]:
+        return self.augmentation.all_words(self.source.item(index).captions, index)
 
     def pixels(self, index: int, *, flipped: bool) -> tuple[torch.Tensor, Size]:
         """One image (3, h, w) in [-1, 1], and left and top of its crop in the image shown."""

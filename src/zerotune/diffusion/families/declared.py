@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import attrs
 import torch
 from torch import Tensor
 
+from zerotune._util.numbers import validated, whole
+from zerotune.diffusion.data.cache import EDITS, CacheSettings, hash_key
+from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
+from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.families.base import config_of
 from zerotune.diffusion.families.flux import Flux
 from zerotune.diffusion.families.pipeline_family import PipelineFamily
-from zerotune.diffusion.family import Conditioning, Denoiser
+from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
 from zerotune.diffusion.latents import Packing, Tokens
 from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.errors import DataError
@@ -352,9 +357,9 @@ class HiDream(PipelineFamily):
     )
     packing: ClassVar[Packing] = _Patches()
 
-    def adjust(self, pipe: Any, *, height: int, width: int) -> None:
+    def adjust(self, pipe: Any, told: Mapping[str, Any]) -> None:
         """The pipeline brings every image to the area of its ``default_sample_size``."""
-        side = math.sqrt(height * width) / pipe.vae_scale_factor
+        side = math.sqrt(told["height"] * told["width"]) / pipe.vae_scale_factor
         pipe.default_sample_size = side * _ROUNDED_UP
 
     def encode_with(
@@ -400,8 +405,189 @@ class FluxKontext(PipelineFamily):
         return {**size, "max_area": size["height"] * size["width"]}
 
 
+@attrs.frozen(kw_only=True, eq=False)
+class _Picture:
+    """The image that is edited: latents where its pipeline handles pixels."""
+
+    latents: Tensor
+    scale: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels."""
+        height, width = self.latents.shape[-2:]
+        return width * self.scale, height * self.scale
+
+    def resize(self, *_: Any) -> _Picture:
+        """As the image processor of the pipeline: it has its size."""
+        return self
+
+    def preprocess(self, *_: Any) -> Tensor:
+        """As the image processor of the pipeline: latents are taken as such."""
+        return self.latents
+
+    def put_in_place(
+        self, _model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Say where it lies: the pipeline says one megapixel, whatever its size."""
+        height, width = self.latents.shape[-2:]
+        own = (1, height // 2, width // 2)
+        return args, {**kwargs, "img_shapes": [[row[0], own] for row in kwargs["img_shapes"]]}
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class QwenImageEdit(QwenImage):
+    """Qwen-Image-Edit: Qwen2.5-VL reads a text together with the image that is edited.
+
+    So an embedding belongs to a text and an image, in caches too.
+    """
+
+    pipeline: ClassVar[str] = "QwenImageEditPipeline"
+    reference: ClassVar[str | None] = "image"
+    reads_references: ClassVar[bool] = True
+
+    reference_area: int = attrs.field(default=1024 * 1024, validator=validated(whole))
+    """Pixels that images are brought to before they are edited. The pipeline knows no other value
+    than the default; a smaller one spares tokens, and drawings outside of zerotune differ."""
+
+    @property
+    def read_area(self) -> int:
+        """Pixels that Qwen2.5-VL reads an image in."""
+        return self.reference_area
+
+    def at_shown_size(self, images: Tensor) -> Tensor:
+        """As the pipeline brings an image to its size."""
+        pipeline = self._needed("references").pipeline
+        (width, height), pictures = self._resized(pipeline, images, self.reference_area)
+        return cast("Tensor", pipeline.image_processor.preprocess(pictures, height, width))
+
+    def embed_edits(
+        self,
+        parts: FrozenParts,
+        captions: Sequence[str],
+        references: Tensor,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """What ``encode_prompt`` makes of each caption and its image."""
+        _, pictures = self._resized(parts.pipeline, references, self.read_area)
+        encoded = (
+            self.encode_with(parts.pipeline, device, {"prompt": [caption], "image": [picture]})
+            for caption, picture in zip(captions, pictures, strict=True)
+        )
+        return stack_named([row_of(one, 0) for one in encoded])
+
+    def _resized(
+        self, pipeline: Any, images: Tensor, area: int
+    ) -> tuple[tuple[int, int], list[Any]]:
+        height, width = images.shape[-2:]
+        size = self._size_for(area, width / height)
+        pictures = pipeline.image_processor.numpy_to_pil(
+            pipeline.image_processor.pt_to_numpy(images.float() / 2 + 0.5)
+        )
+        resize = pipeline.image_processor.resize
+        return size, [resize(picture, size[1], size[0]) for picture in pictures]
+
+    def _size_for(self, area: int, ratio: float) -> tuple[int, int]:
+        module = sys.modules[self.known_blueprint().kind.__module__]
+        width, height = module.calculate_dimensions(area, ratio)[:2]
+        return width, height
+
+    def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
+        """With the images of the batch that are edited."""
+        return self.encode_texts(
+            captions, device=self.clean_device(batch), references=batch.get(REFERENCE_IMAGES)
+        )
+
+    def empty_texts_of(
+        self, batch: Mapping[str, Any], *, device: torch.device
+    ) -> dict[str, Tensor]:
+        """The empty text with the image of each sample.
+
+        Raises:
+            DataError: The batch is one of caches.
+        """
+        images = batch.get(REFERENCE_IMAGES)
+        if images is None:
+            raise DataError(
+                "the empty text is read together with the image, and caches have no images",
+                key="dropout",
+                value=self.dropout,
+                fix="drop captions in the data: Augmentation(caption_dropout=...)",
+            )
+        return self.encode_texts([""] * len(images), device=device, references=images)
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """How large an image is read."""
+        return {**super().embedding_settings(), "read_area": self.read_area}
+
+    def latent_settings(self) -> CacheSettings:
+        """How large an image is shown, too."""
+        usual = super().latent_settings()
+        own = {**usual.settings, "reference_area": self.reference_area}
+        return attrs.evolve(usual, settings=own)
+
+    def told_reference(self, latents: Tensor) -> _Picture:
+        """Latents in the place of a PIL image."""
+        return _Picture(latents=latents, scale=self._space().scale)
+
+    def adjust(self, pipe: Any, told: Mapping[str, Any]) -> None:
+        """Let the pipeline take the picture's latents, and the model know their size."""
+        picture: _Picture = told["image"]
+        pipe.image_processor = picture
+        pipe.transformer.register_forward_pre_hook(picture.put_in_place, with_kwargs=True)
+
+    def drawn_texts(
+        self,
+        texts: Sequence[str],
+        drawing: Drawing,
+        *,
+        device: torch.device,
+        negative: bool = False,  # noqa: ARG002
+    ) -> dict[str, Tensor]:
+        """Each with the image it edits."""
+        parts, images = self._needed("captions"), self.drawn_references(drawing)
+        known = {
+            hash_key(text, image.shape, image.float().numpy().tobytes()): (text, image)
+            for text, image in zip(texts, images.cpu(), strict=True)
+        }
+
+        def encode(keys: Sequence[str]) -> dict[str, Tensor]:
+            words, pictures = zip(*(known[key] for key in keys), strict=True)
+            return self.embed_edits(parts, words, torch.stack(pictures), device)
+
+        encoded = parts.remember(list(known), encode, device=device, kind=EDITS)
+        return {name: value.to(device) for name, value in encoded.items()}
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit 2509 and later, with one image: it is read smaller than it is shown.
+
+    Its pipeline takes one sample, so they are called, and drawn, in turn.
+    """
+
+    pipeline: ClassVar[str] = "QwenImageEditPlusPipeline"
+    one_by_one: ClassVar[bool] = True
+
+    @property
+    def read_area(self) -> int:
+        """What the pipeline says."""
+        return int(sys.modules[self.known_blueprint().kind.__module__].CONDITION_IMAGE_SIZE)
+
+    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
+        """Images (n, 3, height, width) of prompts, one after the other."""
+        images, drawn = self.drawn_references(drawing), []
+        for prompt, seed, image in zip(drawing.prompts, drawing.seeds, images, strict=True):
+            single = attrs.evolve(
+                drawing, prompts=(prompt,), seeds=(seed,), references=image.unsqueeze(0)
+            )
+            drawn.append(super().draw(model, single))
+        return torch.cat(drawn)
+
+
 DECLARED = (
     QwenImage,
+    QwenImageEdit,
+    QwenImageEditPlus,
     ZImage,
     Flux2,
     Flux2Klein,

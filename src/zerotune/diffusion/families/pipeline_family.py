@@ -211,7 +211,25 @@ class PipelineFamily(TextToImage):
                 key=f"batch[{REFERENCES!r}]",
                 fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
             )
-        return self.encode_images(images, device=images.device)["latents"].to(images.device)
+        return self.encode_references(images, device=images.device)["latents"].to(images.device)
+
+    def at_shown_size(self, images: Tensor) -> Tensor:
+        """Images that are edited (b, 3, height, width) in the size the model is shown them in."""
+        return images
+
+    def encode_references(
+        self, images: Tensor, *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """``{"latents": …}`` of images that are edited, for a cache."""
+        return self.encode_images(self.at_shown_size(images), device=device)
+
+    def told_reference(self, latents: Tensor) -> Any:
+        """What the pipeline is given as the image that is edited.
+
+        Args:
+            latents: (b, c, h, w).
+        """
+        return latents
 
     # -- The prediction.
 
@@ -255,7 +273,7 @@ class PipelineFamily(TextToImage):
         scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
         pipe = self.predicting_pipeline(model, scheduler)
         told = self._told(noisy, conditioning, model.device)
-        self.adjust(pipe, height=told["height"], width=told["width"])
+        self.adjust(pipe, told)
         try:
             # The function below ``torch.no_grad``.
             call: Any = type(pipe).__call__
@@ -297,7 +315,7 @@ class PipelineFamily(TextToImage):
         if self.told_guidance is not None:
             told[self.told_guidance] = self.guidance
         if self.reference is not None:
-            told[self.reference] = conditioning[REFERENCES].to(device)
+            told[self.reference] = self.told_reference(conditioning[REFERENCES].to(device))
         return told
 
     def told_texts(
@@ -328,8 +346,8 @@ class PipelineFamily(TextToImage):
             size["num_frames"] = (shape[2] - 1) * space.frames + 1
         return self.sized(size)
 
-    def adjust(self, pipe: Any, *, height: int, width: int) -> None:
-        """Make a pipeline that was just made take images of a size."""
+    def adjust(self, pipe: Any, told: Mapping[str, Any]) -> None:
+        """Make a pipeline that was just made take what it is told (``height``, ``width``, …)."""
 
     def sized(self, size: Mapping[str, int]) -> dict[str, int]:
         """All that the pipeline is told of a size in pixels and frames."""
@@ -437,12 +455,12 @@ class PipelineFamily(TextToImage):
         )
         pipe = self.drawing_pipeline(parts, model, scheduler)
         size = self._drawn_size(pipe, drawing)
-        self.adjust(pipe, height=size["height"], width=size["width"])
+        told = {**self.drawing_arguments(drawing, device=model.device), **size}
+        self.adjust(pipe, told)
         last = _LastStep()
         with parts.on(model.device, self.drawing_parts):
             pipe(
-                **self.drawing_arguments(drawing, device=model.device),
-                **size,
+                **told,
                 num_inference_steps=drawing.steps,
                 generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
                 output_type="latent",
@@ -471,10 +489,10 @@ class PipelineFamily(TextToImage):
         """
         told = {
             **self.arguments,
-            **self.told_texts(self.remembered(drawing.prompts, device=device), device),
+            **self.told_texts(self.drawn_texts(drawing.prompts, drawing, device=device), device),
         }
         if self.reference is not None:
-            told[self.reference] = self._drawn_references(drawing, device)
+            told[self.reference] = self.told_reference(self._drawn_references(drawing, device))
         scale = drawing.guidance_scale
         if self.told_guidance is not None:
             told[self.told_guidance] = self.guidance if drawing.negative_prompt else scale
@@ -484,13 +502,30 @@ class PipelineFamily(TextToImage):
         told[self.guided_by] = scale if guided else self.unguided
         if guided:
             texts = [drawing.negative_prompt] * len(drawing.prompts)
-            negative = self.remembered_negative(texts, device=device)
+            negative = self.drawn_texts(texts, drawing, device=device, negative=True)
             told |= self.told_texts(negative, device, prefix=_NEGATIVE)
             if "negative_prompt" in _parameters(self.known_blueprint().kind.__call__):
                 told["negative_prompt"] = None  # Sana's has a text of its own.
         return told
 
-    def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
+    def drawn_texts(
+        self,
+        texts: Sequence[str],
+        drawing: Drawing,  # noqa: ARG002
+        *,
+        device: torch.device,
+        negative: bool = False,
+    ) -> dict[str, Tensor]:
+        """Embeddings of prompts, or of negative ones, computed once each."""
+        encoded = self.remembered_negative if negative else self.remembered
+        return encoded(texts, device=device)
+
+    def drawn_references(self, drawing: Drawing) -> Tensor:
+        """The images that are edited.
+
+        Raises:
+            DataError: There are none.
+        """
         if drawing.references is None:
             raise DataError(
                 f"{type(self).__name__} edits images, and none were given",
@@ -498,9 +533,13 @@ class PipelineFamily(TextToImage):
                 value=None,
                 fix="pass references=, images (n, 3, height, width) in [-1, 1]",
             )
+        return drawing.references
+
+    def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
+        shown = self.at_shown_size(self.drawn_references(drawing))
         parts = self._needed("references")
         with parts.on(device, ["vae"]):
-            return parts.encode_images(drawing.references).to(device)
+            return parts.encode_images(shown).to(device)
 
     def _drawn_size(self, pipe: Any, drawing: Drawing) -> dict[str, int]:
         taken = _parameters(type(pipe).__call__)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerotune._util.numbers import probability, validated
-from zerotune.diffusion.data.cache import CacheSettings
+from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
 from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.families.base import config_of, take
 from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
@@ -44,6 +44,8 @@ class TextToImage(ABC):
     """Classes that stage 3 gathers as a whole, instead of layer by layer."""
     flow_matching: ClassVar[bool] = False
     """Whether these models learn velocities along straight lines, or noise."""
+    reads_references: ClassVar[bool] = False
+    """Whether texts are encoded together with the image that is edited."""
 
     parts: FrozenParts | None = None
     """VAE and text encoders. Not needed to train from caches; needed to draw images."""
@@ -77,22 +79,36 @@ class TextToImage(ABC):
         texts = {n: take(batch, n) for n in self.text_tensors} if first in batch else None
         if texts is None:
             captions: Sequence[str] = take(batch, "captions")  # type: ignore[assignment]
-            device = self.clean_device(batch)
-            texts = self.encode_texts(captions, device=device)
+            texts = self.texts_of(batch, captions)
         if self.dropout == 0:
             return texts
         count = len(texts[first])
         dropped = torch.rand(count, generator=generator) < self.dropout
         if self.parts is None:
             raise _no_empty_text(self.dropout)
-        known = self.unconditional(device=texts[first].device)
+        known = self.empty_texts_of(batch, device=texts[first].device)
         empty = {name: value.to(texts[name]) for name, value in known.items()}
         if not bool(dropped.any()):
             return texts
+        empties = len(empty[first])
         rows = [
-            row_of(empty if gone else texts, 0 if gone else n) for n, gone in enumerate(dropped)
+            row_of(empty, n % empties) if gone else row_of(texts, n)
+            for n, gone in enumerate(dropped)
         ]
         return stack_named(rows)
+
+    def texts_of(self, batch: Mapping[str, Any], captions: Sequence[str]) -> dict[str, Tensor]:
+        """Embeddings of captions of a batch, or of other texts in their place."""
+        return self.encode_texts(captions, device=self.clean_device(batch))
+
+    def empty_texts_of(
+        self,
+        batch: Mapping[str, Any],  # noqa: ARG002
+        *,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """What dropped texts of a batch become, (1, …), or (b, …) where samples differ in it."""
+        return self.unconditional(device=device)
 
     def clean_device(self, batch: Mapping[str, Any]) -> torch.device:
         """Where the tensors of a batch lie."""
@@ -102,17 +118,53 @@ class TextToImage(ABC):
         return torch.device("cpu")
 
     def encode_texts(
-        self, captions: Sequence[str], *, device: torch.device | None = None
+        self,
+        captions: Sequence[str],
+        *,
+        device: torch.device | None = None,
+        references: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Embeddings of captions on ``device``, batch first.
 
+        Args:
+            captions: The texts.
+            device: Where they are encoded.
+            references: Images that are edited (b, 3, height, width) in [-1, 1], for families that
+                read them together with their texts (``reads_references``).
+
         Raises:
-            DataError: The family was made without its frozen parts.
+            DataError: The family was made without its frozen parts, or it reads references and
+                there are none.
         """
         parts = self._needed("captions")
         self._bring(parts, device, list(parts.text_encoders))
         with torch.no_grad():
-            return self.embed(parts, list(captions), _device_of(parts.text_encoders))
+            where = _device_of(parts.text_encoders)
+            if not self.reads_references:
+                return self.embed(parts, list(captions), where)
+            if references is None:
+                raise self.no_references("reference_images")
+            return self.embed_edits(parts, list(captions), references, where)
+
+    def embed_edits(
+        self,
+        parts: FrozenParts,
+        captions: Sequence[str],
+        references: Tensor,
+        device: torch.device,
+    ) -> dict[str, Tensor]:
+        """As ``embed``, of captions and the images they belong to, where they are read together."""
+        raise NotImplementedError
+
+    def no_references(self, key: str) -> DataError:
+        """What a family that edits says where there is nothing to edit."""
+        return DataError(
+            f"{type(self).__name__} edits images, and there are none beside the captions",
+            key=key,
+            value=None,
+            fix="let the dataset yield reference_images (b, 3, height, width), or cache latents "
+            "and texts with encode_dataset",
+        )
 
     def encode_images(
         self, images: Tensor, *, device: torch.device | None = None
@@ -121,6 +173,12 @@ class TextToImage(ABC):
         parts = self._needed("images")
         self._bring(parts, device, ["vae"])
         return {"latents": parts.encode_images(images)}
+
+    def encode_references(
+        self, images: Tensor, *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """``encode_images`` of images that are edited, in the size they are shown to the model."""
+        return self.encode_images(images, device=device)
 
     def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
         """Embeddings of few texts that come again and again, computed once each."""
@@ -147,7 +205,7 @@ class TextToImage(ABC):
         parts = self._needed("captions")
         encoders = parts.text_encoders
         return CacheSettings(
-            kind="texts",
+            kind=EDITS if self.reads_references else TEXTS,
             model=parts.hash(list(encoders)),
             dtype=str(next(iter(encoders.values())).dtype),
             settings={"family": type(self).__name__, **self.embedding_settings()},
