@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.families import CONFIGURATIONS
+from benchmarks.families import CONFIGURATIONS, FRAMES
 from benchmarks.framework import Benchmark, Case, Context, Measured
 from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
 from zerotune.diffusion.facts import example_inputs, model_facts
+from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.model import ModelFacts
 
@@ -108,7 +109,9 @@ class FakeDevice:
             # Gone to a bucket or to the host at once, as at stage 2.
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
-    def step(self, *, batch: int, height: int, width: int, keeping: Keeping) -> FakePass:
+    def step(
+        self, *, batch: int, height: int, width: int, keeping: Keeping, frames: int | None = None
+    ) -> FakePass:
         """One forward and backward pass in bf16.
 
         Args:
@@ -116,8 +119,10 @@ class FakeDevice:
             height: Pixels.
             width: Pixels.
             keeping: What waits for the backward pass, and where.
+            frames: Of clips; ``None``: the model takes images.
         """
-        given = self._arguments(batch, height, width)
+        clip = {} if frames is None else {"frames": frames}
+        given = self._arguments(batch, height, width, **clip)
         transfers = FakeTransfers()
         allocations = _Allocations([*self.model.parameters(), *self.model.buffers()])
         with self._kept(keeping, transfers), self._mode, _cuda_operators():
@@ -254,8 +259,12 @@ def _cuda_operators() -> Iterator[None]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, scale=named.get("scale"))[0]
 
-    def norm(given: Any, _shape: Any, weight: Any = None, eps: Any = None) -> Any:  # noqa: ARG001
-        return _RMSNorm.apply(given, weight)  # type: ignore[no-untyped-call]
+    composite = torch.nn.functional.rms_norm
+
+    def norm(given: Any, shape: Any, weight: Any = None, eps: Any = None) -> Any:
+        if fuses_norm(given, shape, weight):
+            return _RMSNorm.apply(given, weight)  # type: ignore[no-untyped-call]
+        return composite(given, shape, weight, eps)
 
     functions = torch.nn.functional
     with (
@@ -433,6 +442,8 @@ ESTIMATED: Final = "estimated"
 KINDS: Final[tuple[Keeping, ...]] = get_args(Keeping)
 SIZES: Final = ((None, 1), (None, 8), (128, 8))
 """Side in pixels and batch; ``None``: the side that the family was made for."""
+CLIPS: Final = ((None, None, 1), (None, 1, 8), (256, 17, 4))
+"""Side, frames and batch of families of clips; ``None``: what the family was made for."""
 SMALL: Final[Mapping[str, Any]] = {
     "_class_name": "UNet2DConditionModel",
     "sample_size": 8,
@@ -453,22 +464,34 @@ def cases(quick: bool) -> Sequence[Case]:
     families = {"small": 64} if quick else real
     return tuple(
         Case(
-            name=f"{name}, {kind}, {side or native}² batch {batch}",
-            settings={"family": name, "keeping": kind, "side": side or native, "batch": batch},
+            name=f"{name}, {kind}, {side}²{'' if frames is None else f' x {frames}'} batch {batch}",
+            settings={"family": name, "keeping": kind, "side": side, "batch": batch}
+            | ({} if frames is None else {"frames": frames}),
             measure=measure,
         )
         for name, native in families.items()
         for kind in KINDS
-        for side, batch in (SIZES[:1] if quick else SIZES)
+        for side, frames, batch in _sizes(name, native, quick=quick)
     )
+
+
+def _sizes(name: str, native: int, *, quick: bool) -> Iterator[tuple[int, int | None, int]]:
+    if name in FRAMES:
+        for side, frames, batch in CLIPS:
+            yield side or native, frames or FRAMES[name], batch
+        return
+    for side, batch in SIZES[:1] if quick else SIZES:
+        yield side or native, None, batch
 
 
 def measure(settings: Mapping[str, Any], context: Context) -> Measured:  # noqa: ARG001
     """A pass on the fake device, and what the memory model says of it."""
     device, facts = _device(settings["family"])
     side, batch, keeping = settings["side"], settings["batch"], settings["keeping"]
-    taken = device.step(batch=batch, height=side, width=side, keeping=keeping)
-    estimated = estimate(facts, batch=batch, pixels=side * side, keeping=keeping)
+    frames = settings.get("frames")
+    taken = device.step(batch=batch, height=side, width=side, keeping=keeping, frames=frames)
+    pixels = facts.positions(height=side, width=side, frames=frames)
+    estimated = estimate(facts, batch=batch, pixels=pixels, keeping=keeping)
     weights = 2 * facts.numel
     samples = {
         PASS: {"device_bytes": [taken.peak], "host_bytes": [taken.host]},

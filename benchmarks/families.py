@@ -73,8 +73,26 @@ FLUX: dict[str, Any] = {
 QWEN_IMAGE: dict[str, Any] = {"_class_name": "QwenImageTransformer2DModel"}
 Z_IMAGE: dict[str, Any] = {"_class_name": "ZImageTransformer2DModel"}
 FLUX2: dict[str, Any] = {"_class_name": "Flux2Transformer2DModel"}
+FLUX2_KLEIN_4B = FLUX2 | {
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 7680,
+    "guidance_embeds": False,
+}
+FLUX2_KLEIN_9B = FLUX2 | {
+    "num_layers": 8,
+    "num_single_layers": 24,
+    "num_attention_heads": 32,
+    "joint_attention_dim": 12288,
+    "guidance_embeds": False,
+}
 CHROMA: dict[str, Any] = {"_class_name": "ChromaTransformer2DModel"}
 KREA2: dict[str, Any] = {"_class_name": "Krea2Transformer2DModel"}
+WAN_14B: dict[str, Any] = {"_class_name": "WanTransformer3DModel"}
+WAN_1_3B = WAN_14B | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
+LTX_VIDEO: dict[str, Any] = {"_class_name": "LTXVideoTransformer3DModel"}
+HUNYUAN_VIDEO: dict[str, Any] = {"_class_name": "HunyuanVideoTransformer3DModel"}
 
 CONFIGURATIONS = {
     "sd15": (SD15, 512),
@@ -87,9 +105,20 @@ CONFIGURATIONS = {
     "qwen-image": (QWEN_IMAGE, 1024),
     "z-image": (Z_IMAGE, 1024),
     "flux2": (FLUX2, 1024),
+    "flux2-klein-4b": (FLUX2_KLEIN_4B, 1024),
+    "flux2-klein-9b": (FLUX2_KLEIN_9B, 1024),
     "chroma": (CHROMA, 1024),
     "krea2": (KREA2, 1024),
+    "wan-1.3b": (WAN_1_3B, 640),
+    "wan-14b": (WAN_14B, 640),
+    "ltx-video": (LTX_VIDEO, 608),
+    "hunyuan-video": (HUNYUAN_VIDEO, 960),
 }
+"""Configuration, and the side in pixels of images; of clips, of a square of their area: 832 x 480,
+704 x 512 and 1280 x 720."""
+
+FRAMES = {"wan-1.3b": 81, "wan-14b": 81, "ltx-video": 161, "hunyuan-video": 129}
+"""Of those that are made for clips, as many as their pipelines draw."""
 
 
 def _rounded(value: Any) -> Any:
@@ -114,8 +143,10 @@ def main() -> None:
             "activations": _rounded(attrs.asdict(facts.activations)),
             "arithmetic": _rounded(attrs.asdict(facts.arithmetic)),
             "blocks": [attrs.asdict(block) for block in facts.blocks],
-            "parameters": [[p.name, list(p.shape)] for p in facts.parameters],
         }
+        if name in FRAMES:
+            data |= {"frames": FRAMES[name], "frames_per_latent": facts.frames_per_latent}
+        data["parameters"] = [[p.name, list(p.shape)] for p in facts.parameters]
         TARGET.mkdir(parents=True, exist_ok=True)
         (TARGET / f"{name}.json").write_text(json.dumps(data, separators=(",", ":")) + "\n")
         print(name, f"{facts.numel:,}", data["activations"], flush=True)

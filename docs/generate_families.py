@@ -40,7 +40,7 @@ from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
 from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.families import family, family_names
+from zerotune.plan.families import family, family_names, model_family
 
 DOCS: Final = Path(__file__).resolve().parent
 TARGET: Final = DOCS / "families.md"
@@ -59,7 +59,7 @@ FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
     "flux": (Flux, "flux"),
     "flux-kontext": (FluxKontext, "flux"),
     "flux2": (Flux2, "flux2"),
-    "flux2-klein": (Flux2Klein, None),
+    "flux2-klein": (Flux2Klein, "flux2-klein-9b"),
     "qwen-image": (QwenImage, "qwen-image"),
     "qwen-image-edit": (QwenImageEdit, None),
     "qwen-image-edit-plus": (QwenImageEditPlus, None),
@@ -72,10 +72,10 @@ FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
     "aura-flow": (AuraFlow, None),
     "pixart-alpha": (PixArtAlpha, None),
     "pixart-sigma": (PixArtSigma, None),
-    "wan": (Wan, None),
-    "wan22": (Wan, None),
-    "ltx": (LTXVideo, None),
-    "hunyuan-video": (HunyuanVideo, None),
+    "wan": (Wan, "wan-1.3b"),
+    "wan22": (Wan, "wan-14b"),
+    "ltx": (LTXVideo, "ltx-video"),
+    "hunyuan-video": (HunyuanVideo, "hunyuan-video"),
 }
 """What the runs call a family: its class, and the published model whose size and cards are told."""
 
@@ -100,7 +100,8 @@ def table(records: Mapping[str, Any]) -> str:
         f"Tiny models of each class, on {versions}, {records['date']}: the largest relative "
         "difference of a step's fp32 loss to the plain engine's, over all that ran; each export "
         "was reloaded in plain diffusers with the same bits. The card is the smallest for which "
-        f"`advise` finds a plan at 1024 x 1024, batch 1, in bf16: adapters of rank {RANK} with "
+        "`advise` finds a plan at 1024 x 1024, of clips in the size that [what fits](fits.md) "
+        f"names, batch 1, in bf16: adapters of rank {RANK} with "
         "64 GiB of host memory, all weights with 128 GiB and NVMe; an estimate, of the model "
         "named beside it."
     )
@@ -136,6 +137,7 @@ def _published(name: str | None) -> list[str]:
 def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
     """The smallest card with a plan; larger ones have one too."""
     few, many = 0, len(CARDS)
+    clips = model_family(name).frames is not None
     while few < many:
         middle = (few + many) // 2
         try:
@@ -144,7 +146,7 @@ def _smallest(name: str, *, lora: int | None, ram: str, nvme: str) -> str:
                 vram=f"{CARDS[middle]}GiB",
                 ram=ram,
                 nvme=nvme,
-                resolution=1024,
+                resolution=None if clips else 1024,
                 precision="bf16",
                 lora=lora,
             )

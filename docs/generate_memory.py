@@ -14,13 +14,14 @@ from typing import Any
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.api import Advice
+from zerotune.plan.families import model_family
 
 TARGET = Path(__file__).parent / "fits.md"
 
 INTRODUCTION = """\
 Full fine-tuning with AdamW in bf16 with fp32 master weights, one GPU, 1024 x 1024 pixels, batch 1,
-EMA in host memory. Estimates of zerotune's memory model, not measurements; [the memory
-page](memory.md) says what they are checked against."""
+EMA in host memory; clips in the size that is named. Estimates of zerotune's memory model, not
+measurements; [the memory page](memory.md) says what they are checked against."""
 
 FAMILIES = {
     "sdxl": "SDXL U-Net, 2.6 billion parameters",
@@ -33,6 +34,12 @@ ADAPTED = {
     "z-image": "Z-Image, 6.2 billion parameters",
 }
 """Those of which adapters alone are listed."""
+OTHERS = (
+    *("flux2", "flux2-klein-9b", "flux2-klein-4b", "krea2"),
+    *("hunyuan-video", "wan-14b", "wan-1.3b", "ltx-video"),
+)
+"""Those that share a table."""
+LARGER = ("80GiB", "48GiB", "24GiB", "16GiB")
 CARDS = ("80GiB", "48GiB", "24GiB", "16GiB", "12GiB", "10GiB", "8GiB", "6GiB")
 RANK = 16
 HOSTS = {"64GiB": "0", "128GiB": "0", "512GiB": "0", "128GiB and NVMe": "2TB"}
@@ -67,6 +74,7 @@ def page() -> str:
         parts += [f"## {title}", _costs(family), _advice(family), _advice(family, lora=RANK)]
     for family, title in ADAPTED.items():
         parts += [f"## {title}", _advice(family, lora=RANK, cards=CARDS[1::2])]
+    parts += ["## Flux.2, Krea 2, and models of clips", _others()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -118,10 +126,30 @@ def _advise(family: str, card: str, host: str, nvme: str, lora: int | None) -> A
         ram=host,
         nvme=nvme,
         ema="host",
-        resolution=1024,
         precision="bf16",
         lora=lora,
     )
+
+
+def _others() -> str:
+    """Adapters of more families, each at its own size, beside 128 GiB of host memory."""
+    rows = [
+        "| model | billions | sample | " + " | ".join(LARGER) + " |",
+        "|---|--:|---|" + "---|" * len(LARGER),
+    ]
+    for name in OTHERS:
+        known = model_family(name)
+        frames = "" if known.frames is None else f"{known.frames} frames of "
+        cells = [name, f"{known.facts.numel / 1e9:.1f}"]
+        cells.append(f"{frames}{known.resolution} x {known.resolution}")
+        for card in LARGER:
+            try:
+                cells.append(_cell(_advise(name, card, "128GiB", "0", RANK)))
+            except NothingFitsError:
+                cells.append("nothing fits")
+        rows.append(f"| {' | '.join(cells)} |")
+    subject = f"adapters of rank {RANK} with 128 GiB of host memory"
+    return f"What `advise` chooses for {subject}:\n\n" + "\n".join(rows)
 
 
 def _cell(advice: Advice) -> str:

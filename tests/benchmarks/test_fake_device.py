@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.fake_device import (
     KINDS,
@@ -16,9 +18,10 @@ from benchmarks.fake_device import (
     Event,
     FakeDevice,
     FakePass,
+    _cuda_operators,
     estimate,
 )
-from benchmarks.families import CONFIGURATIONS
+from benchmarks.families import CONFIGURATIONS, FRAMES
 from zerotune.plan.families import model_family
 
 MIB = 2**20
@@ -34,6 +37,8 @@ DIAGONAL = [
     ("sd3-medium", 1024, 1, KINDS[1]),
     ("flux", 1024, 2, KINDS[2]),
     ("z-image", 1024, 1, KINDS[1]),
+    ("flux2-klein-4b", 1024, 1, KINDS[2]),
+    ("wan-1.3b", 256, 4, KINDS[1]),
 ]
 """Through families, sizes and what is kept; ``python -m benchmarks fake_device`` takes all."""
 
@@ -45,9 +50,13 @@ def device(family: str) -> FakeDevice:
 
 @pytest.mark.parametrize(("family", "side", "batch", "keeping"), DIAGONAL)
 def test_the_memory_model_is_near_every_pass(family: str, side: int, batch: int, keeping: Any):
-    taken = device(family).step(batch=batch, height=side, width=side, keeping=keeping)
+    frames = 17 if family in FRAMES else None
+    taken = device(family).step(
+        batch=batch, height=side, width=side, keeping=keeping, frames=frames
+    )
     facts = model_family(family).facts
-    on_device, on_host = estimate(facts, batch=batch, pixels=side * side, keeping=keeping)
+    pixels = facts.positions(height=side, width=side, frames=frames)
+    on_device, on_host = estimate(facts, batch=batch, pixels=pixels, keeping=keeping)
     assert taken.peak > 50 * MIB
     assert taken.peak * (1 - UNDER) <= on_device <= taken.peak * (1 + OVER)
     assert taken.host * (1 - UNDER) <= on_host <= taken.host * (1 + OVER)
@@ -78,6 +87,28 @@ def test_attention_and_norms_keep_what_cuda_operators_keep():
     assert 2 * 2 * tokens * tokens > 4 * taken.peak / 10
     assert all(event.nbytes < 2 * 2 * tokens * tokens for event in taken.events)
     assert torch.nn.functional.scaled_dot_product_attention.__module__ != __name__
+
+
+# What torch itself says of such a norm.
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("fused", [True, False])
+def test_norms_are_fused_where_torch_fuses_them(fused: bool):
+    """Not where the weight is of another type, as Krea 2's and the states it norms in fp32."""
+    with FakeTensorMode(), _cuda_operators(), OperatorNames() as seen:
+        given = torch.empty(4, 8, dtype=torch.float32, requires_grad=True)
+        weight = torch.empty(8, dtype=torch.float32 if fused else torch.bfloat16)
+        torch.nn.functional.rms_norm(given, (8,), weight)
+    assert ("rsqrt" in seen.names) == (not fused)
+
+
+class OperatorNames(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def passed(*events: tuple[int, int]) -> FakePass:

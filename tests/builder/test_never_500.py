@@ -76,8 +76,9 @@ config = st.fixed_dictionaries(
 setup = st.fixed_dictionaries(
     {},
     optional={
-        "family": st.sampled_from(["sdxl", "sd15", "", "none"]) | scalars,
+        "family": st.sampled_from(["sdxl", "sd15", "wan-1.3b", "", "none"]) | scalars,
         "resolution": scalars | st.integers(8, 4096),
+        "frames": scalars | st.integers(1, 200),
         "world_size": scalars | st.integers(1, 16),
         "vram": scalars | st.sampled_from(["8", "24 GiB", "1e9"]),
         "ram": scalars,

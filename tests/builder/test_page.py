@@ -302,6 +302,20 @@ FOCUS_EACH = """() => {
 }"""
 
 
+def test_frames_are_asked_for_where_clips_are_trained(page):
+    frames = page.tab.locator("#setup-frames")
+    assert frames.is_hidden()
+    page.tab.select_option("#setup-family", '"wan-1.3b"')
+    page.settle()
+    assert frames.is_visible()
+    assert frames.get_attribute("placeholder") == "→ 81"
+    frames.fill("17")
+    page.tab.wait_for_selector("text=17 frames of 640 x 640")
+    page.tab.select_option("#setup-family", '"sdxl"')
+    page.tab.wait_for_selector("text=1024 x 1024")
+    assert frames.is_hidden()
+
+
 def test_fit_my_card_offers_plans_to_click(page):
     page.tab.click("#fit-button")
     page.tab.fill("#fit-vram", "4")

@@ -166,3 +166,14 @@ class TestOverHttp:
             assert ("rank 4" in subject) == (one["id"] == "lowest"), one
             assert ("rank 16" in subject) == ("lora" in one["id"]), one
         assert client.post("/api/templates/use", json={"id": "none"}).status_code == 422
+
+    def test_frames_count_where_clips_are_trained(self, client):
+        subjects = {}
+        for family in ("wan-1.3b", "sdxl"):
+            setup = {**CHOSEN, "family": family, "resolution": "256", "frames": "17"}
+            body = {"state": {"config": PLAN, "setup": setup}}
+            shown = client.post("/api/preview", json=body).json()
+            subjects[family] = shown["memory"]["subject"]
+            assert shown["effective"]["setup.frames"] == (81 if family == "wan-1.3b" else None)
+        assert "17 frames of 256 x 256" in subjects["wan-1.3b"]
+        assert "frames" not in subjects["sdxl"], "what is not shown says nothing"

@@ -17,6 +17,7 @@ from zerotune import cli
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.cli.plan import families_named
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.families import model_family
 
 CARD = ("--vram", "12", "--ram", "64")
 
@@ -87,7 +88,10 @@ class TestWhatIsWritten:
                 file.unlink()
         assert found["ACTIVATION_OFFLOAD"] is True
 
-    @pytest.mark.parametrize("family", families_named().split(", "))
+    # What those of clips are told is below.
+    @pytest.mark.parametrize(
+        "family", [one for one in families_named().split(", ") if model_family(one).frames is None]
+    )
     def test_every_family(self, init, tmp_path, family):
         big = ("--vram", "80", "--ram", "2000", "--lora", "8")
         assert init(*big, "--model", "someone/pipeline", family=family) == 0
@@ -134,13 +138,17 @@ class TestWhatIsRefused:
         [
             (CARD, {"family": "sdxxl"}, "family = 'sdxxl'"),
             (CARD, {"family": "sd21"}, "add --model"),
+            (CARD, {"family": "wan-1.3b"}, "--family = 'wan-1.3b': is trained on clips"),
             ((*CARD, "--model", "./nowhere"), {}, "--model = './nowhere': is no folder"),
             ((*CARD, "--resolution", "7"), {}, "resolution"),
             (("--vram", "1", "--ram", "2"), {}, "Fix:"),
             (("--vram", "much", "--ram", "2"), {}, "--vram = 'much'"),
             (CARD, {"pictures": "nowhere"}, "is no folder"),
         ],
-        ids=["family", "no pipeline", "model", "resolution", "too little", "size", "pictures"],
+        ids=[
+            *("family", "no pipeline", "clips", "model", "resolution", "too little", "size"),
+            "pictures",
+        ],
     )
     def test_what_cannot_be_trained(self, refused, tmp_path, arguments, others, said):
         assert said in refused(*arguments, **others)

@@ -74,6 +74,13 @@ class TestWhenSomethingFits:
         assert (workload["batch"], workload["width"], workload["ema"]) == (2, 512, "host")
         assert data["estimate"]["plan"]["precision"] == "bf16"
 
+    def test_frames_reach_the_advice(self, capsys):
+        machine = ("--vram", "24", "--ram", "64")
+        clips = ("--family", "wan-1.3b", "--frames", "17", "--resolution", "256")
+        assert cli.main(["plan", "advise", *clips, *machine, "--json"]) == 0
+        workload = json.loads(capsys.readouterr().out)["estimate"]["workload"]
+        assert (workload["frames"], workload["height"]) == (17, 256)
+
     def test_the_plan_is_saved(self, tmp_path, capsys):
         path = tmp_path / "plan.json"
         assert advise(*ROOMY, "--json", "-o", str(path)) == 0

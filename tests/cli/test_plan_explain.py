@@ -76,7 +76,7 @@ class TestWithoutAModel:
 
     @pytest.mark.parametrize(
         "option",
-        [["--batch", "2"], ["--resolution", "512"], ["--chart", "a.png"],
+        [["--batch", "2"], ["--resolution", "512"], ["--frames", "9"], ["--chart", "a.png"],
          ["--no-gradient-checkpointing"]],
     )  # fmt: skip
     def test_options_that_need_a_model_are_refused_without_one(self, file, option, capsys):

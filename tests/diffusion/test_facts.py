@@ -16,6 +16,7 @@ from tests.support.needs import needs
 from zerotune.diffusion import Flux, LoRA, PipelineFamily, Tokens, add_lora
 from zerotune.diffusion.facts import (
     example_inputs,
+    frames_per_latent,
     latent_scale,
     measure_activations,
     model_facts,
@@ -243,6 +244,24 @@ def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", ["wan", "ltx", "hunyuan-video"])
+def test_clips_of_any_shape_are_predicted(name, tmp_path):
+    config, model = declared(name, tmp_path / name)
+    facts, make = model_facts(config), example_inputs(model)
+    each = facts.frames_per_latent
+    assert each == (8 if name == "ltx" else 4)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for batch, height, width, latents in [(1, 256, 384, 9), (3, 640, 320, 1), (8, 128, 128, 3)]:
+        frames = (latents - 1) * each + 1
+        pixels = facts.positions(height=height, width=width, frames=frames)
+        assert pixels == latents * height * width
+        peak = activation_peak(model, make(batch, height, width, frames=frames))
+        predicted = facts.activations.full.nbytes(batch=batch, pixels=pixels)
+        assert predicted == pytest.approx(peak, rel=0.05), (batch, height, width, latents)
+
+
 def test_latents_are_as_small_as_the_family_makes_them(tmp_path):
     _, sana = declared("sana", tmp_path / "sana")
     assert (latent_scale(sana), latent_scale(torch.nn.Linear(1, 1))) == (32, 8)
+    assert frames_per_latent(sana) is None

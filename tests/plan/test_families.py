@@ -22,7 +22,8 @@ def test_sdxl_is_what_was_published():
 
 
 # Published sizes: Flux.1 12 billion, SD3 medium 2, SD3.5 large 8, SD 1.5 0.86,
-# Qwen-Image 20, Z-Image 6, Chroma 8.9.
+# Qwen-Image 20, Z-Image 6, Chroma 8.9, Flux.2 dev 32, klein 4 and 9, Krea 2 12.8, Wan 1.3 (with its
+# embeddings 1.4) and 14, LTX-Video 2, HunyuanVideo 13.
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -34,6 +35,14 @@ def test_sdxl_is_what_was_published():
         ("qwen-image", 20.4),
         ("z-image", 6.2),
         ("chroma", 8.9),
+        ("flux2", 32.2),
+        ("flux2-klein-4b", 3.9),
+        ("flux2-klein-9b", 9.1),
+        ("krea2", 12.8),
+        ("wan-1.3b", 1.4),
+        ("wan-14b", 14.3),
+        ("ltx-video", 1.9),
+        ("hunyuan-video", 12.8),
     ],
 )
 def test_sizes_are_the_published_ones(name, billions):
@@ -57,8 +66,13 @@ def test_every_file_is_complete():
     for name in family_names():
         known = model_family(name)
         assert known.facts.name == name
-        assert known.class_name.endswith(("UNet2DConditionModel", "Transformer2DModel"))
-        assert known.resolution in (512, 768, 1024)
+        if known.frames is None:
+            assert known.class_name.endswith(("UNet2DConditionModel", "Transformer2DModel"))
+            assert known.resolution in (512, 768, 1024)
+        else:
+            assert known.class_name.endswith("Transformer3DModel")
+            assert known.resolution in (608, 640, 960)
+            assert (known.frames - 1) % known.facts.frames_per_latent == 0
         assert known.facts.activations.checkpointed is not None
         assert len({parameter.name for parameter in known.facts.parameters}) == len(
             known.facts.parameters

@@ -6,6 +6,7 @@ import mmap
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
 from tests.support.models import digits_batch, tiny_unet
 from zerotune import ImageTensors
@@ -57,6 +58,25 @@ def test_activations_of_the_very_batch_are_in_it():
     assert (item.nbytes, item.note) == (full, "all kept")
     twice = known_activations(tiny_unet(), data, batch=8, checkpointed=False)
     assert full < twice.facts.full.base < 2.1 * full
+
+
+def test_clips_are_counted_with_their_frames():
+    with torch.device("meta"):
+        model = WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+            text_dim=16, freq_dim=16, ffn_dim=32, num_layers=1, rope_max_seq_len=128,
+        )  # fmt: skip
+    clip, image, images = (
+        known_activations(model, [{"latents": torch.empty(shape)}], batch=2, checkpointed=False)
+        for shape in ((4, 5, 16, 16), (4, 16, 16), (2, 4, 16, 16))
+    )
+    assert (clip.size, clip.frames) == ((128, 128), 17)
+    assert (image.frames, images.frames) == (1, 1)
+    assert clip.facts.full.base > 2.5 * image.facts.full.base
+    assert images.facts == image.facts
+    found = expected_memory(resolved(), activations=clip.facts, size=clip.size, frames=clip.frames)
+    assert "17 frames of 128 x 128" in found.explain()
+    assert known_activations(tiny_unet(), None, batch=2, checkpointed=False).frames is None
 
 
 def test_a_model_without_a_configuration_is_not_guessed():

@@ -39,6 +39,7 @@ def advise(state: FormState, machines: Machines) -> dict[str, Any]:
             ram=sizes["host"],
             nvme=sizes["nvme"] or 0,
             resolution=setup.resolution,
+            frames=setup.frames_of_clips,
             world_size=setup.world_size,
             lora=setup.lora,
             ema=setup.ema,

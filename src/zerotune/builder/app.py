@@ -103,5 +103,6 @@ def _form() -> dict[str, Any]:
         "stage_3": fields.stage_3_fields(),
         "communication": fields.communication_fields(),
         "setup": fields.setup_fields(),
+        "clip_families": fields.clip_families(),
         "machine": fields.machine_fields(),
     }

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune.plan.families import family_names
+from zerotune.plan.families import family_names, model_family
 from zerotune.plan.model import (
     AioSection,
     Bf16Section,
@@ -234,6 +234,7 @@ def setup_fields() -> tuple[Field, ...]:
             options=(*families, Option(label="another model (no estimate)", sets={"family": ""})),
         ),
         Field(path="resolution", label="Resolution", store="setup", hint="Pixels of a side."),
+        Field(path="frames", label="Frames", store="setup", hint="Of a clip."),
         Field(
             path="lora",
             label="LoRA rank",
@@ -264,6 +265,11 @@ def setup_fields() -> tuple[Field, ...]:
             hint="For schedules that leave it open.",
         ),
     )
+
+
+def clip_families() -> tuple[str, ...]:
+    """Models that have a field for frames."""
+    return tuple(name for name in family_names() if model_family(name).frames is not None)
 
 
 def machine_fields() -> tuple[Field, ...]:

@@ -28,7 +28,7 @@ from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
 from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import sides
+from zerotune.plan.memory.estimate import sample_size
 from zerotune.plan.memory.model import EMAPlace, Workload
 from zerotune.plan.model import OFFLOAD_DEVICES
 from zerotune.plan.rules import RuleContext
@@ -114,6 +114,7 @@ def _show(value: Any) -> str:
 MOST_RANKS: Final = 4096
 MOST_STEPS: Final = 10**9
 LARGEST_SIDE: Final = 16_384
+MOST_FRAMES: Final = 10_000
 LARGEST_RANK: Final = 4096
 _PACKAGES: Final = ("deepspeed", "torch", "accelerate", "diffusers")
 
@@ -126,6 +127,8 @@ class Setup:
     """A model family; ``""``: another model, whose memory is not estimated."""
     resolution: int | None = None
     """Pixels of a side; the family's own when not given."""
+    frames: int | None = None
+    """Of a clip; the family's own when not given."""
     world_size: int = 1
     total_steps: int = 10_000
     """Optimizer steps of the run, for what a schedule leaves to it."""
@@ -142,6 +145,12 @@ class Setup:
     """Bytes of RAM, for all ranks."""
     nvme: int = 0
     """Bytes of disk for swap files, for all ranks."""
+
+    @property
+    def frames_of_clips(self) -> int | None:
+        """``frames``, which stay in the form when a model of images is chosen, and say nothing."""
+        takes_clips = bool(self.family) and model_family(self.family).frames is not None
+        return self.frames if takes_clips else None
 
 
 def read_setup(raw: Mapping[str, Any]) -> tuple[Setup, list[ZeroTuneError]]:
@@ -226,6 +235,7 @@ def _size(value: Any, key: str) -> int:
 _READERS: Final[Mapping[str, Callable[[Any, str], Any]]] = {
     "family": partial(as_choice, choices=family_names()),
     "resolution": partial(_whole, least=8, most=LARGEST_SIDE),
+    "frames": partial(_whole, least=1, most=MOST_FRAMES),
     "world_size": partial(_whole, least=1, most=MOST_RANKS),
     "total_steps": partial(_whole, least=1, most=MOST_STEPS),
     "lora": partial(_whole, least=1, most=LARGEST_RANK),
@@ -441,7 +451,9 @@ def _effective(preview: Preview) -> dict[str, Any]:
     """What is used where the form says nothing, by path."""
     found = dict(_leaves(preview.running, ""))
     if preview.setup.family:
-        found["setup.resolution"] = model_family(preview.setup.family).resolution
+        known = model_family(preview.setup.family)
+        found["setup.resolution"] = known.resolution
+        found["setup.frames"] = known.frames
     return found
 
 
@@ -459,13 +471,16 @@ def _memory(preview: Preview, machines: Machines) -> dict[str, Any]:
         return {"reason": "Nothing is estimated until the plan can run."}
     if resolved.model is None:
         return {"reason": "Choose a model family to see what training needs."}
-    height, width = sides(setup.resolution or model_family(setup.family).resolution)
     try:
         estimate = resolved.estimate(
             Workload(
                 batch=resolved.micro_batch_size,
-                height=height,
-                width=width,
+                **sample_size(
+                    setup.family,
+                    resolved.model,
+                    resolution=setup.resolution,
+                    frames=setup.frames_of_clips,
+                ),
                 gradient_checkpointing=setup.gradient_checkpointing,
                 activation_offload=setup.activation_offload,
                 ema=setup.ema,

@@ -288,6 +288,7 @@ _ON_ONE_CARD: Final = {
     # What was planned for before is not meant any more.
     "lora": "",
     "resolution": "",
+    "frames": "",
 }
 
 
@@ -302,6 +303,14 @@ _MODELS: Final = {
     "chroma": ("Chroma", "Flux"),
     "qwen-image": ("Qwen-Image", "Qwen-Image and Z-Image"),
     "z-image": ("Z-Image", "Qwen-Image and Z-Image"),
+    "flux2": ("Flux.2 dev", "Flux.2 and Krea 2"),
+    "flux2-klein-4b": ("Flux.2 klein 4B", "Flux.2 and Krea 2"),
+    "flux2-klein-9b": ("Flux.2 klein 9B", "Flux.2 and Krea 2"),
+    "krea2": ("Krea 2", "Flux.2 and Krea 2"),
+    "wan-1.3b": ("Wan 2.1 1.3B", "Wan, LTX-Video and HunyuanVideo"),
+    "wan-14b": ("Wan 2.1 or an expert of 2.2", "Wan, LTX-Video and HunyuanVideo"),
+    "ltx-video": ("LTX-Video", "Wan, LTX-Video and HunyuanVideo"),
+    "hunyuan-video": ("HunyuanVideo", "Wan, LTX-Video and HunyuanVideo"),
 }
 """Family to what people call it, and what it is listed under."""
 
@@ -410,6 +419,14 @@ BUILTIN: Final = (
             ("chroma", 16, 64),
             ("qwen-image", 24, 128),
             ("z-image", 12, 64),
+            ("flux2", 80, 192),
+            ("flux2-klein-4b", 12, 64),
+            ("flux2-klein-9b", 24, 64),
+            ("krea2", 24, 64),
+            ("wan-1.3b", 12, 64),
+            ("wan-14b", 48, 128),
+            ("ltx-video", 12, 64),
+            ("hunyuan-video", 80, 128),
         )
     ),
 )

@@ -22,6 +22,9 @@ SUMMARY: Final = "Write a training script and its plan, for a model, a card and 
 _PIPELINES: Final = {
     "chroma": "lodestones/Chroma1-HD",
     "flux": "black-forest-labs/FLUX.1-dev",
+    "flux2": "black-forest-labs/FLUX.2-dev",
+    "flux2-klein-4b": "black-forest-labs/FLUX.2-klein-base-4B",
+    "flux2-klein-9b": "black-forest-labs/FLUX.2-klein-base-9B",
     "qwen-image": "Qwen/Qwen-Image",
     "sd15": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "sd3-medium": "stabilityai/stable-diffusion-3-medium-diffusers",
@@ -74,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan, script = folder / "plan.json", folder / "train.py"
     for path in (plan, script):
         _refuse_existing(path)
+    _refuse_clips(arguments.family)
     model = _model(arguments)
     advice = _advice(arguments)
     count, captions = _pictures(arguments.photos)
@@ -99,6 +103,18 @@ def _refuse_existing(path: Path) -> None:
         )
 
 
+def _refuse_clips(family: str) -> None:
+    from zerotune.plan.families import family_names, model_family
+
+    if family in family_names() and model_family(family).frames is not None:
+        raise InvalidValueError(
+            "is trained on clips, and the script that is written reads pictures",
+            key="--family",
+            value=family,
+            fix="name a model of images, or write the script by hand (docs/families.md)",
+        )
+
+
 def _model(arguments: argparse.Namespace) -> str:
     """The pipeline to load; a folder by its whole path, so that the script runs from anywhere."""
     given = arguments.model
@@ -107,7 +123,7 @@ def _model(arguments: argparse.Namespace) -> str:
             # A family that does not exist is refused by the advice, which lists those that do.
             return _PIPELINES.get(arguments.family, "")
         raise InvalidValueError(
-            f"{arguments.family} has no pipeline of its own on the hub any more",
+            f"no pipeline of {arguments.family} on the hub is known here",
             key="--model",
             fix="add --model with the folder or hub id of one",
         )

@@ -373,6 +373,7 @@ _ACCELERATORS: Final = ("cuda", "rocm", "mps", "xpu", "cpu")
 _NEED_A_MODEL: Final = (
     "batch",
     "resolution",
+    "frames",
     "no_gradient_checkpointing",
     "lora",
     "base_dtype",
@@ -395,6 +396,7 @@ def _configure_explain(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--batch", type=at_least_one, metavar="N", help="samples per rank and pass")
     model.add_argument("--resolution", type=at_least_one, metavar="N", help="pixels of a side")
+    model.add_argument("--frames", type=at_least_one, metavar="N", help="of a clip")
     model.add_argument(
         "--no-gradient-checkpointing", action="store_true", help="keep every activation"
     )
@@ -464,7 +466,7 @@ def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
 def _estimate(
     plan: DeepSpeedPlan, platform: Platform, arguments: argparse.Namespace
 ) -> MemoryEstimate:
-    given: dict[str, Any] = {"batch": arguments.batch, "resolution": arguments.resolution}
+    given = {name: getattr(arguments, name) for name in ("batch", "resolution", "frames")}
     return plan.estimate(
         arguments.family,
         platform=platform,
@@ -544,6 +546,9 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="pixels of a side; the model's own by default",
     )
+    training.add_argument(
+        "--frames", type=at_least_one, metavar="N", help="of a clip; the model's own by default"
+    )
     training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="AdamW by default")
     training.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
     parser.add_argument(
@@ -572,6 +577,7 @@ def _advise(arguments: argparse.Namespace) -> int:
             **machine,
             batch=arguments.batch,
             resolution=arguments.resolution,
+            frames=arguments.frames,
             world_size=arguments.world_size,
             precision=arguments.precision,
             ema=arguments.ema,

@@ -45,12 +45,12 @@ _LATENT: Final = 8
 # -- Arguments of ``forward`` for diffusers' models.
 
 
-def example_inputs(module: torch.nn.Module) -> Callable[[int, int, int], Mapping[str, Any]]:
+def example_inputs(module: torch.nn.Module) -> Callable[..., Mapping[str, Any]]:
     """A function from batch, height and width in pixels to the arguments of ``forward``.
 
     Text takes as many tokens as the family's pipelines use at most: 77 for CLIP, 333 for SD3,
-    512 for Flux. Those of a declared family are what its pipeline gives its model; of clips, one
-    latent frame.
+    512 for Flux. Those of a declared family are what its pipeline gives its model; of one of clips
+    the function takes ``frames`` too, 1 when not given.
 
     Raises:
         InvalidValueError: A class whose arguments are not known.
@@ -75,6 +75,12 @@ def latent_scale(module: torch.nn.Module) -> int:
     return _LATENT if family is None else family.usual_scale
 
 
+def frames_per_latent(module: torch.nn.Module) -> int | None:
+    """Frames per latent one in the clips that a model of this class takes; ``None``: images."""
+    family = BY_MODEL.get(type(module).__name__)
+    return family.usual_frames if family is not None and family.clips else None
+
+
 class _Seen(Exception):  # noqa: N818 - no error: it ends the call
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__("the model's arguments")
@@ -97,15 +103,18 @@ class _Asking:
 
 def _captured_inputs(
     kind: type[PipelineFamily], module: torch.nn.Module
-) -> Callable[[int, int, int], Mapping[str, Any]]:
+) -> Callable[..., Mapping[str, Any]]:
     import diffusers
 
     family = kind(blueprint=Blueprint.usual(getattr(diffusers, kind.pipeline)))
 
-    def make(batch: int, height: int, width: int) -> Mapping[str, Any]:
+    def make(batch: int, height: int, width: int, frames: int = 1) -> Mapping[str, Any]:
         scale = kind.usual_scale
         latents, known = family.example(
-            module, batch=batch, side=(height // scale, width // scale), frames=1
+            module,
+            batch=batch,
+            side=(height // scale, width // scale),
+            frames=(frames - 1) // kind.usual_frames + 1,
         )
         # All samples in one call, also of a pipeline that takes them in turn: their graphs add up.
         steps = torch.tensor([500.0])
@@ -232,7 +241,11 @@ def model_facts(
             )
     else:
         module = _from_config(_configuration(source))
-    facts = attrs.evolve(ModelFacts.from_module(module), name=name or type(module).__name__)
+    facts = attrs.evolve(
+        ModelFacts.from_module(module),
+        name=name or type(module).__name__,
+        frames_per_latent=frames_per_latent(module) if inputs is None else None,
+    )
     if not activations:
         return facts
     kept, computed = measure_step(module, inputs=inputs)
@@ -258,7 +271,7 @@ def measure_step(
     Raises:
         InvalidValueError: The model's inputs are not known.
     """
-    make = inputs or example_inputs(module)
+    make = inputs or _clips_for(module, example_inputs(module))
     module.to(torch.bfloat16)
     handles = [
         parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
@@ -282,6 +295,19 @@ def measure_step(
         full=_moments(full), checkpointed=checkpointed, offloaded=offloaded, offloaded_host=host
     )
     return kept, _arithmetic(full, again)
+
+
+_LATENTS: Final = 4
+"""Of a clip as it is measured, each a quarter of the point's pixels."""
+
+
+def _clips_for(module: torch.nn.Module, make: Callable[..., Mapping[str, Any]]) -> MakeInputs:
+    """Inputs of as many positions, in clips where the model takes them."""
+    each = frames_per_latent(module)
+    if each is None:
+        return make
+    frames = (_LATENTS - 1) * each + 1
+    return lambda batch, height, width: make(batch, height // 2, width // 2, frames=frames)
 
 
 def _passes(module: torch.nn.Module, make: MakeInputs) -> list[Pass]:

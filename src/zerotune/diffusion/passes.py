@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -216,6 +216,18 @@ class _FusedNorm(torch.autograd.Function):
         return None, torch.empty_like(given), None if weight is None else torch.empty_like(weight)
 
 
+def fuses_norm(
+    given: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None
+) -> bool:
+    """Whether CUDA has one operator for a root-mean-square norm of these.
+
+    torch takes several where the weight is of another type than what is normed ("Cannot dispatch
+    to fused implementation").
+    """
+    alike = weight is None or weight.dtype == given.dtype
+    return alike and tuple(shape) == tuple(given.shape[-1:])
+
+
 @contextlib.contextmanager
 def _fused_operators(counts: _Counts) -> Iterator[None]:
     # On the meta device torch falls back to what is made of smaller operators.
@@ -225,8 +237,7 @@ def _fused_operators(counts: _Counts) -> Iterator[None]:
     composite = torch.nn.functional.rms_norm
 
     def norm(given: Any, shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-        alike = weight is None or weight.dtype == given.dtype
-        if alike and tuple(shape) == tuple(given.shape[-1:]):
+        if fuses_norm(given, shape, weight):
             return _FusedNorm.apply(counts, given, weight)  # type: ignore[no-untyped-call]
         return composite(given, shape, weight, eps)
 

@@ -12,8 +12,8 @@ from zerotune._util.numbers import is_number
 from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
-from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.memory.estimate import Costing, count, estimate_resolved, sides
+from zerotune.plan.families import as_facts
+from zerotune.plan.memory.estimate import Costing, count, estimate_resolved, sample_size
 from zerotune.plan.memory.model import PLACES, EMAPlace, EstimateValue, Phase, Place, Workload
 from zerotune.plan.memory.rates import Rates, known_rates
 from zerotune.plan.memory.time import StepTime, step_time
@@ -271,6 +271,7 @@ def advise(
     nvme: int | str,
     batch: int,
     resolution: int | tuple[int, int] | None,
+    frames: int | None,
     ema: EMAPlace,
     frozen_bytes: int,
     reserve: float,
@@ -281,8 +282,6 @@ def advise(
     into: type[AdviceT],
 ) -> AdviceT:
     """See ``DeepSpeedPlan.advise``."""
-    if resolution is None and isinstance(model, str):
-        resolution = model_family(model).resolution
     if prefer not in PREFERENCES:
         raise InvalidValueError(
             "is not what a plan can be chosen by",
@@ -290,20 +289,19 @@ def advise(
             value=prefer,
             fix='write "fastest" or "least offload"',
         )
-    height, width = sides(resolution)
+    facts = as_facts(model, lora=lora, base_dtype=base_dtype)
     device = None if vram is None else parse_size(vram, key="vram")
     host = None if ram is None else parse_size(ram, key="ram")
     platform = _machine(context, device, host)
     budget = _budget(platform, device, host, nvme=parse_size(nvme, key="nvme"), reserve=reserve)
     request = Request(
-        model=as_facts(model, lora=lora, base_dtype=base_dtype),
+        model=facts,
         platform=platform,
         budget=budget,
         world_size=context.world_size,
         workload=Workload(
             batch=count(batch, "batch"),
-            height=height,
-            width=width,
+            **sample_size(model, facts, resolution=resolution, frames=frames),
             ema=ema,
             frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
         ),

@@ -678,6 +678,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         nvme: int | str = 0,
         batch: int = 1,
         resolution: int | tuple[int, int] | None = None,
+        frames: int | None = None,
         world_size: int = 1,
         precision: str = AUTO,
         gradient_accumulation_steps: int = 1,
@@ -700,6 +701,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             nvme: Disk space for swap files of each machine; none by default.
             batch: Samples per forward pass and rank.
             resolution: Side in pixels, or height and width; a family's own by default.
+            frames: Of a clip, where the model takes clips; a family's own by default.
             world_size: Number of ranks, all on one machine.
             precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
             gradient_accumulation_steps: Forward passes per optimizer step.
@@ -734,6 +736,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             nvme=nvme,
             batch=batch,
             resolution=resolution,
+            frames=frames,
             ema=ema,
             frozen_bytes=frozen_bytes,
             reserve=reserve,
@@ -753,6 +756,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         run: RunFacts | None = None,
         batch: int | None = None,
         resolution: int | tuple[int, int] | None = None,
+        frames: int | None = None,
         ema: EMAPlace = "none",
         gradient_checkpointing: bool = True,
         activation_offload: bool = False,
@@ -769,6 +773,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             run: What the training script knows.
             batch: Samples per forward pass and rank, instead of the plan's.
             resolution: Side in pixels, or height and width; a family's own by default.
+            frames: Of a clip, where the model takes clips; a family's own by default.
             ema: Where an ``EMAShadow`` lives: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
             activation_offload: Whether their inputs wait in host memory (``ActivationOffload``).
@@ -787,6 +792,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             Context(world_size=world_size, platform=platform, run=run or RunFacts()),
             batch=batch,
             resolution=resolution,
+            frames=frames,
             ema=ema,
             gradient_checkpointing=gradient_checkpointing,
             activation_offload=activation_offload,

@@ -1551,7 +1551,7 @@ class ActivationCost:
     per_sample: float
     """Bytes per sample whatever its size: text tokens and embeddings."""
     per_pixel: float
-    """Bytes per pixel of the image, not of the latent."""
+    """Bytes per pixel of the image, not of the latent; of clips, of ``ModelFacts.positions``."""
     small: tuple[tuple[int, float, float], ...] = attrs.field(default=(), converter=_as_triples)
     """Tensors that count as long as each is below ``SMALLEST_OFFLOADED``: how many, bytes per
     sample and bytes per pixel of each; a negative number is taken off what the other fields say."""
@@ -1576,7 +1576,7 @@ class Amount:
 
     per_sample: float
     per_pixel: float
-    """Per pixel of the image and sample."""
+    """Per pixel of the image and sample; of clips, of ``ModelFacts.positions``."""
     per_pixel_squared: float = 0.0
     """Of attention: per square of the pixels, and sample."""
 
@@ -1770,6 +1770,20 @@ class ModelFacts:
     """What a training step computes; ``None``: not known."""
     blocks: tuple[BlockFacts, ...] = ()
     """Its innermost repeated modules, as far as they are known."""
+    frames_per_latent: int | None = None
+    """Frames of a clip that each of its latents after the first stands for; ``None``: it is trained
+    on images."""
+
+    def positions(self, *, height: int, width: int, frames: int | None = None) -> int:
+        """What activations grow with: pixels of an image, or of as many as a clip has latents.
+
+        Args:
+            height: Pixels.
+            width: Pixels.
+            frames: Of a clip; one when not given.
+        """
+        per_latent = self.frames_per_latent or 1
+        return height * width * (((frames or 1) - 1) // per_latent + 1)
 
     @classmethod
     def from_module(cls, module: Any) -> ModelFacts:

@@ -20,7 +20,7 @@ from zerotune._util.table import (
     markdown_cell,
     plain_value,
 )
-from zerotune._util.text import common_unit, format_size
+from zerotune._util.text import common_unit, counted, format_size
 from zerotune.errors import UNSET
 from zerotune.plan.advise import AdviceValue, Budget, CandidateValue, machine_needs
 from zerotune.plan.fill import DEEPSPEED_DEFAULT
@@ -705,7 +705,8 @@ def describe_workload(workload: Workload) -> str:
     if workload.width is None or workload.height is None:
         parts.append("activations not estimated")
     else:
-        parts.append(f"{workload.width} x {workload.height} pixels")
+        frames = "" if workload.frames is None else f"{counted(workload.frames, 'frame')} of "
+        parts.append(f"{frames}{workload.width} x {workload.height} pixels")
         checkpointing = "with" if workload.gradient_checkpointing else "without"
         parts.append(f"{checkpointing} gradient checkpointing")
         if workload.gradient_checkpointing and workload.activation_offload:

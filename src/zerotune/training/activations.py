@@ -17,7 +17,7 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
-from zerotune.diffusion.facts import example_inputs, latent_scale
+from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
 from zerotune.diffusion.passes import KINDS, Pass, counted_pass
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan.model import (
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
     from zerotune.plan.api import Advice
 
+_CLIP_DIMENSIONS: Final = 4
+"""Channels, frames, height and width."""
+_COLOURS: Final = 3
 _SAMPLES: Final = ("latents", "images", "pixel_values")
 """Where a batch keeps what is denoised, as the families name it."""
 
@@ -43,6 +46,8 @@ class Activations:
 
     size: tuple[int, int] | None = None
     """Height and width in pixels; ``None``: not known."""
+    frames: int | None = None
+    """Of a clip; ``None``: the model takes images."""
     facts: ActivationFacts | None = None
     """Bytes; ``None``: not known."""
     arithmetic: ArithmeticFacts | None = None
@@ -67,9 +72,11 @@ def known_activations(
     size, source = input_size(model, data)
     if size is None:
         return Activations(why=source)
+    frames = clip_frames(model, data)
     try:
         copy = _without_data(model)
-        arguments = example_inputs(copy)(batch, *size)
+        clip = {} if frames is None else {"frames": frames}
+        arguments = example_inputs(copy)(batch, *size, **clip)
         full = counted_pass(copy, arguments)
         less = None
         if checkpointed and hasattr(copy, "enable_gradient_checkpointing"):
@@ -82,7 +89,11 @@ def known_activations(
         return Activations(size=size, why=f"{type(error).__name__}: {error}"[:200])
     facts = ActivationFacts(full=_cost(full), checkpointed=None if less is None else _cost(less))
     return Activations(
-        size=size, facts=facts, arithmetic=_arithmetic(full, less, batch), why=source
+        size=size,
+        frames=frames,
+        facts=facts,
+        arithmetic=_arithmetic(full, less, batch),
+        why=source,
     )
 
 
@@ -106,14 +117,34 @@ def input_size(model: torch.nn.Module, data: Any) -> tuple[tuple[int, int] | Non
     return None, "neither data nor model tell the size of an image"
 
 
-def input_positions(model: torch.nn.Module, size: tuple[int, int]) -> int:
+def clip_frames(model: Any, data: Any) -> int | None:
+    """Frames of the clips that are trained on, the most; ``None``: the model takes images."""
+    each = frames_per_latent(model)
+    if each is None:
+        return None
+    if isinstance(data, BucketedDataset):
+        return max((getattr(one, "frames", 1) for one in data.assignment.members), default=1)
+    sample = _sample(data)
+    for name in _SAMPLES:
+        shape: Any = getattr(sample.get(name), "shape", ())
+        channels = model.config.in_channels if name == "latents" else _COLOURS
+        # Else they are the latents of an image, or a batch of images.
+        if len(shape) >= _CLIP_DIMENSIONS and shape[-_CLIP_DIMENSIONS] == channels:
+            return int(shape[-3]) if name != "latents" else (int(shape[-3]) - 1) * each + 1
+    return 1
+
+
+def input_positions(
+    model: torch.nn.Module, size: tuple[int, int], frames: int | None = None
+) -> int:
     """Pixels of the model's own input: of latents, but for unconditional models of images."""
     factor = (
         1
         if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images")
         else latent_scale(model)
     )
-    return max(1, size[0] * size[1] // factor**2)
+    latents = ((frames or 1) - 1) // (frames_per_latent(model) or 1) + 1
+    return max(1, latents * size[0] * size[1] // factor**2)
 
 
 def _cost(counted: Pass) -> ActivationCost:
@@ -241,7 +272,8 @@ def _needed(engine: Engine, data: Any) -> tuple[bool, str]:
     if size is None or plan.model is None:
         return False, f"activations are not known: {source}"
     room = _room(engine)
-    positions = input_positions(model, size) * plan.micro_batch_size
+    frames = clip_frames(model, data)
+    positions = input_positions(model, size, frames) * plan.micro_batch_size
     if room >= positions * _PER_POSITION:
         return False, (
             f"the {format_size(room)} left over are more than any model keeps for "

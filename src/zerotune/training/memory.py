@@ -32,6 +32,7 @@ def expected_memory(
     activations: ActivationFacts | None = None,
     arithmetic: ArithmeticFacts | None = None,
     size: tuple[int, int] | None = None,
+    frames: int | None = None,
     gradient_checkpointing: bool = False,
 ) -> MemoryEstimate:
     """What a run needs, per rank and by component: ``DeepSpeedPlan.estimate`` for a running plan.
@@ -42,6 +43,7 @@ def expected_memory(
         activations: What a pass keeps; left out when not known.
         arithmetic: What a pass computes, so that its time can be predicted.
         size: Height and width of the images in pixels.
+        frames: Of clips.
         gradient_checkpointing: Whether blocks are recomputed.
 
     Raises:
@@ -56,6 +58,7 @@ def expected_memory(
         batch=plan.micro_batch_size,
         height=height,
         width=width,
+        frames=frames,
         gradient_checkpointing=gradient_checkpointing,
         ema=places[0] if places else "none",
     )

@@ -141,6 +141,7 @@ class Running:
             activations=known.facts,
             arithmetic=known.arithmetic,
             size=known.size,
+            frames=known.frames,
             gradient_checkpointing=recomputes(self._engine.module),
         )
 

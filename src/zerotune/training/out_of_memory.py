@@ -223,14 +223,16 @@ def _less(limits: Limits, estimate: MemoryEstimate, place: Place, *, world_size:
 
 
 def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, disk: int) -> Advice:
-    work = estimate.workload
+    work, model = estimate.workload, estimate.resolved.model
     return DeepSpeedPlan.advise(
-        estimate.resolved.model,
+        model,
         vram=limits.device,
         ram=limits.host,
         nvme=disk,
         batch=plan.micro_batch_size,
         resolution=None if work.height is None or work.width is None else (work.height, work.width),
+        # Their activations were counted in this very size, whatever they grow with.
+        frames=None if model is None or model.frames_per_latent is None else work.frames,
         world_size=plan.world_size,
         precision=plan.precision,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,

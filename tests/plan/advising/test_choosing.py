@@ -180,6 +180,7 @@ def test_a_cpu_is_not_asked_to_offload_to_itself():
         ({"reserve": 1.0}, "reserve"),
         ({"batch": 0}, "batch"),
         ({"resolution": 4}, "resolution"),
+        ({"frames": 9}, "frames"),
         ({"precision": "int8"}, "precision"),
         ({"frozen_bytes": -1}, "frozen_bytes"),
     ],

@@ -196,6 +196,39 @@ def test_a_plan_without_a_model_cannot_be_costed():
         resolved.estimate(Workload())
 
 
+def test_clips_take_as_many_images_as_they_have_latents():
+    known = family("wan-1.3b").activations.checkpointed
+    for frames, latents in ((1, 1), (4, 1), (5, 2), (81, 21)):
+        estimate = DeepSpeedPlan.build(precision="bf16").estimate(
+            "wan-1.3b", platform=CUDA, batch=2, resolution=(480, 832), frames=frames
+        )
+        held_ = held(estimate, "activations", "device", "forward and backward")
+        assert held_ == known.nbytes(batch=2, pixels=latents * 480 * 832), frames
+        assert not estimate.notes
+    assert cost("wan-1.3b").workload.frames == 81, "the family's own"
+    assert cost("wan-1.3b").workload.height == 640
+    assert "81 frames of 640 x 640 pixels" in cost("wan-1.3b").explain()
+
+
+def test_frames_are_asked_for_where_there_are_any():
+    (note,) = cost(family("wan-1.3b"), resolution=64).notes
+    assert "no frames were given" in note
+    for frames, model in ((9, "sdxl"), (0, "wan-1.3b"), (2.5, "wan-1.3b")):
+        with pytest.raises(InvalidValueError) as caught:
+            DeepSpeedPlan.build(precision="bf16").estimate(model, platform=CUDA, frames=frames)
+        assert caught.value.key == "frames"
+
+
+def test_a_step_of_more_frames_is_predicted_to_take_longer():
+    plan = DeepSpeedPlan.build(precision="bf16")
+    seconds = [
+        plan.estimate("wan-1.3b", platform=CUDA, frames=frames).step_time().phases["forward"]
+        for frames in (9, 81)
+    ]
+    # Seven times the tokens, and more than that where each looks at all the others.
+    assert seconds[1] > 7 * seconds[0]
+
+
 @pytest.mark.parametrize("resolution", [0, -1, "1024", (1024,), (1024, 7), 3.5, True])
 def test_impossible_sizes_are_refused(resolution):
     with pytest.raises(InvalidValueError, match="resolution"):

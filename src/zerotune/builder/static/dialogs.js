@@ -108,7 +108,7 @@ function told(sentence, done) {
 }
 
 const FIT_FIELDS = [["family", "Model"], ["vram", "VRAM per GPU, GiB"], ["ram", "RAM, GiB"], ["nvme", "NVMe, GiB"],
-  ["resolution", "Resolution"], ["world_size", "Processes"]];
+  ["resolution", "Resolution"], ["frames", "Frames of clips"], ["world_size", "Processes"]];
 
 function fitOpen() {
   fill(byId("fit-fields"), ...FIT_FIELDS.map(([name, label]) => {

@@ -86,6 +86,8 @@ function reveal() {
     show(folder, used || read("config", `${section}.nvme_path`) !== undefined);
   }
   for (const input of all("[data-kind=path]")) look(input);
+  const clips = JSON.parse(byId("clip-families").content.textContent);
+  show(byId("setup-frames").closest(".field"), clips.includes(read("setup", "family")));
   show(byId("machine-sizes"), read("setup", "this_machine") !== true);
   show(byId("machine-facts"), read("setup", "this_machine") === true);
 }

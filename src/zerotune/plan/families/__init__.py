@@ -38,9 +38,11 @@ class ModelFamily:
     class_name: str
     """Class of diffusers that the weights belong to."""
     resolution: int
-    """Side in pixels of the images it was made for."""
+    """Side in pixels of the images it was made for; of clips, of a square of their area."""
     facts: ModelFacts
     """Its parameters, all trainable, and what its activations take."""
+    frames: int | None = None
+    """Of the clips it was made for; ``None``: it is made for images."""
 
 
 def family_names() -> tuple[str, ...]:
@@ -76,9 +78,14 @@ def model_family(name: str) -> ModelFamily:
         ),
         arithmetic=_arithmetic(data["arithmetic"]) if "arithmetic" in data else None,
         blocks=tuple(BlockFacts(**block) for block in data.get("blocks", ())),
+        frames_per_latent=data.get("frames_per_latent"),
     )
     return ModelFamily(
-        name=name, class_name=data["class"], resolution=data["resolution"], facts=facts
+        name=name,
+        class_name=data["class"],
+        resolution=data["resolution"],
+        facts=facts,
+        frames=data.get("frames"),
     )
 
 

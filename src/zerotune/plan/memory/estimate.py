@@ -75,6 +75,14 @@ class Costing:
         return _ELEMENT[self.resolved.precision]
 
     @property
+    def positions(self) -> int:
+        """What a sample's activations grow with; 0: its size is not known."""
+        height, width, frames = self.workload.height, self.workload.width, self.workload.frames
+        if height is None or width is None:
+            return 0
+        return self.model.positions(height=height, width=width, frames=frames)
+
+    @property
     def ranks(self) -> int:
         """Processes that train together."""
         return self.resolved.world_size
@@ -640,6 +648,7 @@ def estimate_plan(
     *,
     batch: int | None,
     resolution: int | tuple[int, int] | None,
+    frames: int | None,
     ema: EMAPlace,
     gradient_checkpointing: bool,
     activation_offload: bool,
@@ -655,15 +664,11 @@ def estimate_plan(
         plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
     context = attrs.evolve(context, model=facts)
     resolved = resolve(plan, context, into=into.resolved_class)
-    if resolution is None and isinstance(model, str):
-        resolution = model_family(model).resolution
-    height, width = sides(resolution)
     return estimate_resolved(
         resolved,
         Workload(
             batch=resolved.micro_batch_size,
-            height=height,
-            width=width,
+            **sample_size(model, facts, resolution=resolution, frames=frames),
             gradient_checkpointing=gradient_checkpointing,
             activation_offload=activation_offload,
             ema=ema,
@@ -697,6 +702,37 @@ def estimate_resolved(
     items = [item for item in _items(case) if item.nbytes > 0]
     items.extend(item for item in _loading(case, items) if item.nbytes > 0)
     return into(resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case)))
+
+
+def sample_size(
+    model: Any, facts: ModelFacts, *, resolution: int | tuple[int, int] | None, frames: int | None
+) -> dict[str, int | None]:
+    """Height, width and frames of a sample, as ``Workload`` has them.
+
+    Args:
+        model: A family's name, whose own size is taken where none is given, or anything else.
+        facts: Of the model.
+        resolution: Side in pixels, or height and width.
+        frames: Of a clip.
+
+    Raises:
+        InvalidValueError: A size that cannot be, or frames of a model of images.
+    """
+    if isinstance(model, str):
+        known = model_family(model)
+        resolution = known.resolution if resolution is None else resolution
+        frames = known.frames if frames is None else frames
+    height, width = sides(resolution)
+    if frames is not None:
+        count(frames, "frames")
+        if facts.frames_per_latent is None:
+            raise InvalidValueError(
+                f"{facts.name} is trained on images, not on clips",
+                key="frames",
+                value=frames,
+                fix="leave frames out, or name a model of clips",
+            )
+    return {"height": height, "width": width, "frames": frames}
 
 
 def sides(resolution: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
@@ -775,9 +811,7 @@ def _activations(case: Costing) -> Iterator[MemoryItem]:
     work, known = case.workload, case.model.activations
     if known is None or work.height is None or work.width is None:
         return
-    size = {
-        "batch": work.batch, "pixels": work.height * work.width, "element_bytes": case.element,
-    }  # fmt: skip
+    size = {"batch": work.batch, "pixels": case.positions, "element_bytes": case.element}
     if offloads_activations(case) and known.offloaded is not None:
         note = "blocks recomputed, their inputs on the host"
         yield case.item("activations", case.device, known.offloaded.nbytes(**size), BACKWARD, note)
@@ -826,6 +860,8 @@ def _notes(case: Costing) -> Iterator[str]:
         yield "activations are left out: no resolution was given"
     elif case.model.activations is None:
         yield "activations are left out: they are not known for this model; use model_facts()"
+    elif case.model.frames_per_latent is not None and work.frames is None:
+        yield "activations of one frame: this model takes clips, and no frames were given"
     elif work.gradient_checkpointing and case.model.activations.checkpointed is None:
         yield "this model has no gradient checkpointing, so all activations are kept"
     elif work.activation_offload and not offloads_activations(case):

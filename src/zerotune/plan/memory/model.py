@@ -22,6 +22,8 @@ class Workload:
     """Pixels; ``None``: the activations are not estimated."""
     width: int | None = None
     """Pixels."""
+    frames: int | None = None
+    """Of a clip; ``None``: an image."""
     gradient_checkpointing: bool = True
     """Whether blocks are recomputed in the backward pass."""
     activation_offload: bool = False

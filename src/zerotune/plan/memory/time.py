@@ -164,7 +164,7 @@ def _computed(
 ) -> Iterator[TimePart]:
     size = {
         "batch": case.workload.batch,
-        "pixels": (case.workload.height or 0) * (case.workload.width or 0),
+        "pixels": case.positions,
     }
     times = case.resolved.gradient_accumulation_steps
     suffix = "_fp32" if case.element == 4 else ""
@@ -237,8 +237,8 @@ def _waiting(case: Costing) -> float:
     work, known = case.workload, case.model.activations
     if not offloads_activations(case) or known is None or known.offloaded_host is None:
         return 0.0
-    pixels = (work.height or 0) * (work.width or 0)
-    each = known.offloaded_host.nbytes(batch=work.batch, pixels=pixels, element_bytes=case.element)
+    size = {"batch": work.batch, "pixels": case.positions, "element_bytes": case.element}
+    each = known.offloaded_host.nbytes(**size)
     return each * case.resolved.gradient_accumulation_steps
 
 
