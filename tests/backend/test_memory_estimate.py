@@ -6,10 +6,12 @@ import gc
 from typing import Any
 
 import pytest
+from diffusers import UNet2DModel
 
 from tests.support.memory import Peak, in_use, needs_mallinfo
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case, start
+from zerotune.plan import DeepSpeedPlan
 
 pytestmark = [
     pytest.mark.deepspeed,
@@ -103,6 +105,55 @@ def test_nvme_leaves_the_host_what_was_estimated(tmp_path):
     )
     (result,) = run_ranks(measure, case)
     check(result)
+
+
+def start_loaded(folder: str) -> dict[bool, tuple[float, float]]:
+    """Bytes per element while adapters' base comes, at the most and as estimated.
+
+    ``False``: from its files; ``True``: made in memory.
+    """
+    import torch
+
+    from zerotune import load_pretrained
+    from zerotune.plan.memory.estimate import RUNTIME
+    from zerotune.plan.memory.model import Workload
+
+    case = Case(stage=2, precision="bf16")
+    start(case, torch.nn.Linear(8, 8)).close()
+    found = {}
+    plan = DeepSpeedPlan.build(stage=2, precision="bf16")
+    for in_memory in (False, True):
+        gc.collect()
+        before = in_use()
+        with Peak() as peak:
+            if in_memory:
+                model: Any = UNet2DModel.from_config(UNet2DModel.load_config(folder))
+            else:
+                model = load_pretrained(folder, plan=plan).model
+            # As beside adapters, so that loading is what takes most.
+            model.requires_grad_(False)
+            model.conv_out.requires_grad_(True)
+            engine = start(case, model)
+        facts = engine.plan.model
+        estimate = engine.plan.estimate(Workload(model_in_memory=in_memory))
+        counted = sum(item.nbytes for item in estimate.at("host", "initialization"))
+        engine.close()
+        elements = sum(each.numel for each in facts.parameters)
+        found[in_memory] = ((peak.nbytes - before) / elements, (counted - RUNTIME) / elements)
+        del engine, model
+    return found
+
+
+def test_loading_takes_what_was_estimated(tmp_path):
+    unet = UNet2DModel(sample_size=8, in_channels=1, out_channels=1, norm_num_groups=8,
+                       block_out_channels=(128, 256), layers_per_block=2,
+                       down_block_types=("DownBlock2D", "DownBlock2D"),
+                       up_block_types=("UpBlock2D", "UpBlock2D"))  # fmt: skip
+    unet.save_pretrained(tmp_path)
+    (found,) = run_ranks(start_loaded, str(tmp_path))
+    for measured, estimated in found.values():
+        assert estimated * (1 - OVER) - SLACK <= measured <= estimated * (1 + UNDER) + SLACK, found
+    assert found[True][0] > 1.5 * found[False][0]
 
 
 def test_the_plain_engine_takes_what_was_estimated():

@@ -155,7 +155,7 @@ def test_a_file_that_changes_while_weights_wait_is_noticed(copied):
         loaded.read_weights()
 
 
-def test_other_files_are_read_whole_and_it_is_said(tmp_path):
+def test_other_files_are_model_in_memory_and_it_is_said(tmp_path):
     tiny_unet().save_pretrained(tmp_path, safe_serialization=False)
     loaded = load_pretrained(tmp_path, plan=PLAN)
     assert not is_waiting(loaded.model)

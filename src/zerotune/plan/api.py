@@ -685,6 +685,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         optimizer: str | Mapping[str, Any] = "AdamW",
         ema: EMAPlace = "none",
         frozen_bytes: int = 0,
+        model_in_memory: bool = False,
         reserve: float = 0.05,
         platform: Platform | None = None,
         lora: int | None = None,
@@ -707,7 +708,9 @@ class DeepSpeedPlan(Readable, PlanValue):
             gradient_accumulation_steps: Forward passes per optimizer step.
             optimizer: Name, or ``{"type": …, "params": {…}}``.
             ema: Where an ``EMAShadow`` lives.
-            frozen_bytes: Bytes of frozen parts that stay on the device.
+            frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
+            model_in_memory: Whether each rank holds the whole model in fp32 before it starts, and
+                not in files (``load_pretrained(folder, plan=plan)``).
             reserve: Share of device and host memory to keep free.
             platform: The machine; CUDA when ``vram`` and ``ram`` are given, else this one.
             lora: Rank of adapters on the attention projections, trained in place of the model;
@@ -739,6 +742,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             frames=frames,
             ema=ema,
             frozen_bytes=frozen_bytes,
+            model_in_memory=model_in_memory,
             reserve=reserve,
             lora=lora,
             base_dtype=base_dtype,
@@ -761,6 +765,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         gradient_checkpointing: bool = True,
         activation_offload: bool = False,
         frozen_bytes: int = 0,
+        model_in_memory: bool = False,
         lora: int | None = None,
         base_dtype: str | None = None,
     ) -> MemoryEstimate:
@@ -777,7 +782,9 @@ class DeepSpeedPlan(Readable, PlanValue):
             ema: Where an ``EMAShadow`` lives: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
             gradient_checkpointing: Whether blocks are recomputed in the backward pass.
             activation_offload: Whether their inputs wait in host memory (``ActivationOffload``).
-            frozen_bytes: Bytes of frozen parts that stay on the device.
+            frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
+            model_in_memory: Whether each rank holds the whole model in fp32 before it starts, and
+                not in files (``load_pretrained(folder, plan=plan)``).
             lora: Rank of adapters, as in ``advise``.
             base_dtype: What the model beside them is quantized to, as in ``advise``.
 
@@ -797,6 +804,7 @@ class DeepSpeedPlan(Readable, PlanValue):
             gradient_checkpointing=gradient_checkpointing,
             activation_offload=activation_offload,
             frozen_bytes=frozen_bytes,
+            model_in_memory=model_in_memory,
             lora=lora,
             base_dtype=base_dtype,
             into=MemoryEstimate,

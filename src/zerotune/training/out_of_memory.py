@@ -239,6 +239,7 @@ def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, di
         optimizer=_optimizer(plan.plan, settled=True) or "AdamW",
         ema=work.ema,
         frozen_bytes=work.frozen_bytes,
+        model_in_memory=work.model_in_memory,
         # The fastest fills the device again, which has just been too small.
         prefer="least offload",
         platform=plan.platform,

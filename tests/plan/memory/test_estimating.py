@@ -190,6 +190,47 @@ def test_what_is_left_out_is_said():
     assert held(estimate, "activations", "device", "forward and backward") == 10 * 64 * 64
 
 
+def at_start(model, **options):
+    """Host bytes per rank while a plan of eight ranks is set up."""
+    model_in_memory = options.pop("model_in_memory", False)
+    estimate = DeepSpeedPlan.build(precision="bf16", **options).estimate(
+        model, platform=CUDA, world_size=8, model_in_memory=model_in_memory
+    )
+    beside = held(estimate, "runtime", phase="initialization")
+    return sum(i.nbytes for i in estimate.at("host", "initialization")) - beside
+
+
+def test_weights_that_wait_in_their_files_take_no_host_memory():
+    elements = family("qwen-image").numel
+    assert at_start("qwen-image", stage=3) < 4 * family("qwen-image").largest + GIB // 8
+    assert at_start("qwen-image", stage=3, model_in_memory=True) == 4 * elements
+    # Of eight parts; with the optimizer there, master weights and gradients.
+    shared = at_start("qwen-image", stage=3, offload="cpu")
+    assert 4 * elements / 8 < shared < 12 * elements / 8
+    assert at_start("qwen-image", stage=3, offload="cpu", model_in_memory=True) == 4 * elements
+
+
+def test_the_flat_copy_of_stage_2_passes_through_the_host():
+    elements = family("flux2").numel
+    assert at_start("flux2", stage=2, offload="cpu") == pytest.approx(2 * elements, rel=0.01)
+    assert at_start("flux2", stage=2) < GIB
+
+
+def test_frozen_parts_are_loaded_whole_on_every_rank():
+    plan = DeepSpeedPlan.build(stage=3, precision="bf16")
+    with_, without = (
+        plan.estimate("sdxl", platform=CUDA, world_size=4, frozen_bytes=nbytes)
+        for nbytes in (3 * GIB, 0)
+    )
+    for place, phase, more in (
+        ("host", "initialization", 3 * GIB),
+        ("host", "optimizer step", 0),
+        ("device", "optimizer step", 3 * GIB),
+    ):
+        one, other = (sum(i.nbytes for i in e.at(place, phase)) for e in (with_, without))
+        assert one - other == more, (place, phase)
+
+
 def test_a_plan_without_a_model_cannot_be_costed():
     resolved = DeepSpeedPlan.build(precision="bf16").resolve(platform=CUDA)
     with pytest.raises(UnresolvedPlanError, match="from the shapes"):

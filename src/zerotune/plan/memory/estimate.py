@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 import attrs
 
@@ -81,6 +81,12 @@ class Costing:
         if height is None or width is None:
             return 0
         return self.model.positions(height=height, width=width, frames=frames)
+
+    @property
+    def flattens_on_host(self) -> bool:
+        """Whether weights pass through one block of host memory (``flat_through_host``)."""
+        through = self.resolved.stage in (1, 2) and self.resolved.offload_optimizer != "none"
+        return through and self.resolved.uses_deepspeed and not self.on_cpu
 
     @property
     def ranks(self) -> int:
@@ -422,7 +428,7 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
         BACKWARD,
         "largest gradient, in fp32 for the host and in fp64 for the norm",
     )
-    # The backend flattens them on the host, and the model as loaded is more than that.
+    # The backend flattens them on the host, which ``_loading`` counts.
     moving = element * largest if not case.on_cpu else element * part
     yield case.item(
         "temporaries", case.device, moving, INITIALIZATION, "weights on their way to one block"
@@ -653,6 +659,7 @@ def estimate_plan(
     gradient_checkpointing: bool,
     activation_offload: bool,
     frozen_bytes: int,
+    model_in_memory: bool,
     lora: int | None,
     base_dtype: str | None,
     into: type[EstimateT],
@@ -673,6 +680,7 @@ def estimate_plan(
             activation_offload=activation_offload,
             ema=ema,
             frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
+            model_in_memory=model_in_memory,
         ),
         into=into,
     )
@@ -704,10 +712,18 @@ def estimate_resolved(
     return into(resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case)))
 
 
+class SampleSize(TypedDict):
+    """Of an image or a clip."""
+
+    height: int | None
+    width: int | None
+    frames: int | None
+
+
 def sample_size(
     model: Any, facts: ModelFacts, *, resolution: int | tuple[int, int] | None, frames: int | None
-) -> dict[str, int | None]:
-    """Height, width and frames of a sample, as ``Workload`` has them.
+) -> SampleSize:
+    """The size of a sample, as ``Workload`` has it.
 
     Args:
         model: A family's name, whose own size is taken where none is given, or anything else.
@@ -764,6 +780,9 @@ def count(value: Any, key: str, *, least: int = 1) -> int:
     return int(value)
 
 
+_BEFORE_THE_MODEL: Final = ("runtime", "frozen parts")
+
+
 def _items(case: Costing) -> Iterator[MemoryItem]:
     yield from _engine(case)
     yield from _dequantized(case)
@@ -795,16 +814,26 @@ def _dequantized(case: Costing) -> Iterator[MemoryItem]:
 
 
 def _loading(case: Costing, items: Iterable[MemoryItem]) -> Iterator[MemoryItem]:
-    # The model arrives in fp32 and has left for the device, or for files, before the optimizer is
-    # made; so it only counts as far as it is more than what is held then.
+    """What the host holds before the optimizer is made, as far as it is more than is held then.
+
+    Weights that wait in their files are read one at a time, to where they stay; at stage 3 each
+    rank reads its own part.
+    """
     later = sum(
         item.nbytes
         for item in items
-        if item.place == "host" and "initialization" in item.phases and item.component != "runtime"
+        if item.place == "host"
+        and "initialization" in item.phases
+        and item.component not in _BEFORE_THE_MODEL
     )
-    excess = case.model.weight_bytes(4) - later
-    note = _kept(case, "fp32")
-    yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
+    if case.workload.model_in_memory:
+        excess = case.model.weight_bytes(4) - later
+        note = f"{_kept(case, 'fp32')}, whole"
+        yield case.item("model as loaded", "host", max(0, excess), INITIALIZATION, note)
+    elif case.flattens_on_host:
+        excess = case.element * case.trained - later
+        note = "the flat copy of all weights, on its way to the device"
+        yield case.item("temporaries", "host", max(0, excess), INITIALIZATION, note)
 
 
 def _activations(case: Costing) -> Iterator[MemoryItem]:
@@ -839,6 +868,9 @@ def offloads_activations(case: Costing) -> bool:
 def _beside(case: Costing) -> Iterator[MemoryItem]:
     work = case.workload
     yield case.item("frozen parts", case.device, work.frozen_bytes, note="VAE, text encoders")
+    if not case.on_cpu:
+        note = "as they are loaded, whole on every rank"
+        yield case.item("frozen parts", "host", work.frozen_bytes, INITIALIZATION, note)
     if work.ema != "none":
         place = case.device if work.ema == "device" else work.ema
         yield case.item("EMA", place, 4 * _owned(case), TRAINING, "fp32, this rank's part")

@@ -32,7 +32,12 @@ class Workload:
     ema: EMAPlace = "none"
     """Where an ``EMAShadow`` keeps its fp32 copy."""
     frozen_bytes: int = 0
-    """Bytes of frozen parts (VAE, text encoders) that stay on the device."""
+    """Bytes of frozen parts (VAE, text encoders) that stay on the device. Every rank loads them
+    whole, into host memory first."""
+    model_in_memory: bool = False
+    """Whether each rank has the whole model in its memory, in fp32, before the engine takes it, as
+    one that is made there; else its weights wait in their files, as
+    ``load_pretrained(folder, plan=plan)`` leaves them."""
     ranks_per_machine: int | None = None
     """Processes that share the host RAM; ``None``: all of them."""
     exact_pinning: bool | None = None
