@@ -34,7 +34,7 @@ def test_an_animated_png_holds_every_frame_to_the_bit():
 
 
 def test_an_mp4_holds_frames_of_odd_sizes():
-    av = needs("av", may_lack="PyAV comes with zerotune[video], which the test environment lacks")
+    av = needs("av")
     frames = [Image.new("RGB", (9, 7), (60 * n, 30, 90)) for n in range(4)]
     with av.open(io.BytesIO(MP4(fps=12).encode(frames))) as film:
         assert film.streams.video[0].average_rate == 12

@@ -37,7 +37,6 @@ from zerotune.diffusion.data.images import RefuseBroken
 from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 SMALL = AspectBuckets(area=16 * 16, step=8)
-WITHOUT_AV = "PyAV comes with zerotune[video], which the test environment does without"
 
 
 def frame(number, size=(16, 16)):
@@ -235,7 +234,7 @@ def test_videos_without_pyav_name_the_extra(root, monkeypatch):
 
 
 def test_videos_are_read_frame_by_frame(tmp_path):
-    needs("av", may_lack=WITHOUT_AV)
+    needs("av")
     films = tmp_path / "films"
     films.mkdir()
     (films / "steps.mp4").write_bytes(MP4(fps=12).encode([frame(20 * n) for n in range(11)]))
@@ -258,7 +257,7 @@ def test_videos_are_read_frame_by_frame(tmp_path):
 
 
 def test_videos_that_lie_on_their_side_stand_upright(tmp_path):
-    needs("av", may_lack=WITHOUT_AV)
+    needs("av")
     lying = Image.new("RGB", (32, 16))
     lying.paste((255, 255, 255), (0, 0, 8, 8))
     film = bytearray(MP4(fps=8).encode([lying] * 2))
