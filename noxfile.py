@@ -252,7 +252,7 @@ def matrix(session: nox.Session) -> None:
         "tests/diffusion/families/test_overfit.py",
         "tests/backend/test_distributed.py", "tests/backend/test_compilation.py",
         "tests/examples/test_embedding.py",
-        "tests/builder/test_launching.py",
+        "tests/builder/test_launching.py", "tests/faults/test_campaign.py",
         *session.posargs,
     )  # fmt: skip
     if not session.posargs:

@@ -58,6 +58,11 @@ class Fault:
     nvme: bool
     """Optimizer states are swapped."""
 
+    @property
+    def nodes(self) -> int:
+        """How many machines ``torchrun`` is told of."""
+        return self.world_size if self.machines else 1
+
     @classmethod
     def by_chance(cls, chance: random.Random) -> Fault:
         world_size = chance.choice([2, 2, 2, 3])
@@ -73,14 +78,9 @@ class Fault:
             machines=chance.randrange(4) == 0,
             nvme=chance.randrange(4) == 0,
         )
-        # Machines have agents of their own, which are not tried here; only stage 3 swaps.
         nvme = fault.nvme and libaio()
-        return attrs.evolve(
-            fault,
-            torchrun=fault.torchrun and not fault.machines,
-            nvme=nvme,
-            stage=3 if nvme else fault.stage,
-        )
+        # Only stage 3 swaps.
+        return attrs.evolve(fault, nvme=nvme, stage=3 if nvme else fault.stage)
 
 
 class Faulty(Callback):
@@ -239,16 +239,24 @@ def run_rank(folder: Path, fault: Fault, variables: dict[str, str]) -> None:
     os._exit(0 if told == "trained to the end" else 1)
 
 
-def run_torchrun(folder: Path, fault: Fault, port: int) -> None:
-    """What ``torchrun`` does: its agent, over ranks that are forked instead of started anew."""
+def run_torchrun(folder: Path, fault: Fault, port: int, node: int) -> None:
+    """What ``torchrun`` does: its agent, over ranks that are forked instead of started anew.
+
+    Args:
+        folder: Where the ranks leave what they were told.
+        fault: What is to happen.
+        port: Where the agents meet.
+        node: Number of the machine; it has one rank where there are several machines.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     quiet()
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=fault.world_size,
+        min_nodes=fault.nodes,
+        max_nodes=fault.nodes,
+        nproc_per_node=fault.world_size // fault.nodes,
         rdzv_backend="c10d",
         rdzv_endpoint=f"127.0.0.1:{port}",
         run_id="faults",
@@ -259,7 +267,9 @@ def run_torchrun(folder: Path, fault: Fault, port: int) -> None:
     try:
         elastic_launch(config, run_rank)(folder, fault, {})
     except ChildFailedError as error:
-        (folder / "torchrun").write_text(str(error))
+        (folder / f"torchrun-{node}").write_text(str(error))
+    except RendezvousConnectionError:
+        pass  # The other machine's agent has gone, and the store with it.
     os._exit(0)
 
 
@@ -271,10 +281,16 @@ class RankFaults:
             compile_io()
 
     def inject(self, work: Path, chance: random.Random) -> float:
-        fault = Fault.by_chance(chance)
+        return self.suffer(work, Fault.by_chance(chance))
+
+    def suffer(self, work: Path, fault: Fault) -> float:
+        """Run with the fault; seconds until all that are left were told."""
         context, port = _fork_server(), free_port()
         if fault.torchrun:
-            processes = [context.Process(target=run_torchrun, args=(work, fault, port))]
+            processes = [
+                context.Process(target=run_torchrun, args=(work, fault, port, node))
+                for node in range(fault.nodes)
+            ]
         else:
             processes = [
                 context.Process(
@@ -385,7 +401,8 @@ def judge_word(work: Path, fault: Fault, rank: int) -> None:
     text, log = (read(work / f"{kind}-{rank}") for kind in ("told", "log"))
     if text and not text.startswith(OURS):
         raise Found("foreign", f"{fault}: rank {rank}: {told(work)}")
-    if fault.torchrun and fault.what in ("kill", "exception"):
+    by_agent = fault.nodes == 1 or not text or text.startswith(OURS[1])
+    if fault.torchrun and fault.what in ("kill", "exception") and by_agent:
         return  # torchrun names the first to fail itself, and ends the others at once.
     if fault.what in DIFFERING:
         named = "disagree" in text + log and f"rank {fault.lost}: " in text + log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.faults.__main__ import CLASSES
 from tests.faults.campaign import Found, Missed, NotHere, campaign, table
+from tests.faults.ranks import ENDING, Fault, RankFaults
 
 
 class Faults:
@@ -90,3 +92,35 @@ def test_every_class_injects_and_nothing_is_found(name, capsys):
         pytest.skip(row.why_not)
     assert row.injected == often.get(name, 1)
     assert row.bad == 0, capsys.readouterr().out
+
+
+EVERY_AGENT = (
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "ZEROTUNE_MATRIX" not in os.environ,
+        reason="another case loses a rank under an agent of its own: nox -s matrix loses every one",
+    ),
+)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=EVERY_AGENT)])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=EVERY_AGENT), 1])
+@pytest.mark.parametrize(
+    "what", ["kill", *(pytest.param(what, marks=EVERY_AGENT) for what in ENDING[1:])]
+)
+def test_a_rank_lost_under_an_agent_of_its_own_is_named(what, lost, world_size, tmp_path):
+    fault = Fault(
+        what=what,
+        lost=lost,
+        world_size=world_size,
+        stage=None,
+        moment="backward",
+        step=1,
+        torchrun=True,
+        background=False,
+        machines=True,
+        nvme=False,
+    )
+    faults = RankFaults.__new__(RankFaults)  # Whose start compiles what swapping needs.
+    faults.suffer(tmp_path, fault)
+    assert (tmp_path / f"pid-{lost}").exists()

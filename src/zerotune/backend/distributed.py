@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import attrs
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -458,13 +459,14 @@ class _Arrivals:
         """
         try:
             self._store = self._open()
-            own = json.dumps(attrs.asdict(ProcessIdentity.current()))
-            self._store.set(self._keys[self._launch.rank], own)
+            own = attrs.asdict(ProcessIdentity.current())
+            self._store.set(self._keys[self._launch.rank], json.dumps([own, self._holds_store()]))
             if self._all_come():
-                found = self._store.multi_get(self._keys)
+                found = [json.loads(each) for each in self._store.multi_get(self._keys)]
                 rank, name = self._launch.rank, f"start/{self._attempt}"
                 roll = _RollCall(name, rank=rank, store=self._store)
-                roll.meet([ProcessIdentity(**json.loads(each)) for each in found])
+                roll.holders = [rank for rank, (_, holds) in enumerate(found) if holds]
+                roll.meet([ProcessIdentity(**process) for process, _ in found])
                 return roll
         except RuntimeError as error:
             raise self._absent(error) from error
@@ -482,6 +484,16 @@ class _Arrivals:
             # torch's own rendezvous shares it, as long as this one is kept.
             multi_tenant=True,
         )
+
+    def _holds_store(self) -> bool:
+        """Whether the store ends with this rank, or with what started it on this machine."""
+        if not self._agent:
+            return self._launch.rank == 0
+        port = int(self._place.rpartition(":")[2])
+        with contextlib.suppress(psutil.Error):
+            held = psutil.Process(os.getppid()).net_connections(kind="tcp")
+            return any(one.status == "LISTEN" and one.laddr.port == port for one in held)
+        return False
 
     def _all_come(self) -> bool:
         timeout, began = self._timeout.total_seconds(), time.monotonic()
@@ -606,6 +618,8 @@ class _RollCall:
         self._store = dist.distributed_c10d._get_default_store() if store is None else store
         self.members: list[ProcessIdentity] = [] if before is None else before.members
         """Process of each rank."""
+        self.holders: list[int] = [0] if before is None else before.holders
+        """Ranks that are lost when the store is."""
         self.count = 0
         """Meetings of this group so far."""
         self._pulse: _Pulse | None = None if before is None else before._pulse
@@ -663,9 +677,9 @@ class _RollCall:
         while not (found := self._told() or self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
         found = found or self._silent()
-        # With rank 0 the store is lost, most often, and others see that themselves.
-        if found and 0 not in found and self._pulse is not None:
-            self._pulse.tell(found)
+        # With those the store is lost, most often, and others see that themselves.
+        if found and not found.keys() & self.holders and self._pulse is not None:
+            self._pulse.tell(found, holds=self._rank in self.holders)
         # A store whose holder is stopped never answers.
         return found or Asking().ask(self._elsewhere, seconds=_ANSWER_S) or {}
 
@@ -696,7 +710,8 @@ class _RollCall:
         if silent is not None:
             what = f"has not been heard of for {_SILENCE_S:g} s"
         else:
-            silent, what = afar[: afar[:1] == [0]], "cannot be reached, nor the store there"
+            silent = [rank for rank in afar if rank in self.holders]
+            what = "cannot be reached, nor the store there"
         found = {
             rank: f"{what} (process {self.members[rank].pid} on {self.members[rank].host})"
             for rank in silent
@@ -765,12 +780,17 @@ class _Pulse:
             time.sleep(_PULSE_S / 4)
         return left
 
-    def tell(self, lost: Mapping[int, str]) -> None:
-        """Let all ranks know, also those that come to it when this one is gone."""
+    def tell(self, lost: Mapping[int, str], *, holds: bool) -> None:
+        """Let all ranks know, also those that come to it when this one is gone.
+
+        Args:
+            lost: What is known of each lost rank.
+            holds: Whether the store may go with this rank.
+        """
         if not self.told:
             said = json.dumps(dict(lost))
             Asking().ask(lambda: self._store.set(f"{self._prefix}/lost", said), seconds=_ANSWER_S)
-            if self._rank == 0:  # Which may hold the store: the others are to read it first.
+            if holds:  # The others are to read it first.
                 time.sleep(2 * _PULSE_S)
 
     def _run(self) -> None:

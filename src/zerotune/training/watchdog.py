@@ -374,7 +374,11 @@ class _Watch:
 
 def _is_of_another(error: BaseException | None) -> bool:
     """Whether an error only tells what happened on another rank."""
-    return isinstance(error, CollectiveError) or getattr(error, "rank", None) is not None
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    # torchrun ends whoever is left once one has failed.
+    told = isinstance(error, (CollectiveError, SignalException))
+    return told or getattr(error, "rank", None) is not None
 
 
 def _read(text: bytes) -> Beat:
