@@ -124,7 +124,7 @@ def pure(session: nox.Session) -> None:
     """The configuration layers on every supported Python, with neither torch nor deepspeed."""
     install(
         session, "attrs", "typing-extensions", "packaging", "psutil", "pyyaml", "rich",
-        "pytest", "pytest-timeout", "hypothesis",
+        "matplotlib", "pytest", "pytest-timeout", "hypothesis",
     )  # fmt: skip
     session.install("--no-deps", "-e", ".")
     report = Path(session.create_tmp()) / "tests.xml"

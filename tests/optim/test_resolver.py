@@ -5,6 +5,7 @@ import logging
 import attrs
 import pytest
 
+from tests.support.needs import needs
 from zerotune.errors import InvalidValueError, OptimizerError, UnknownKeyError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.model import RunFacts
@@ -365,6 +366,7 @@ def test_error_policy_names_reason_and_alternative(resolve):
 
 
 def test_an_optional_back_end_is_never_replaced_by_adamw(resolve):
+    needs("prodigyopt", may_lack="an extra, which stands on torch")
     with pytest.raises(OptimizerError, match="Prodigy at stage 2"):
         resolve("Prodigy", {"lr": 1.0}, stage=3)
 

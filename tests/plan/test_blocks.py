@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import pytest
 
+from tests.support.needs import needs
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.families import family
 from zerotune.plan.fill import leaf_blocks, max_live, prefetch_bucket
@@ -87,11 +88,11 @@ def test_the_blocks_of_sdxl() -> None:
 
 
 def test_modules_tell_their_innermost_blocks() -> None:
-    import torch
-    from diffusers import UNet2DConditionModel
+    torch = needs("torch", may_lack="blocks of modules are asked of modules")
+    diffusers = needs("diffusers", may_lack="blocks of modules are asked of modules")
 
     with torch.device("meta"):
-        model = UNet2DConditionModel(
+        model = diffusers.UNet2DConditionModel(
             sample_size=8,
             layers_per_block=1,
             block_out_channels=(8, 16),

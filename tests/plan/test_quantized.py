@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
+from tests.support.needs import needs
 from zerotune.plan import ModelFacts, ParameterFacts
+
+torch = needs("torch", may_lack="what a plan knows of a model is asked of modules here")
 
 
 def looking_like(kind, module, values, **told):

@@ -7,6 +7,7 @@ import mmap
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import digits_batch, tiny_unet
 from zerotune import ImageTensors
@@ -77,6 +78,29 @@ def test_clips_are_counted_with_their_frames():
     found = expected_memory(resolved(), activations=clip.facts, size=clip.size, frames=clip.frames)
     assert "17 frames of 128 x 128" in found.explain()
     assert known_activations(tiny_unet(), None, batch=2, checkpointed=False).frames is None
+
+
+class Ran(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, _types, args=(), kwargs=None):
+        self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_are_as_many_as_really_run():
+    model = tiny_unet()
+    images, labels = digits_batch(4)
+    arithmetic = known_activations(model, [{"latents": images[0]}], batch=4).arithmetic
+    with Ran() as forward:
+        output = model(images, torch.zeros(4), labels).sample
+    with Ran() as backward:
+        output.sum().backward()
+    for ran, counted in ((forward, arithmetic.forward), (backward, arithmetic.backward)):
+        assert counted.product_calls == sum("mm" in name for name in ran.names) > 10
+        assert counted.attention_calls == sum("attention" in name for name in ran.names) > 1
 
 
 def test_a_model_without_a_configuration_is_not_guessed():

@@ -6,13 +6,15 @@ What ``zerotune.plan.memory.rates`` names, each by the kind of work that a step 
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zerotune.backend.ops.host_step import AdamNumbers, load_host_step
 from zerotune.errors import PlatformError
@@ -46,10 +48,14 @@ def measure_rates(
 
 def _measured(device: torch.device, timer: _Timer, scale: float) -> Iterator[tuple[str, float]]:
     for suffix, dtype in (("_fp32", torch.float32), ("", torch.bfloat16)):
-        yield f"products{suffix}", _products(device, dtype, timer, scale)
+        products = _products(device, dtype, timer, scale)
+        attention = _attention(device, dtype, timer, scale)
+        yield f"products{suffix}", products
         yield f"convolutions{suffix}", _convolutions(device, dtype, timer, scale)
-        yield f"attention{suffix}", _attention(device, dtype, timer, scale)
-    yield "device_memory", _simple(device, timer, scale)
+        yield f"attention{suffix}", attention
+        yield f"device_memory{suffix}", _simple(device, dtype, timer, scale)
+        yield f"product_calls{suffix}", _product_calls(device, dtype, timer, products)
+        yield f"attention_calls{suffix}", _attention_calls(device, dtype, timer, attention)
     if device.type != "cpu":
         yield from _bus(device, timer, scale)
     on_host = attrs.evolve(timer, device=torch.device("cpu"))
@@ -146,43 +152,100 @@ def _both_ways(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> C
     return act
 
 
-def _simple(device: torch.device, timer: _Timer, scale: float) -> float:
-    """Bytes per second of what stands between products: norms, activations, sums."""
-    size = max(1, int((32 if device.type != "cpu" else 4) * scale)) * _MIB
-    left, right = (torch.randn(size // 4096, 1024, device=device) for _ in range(2))
+def _simple(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: float) -> float:
+    """Bytes per second of what stands between products: norms, activations, sums; both ways."""
+    tokens, width = (8192, 1280) if device.type != "cpu" else (512, 640)
+    tokens = max(1, int(tokens * scale / 32)) * 32
+    given, other = (torch.randn(tokens, width, device=device, dtype=dtype) for _ in range(2))
+    scaled, shift = (torch.randn(width, device=device, dtype=dtype) for _ in range(2))
     functions = torch.nn.functional
 
-    def act() -> None:
-        functions.gelu(left)
-        functions.silu(left)
-        functions.layer_norm(left, (1024,))
-        torch.add(left, right)
-        torch.mul(left, right)
+    def forward(given: torch.Tensor, other: torch.Tensor, *modulation: torch.Tensor) -> Any:
+        image = given.view(1, tokens // 16, width // 8, 128)
+        image = functions.silu(functions.group_norm(image, tokens // 32))
+        value = image.view(tokens, width) + other
+        value = functions.layer_norm(value, (width,)) * modulation[0] + modulation[1]
+        return other + functions.gelu(value, approximate="tanh")
 
-    return 12 * size / timer(act)
+    act = _both_ways(forward, given, other, scaled, shift)
+    with _Counter() as counter:
+        act()
+    return float(counter.moved) / timer(act)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators, views included."""
+    """Counts operators, views included, and the bytes that go through those that are none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.names: list[str] = []
+        self.moved = 0
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.names.append(func._opname)
+        if not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach")):
+            leaves = tree_leaves((args, kwargs, result))
+            self.moved += sum(one.nbytes for one in leaves if isinstance(one, torch.Tensor))
+        return result
+
+
+_LAYERS: Final = 20
+"""In a row: what they take together is more than what a clock is off."""
+_LEAST: Final = 0.05
+"""Share of their time that is no arithmetic, where noise says it were less."""
 
 
 def _operators(device: torch.device, timer: _Timer) -> float:
     """Operators per second of modules that have next to nothing to compute, both ways."""
-    kinds = (lambda: torch.nn.Linear(4, 4), torch.nn.SiLU, lambda: torch.nn.LayerNorm(4))
-    model = torch.nn.Sequential(*(kind() for _ in range(20) for kind in kinds)).to(device)
-    act = _both_ways(lambda given, *_weights: model(given), torch.ones(4, 4, device=device),
-                     *model.parameters())  # fmt: skip
+    kinds = (torch.nn.SiLU, lambda: torch.nn.LayerNorm(4), lambda: torch.nn.Unflatten(1, (2, 2)),
+             torch.nn.Flatten)  # fmt: skip
+    model = torch.nn.Sequential(*(kind() for _ in range(_LAYERS) for kind in kinds)).to(device)
+    seconds, names = _begun(model, torch.ones(4, 4, device=device), timer)
+    return len(names) / seconds
+
+
+def _product_calls(
+    device: torch.device, dtype: torch.dtype, timer: _Timer, products: float
+) -> float:
+    """Products per second, of what they take besides arithmetic."""
+    # No two alike, as in a model: a processor takes longer where each is another one.
+    rows, widths = 256, range(64, 64 + 16 * (_LAYERS + 1), 16)
+    layers = (torch.nn.Linear(*pair) for pair in itertools.pairwise(widths))
+    model = torch.nn.Sequential(*layers).to(device, dtype)
+    seconds, names = _begun(model, torch.ones(rows, widths[0], device=device, dtype=dtype), timer)
+    flops = 6 * rows * sum(a * b for a, b in itertools.pairwise(widths))
+    calls = sum("mm" in name for name in names)
+    return calls / max(seconds - flops / products, _LEAST * seconds)
+
+
+def _attention_calls(
+    device: torch.device, dtype: torch.dtype, timer: _Timer, attention: float
+) -> float:
+    """The same of attention: of short texts, say, which a model attends to in each block."""
+    batch, heads, length, width = 2, 4, 64, 64
+    model = torch.nn.Sequential(*(_Attention() for _ in range(_LAYERS)))
+    given = torch.ones(batch, heads, length, width, device=device, dtype=dtype)
+    seconds, _ = _begun(model, given, timer)
+    flops = 14 * batch * heads * length**2 * width * _LAYERS
+    return 2 * _LAYERS / max(seconds - flops / attention, _LEAST * seconds)
+
+
+class _Attention(torch.nn.Module):
+    """Of a value to itself."""
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(given, given, given)
+
+
+def _begun(
+    model: torch.nn.Module, given: torch.Tensor, timer: _Timer
+) -> tuple[float, Sequence[str]]:
+    """Seconds of small layers in a row, both ways, and the operators they consist of."""
+    act = _both_ways(lambda given, *_weights: model(given), given, *model.parameters())
     with _Counter() as counter:
         act()
-    return float(counter.count) / timer(act)
+    return timer(act), counter.names
 
 
 def _bus(device: torch.device, timer: _Timer, scale: float) -> Iterator[tuple[str, float]]:

@@ -129,9 +129,11 @@ def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
     arithmetic = ("products", "convolutions", "attention")
     rows = []
     for name in RATE_NAMES:
+        rate = getattr(rates, name)
         unit = "GFLOP/s" if name.startswith(arithmetic) else "GB/s"
-        unit = "billion/s" if name == "operators" else unit
-        value = f"{getattr(rates, name) / 1e9:,.{4 if name == 'operators' else 1}f} {unit}"
+        value = f"{rate / 1e9:,.1f} {unit}"
+        if name == "operators" or "_calls" in name:
+            value = f"{rate / 1e3:,.1f} thousand/s"
         label = "  in fp32" if name.endswith("_fp32") else name.replace("_", " ")
         rows.append((label, f"{value}, {rates.source(name)}"))
     return [("origin", rates.origin), *rows]

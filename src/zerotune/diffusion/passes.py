@@ -22,6 +22,8 @@ from torch.utils.flop_counter import flop_registry
 KINDS: Final = ("products", "convolutions", "attention", "moved")
 """Floating-point operations of matrix products, of convolutions and of attention (a product and a
 sum are two), and bytes that all other operators read and write."""
+CALLS: Final = {"products": "product_calls", "attention": "attention_calls"}
+"""What is counted besides: how many operators of a kind run."""
 _META: Final = torch.device("meta")
 _MOVES_NOTHING: Final = ("empty", "new_empty", "detach")
 
@@ -35,7 +37,7 @@ class Pass:
     operators: tuple[str, ...]
     """Their names, in the same order."""
     forward: Mapping[str, int]
-    """What the forward pass computes, by ``KINDS``."""
+    """What the forward pass computes, by ``KINDS`` and names in ``CALLS``."""
     backward: Mapping[str, int]
     """The same of the backward pass, with what it computes again."""
     first: int
@@ -88,7 +90,7 @@ def counted_pass(
         operators=tuple(counts.operators),
         forward=forward,
         first=first,
-        backward={kind: counts.work[kind] - forward[kind] for kind in KINDS},
+        backward={kind: amount - forward[kind] for kind, amount in counts.work.items()},
     )
 
 
@@ -138,7 +140,7 @@ class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = 0
         self.live: list[int] = []
         self.operators: list[str] = []
-        self.work = dict.fromkeys(KINDS, 0)
+        self.work = dict.fromkeys((*KINDS, *CALLS.values()), 0)
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -163,9 +165,15 @@ class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             kind = "convolutions" if "convolution" in func._opname else "products"
-            self.work[kind] += formula(*args, **kwargs, out_val=result)
+            self.computes(kind, formula(*args, **kwargs, out_val=result))
         elif not func.is_view and not func._opname.startswith(_MOVES_NOTHING):
             self.work["moved"] += sum(_nbytes(leaf) for leaf in tree_leaves((args, kwargs, result)))
+
+    def computes(self, kind: str, amount: int) -> None:
+        """An operator of a kind has run."""
+        self.work[kind] += amount
+        if kind in CALLS:
+            self.work[CALLS[kind]] += 1
 
     def _forget(self, key: int) -> None:
         self._now -= self._sizes.pop(key, 0)
@@ -182,14 +190,14 @@ class _FlashAttention(torch.autograd.Function):
         log_sum = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.counts = counts
-        counts.work["attention"] += 4 * query.numel() * key.shape[-2]
+        counts.computes("attention", 4 * query.numel() * key.shape[-2])
         return output
 
     @staticmethod
     def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
         query, key, value, _output, _log_sum = ctx.saved_tensors
         # The product of query and key once more, and two for each of them and the value.
-        ctx.counts.work["attention"] += 10 * query.numel() * key.shape[-2]
+        ctx.counts.computes("attention", 10 * query.numel() * key.shape[-2])
         results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         # The query's gradient is summed up in fp32.
         torch.empty(query.shape, dtype=torch.float32, device=query.device)

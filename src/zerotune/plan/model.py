@@ -1612,6 +1612,10 @@ class PassWork:
     """Bytes that all other operators read and write."""
     operators: int = 0
     """How many operators run, views included; 0: not counted."""
+    product_calls: int = 0
+    """How many of them are matrix products."""
+    attention_calls: int = 0
+    """How many of them are attention."""
 
 
 @attrs.frozen(kw_only=True)

@@ -18,7 +18,7 @@ from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
-from zerotune.diffusion.passes import KINDS, Pass, counted_pass
+from zerotune.diffusion.passes import CALLS, KINDS, Pass, counted_pass
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan.model import (
     ActivationCost,
@@ -154,12 +154,13 @@ def _cost(counted: Pass) -> ActivationCost:
 def _arithmetic(full: Pass, less: Pass | None, batch: int) -> ArithmeticFacts:
     def work(counts: Mapping[str, int], operators: int) -> PassWork:
         amounts = {kind: Amount(per_sample=counts[kind] / batch, per_pixel=0.0) for kind in KINDS}
-        return PassWork(**dict[str, Any](amounts), operators=operators)
+        calls = {name: counts[name] for name in CALLS.values()}
+        return PassWork(**dict[str, Any](amounts), operators=operators, **calls)
 
     def backward(of: Pass) -> int:
         return len(of.operators) - of.first
 
-    again = None if less is None else {k: less.backward[k] - full.backward[k] for k in KINDS}
+    again = None if less is None else {k: less.backward[k] - v for k, v in full.backward.items()}
     return ArithmeticFacts(
         forward=work(full.forward, full.first),
         backward=work(full.backward, backward(full)),

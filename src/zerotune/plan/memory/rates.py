@@ -53,8 +53,19 @@ class Rates:
     """Floating-point operations of attention in bf16 or fp16."""
     attention_fp32: float = _rate()
     """The same in fp32."""
+    product_calls: float = _rate()
+    """Matrix products of next to no size in bf16 or fp16, one after another."""
+    product_calls_fp32: float = _rate()
+    """The same in fp32."""
+    attention_calls: float = _rate()
+    """Attention of next to no size in bf16 or fp16, passes of both ways together."""
+    attention_calls_fp32: float = _rate()
+    """The same in fp32."""
     device_memory: float = _rate()
-    """Bytes that norms, activations and sums read and write on the device."""
+    """Bytes that norms, activations and sums in bf16 or fp16 read and write on the device. Less
+    than in fp32 where a processor works element by element."""
+    device_memory_fp32: float = _rate()
+    """The same in fp32."""
     to_host: float = _rate()
     """Bytes from the device to page-locked memory."""
     to_device: float = _rate()
@@ -64,7 +75,7 @@ class Rates:
     new_memory: float = _rate()
     """Bytes of host memory written for the first time since it was allocated."""
     operators: float = _rate()
-    """Operators that are begun, one after another."""
+    """Operators that are begun, one after another; products and attention are not among them."""
     host_step: float = _rate()
     """Bytes that an optimizer in host memory reads and writes."""
     disk_read: float = _rate()
@@ -151,10 +162,18 @@ _CORE: Final = 30 * _GIGA
 """Floating-point operations a core with AVX2 reaches in fp32."""
 
 
+_CALLS: Final = (
+    "product_calls", "product_calls_fp32", "attention_calls", "attention_calls_fp32",
+)  # fmt: skip
+_CALLS_ON_CARD: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e5)
+"""A kernel takes some microseconds, however little there is to do."""
+_CALLS_ON_CORE: Final[Mapping[str, Any]] = dict.fromkeys(_CALLS, 2e4)
+
+
 def catalogued_rates(platform: Platform) -> Rates:
     """What the published figures of a machine's card let one expect.
 
-    A card whose name is not known counts as one with as much memory.
+    A card that is not listed counts as the listed one nearest in memory.
     """
     if platform.accelerator == "cpu":
         return _of_processor(platform)
@@ -164,7 +183,10 @@ def catalogued_rates(platform: Platform) -> Rates:
     named = [card for card in _CARDS if card.name in name]
     card = min(named or _CARDS, key=lambda one: abs(one.memory - memory))
     like = f"{card.name} ({card.memory} GiB)"
-    origin = f"catalogued, {like}" if named else f"catalogued, as of {like}: no such card is known"
+    origin = f"catalogued, {like}"
+    if not named:
+        # Of cards with as much memory, since that is all one knows of a card without a name.
+        origin = f"catalogued, of {like}, the listed card nearest in memory"
     return Rates(
         products=card.low * _REACHED["products"] * _TERA,
         products_fp32=card.fp32 * _REACHED["products"] * _TERA,
@@ -172,7 +194,9 @@ def catalogued_rates(platform: Platform) -> Rates:
         convolutions_fp32=card.fp32 * _REACHED["convolutions"] * _TERA,
         attention=card.low * _REACHED["attention"] * _TERA,
         attention_fp32=card.fp32 * _REACHED["attention"] * _TERA,
+        **_CALLS_ON_CARD,
         device_memory=card.bandwidth * _REACHED["memory"] * _GIGA,
+        device_memory_fp32=card.bandwidth * _REACHED["memory"] * _GIGA,
         to_host=card.bus * _BUS_REACHED * _GIGA,
         to_device=card.bus * _BUS_REACHED * _GIGA,
         **_HOST,
@@ -186,7 +210,9 @@ def _of_processor(platform: Platform) -> Rates:
     low = fp32 * (2 if platform.native_bf16 else 0.2)
     return Rates(
         products=low, products_fp32=fp32, convolutions=low, convolutions_fp32=fp32,
-        attention=low / 2, attention_fp32=fp32 / 2, device_memory=_HOST["host_memory"],
+        attention=low / 2, attention_fp32=fp32 / 2,
+        **_CALLS_ON_CORE,
+        device_memory=_HOST["host_memory"] / 2, device_memory_fp32=_HOST["host_memory"],
         to_host=_HOST["host_memory"], to_device=_HOST["host_memory"], **_HOST, **_DISK,
         origin=f"catalogued, {platform.usable_cores} cores",
     )  # fmt: skip

@@ -12,7 +12,7 @@ and the disk are read and written beside each other, and the slowest of these la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal
 
 import attrs
@@ -30,8 +30,17 @@ StepPhase = Literal["forward", "backward", "optimizer", "weights", "ema"]
 _PASSES: Final = ("forward", "backward")
 _BESIDE: Final = 0.15
 """Of a step whose optimizer is hidden: what it takes of cores, memory and bus meanwhile."""
-_PER_PARAMETER: Final = 25
-"""Operators, views included, that DeepSpeed begins for the gradient of each parameter."""
+_PER_GRADIENT: Final[Mapping[int, int]] = {0: 5, 1: 12, 2: 12, 3: 12}
+"""By stage: operators, views included, that DeepSpeed begins for the gradient of each parameter.
+Counted in backward passes of DeepSpeed 0.19.8 beside those of the plain engine."""
+_PER_CHECKED: Final[Mapping[tuple[bool, int], tuple[int, int]]] = {
+    (False, 2): (40, 20), (False, 4): (32, 5), (True, 2): (56, 9), (True, 4): (72, 8),
+}  # fmt: skip
+"""By whether it is stage 3, and the bytes of a weight: bytes of each element and operators of each
+gradient that DeepSpeed goes over besides for an optimizer in host memory, where zerotune does not:
+overflow, and a norm in fp64. Counted likewise."""
+_PER_GATHERED: Final = 4
+"""The same for each parameter of a forward pass at stage 3."""
 
 
 @attrs.frozen(kw_only=True)
@@ -149,14 +158,25 @@ def _passes(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[Tim
     if case.workload.gradient_checkpointing and facts.recomputed is not None:
         yield from _computed(case, facts.recomputed, rates, "backward", "blocks once more")
     if facts.backward.operators and case.resolved.uses_deepspeed:
-        begun = _PER_PARAMETER * len(case.model.parameters) / rates.operators
-        yield TimePart(
-            phase="backward",
-            lane="device" if case.on_cpu else "host",
-            what="gradients looked after",
-            seconds=case.resolved.gradient_accumulation_steps * begun,
-            rate="operators",
-        )
+        stage = case.resolved.stage
+        yield _looked_after(case, rates, "backward", "gradients looked after", _PER_GRADIENT[stage])
+        if _checks(case):
+            _, each = _PER_CHECKED[stage == 3, case.element]
+            yield _looked_after(case, rates, "backward", "gradients checked", each)
+        if stage == 3:
+            yield _looked_after(case, rates, "forward", "parameters gathered", _PER_GATHERED)
+
+
+def _looked_after(case: Costing, rates: Rates, phase: StepPhase, what: str, each: int) -> TimePart:
+    trained = sum(one.trainable for one in case.model.parameters)
+    begun = each * (trained if phase == "backward" else len(case.model.parameters))
+    return TimePart(
+        phase=phase,
+        lane="device" if case.on_cpu else "host",
+        what=what,
+        seconds=case.resolved.gradient_accumulation_steps * begun / rates.operators,
+        rate="operators",
+    )
 
 
 def _computed(
@@ -184,13 +204,24 @@ def _computed(
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
     )
+    for name, calls in (
+        ("product_calls", work.product_calls), ("attention_calls", work.attention_calls),
+    ):  # fmt: skip
+        rate = f"{name}{suffix}"
+        yield TimePart(
+            phase=phase,
+            lane="device",
+            what=f"{what}: {name.replace('_', ' ')}",
+            seconds=shared * times * calls / getattr(rates, rate),
+            rate=rate,
+        )
     nbytes = times * work.moved.of(**size) * case.element / 2
     yield TimePart(
         phase=phase,
         lane="device",
         what=f"{what}: other operators",
-        seconds=shared * nbytes / rates.device_memory,
-        rate="device_memory",
+        seconds=shared * nbytes / getattr(rates, f"device_memory{suffix}"),
+        rate=f"device_memory{suffix}",
     )
 
 
@@ -214,18 +245,19 @@ def _moved(case: Costing, estimate: EstimateValue, rates: Rates) -> Iterator[Tim
 def _amounts(case: Costing, estimate: EstimateValue) -> Iterator[_Moved]:
     traffic, waiting = step_traffic(estimate), _waiting(case)
     half, swap = traffic.parameters / 2, traffic.swap
-    memory = "host_memory" if case.on_cpu else "device_memory"
+    memory = "host_memory" if case.on_cpu else "device_memory_fp32"
     yield "forward", "device", "parameters to the device", half, "to_device"
     yield "forward", "bus", "activations to the host", waiting, "to_host"
     yield "backward", "device", "parameters to the device", half, "to_device"
     yield "backward", "bus", "activations to the device", waiting, "to_device"
     yield "backward", "bus", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
+    yield "backward", "device", "gradients checked", _checked(case), "device_memory_fp32"
     new = traffic.new_in_backward, traffic.new_in_step
     yield "backward", "device", "memory allocated anew", new[0], "new_memory"
     yield "optimizer", "host", "memory allocated anew", new[1], "new_memory"
     yield "optimizer", "host", "the optimizer", traffic.optimizer + traffic.chain, "host_step"
-    yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory"
+    yield "optimizer", "device", "the optimizer", traffic.on_device, "device_memory_fp32"
     yield "optimizer", "disk", "swap files read", swap.read, "disk_read"
     yield "optimizer", "disk", "swap files written", swap.written, "disk_write"
     yield "weights", "bus", "weights to the device", traffic.weights, "to_device"
@@ -240,6 +272,19 @@ def _waiting(case: Costing) -> float:
     size = {"batch": work.batch, "pixels": case.positions, "element_bytes": case.element}
     each = known.offloaded_host.nbytes(**size)
     return each * case.resolved.gradient_accumulation_steps
+
+
+def _checks(case: Costing) -> bool:
+    """Whether DeepSpeed looks at each gradient on its way to host memory."""
+    resolved = case.resolved
+    offloads = resolved.offload_optimizer != "none"
+    return resolved.uses_deepspeed and offloads and not case.steps_in_one_pass
+
+
+def _checked(case: Costing) -> float:
+    """Bytes that are read and written meanwhile, once in a step."""
+    each, _ = _PER_CHECKED[case.resolved.stage == 3, case.element]
+    return each * case.trained if _checks(case) else 0.0
 
 
 def _gradients_in_memory(case: Costing) -> float:
