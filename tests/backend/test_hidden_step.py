@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.backend.test_host_step import digest, weights_of
 from tests.support.ranks import RanksFailed, run_ranks
+from zerotune.backend import plain
 from zerotune.backend.build import build_engine
 from zerotune.backend.deepspeed import host_step, pending_step
 from zerotune.backend.deepspeed.host_adam import SlabStep
@@ -30,6 +31,8 @@ from zerotune.backend.deepspeed.host_adam import SlabStep
 pytestmark = pytest.mark.deepspeed
 
 SIDE = 6
+PLAIN = 0
+"""In the place of a stage: the plain engine."""
 STEPS = int(os.environ.get("ZEROTUNE_HIDDEN_STEPS", "45"))
 """Of the runs with delays: as many as meet every way of looking twice; 200 where asked for."""
 LEARNED = 0.5 if STEPS >= 200 else 0.7
@@ -69,7 +72,7 @@ class Web(torch.nn.Module):
 def begin(
     stage: int, model: torch.nn.Module, *, precision: str = "bf16", hidden: bool | None,
     clipping: float = 0.5, accumulation: int = 1, groups: bool = False, persistent: int = 0,
-    optimizer: str = "AdamW",
+    optimizer: str = "AdamW", apart: bool = True,
 ) -> Any:  # fmt: skip
     from zerotune.optim import ParameterGroups
     from zerotune.optim.resolver import OptimizerResolver
@@ -88,9 +91,20 @@ def begin(
         model=ModelFacts.from_module(model),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         hidden=hidden,
+        deepspeed=stage != PLAIN,
     )
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if groups else None)
-    return build_engine(model=model, plan=resolver.apply(resolved))
+    with pytest.MonkeyPatch.context() as patch:
+        # The model as on a device: its weights lie elsewhere than those that are stepped.
+        patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
+        return build_engine(model=model, plan=resolver.apply(resolved))
+
+
+def optimizer_of(engine: Any) -> Any:
+    """Whose groups a schedule sets, and which knows of the step under way."""
+    return (
+        engine._torch_optimizer if engine.plan.stage == PLAIN else engine.deepspeed_engine.optimizer
+    )
 
 
 def batch(engine: Any, step: int) -> torch.Tensor:
@@ -174,7 +188,7 @@ def long_run(stage: int, hidden: bool, steps: int) -> dict[str, Any]:
                 engine.discard()
                 continue
             if step % 41 == 40:
-                for group in engine.deepspeed_engine.optimizer.param_groups:
+                for group in optimizer_of(engine).param_groups:
                     group["lr"] *= 0.5
             assert engine.step().applied
             emas.step()
@@ -212,6 +226,7 @@ def look(engine: Any, emas: Any, step: int) -> Any:
 @pytest.mark.parametrize(
     ("stage", "ranks"),
     [
+        (PLAIN, 1),
         (1, 1),
         (2, 1),
         (3, 1),
@@ -220,13 +235,15 @@ def look(engine: Any, emas: Any, step: int) -> Any:
     ],
 )
 def test_delays_anywhere_change_no_loss(stage, ranks):
-    mine = run_ranks(long_run, stage, True, STEPS, world_size=ranks)
-    theirs = run_ranks(long_run, stage, False, STEPS, world_size=ranks)
+    steps = STEPS if stage != PLAIN or STEPS >= 200 else STEPS // 3
+    mine = run_ranks(long_run, stage, True, steps, world_size=ranks)
+    theirs = run_ranks(long_run, stage, False, steps, world_size=ranks)
     for one, other in zip(mine, theirs, strict=True):
         for name in ("losses", "looks", "master", "ema"):
             assert one[name] == other[name], name
-        assert one["taken"]["zerotune-step"] > 5 * STEPS, "nothing was taken in the thread"
-        assert one["losses"][-1] < LEARNED * one["losses"][0], "nothing was learned"
+        assert one["taken"]["zerotune-step"] > 5 * steps, "nothing was taken in the thread"
+        if steps == STEPS:
+            assert one["losses"][-1] < LEARNED * one["losses"][0], "nothing was learned"
 
 
 def short_run(hidden: bool, averages: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -263,6 +280,9 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("averages", "arguments"),
     [
+        (2, {"stage": PLAIN, "groups": True, "accumulation": 3}),
+        (1, {"stage": PLAIN, "precision": "fp32", "apart": False}),
+        (1, {"stage": PLAIN, "optimizer": "AdamWBF16States", "clipping": 0.0}),
         (0, {"stage": 1, "precision": "fp32", "clipping": 0.0}),
         (1, {"stage": 2, "accumulation": 3}),
         (2, {"stage": 2, "precision": "fp32", "groups": True}),
@@ -272,6 +292,9 @@ def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         (1, {"stage": 3, "optimizer": "AdamWBF16States"}),
     ],
     ids=[
+        "plain groups accumulated",
+        "plain fp32 in one memory",
+        "plain bf16 states",
         "z1 fp32",
         "z2 accumulated",
         "z2 groups",
@@ -418,7 +441,9 @@ def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
             engine.backward(loss_of(engine, step))
             engine.step()
             engine.deepspeed_engine.optimizer.zerotune_step._thread.submit(int).result()
-    said = [d.after for d in engine.decisions if d.key == host_step.THREADS_KEY]
+    said = [
+        (d.before, d.after, d.reason) for d in engine.decisions if d.key == pending_step.THREADS_KEY
+    ]
     engine.close()
     return seen, said
 
@@ -427,7 +452,10 @@ def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
 def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
     ((seen, said),) = run_ranks(spared, threads)
     assert seen == {("zerotune-step", left, threads)}
-    assert len(said) == 1
+    ((before, after, reason),) = said
+    assert (before, after) == (threads, left)
+    assert ("left to what the next forward" in reason) == (left < threads)
+    assert f"{len(os.sched_getaffinity(0))} hardware thread(s)" in reason
 
 
 @pytest.mark.parametrize(
@@ -447,7 +475,7 @@ def test_who_takes_the_pass(accelerator, ranks, asked, hides):
         why_at_once=lambda: None, needs_a_thread=ranks > 1, hide=lambda: done.append("hidden")
     )
     plan = SimpleNamespace(platform=SimpleNamespace(accelerator=accelerator), hidden_step=asked)
-    decision = host_step._hide(step, plan)
+    decision = pending_step.choose_when(step, plan)
     assert bool(done) == hides == ("thread" in decision.after)
     if not hides and asked is None and accelerator == "cuda":
         assert "hidden=True" in decision.reason
@@ -529,7 +557,7 @@ def failing(stage: int) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SlabStep, "run", fail)
             engine.step()
-            engine.deepspeed_engine.optimizer.zerotune_step._thread.shutdown()
+            optimizer_of(engine).zerotune_step._thread.shutdown()
         for call in (
             lambda: loss_of(engine, 1),
             lambda: engine.backward(torch.zeros(1, requires_grad=True).sum()),
@@ -537,7 +565,7 @@ def failing(stage: int) -> list[str]:
             engine.discard,
             engine.master_weights.settle,
             lambda: list(engine.master_weights.read()),
-            engine.deepspeed_engine.optimizer.state_dict,
+            *(() if stage == PLAIN else (engine.deepspeed_engine.optimizer.state_dict,)),
             engine.close,
         ):
             try:
@@ -550,10 +578,10 @@ def failing(stage: int) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
 def test_every_call_after_an_error_ends_with_its_traceback(stage):
     (seen,) = run_ranks(failing, stage)
-    assert seen == ["its own"] * 8
+    assert seen == ["its own"] * (7 if stage == PLAIN else 8)
 
 
 def resumed(folder: Path, part: str) -> list[float]:

@@ -113,10 +113,11 @@ def same(
     """Assert that both steps leave the same; what the one in one pass left, by rank."""
     mine = run_ranks(train, case, True, drop, added_up, world_size=world_size)
     theirs = run_ranks(train, case, False, drop, added_up, world_size=world_size)
+    usual = "DeepSpeed's" if case.deepspeed else "torch's fused"
     for one, other in zip(mine, theirs, strict=True):
         assert one["decisions"] == ["one pass"]
         assert other["decisions"] == [
-            "AdamWBF16States' own" if case.optimizer == "AdamWBF16States" else "DeepSpeed's"
+            "AdamWBF16States' own" if case.optimizer == "AdamWBF16States" else usual
         ]
         assert one["explained"]
         for name in ("losses", "norms", "master", "ema", "model"):
@@ -171,6 +172,52 @@ def test_nor_when_micro_batches_are_added_up_in_fp32(case):
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_nor_when_windows_are_dropped(case):
     same(case, drop=(1, 4))
+
+
+PLAIN = Case(deepspeed=False, offload="cpu", precision="bf16")
+
+
+def plainly(cases: list[tuple[Case, bool]]) -> list[list[dict[str, Any]]]:
+    """What both steps leave under the plain engine, and of the first what it does without."""
+    from zerotune.backend import plain
+
+    found = []
+    for case, apart in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            # As where the model has a memory of its own.
+            patch.setattr(plain, "_has_memory_of_its_own", lambda _, apart=apart: apart)
+            found.append([train(case, host_step, (1,)) for host_step in (True, False)])
+    found[0].append(train(attrs.evolve(cases[0][0], offload="none"), True, (1,)))
+    return found
+
+
+def same_plainly(cases: list[tuple[Case, bool]], world_size: int = 1) -> list[dict[str, Any]]:
+    """Assert that both steps leave the same; what is left of the first case by all three."""
+    for found in run_ranks(plainly, cases, world_size=world_size):
+        for (case, _), (mine, theirs, *_) in zip(cases, found, strict=True):
+            ours = case.optimizer == "AdamWBF16States"
+            assert mine["decisions"] == ["one pass"]
+            assert theirs["decisions"] == ["AdamWBF16States' own" if ours else "torch's fused"]
+            for name in ("losses", "norms", "master", "ema", "model"):
+                assert mine[name] == theirs[name], (case, name)
+    return found[0]
+
+
+def test_the_plain_engine_leaves_what_torchs_fused_step_leaves():
+    l2 = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1, "lr": 1e-3}}
+    mine, _, without = same_plainly([
+        (PLAIN, False),
+        (attrs.evolve(PLAIN, optimizer=l2, clipping=4.1), True),
+        (attrs.evolve(PLAIN, optimizer="AdamWBF16States", clipping=0.0), True),
+    ])  # fmt: skip
+    # torch's loop over tensors rounds square roots otherwise.
+    assert without["decisions"] == []
+    assert mine["losses"] == pytest.approx(without["losses"], rel=1e-4)
+
+
+@pytest.mark.world_size(2)
+def test_nor_do_two_processes_of_it():
+    same_plainly([(PLAIN, True)], world_size=2)
 
 
 def without_compiler(case: Case) -> list[tuple[str, str]]:

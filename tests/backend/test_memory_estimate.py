@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import attrs
 import pytest
 from diffusers import UNet2DModel
 
@@ -156,6 +157,34 @@ def test_loading_takes_what_was_estimated(tmp_path):
     assert found[True][0] > 1.5 * found[False][0]
 
 
-def test_the_plain_engine_takes_what_was_estimated():
-    (result,) = run_ranks(measure, PLAIN)
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_the_plain_engine_takes_what_was_estimated(offload):
+    (result,) = run_ranks(measure, attrs.evolve(PLAIN, offload=offload))
     check(result)
+
+
+def exchange(numel: int) -> tuple[int, int]:
+    """Bytes that an exchange of bf16 weights takes at its peak, and the weights' own."""
+    import torch
+    import torch.distributed as dist
+
+    from zerotune.backend.deepspeed.pending_step import Exchange, Piece
+
+    engine = start(Case(stage=0), torch.nn.Linear(8, 8))
+    group = engine.group
+    partitions = [torch.zeros(numel, dtype=torch.bfloat16) for _ in range(group.world_size)]
+    exchange = Exchange(group=group, data=dist.new_group(), partitions=[partitions])
+    most = 0
+    # The watch may sleep through one of them; both ranks take as many.
+    for _ in range(5):
+        with Peak() as peak:
+            exchange.share([Piece(slab=0, start=0, stop=numel)])
+        most = max(most, peak.nbytes - peak.before)
+    engine.close()
+    return most, 2 * numel * group.world_size
+
+
+@pytest.mark.world_size(2)
+def test_an_exchange_takes_what_it_brings():
+    for taken, brought in run_ranks(exchange, 8 * 2**20, world_size=2):
+        assert taken == pytest.approx(brought, rel=0.05)

@@ -332,6 +332,24 @@ def test_deepspeed_can_be_switched_off(cuda):
     assert warnings(resolve(BF16, cuda, deepspeed=False)) == []
 
 
+def test_the_plain_engine_keeps_its_optimizer_in_host_memory(cuda, no_deepspeed):
+    config = zero(stage=2, offload_optimizer={"device": "cpu"})
+    resolved = resolve(config, cuda, deepspeed=False)
+    assert (resolved.stage, resolved.offload_optimizer) == (0, "cpu")
+    assert resolved.plan.zero_optimization.offload_optimizer.pin_memory is True
+    assert decision(resolved, "zero_optimization").before == {"stage": 2}
+    kept = decision(resolved, "zero_optimization.offload_optimizer")
+    assert (kept.after, kept.severity) == ("cpu", "note")
+    # One memory on macOS; a loss scale is undone on the device; files need ZeRO-3.
+    assert resolve(config, no_deepspeed).offload_optimizer == "none"
+    half = {"bf16": {"enabled": False}, "fp16": {"enabled": True}}
+    fp16 = resolve({**config, **half}, cuda, deepspeed=False)
+    assert fp16.offload_optimizer == "none"
+    assert "zero_optimization.offload_optimizer" in warnings(fp16)
+    files = zero(stage=3, offload_optimizer={"device": "nvme", "nvme_path": "/swap"})
+    assert resolve(files, cuda, deepspeed=False).offload_optimizer == "none"
+
+
 @pytest.mark.parametrize(
     ("config", "run", "clipping"),
     [

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
-from zerotune.platform.cores import LogicalCpu, parse_list, read_cpus, share_cores
+from zerotune.platform.cores import (
+    LogicalCpu,
+    describe_cpus,
+    parse_list,
+    read_cpus,
+    share_cores,
+)
 
 
 def machine(*, nodes=1, cores=8, threads=2):
@@ -69,6 +75,13 @@ def test_more_ranks_than_cores_take_one_thread_each_unbound():
     cpus = machine(cores=2, threads=1)
     shares = [share_cores(cpus, affinities=everyone(cpus, 3), rank=rank) for rank in range(3)]
     assert [(share.threads, share.cpus) for share in shares] == [(1, None)] * 3
+
+
+def test_what_a_process_may_use_is_said_with_its_siblings_and_limit():
+    cpus = read_cpus(lambda _: None, range(3))
+    assert describe_cpus(cpus) == "3 physical core(s), 3 hardware thread(s)"
+    eight = describe_cpus(machine(), quota=2.5)
+    assert eight == "8 physical core(s), 16 hardware thread(s), a container's limit of 2.5 cores"
 
 
 def test_without_facts_there_is_no_share():

@@ -19,7 +19,7 @@ import torch
 from zerotune.decisions import Decision
 from zerotune.platform import MachineProbe
 from zerotune.platform.cgroups import cpu_quota
-from zerotune.platform.cores import CoreShare, read_cpus, share_cores
+from zerotune.platform.cores import CoreShare, affinity_here, read_cpus, share_cores
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
@@ -90,7 +90,7 @@ def cpu_threads(
         yield ()
         return
     else:
-        affinity = _affinity()
+        affinity = affinity_here()
         here = _on_this_host(group, affinity)
         facts = _facts(affinity)
         # Every rank has taken part in the exchange; only now may they differ.
@@ -123,12 +123,6 @@ def _kept(facts: ThreadFacts) -> Decision:
     return Decision(
         key=KEY, before=facts.threads, after=facts.threads, reason=f"left alone: {facts.chosen_by}"
     )
-
-
-def _affinity() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def _on_this_host(group: ProcessGroup, affinity: frozenset[int]) -> dict[int, frozenset[int]]:
@@ -169,7 +163,7 @@ def _applied(share: CoreShare) -> Iterator[tuple[Decision, ...]]:
 
 
 def _overridden() -> str:
-    launcher = _facts(_affinity()).launcher
+    launcher = _facts(affinity_here()).launcher
     return f"; {VARIABLE}=1 is only {launcher}'s default" if launcher else ""
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import torch
 from typing_extensions import override
@@ -15,17 +16,43 @@ from typing_extensions import override
 from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, check_alike, expected_groups
 from zerotune.backend.deepspeed.given_back import check_not_gone
-from zerotune.backend.deepspeed.layouts import ParameterLayout, require_trainable
+from zerotune.backend.deepspeed.host_adam import (
+    HostBF16Adam,
+    HostTorchAdam,
+    NoStep,
+    SlabStep,
+    Stepper,
+    torch_rounds_alike,
+    torch_rounds_alike_in_fp32,
+)
+from zerotune.backend.deepspeed.layouts import (
+    UNDER_WAY,
+    Named,
+    ParameterLayout,
+    require_trainable,
+    trainable_parameters,
+)
+from zerotune.backend.deepspeed.pending_step import (
+    KEY,
+    ROUNDS_OTHERWISE,
+    DeferredSteps,
+    Piece,
+    Upload,
+    choose_when,
+    shares_cores,
+)
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
 from zerotune.backend.dtypes import DTYPES, check_model_dtype
 from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.master_weights import MasterLayout, MasterWeights
+from zerotune.backend.ops.host_step import HostStepOp, load_host_step
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.running import StartedEngine, gradient_norm
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
-from zerotune.decisions import announce
-from zerotune.errors import EngineError
+from zerotune.decisions import Decision, announce
+from zerotune.errors import EngineError, PlatformError
 from zerotune.plan.api import ResolvedPlan
 
 # `accelerate launch` passes its own configuration through these; the resolved plan has already
@@ -41,13 +68,23 @@ _ACCELERATE_CONFIGURATION = (
 
 _SCALE: Final = ("scale", "_growth_tracker")
 """What of a ``GradScaler``'s state changes while it runs."""
+_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW, AdamWBF16States)
+_REASON: Final = (
+    "clipping, Adam and the averages go over host memory once, not once each; the bits of torch's "
+    "fused Adam, whose loop over tensors rounds square roots otherwise in the last one"
+)
+_CLIPPING_EPS: Final = 1e-6
+"""What ``torch.nn.utils.clip_grad_norm_`` adds to the norm."""
+_ALIGNED: Final = 16
+"""Elements of 64 bytes: where a parameter may begin in a block of host memory."""
 
 
 class PlainEngine(StartedEngine):
     """An ``Engine`` without ZeRO: the parameters are the fp32 master weights.
 
     bf16 and fp16 run as autocast over fp32 weights. Several processes run as
-    ``DistributedDataParallel``.
+    ``DistributedDataParallel``. With the optimizer in host memory its weights and moments lie
+    there, beside the device's own fp32 weights; Adam and AdamW are stepped in one pass.
 
     Args:
         model: The model, in fp32; moved to the device in place.
@@ -78,17 +115,81 @@ class PlainEngine(StartedEngine):
         named = require_trainable(model)
         self._parameters = [parameter for _, parameter in named]
         self._wrapped = self._accelerator.prepare_model(model)
+        named = self._place(named, plan)
         self._torch_optimizer = build_client_optimizer(choice, named)
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
+        layout = ParameterLayout(
+            module=model,
+            optimizer=self._torch_optimizer,
+            masters=None if self._host is None else self._parameters,
+        )
+        self._decisions = self._take_over_step(plan, layout)
         self._optimizer = self._accelerator.prepare_optimizer(self._torch_optimizer)
         schedule = curve(plan)
         self._scheduler = None if schedule is None else schedule(self._torch_optimizer)
-        layout = ParameterLayout(module=model, optimizer=self._torch_optimizer)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         self._global_step = self._micro_step = self._skipped_steps = 0
         self._micro_batch: AbstractContextManager[Any] | None = None
         self._checks().raise_if_failed(engine="accelerate")
         announce(self.decisions, rank=self._group.rank)
+
+    def _place(self, named: Named, plan: ResolvedPlan) -> Named:
+        """The master weights by name, in host memory where the plan wants them there."""
+        self._host = None
+        if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
+            zero = plan.plan.zero_optimization
+            section = None if zero is None else zero.offload_optimizer
+            self._host = HostWeights(
+                named,
+                pin=section is not None and section.pin_memory is True,
+                # Of several ranks, gradients are sums only once all of them have come.
+                early=lambda: self._at_boundary and self._group.world_size == 1,
+            )
+            self.resources.callback(self._host.close)
+            named = self._host.named
+            self._parameters = [master for _, master in named]
+        return named
+
+    def _take_over_step(self, plan: ResolvedPlan, layout: MasterLayout) -> tuple[Decision, ...]:
+        """Have an Adam in host memory stepped in one pass, where that is possible."""
+        self._step: PlainStep | None = None
+        adam = self._torch_optimizer
+        if plan.offload_optimizer == "none" or not isinstance(adam, _ADAMS):
+            return ()
+        ours = isinstance(adam, AdamWBF16States)
+        usual = "AdamWBF16States' own" if ours else "torch's fused"
+        op, obstacle = (
+            None,
+            None if plan.host_step else "the plan was resolved with host_step=False",
+        )
+        if obstacle is None and not ours:
+            obstacle = HostTorchAdam.obstacle(adam)
+        if obstacle is None:
+            try:
+                op = load_host_step()
+            except PlatformError as error:
+                obstacle = f"the op host_step cannot be built: {error.reason}"
+            else:
+                alike = torch_rounds_alike if ours else torch_rounds_alike_in_fp32
+                obstacle = None if alike(op) else ROUNDS_OTHERWISE
+        elsewhere = self._group.any(obstacle is not None, purpose="choose who takes the steps")
+        if op is None or elsewhere:
+            _step_fused(adam)
+            reason = obstacle or "another rank cannot take it so"
+            return (Decision(key=KEY, before=usual, after=usual, reason=reason),)
+        self._step = PlainStep(
+            op=op,
+            adam=adam,
+            module=self._module,
+            layout=layout,
+            group=self._group,
+            host=self._host,
+        )
+        return (
+            Decision(key=KEY, before=usual, after="one pass", reason=_REASON),
+            choose_when(self._step, plan),
+            shares_cores(self._step),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -127,8 +228,9 @@ class PlainEngine(StartedEngine):
 
         Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
         """
+        self._master_weights.settle()
         self._close_micro_batch()
-        self._optimizer.zero_grad()
+        self._zero_grad()
         self._global_step = state.global_step
         self._micro_step = state.micro_step
         self._skipped_steps = state.skipped_steps
@@ -147,6 +249,7 @@ class PlainEngine(StartedEngine):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss, divided by the accumulation steps."""
+        self._master_weights.settle()
         self._open_micro_batch()
         self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
@@ -160,7 +263,7 @@ class PlainEngine(StartedEngine):
         if boundary:
             grad_norm = self._gradient_norm()
             applied = self._update(grad_norm)
-            self._optimizer.zero_grad()
+            self._zero_grad()
             self._global_step += 1
             self._skipped_steps += not applied
             if applied and self._scheduler is not None:
@@ -170,8 +273,9 @@ class PlainEngine(StartedEngine):
 
     def discard(self) -> None:
         """Drop the accumulation window under way; it counts as a skipped step."""
+        self._master_weights.settle()
         self._close_micro_batch()
-        self._optimizer.zero_grad()
+        self._zero_grad()
         count = self._plan.gradient_accumulation_steps
         self._micro_step = (self._micro_step // count + 1) * count
         self._global_step += 1
@@ -179,7 +283,11 @@ class PlainEngine(StartedEngine):
 
     def _release(self) -> None:
         self._close_micro_batch()
-        self._accelerator.free_memory()
+        try:
+            if self._step is not None:
+                self._step.close()
+        finally:
+            self._accelerator.free_memory()
 
     @property
     def _at_boundary(self) -> bool:
@@ -205,16 +313,37 @@ class PlainEngine(StartedEngine):
         if not finite and self._accelerator.scaler is None:
             return False
         self._optimizer.step()
+        if self._host is not None and self._step is None:
+            self._host.upload()
         return not self._optimizer.step_was_skipped
+
+    def _zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+        if self._host is not None:
+            self._host.forget()
 
     def _gradient_norm(self) -> float | None:
         """Norm of the gradients, which are clipped to it; ``None``: the loss scaler looks at it."""
         limit = self._plan.gradient_clipping
+        if self._plan.offload_optimizer != "none":
+            return self._norm_in_host_memory(limit)
         if limit > 0:
             return float(self._accelerator.clip_grad_norm_(self._parameters, limit))
         if self._accelerator.scaler is not None:
             return None
         return gradient_norm(self._parameters)
+
+    def _norm_in_host_memory(self, limit: float) -> float:
+        """As ``_gradient_norm``; the pass itself clips, where there is one."""
+        norm = self._host.collect() if self._host is not None else _norm(self._parameters)
+        coefficient = torch.clamp(limit / (norm + _CLIPPING_EPS), max=1.0) if limit > 0 else None
+        if self._step is not None:
+            self._step.factor = 1.0 if coefficient is None else float(coefficient)
+        elif coefficient is not None:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(float(coefficient))
+        return float(norm)
 
     def _checks(self) -> Checks:
         choice = self._plan.optimizer
@@ -233,8 +362,210 @@ class PlainEngine(StartedEngine):
             self._accelerator.mixed_precision, self._accelerator.mixed_precision
         )
         checks.equal("precision", self._plan.precision, precision)
+        if self._plan.offload_optimizer == "cpu":
+            places = {
+                p.device.type for g in self._torch_optimizer.param_groups for p in g["params"]
+            }
+            checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
         checks.equal("world_size", self._plan.world_size, self._group.world_size)
         return checks
+
+
+class HostWeights:
+    """fp32 master weights in host memory of parameters on a device, and the way between them.
+
+    Gradients leave the device while the backward pass goes on, each with its norm, which is read
+    with all others once.
+
+    Args:
+        named: The parameters, fp32.
+        pin: Whether to page-lock the memory.
+        early: Whether a gradient that has just been added up may leave.
+    """
+
+    def __init__(self, named: Named, *, pin: bool, early: Callable[[], bool]) -> None:
+        sizes = [-(-p.numel() // _ALIGNED) * _ALIGNED for _, p in named]
+        weights, gradients = (torch.zeros(sum(sizes), pin_memory=pin) for _ in range(2))
+        self._parameters = [parameter for _, parameter in named]
+        self._early = early
+        self._gradients: list[torch.Tensor] = []
+        self._norms: dict[int, torch.Tensor] = {}
+        self.named: Named = []
+        """The master weights, which the optimizer steps, by the parameters' names."""
+        at = 0
+        for (name, parameter), size in zip(named, sizes, strict=True):
+            part = slice(at, at + parameter.numel())
+            master = torch.nn.Parameter(weights[part].view(parameter.shape))
+            master.data.copy_(parameter.data)
+            # mup's optimizers look for the widths that it has noted there.
+            vars(master).update(vars(parameter))
+            self.named.append((name, master))
+            self._gradients.append(gradients[part].view(parameter.shape))
+            at += size
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._added_up, index)
+            )
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    @property
+    def flat(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each master weight with what it is on the device, both 1-D."""
+        for (_, master), parameter in zip(self.named, self._parameters, strict=True):
+            yield master.data.view(-1), parameter.data.view(-1)
+
+    def collect(self) -> torch.Tensor:
+        """Have every gradient on the host; their norm, fp32."""
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                self._take(index)
+        for index, (_, master) in enumerate(self.named):
+            master.grad = self._gradients[index] if index in self._norms else None
+        norms = [self._norms[index] for index in sorted(self._norms)]
+        if not norms:
+            return torch.zeros(())
+        # Reading it waits for the copies too, which were made on the same stream.
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms)).cpu()
+        return norm
+
+    def forget(self) -> None:
+        """Drop all gradients, also those that have not left."""
+        self._norms.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def upload(self) -> None:
+        """Bring the weights to the device."""
+        for master, weight in self.flat:
+            weight.copy_(master)
+
+    def close(self) -> None:
+        """Leave the parameters' gradients where they are from now on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _added_up(self, index: int, _parameter: torch.Tensor) -> None:
+        if self._early():
+            self._take(index)
+
+    @torch.no_grad()
+    def _take(self, index: int) -> None:
+        parameter, room = self._parameters[index], self._gradients[index]
+        gradient = cast(torch.Tensor, parameter.grad)
+        if index in self._norms:
+            # A second backward pass within one window.
+            gradient = gradient + room.to(gradient.device)
+        self._norms[index] = torch.linalg.vector_norm(gradient)
+        room.copy_(gradient, non_blocking=room.is_pinned())
+        parameter.grad = None
+
+
+class PlainStep(DeferredSteps):
+    """Takes the steps of the plain engine's Adam in host memory in one pass.
+
+    Args:
+        op: The compiled functions.
+        adam: The optimizer; its ``step`` is replaced.
+        module: The model.
+        layout: Where the optimizer has its weights.
+        group: The processes that train together.
+        host: The master weights, where they are not the parameters themselves.
+    """
+
+    def __init__(
+        self,
+        *,
+        op: HostStepOp,
+        adam: torch.optim.Optimizer,
+        module: torch.nn.Module,
+        layout: MasterLayout,
+        group: ProcessGroup,
+        host: HostWeights | None,
+    ) -> None:
+        super().__init__(op=op, module=module, layout=layout, group=group)
+        self._optimizer, self._host = adam, host
+        self._adam: Stepper = (
+            HostBF16Adam(op=op, adam=adam)
+            if isinstance(adam, AdamWBF16States)
+            else HostTorchAdam(op=op, adam=adam)
+        )
+        self.factor = 1.0
+        """What gradients are multiplied by, to clip them."""
+        setattr(adam, UNDER_WAY, self)
+        # So hooks before and after an optimizer's step run, which is what tells of a change.
+        step = torch.optim.Optimizer.profile_hook_step(self._step)
+        adam.step = partial(step, adam)  # type: ignore[method-assign, assignment]
+
+    @override
+    def why_at_once(self) -> str | None:
+        if self._group.world_size > 1:
+            return "DistributedDataParallel looks at all weights before a forward pass"
+        return None
+
+    @property
+    @override
+    def _stepped_by(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
+    @property
+    @override
+    def _accelerator(self) -> Any:
+        return getattr(torch, next(self._module.parameters()).device.type)
+
+    @override
+    def _written(self) -> Mapping[str, torch.Tensor]:
+        return dict(trainable_parameters(self._module))
+
+    def _step(self, _adam: torch.optim.Optimizer, _closure: None = None) -> None:
+        self.settle()
+        slabs = self._layout.tensors
+        self._adam.rewind([slab.numel() for slab in slabs if slab.grad is not None])
+        # Loading a state makes new groups, which accelerate does too.
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        begun = [self._begun(slab, groups[id(slab)]) for slab in slabs]
+        sources: list[torch.Tensor | None] = [None] * len(begun)
+        targets = list(sources)
+        if self._host is not None:
+            sources, targets = map(list, zip(*self._host.flat, strict=True))
+        if self._may_wait():
+            self._launch(begun, self._upload(sources, targets))
+            return
+        upload = Upload(sources=sources, targets=targets)
+        with torch.no_grad():
+            for index, step in enumerate(begun):
+                step.run(0, step.weight.numel())
+                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+
+    def _begun(self, slab: torch.Tensor, group: Mapping[str, Any]) -> SlabStep:
+        if slab.grad is None:
+            return NoStep.of(slab, op=self._op)
+        return self._adam.begin(
+            slab,
+            gradient=slab.grad.contiguous(),
+            group=group,
+            factor=self.factor,
+            out=None,
+        )
+
+
+def _has_memory_of_its_own(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _step_fused(adam: torch.optim.Optimizer) -> None:
+    """Have torch's Adam take its fused step, where nothing else was asked for: the same bits."""
+    if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+        return
+    for group in adam.param_groups:
+        others = ("fused", "foreach", "capturable", "differentiable")
+        if all(not group.get(name) for name in others):
+            group["fused"] = True
+
+
+def _norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(found)
 
 
 def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:

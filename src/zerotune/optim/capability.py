@@ -62,6 +62,9 @@ class Situation:
         accelerator: str = platform.accelerator
         if resolved.uses_deepspeed and platform.deepspeed.accelerator:
             accelerator = platform.deepspeed.accelerator
+        if not resolved.uses_deepspeed and resolved.offload_optimizer == "cpu":
+            # There the optimizer's tensors lie in host memory, whatever the model computes on.
+            accelerator = "cpu"
         zero = resolved.plan.zero_optimization
         bf16 = resolved.plan.bf16
         return cls(

@@ -66,6 +66,8 @@ def resolve(requested: PlanValue, context: Context, *, into: type[ResolvedT]) ->
     plan = _without_inactive_offload(plan)
     plan = _repaired(plan, check_plan(plan, context, rules=REPAIRS), decisions)
     filler = _filler(plan, context)
+    if not uses_deepspeed and filler.precision == "fp16":
+        plan = _without_host_optimizer(plan, decisions)
     plan = _filled(plan, filler, context)
     return into(
         requested=requested,
@@ -104,13 +106,18 @@ def _without_deepspeed(
     if not asked and support.fix:
         why = f"{why}; {support.fix}"
     zero = plan.zero_optimization
+    host = _host_optimizer(zero, platform)
     dropped: dict[str, Any] = {}
     if zero is not None:
         for name in ("offload_optimizer", "offload_param"):
             section: OffloadSection | None = getattr(zero, name)
+            if host is not None and name == "offload_optimizer":
+                continue
             if section is not None and section.device not in (None, "none"):
                 dropped[f"zero_optimization.{name}"] = section.to_dict()
-        dropped["zero_optimization"] = zero.to_dict()
+        left = zero if host is None else attrs.evolve(zero, offload_optimizer=None)
+        if host is None or left.to_dict() not in ({}, {"stage": 0}):
+            dropped["zero_optimization"] = left.to_dict()
     if plan.aio is not None:
         dropped["aio"] = plan.aio.to_dict()
     if not dropped and not asked:
@@ -125,13 +132,54 @@ def _without_deepspeed(
         )
         for key, value in dropped.items()
     )
+    if host is not None:
+        decisions.append(
+            Decision(
+                key=_HOST_OPTIMIZER,
+                before=host.device,
+                after=host.device,
+                reason="the plain engine too keeps the optimizer in host memory and steps there; "
+                "every process all of it, since nothing is partitioned",
+            )
+        )
     return attrs.evolve(
         plan,
-        zero_optimization=None,
+        zero_optimization=None if host is None else ZeroSection(offload_optimizer=host),
         aio=None,
         zero_allow_untested_optimizer=None,
         zero_force_ds_cpu_optimizer=None,
     )
+
+
+_HOST_OPTIMIZER = "zero_optimization.offload_optimizer"
+
+
+def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSection | None:
+    """What the plain engine keeps of a plan with its optimizer in host memory."""
+    section = None if zero is None else zero.offload_optimizer
+    # On macOS host and device share one memory.
+    if section is None or section.device != "cpu" or platform.accelerator == "mps":
+        return None
+    on_device = platform.accelerator != "cpu"
+    pin = section.pin_memory if isinstance(section.pin_memory, bool) else on_device
+    return OffloadSection(device="cpu", pin_memory=pin and on_device)
+
+
+def _without_host_optimizer(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
+    zero = plan.zero_optimization
+    if zero is None or zero.offload_optimizer is None:
+        return plan
+    decisions.append(
+        Decision(
+            key=_HOST_OPTIMIZER,
+            before=zero.offload_optimizer.device,
+            after=None,
+            reason="the plain engine's loss scale is undone where the gradients are, on the "
+            "device; bf16 needs none",
+            severity="warning",
+        )
+    )
+    return attrs.evolve(plan, zero_optimization=None)
 
 
 def _without_inactive_offload(plan: PlanValue) -> PlanValue:
@@ -168,7 +216,7 @@ def _filled(plan: PlanValue, filler: Filler, context: Context) -> PlanValue:
     filler.decisions.extend(why)
     clipping = _clipping(plan, filler, context.run)
     bf16, fp16 = fill_precision(plan, filler.precision, filler)
-    zero, aio = None, None
+    zero, aio = None if context.uses_deepspeed else plan.zero_optimization, None
     if context.uses_deepspeed:
         zero = fill_zero(plan.zero_optimization or ZeroSection(), filler, plan.aio)
         swaps = any(

@@ -10,6 +10,7 @@ Sources: the kernel's ``Documentation/ABI/stable/sysfs-devices-system-cpu`` and
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -55,6 +56,24 @@ def read_cpus(read: Read, numbers: Iterable[int]) -> tuple[LogicalCpu, ...]:
     """
     node_of = _nodes(read)
     return tuple(sorted(_cpu(read, number, node_of.get(number, 0)) for number in numbers))
+
+
+def affinity_here() -> frozenset[int]:
+    """Numbers of the hardware threads this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def describe_cpus(cpus: Sequence[LogicalCpu], *, quota: float | None = None) -> str:
+    """What a process may compute on, in words.
+
+    Args:
+        cpus: The hardware threads it may run on.
+        quota: Cores' worth of time that a container allows.
+    """
+    words = f"{len(_cores(cpus))} physical core(s), {len(cpus)} hardware thread(s)"
+    return words if quota is None else f"{words}, a container's limit of {quota:g} cores"
 
 
 def parse_list(text: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.families import family
+from zerotune.plan.families.__init__ import as_facts
 from zerotune.plan.memory.estimate import power_of_two, sides
 from zerotune.plan.memory.model import Workload
 from zerotune.plan.model import ActivationCost, ActivationFacts, ModelFacts
@@ -55,6 +57,41 @@ def test_stage_2_with_offload_is_18_bytes_per_element_on_the_host_but_for_pinnin
     # staging to 8.
     assert (pinned.host - unpinned.host) / GIB == pytest.approx(16.1, abs=0.1)
     assert pinned.pinned / GIB == pytest.approx(40.06, abs=0.1)
+
+
+def on_host(*, world_size=1, hidden=None, deepspeed=True, pin=True):
+    """SDXL with its optimizer in host memory."""
+    section = {"device": "cpu", "pin_memory": pin}
+    plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload_optimizer=section)
+    return plan.resolve(
+        platform=CUDA, model=as_facts("sdxl"), world_size=world_size, hidden=hidden,
+        deepspeed=deepspeed,
+    )  # fmt: skip
+
+
+def test_what_ranks_exchange_behind_the_next_forward_is_counted():
+    def exchanged(ranks, hidden):
+        found = on_host(world_size=ranks, hidden=hidden).estimate(Workload())
+        return sum(item.nbytes for item in found.items if "exchanged" in item.note)
+
+    # 2 bytes of 1/64 of all weights, whoever holds them.
+    assert exchanged(2, True) == pytest.approx(2 * N / 64, rel=1e-3)
+    assert exchanged(8, True) == pytest.approx(2 * N / 64, rel=1e-3)
+    assert exchanged(1, True) == exchanged(2, None) == exchanged(2, False) == 0
+
+
+def test_the_plain_engine_leaves_master_weights_gradients_and_moments_to_the_host():
+    away = on_host(deepspeed=False, pin=False)
+    found = away.estimate(Workload())
+    assert held(found, "master weights") == held(found, "gradients") == 4 * N
+    assert held(found, "optimizer states") == 8 * N
+    without = attrs.evolve(away, plan=attrs.evolve(away.plan, zero_optimization=None))
+    both = [
+        sum(item.nbytes for item in each.at("device", "optimizer step"))
+        for each in (without.estimate(Workload()), found)
+    ]
+    # 4 of gradients, 8 of moments, 4 of torch's update.
+    assert both[0] - both[1] == 16 * N
 
 
 def test_stage_2_with_offload_needs_the_weights_buckets_and_temporaries_on_the_device():

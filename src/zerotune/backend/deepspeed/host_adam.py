@@ -1,4 +1,4 @@
-"""The steps of a DeepSpeedCPUAdam or an AdamWBF16States, each slab in one pass over memory."""
+"""The steps of an Adam in host memory, whoever wrote it, each slab in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any, Final, Protocol
 
 import attrs
 import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from zerotune.backend.ops.host_step import AdamBF16Numbers, AdamNumbers, Average, HostStepOp
+from zerotune.backend.ops.host_step import AdamNumbers, Average, HostStepOp, TorchAdamNumbers
 from zerotune.backend.optimizers.adamw_bf16_states import (
     AdamWBF16States,
     Noise,
@@ -130,7 +132,7 @@ class AdamSlabStep(SlabStep):
 class BF16SlabStep(SlabStep):
     """As AdamWBF16States."""
 
-    numbers: AdamBF16Numbers
+    numbers: TorchAdamNumbers
     noise: TensorNoise
     taken: int
     """Steps before this one."""
@@ -168,6 +170,55 @@ class BF16SlabStep(SlabStep):
             stop = min(part.stop, (start // size + 1) * size)
             yield start, stop
             start = stop
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class TorchSlabStep(SlabStep):
+    """As torch's fused Adam and AdamW."""
+
+    numbers: TorchAdamNumbers
+    taken: int
+    """Steps before this one."""
+    group: Mapping[str, Any]
+    decoupled: bool
+
+    @override
+    def _run_vectors(self, part: slice, averages: Sequence[Average]) -> None:
+        self.op.adam_torch(numbers=self.numbers, averages=averages, **self._streams(part))
+
+    @override
+    def _update_tail(self, part: slice) -> None:
+        (beta1, beta2), update = self.group["betas"], adamw if self.decoupled else adam
+        update(
+            [self.weight[part]], [self.gradient[part].float() * self.numbers.factor],
+            [self.exp_avg[part]], [self.exp_avg_sq[part]], [],
+            [torch.full((), float(self.taken))],
+            fused=True, foreach=False, amsgrad=False, maximize=False,
+            lr=self.group["lr"], beta1=beta1, beta2=beta2, eps=self.group["eps"],
+            weight_decay=self.group["weight_decay"],
+        )  # fmt: skip
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class NoStep(SlabStep):
+    """Of a slab that got no gradient, which torch leaves as it is; averages still follow it."""
+
+    @classmethod
+    def of(cls, slab: torch.Tensor, *, op: HostStepOp) -> NoStep:
+        """Args as ``Stepper.begin``'s."""
+        flat = slab.data.view(-1)
+        return cls(op=op, weight=flat, exp_avg=flat, exp_avg_sq=flat, gradient=flat, out=None)
+
+    @override
+    def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
+        for average in averages:
+            average.shadow.lerp_(self.weight[start:stop], average.weight)
+
+    @override
+    def _run_vectors(self, part: slice, averages: Sequence[Average]) -> None:
+        raise AssertionError("nothing is updated")
+
+    _update_tail = _run_vectors  # type: ignore[assignment]
 
 
 class Stepper(Protocol):
@@ -244,7 +295,7 @@ class HostBF16Adam:
         state["step"] = taken + 1
         return BF16SlabStep(
             op=self._op,
-            numbers=_bf16_numbers(group, taken + 1, factor),
+            numbers=_torch_numbers(group, taken + 1, factor),
             weight=slab.data.view(-1),
             exp_avg=state["exp_avg"].view(-1),
             exp_avg_sq=state["exp_avg_sq"].view(-1),
@@ -256,11 +307,14 @@ class HostBF16Adam:
         )
 
 
-def _bf16_numbers(group: Mapping[str, Any], step: int, factor: float) -> AdamBF16Numbers:
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    return AdamBF16Numbers(
+def _torch_numbers(
+    group: Mapping[str, Any], step: int, factor: float, *, decoupled: bool = True
+) -> TorchAdamNumbers:
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    return TorchAdamNumbers(
         factor=factor,
-        decay=1.0 - lr * group["weight_decay"],
+        decay=1.0 - lr * decay if decoupled else 1.0,
+        l2=0.0 if decoupled else decay,
         first=1.0 - beta1,
         beta2=beta2,
         second=1.0 - beta2,
@@ -285,9 +339,92 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
     )  # fmt: skip
     op.adam_bf16(
         weight=weight, exp_avg=moments[0], exp_avg_sq=moments[1], gradient=gradient,
-        noise=(noise[0], noise[1]), numbers=_bf16_numbers(group, 7, 1.0),
+        noise=(noise[0], noise[1]), numbers=_torch_numbers(group, 7, 1.0),
     )  # fmt: skip
     return all(map(torch.equal, theirs, (weight, *moments)))
+
+
+def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
+    """Whether this build's fused Adam and AdamW round as the op does."""
+    generator = torch.Generator().manual_seed(0)
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        start, *gradients = torch.randn(4, 64 * _VECTOR + 5, generator=generator).unbind()
+        theirs, mine = (torch.nn.Parameter(start.clone()) for _ in range(2))
+        fused = kind([theirs], lr=1e-3, weight_decay=0.01, fused=True)
+        stepped = kind([mine], lr=1e-3, weight_decay=0.01)
+        stepper, group = HostTorchAdam(op=op, adam=stepped), stepped.param_groups[0]
+        for gradient in gradients:
+            theirs.grad = gradient * 0.3
+            fused.step()
+            stepper.begin(mine, gradient=gradient, group=group, factor=0.3, out=None).run(
+                0, mine.numel()
+            )
+        if not torch.equal(theirs.data, mine.data):
+            return False
+    return True
+
+
+class HostTorchAdam:
+    """Steps for a ``torch.optim.Adam`` or ``AdamW`` in host memory, bit for bit its fused ones.
+
+    torch's loop over tensors takes a square root that is not rounded to the nearest number; its
+    fused step, which this equals, does.
+
+    Args:
+        op: The compiled functions.
+        adam: The optimizer.
+    """
+
+    def __init__(self, *, op: HostStepOp, adam: torch.optim.Optimizer) -> None:
+        self._op = op
+        self._adam = adam
+
+    @staticmethod
+    def obstacle(adam: torch.optim.Optimizer) -> str | None:
+        """Why this optimizer does more than such a step, if so."""
+        if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+            return f"{type(adam).__name__} is neither Adam nor AdamW"
+        names = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+        found = [name for group in adam.param_groups for name in names if group.get(name)]
+        return f"{found[0]} was asked for" if found else None
+
+    def rewind(self, numels: Sequence[int]) -> None:
+        """A slab's step knows nothing of the others'."""
+
+    def replay(self, steps: int) -> None:
+        """Each tensor has a counter of its own."""
+
+    def begin(
+        self,
+        slab: torch.Tensor,
+        *,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: float,
+        out: torch.Tensor | None,
+    ) -> SlabStep:
+        """As ``Stepper.begin``."""
+        state = self._adam.state[slab]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(slab.data)
+        taken = int(state["step"])
+        state["step"] += 1
+        decoupled = isinstance(self._adam, torch.optim.AdamW)
+        return TorchSlabStep(
+            op=self._op,
+            numbers=_torch_numbers(group, taken + 1, factor, decoupled=decoupled),
+            weight=slab.data.view(-1),
+            exp_avg=state["exp_avg"].view(-1),
+            exp_avg_sq=state["exp_avg_sq"].view(-1),
+            gradient=gradient.data.view(-1),
+            out=None if out is None else out.data.view(-1),
+            taken=taken,
+            group=dict(group),
+            decoupled=decoupled,
+        )
 
 
 class HostAdam:

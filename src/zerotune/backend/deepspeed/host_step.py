@@ -15,9 +15,8 @@ import functools
 import math
 import sys
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast
 
 import torch
@@ -33,36 +32,34 @@ from zerotune.backend.deepspeed.host_adam import (
 )
 from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed, trainable_parameters
 from zerotune.backend.deepspeed.pending_step import (
+    KEY,
+    ROUNDS_OTHERWISE,
+    DeferredSteps,
     Exchange,
     Part,
     PendingStep,
     Piece,
     SharedStep,
     Span,
-    StreamUpload,
     Upload,
-    divide,
+    choose_when,
     divide_alike,
-    land,
+    shares_cores,
 )
 from zerotune.backend.deepspeed.reads import read_at_once
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.master_weights import Follower, MasterLayout
+from zerotune.backend.master_weights import MasterLayout
 from zerotune.backend.ops.host_step import HostStepOp, load_host_step
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.decisions import Decision
 from zerotune.errors import PlatformError
 from zerotune.plan.api import ResolvedPlan
 
-KEY: Final = "optimizer.step"
-HIDDEN_KEY: Final = "optimizer.step.hidden"
-THREADS_KEY: Final = "optimizer.step.threads"
 GRADIENTS_KEY: Final = "optimizer.step.gradients"
 _REASON: Final = (
     "clipping, Adam and the cast of the weights go over host memory once, not once each, and "
     "gradients stay in the dtype they arrive in; the same bits"
 )
-_ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
 _OTHER_STEPS: Final = (
     "has_moe_layers",
     "zenflow",
@@ -109,7 +106,7 @@ def take_over_step(
         except PlatformError as error:
             obstacle = f"the op host_step cannot be built: {error.reason}"
         else:
-            obstacle = None if not ours or torch_rounds_alike(op) else _ROUNDS_OTHERWISE
+            obstacle = None if not ours or torch_rounds_alike(op) else ROUNDS_OTHERWISE
     elsewhere = group.any(obstacle is not None, purpose="choose who takes the steps")
     if op is None or elsewhere:
         return None, (_decision(usual, usual, obstacle or "another rank cannot take it so"),)
@@ -118,8 +115,8 @@ def take_over_step(
     step.install()
     decided = (
         _decision(usual, "one pass", _REASON),
-        _hide(step, plan),
-        *_shares_cores(step),
+        choose_when(step, plan),
+        shares_cores(step),
         *_accumulates(step, plan),
     )
     return step, decided
@@ -142,48 +139,6 @@ def _accumulates(step: HostStep, plan: ResolvedPlan) -> tuple[Decision, ...]:
     )
 
 
-def _shares_cores(step: HostStep) -> tuple[Decision, ...]:
-    """Say what a pass computes on that runs beside a forward."""
-    if not step.hidden:
-        return ()
-    return (
-        Decision(
-            key=THREADS_KEY,
-            before="torch's threads",
-            after="one fewer than torch's threads, or both of two",
-            reason="a core is left to what the forward itself does on the host; data workers and "
-            "other ranks have theirs, where the trainer divides the machine's cores",
-        ),
-    )
-
-
-def _hide(step: HostStep, plan: ResolvedPlan) -> Decision:
-    """Choose who takes the pass, and when."""
-    at_once = step.why_at_once()
-    on_cpu = plan.platform.accelerator == "cpu"
-    if at_once is not None:
-        after, reason = "taken before the step returns", at_once
-        step.take_at_once(at_once)
-    elif plan.hidden_step or (plan.hidden_step is None and not on_cpu and not step.needs_a_thread):
-        after = "taken in a thread, behind the next forward"
-        reason = "asked for" if plan.hidden_step else "the cores have nothing else to do meanwhile"
-        step.hide()
-    else:
-        after = "taken before the step returns"
-        if not step.needs_a_thread:
-            after += ", or together with the averages"
-        if plan.hidden_step is False:
-            reason = "the plan was resolved with hidden=False"
-        elif on_cpu:
-            reason = "model and optimizer share these cores, so nothing is gained beside each other"
-        else:
-            reason = (
-                "exchanging weights beside the ranks' other collectives has not been tried on "
-                "devices yet; plan.resolve(hidden=True) asks for it"
-            )
-    return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
-
-
 def _decision(before: str, after: str, reason: str) -> Decision:
     return Decision(key=KEY, before=before, after=after, reason=reason)
 
@@ -201,7 +156,7 @@ def _obstacle(wrapper: Any, kind: type[HostStep]) -> str | None:
     return kind.obstacle(wrapper)
 
 
-class HostStep(ABC):
+class HostStep(DeferredSteps):
     """Takes the steps of a ZeRO optimizer whose inner one is an Adam in host memory.
 
     Args:
@@ -227,11 +182,8 @@ class HostStep(ABC):
         layout: MasterLayout,
         group: ProcessGroup,
     ) -> None:
+        super().__init__(op=op, module=module, layout=layout, group=group)
         self._wrapper = wrapper
-        self._op = op
-        self._module = module
-        self._layout = layout
-        self._group = group
         adam = wrapper.optimizer
         self._adam: Stepper = (
             HostBF16Adam(op=op, adam=adam)
@@ -239,14 +191,21 @@ class HostStep(ABC):
             else HostAdam(op=op, adam=adam)
         )
         self._home = sys.modules[type(wrapper).__module__]
-        self._parts: tuple[Part, ...] = ()
-        self._order: list[int] = []
-        self._pending: PendingStep | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._at_once: str | None = None
-        self._averaged = False
-        self._stream: Any = None
-        self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    @override
+    def _stepped_by(self) -> torch.optim.Optimizer:
+        return cast(torch.optim.Optimizer, self._wrapper.optimizer)
+
+    @property
+    @override
+    def _accelerator(self) -> Any:
+        return self._home.get_accelerator()
+
+    @override
+    def why_at_once(self) -> str | None:
+        betas = {tuple(group["betas"]) for group in self._stepped_by.param_groups}
+        return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
 
     @classmethod
     @abstractmethod
@@ -260,80 +219,11 @@ class HostStep(ABC):
             if hasattr(self._wrapper, name):
                 setattr(self._wrapper, name, self._settling(getattr(self._wrapper, name)))
 
-    def why_at_once(self) -> str | None:
-        """Why a step must not return before its pass is taken, if so."""
-        betas = {tuple(group["betas"]) for group in self._wrapper.optimizer.param_groups}
-        return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
-
-    @property
-    def hidden(self) -> bool:
-        """Whether passes are taken behind what comes after their steps."""
-        return self._thread is not None
-
-    @property
-    def needs_a_thread(self) -> bool:
-        """Whether a pass that is taken later can only be taken by a thread of its own."""
-        return False
-
     @property
     def gradient_dtype(self) -> torch.dtype:
         """In which gradients are kept and added up."""
         dtype: torch.dtype = self._wrapper.gradient_accumulation_dtype
         return dtype
-
-    def take_at_once(self, reason: str) -> None:
-        """Take every pass before its step returns."""
-        self._at_once = reason
-
-    def hide(self) -> None:
-        """Take every pass in a thread of its own, behind what comes after its step."""
-        self._thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="zerotune-step",
-            initializer=self._op.spare_a_core,
-        )
-
-    def settle(self) -> None:
-        """Return once the pass under way is taken, if there is one.
-
-        Raises:
-            BaseException: What it failed with; again at every call.
-        """
-        pending = self._pending
-        if pending is None:
-            return
-        pending.settle()
-        if pending.used:
-            ranks = {name: rank for rank, name in enumerate(pending.used)}
-            last = len(ranks)
-            # What the last forward used first is written first.
-            self._order.sort(
-                key=lambda index: min(
-                    (ranks.get(name, last) for name in self._parts[index].names), default=last
-                )
-            )
-        if self._pending is pending:
-            self._pending = None
-
-    def follow(self, followers: Sequence[Follower]) -> bool:
-        """Have averages move with the pass under way; whether there is one they can move with."""
-        self._averaged, pending = True, self._pending
-        if pending is None or not pending.follow(followers):
-            return False
-        if self._thread is None:
-            # It has waited for them, and nobody else takes it.
-            self.settle()
-        return True
-
-    def close(self) -> None:
-        """Settle, and let the thread go; steps that come all the same are taken at once."""
-        self._at_once = "closed"
-        try:
-            self.settle()
-        finally:
-            self._pending = None
-            if self._thread is not None:
-                self._thread.shutdown()
 
     def _settling(self, method: Callable[..., Any]) -> Callable[..., Any]:
         stepping = weakref.ref(self)
@@ -346,80 +236,9 @@ class HostStep(ABC):
 
         return call
 
-    def _may_wait(self) -> bool:
-        """Whether the step that begins now may return before its pass is taken."""
-        averaged, self._averaged = self._averaged, False
-        hooks = self._wrapper.optimizer._optimizer_step_post_hooks
-        return (
-            self._at_once is None
-            and (self._thread is not None or (averaged and not self.needs_a_thread))
-            # Hooks after the optimizer's step are told that it has been taken.
-            and not hooks
-            and self._waits_for_compiled()
-        )
-
-    def _waits_for_compiled(self) -> bool:
-        """Have compiled forwards wait before they are entered; whether all can."""
-        for module in self._module.modules():
-            own = vars(module)
-            if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
-                # The call itself is compiled: nothing runs before its guards look at the weights.
-                return False
-            if hasattr(own.get("forward"), "_torchdynamo_orig_callable"):
-                if module not in self._compiled:
-                    module.register_forward_pre_hook(_land_all)
-                self._compiled.add(module)
-        return True
-
-    def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
-        """Leave begun steps to whoever takes them."""
-        if not self._parts:
-            self._parts = self._divide([step.weight.numel() for step in steps])
-            self._order = list(range(len(self._parts)))
-        pending = self._begin(steps, upload)
-        self._pending = pending
-        for name, tensor in self._written().items():
-            pending.hold(name, tensor)
-        if self._thread is not None:
-            self._thread.submit(pending.run)
-
-    def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        return divide(self._layout.addresses, sizes, first=self._wanted_first())
-
-    def _begin(self, steps: Sequence[SlabStep], upload: Upload) -> PendingStep:
-        return PendingStep(parts=self._parts, order=tuple(self._order), steps=steps, upload=upload)
-
-    def _upload(
-        self,
-        sources: Sequence[torch.Tensor | None],
-        targets: Sequence[torch.Tensor | None],
-        exchange: Exchange | None = None,
-    ) -> Upload:
-        away = [target for target in targets if target is not None]
-        accelerator = self._home.get_accelerator()
-        if all(target.device.type == "cpu" for target in away):
-            return Upload(sources=sources, targets=targets, exchange=exchange)
-        if self._stream is None:
-            self._stream = accelerator.Stream()
-        return StreamUpload(
-            sources=sources,
-            targets=targets,
-            exchange=exchange,
-            stream=self._stream,
-            accelerator=accelerator,
-        )
-
     def _is_here(self, target: torch.Tensor) -> bool:
         """Whether the pass itself can write the weights where the model has them."""
         return target.device.type == "cpu" and self._op.knows(target.dtype)
-
-    @abstractmethod
-    def _written(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that the pass writes for the model, by the parameters' names."""
-
-    def _wanted_first(self) -> Collection[str]:
-        """Names of parameters that are used as soon as the step ends."""
-        return ()
 
     @property
     @abstractmethod
@@ -983,12 +802,6 @@ _STEPS: Final[dict[str, type[HostStep]]] = {
     "DeepSpeedZeroOptimizer": PartitionedStep,
     "DeepSpeedZeroOptimizer_Stage3": ShardedStep,
 }
-
-
-def _land_all(module: torch.nn.Module, _inputs: Any) -> None:
-    """Wait for the weights of a module whose forward is compiled."""
-    for parameter in module.parameters():
-        land(parameter)
 
 
 def _taken_with_the_copy(_param: torch.nn.Parameter) -> None:

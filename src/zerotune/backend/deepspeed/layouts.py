@@ -87,27 +87,65 @@ class ResidentLayout(MasterLayout):
         """The parameters are the master weights."""
 
 
-class ParameterLayout(ResidentLayout):
+UNDER_WAY: Final = "zerotune_step"
+"""Attribute of a ZeRO wrapper or an optimizer: what may leave a step under way, with ``settle`` and
+``follow``."""
+
+
+class _SteppedLayout(MasterLayout):
+    """Of a ZeRO wrapper, or an optimizer, whose steps may be under way when they return."""
+
+    _wrapper: Any
+
+    @override
+    def settle(self) -> None:
+        stepping = getattr(self._wrapper, UNDER_WAY, None)
+        if stepping is not None:
+            stepping.settle()
+
+    @override
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        stepping = getattr(self._wrapper, UNDER_WAY, None)
+        return stepping is not None and bool(stepping.follow(followers))
+
+
+class ParameterLayout(_SteppedLayout, ResidentLayout):
     """The parameters are the master weights: the plain engine, and stage 0 in fp32.
 
     Without an optimizer: a module nobody trains through an engine.
+
+    Args:
+        module: The model.
+        optimizer: What steps the master weights.
+        masters: Where these are not the parameters themselves: one for each of them.
     """
 
     replicated = True
 
     def __init__(
-        self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        *,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        masters: Sequence[torch.Tensor] | None = None,
     ) -> None:
+        self._wrapper = optimizer
         named = trainable_parameters(module)
+        self._pairs = list(zip(masters or (), (p for _, p in named), strict=masters is not None))
         super().__init__(
             optimizer=optimizer,
-            slabs=[parameter for _, parameter in named],
+            slabs=[parameter for _, parameter in named] if masters is None else list(masters),
             addresses=tuple(
                 _whole(name, parameter, slab=index, offset=0)
                 for index, (name, parameter) in enumerate(named)
             ),
             order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
         )
+
+    @override
+    def refresh(self) -> None:
+        for master, parameter in self._pairs:
+            parameter.data.copy_(master.data)
 
 
 class HalfPrecisionLayout(ResidentLayout):
@@ -149,25 +187,6 @@ class HalfPrecisionLayout(ResidentLayout):
 
 _WRITTEN_BEHIND: Final = "async_swap_out"
 """What DeepSpeed's pipelined swapper calls a sub-group that it is still writing."""
-UNDER_WAY: Final = "zerotune_step"
-"""Attribute of a ZeRO wrapper: what may leave a step under way; has ``settle`` and ``follow``."""
-
-
-class _SteppedLayout(MasterLayout):
-    """Of a ZeRO wrapper whose steps may be under way when they return."""
-
-    _wrapper: Any
-
-    @override
-    def settle(self) -> None:
-        stepping = getattr(self._wrapper, UNDER_WAY, None)
-        if stepping is not None:
-            stepping.settle()
-
-    @override
-    def follow(self, followers: Sequence[Follower]) -> bool:
-        stepping = getattr(self._wrapper, UNDER_WAY, None)
-        return stepping is not None and bool(stepping.follow(followers))
 
 
 class PartitionedLayout(_SteppedLayout, ResidentLayout):

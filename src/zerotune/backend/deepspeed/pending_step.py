@@ -10,7 +10,10 @@ old value.
 from __future__ import annotations
 
 import threading
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Final, cast
 
@@ -21,15 +24,25 @@ from typing_extensions import override
 
 from zerotune.backend.deepspeed.host_adam import SlabStep
 from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.master_weights import Follower, FragmentAddress
-from zerotune.backend.ops.host_step import Average
+from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout
+from zerotune.backend.ops.host_step import Average, HostStepOp
+from zerotune.decisions import Decision
 from zerotune.errors import EngineError
+from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
+from zerotune.platform import MachineProbe
+from zerotune.platform.cgroups import cpu_quota
+from zerotune.platform.cores import affinity_here, describe_cpus, read_cpus
 
+KEY: Final = "optimizer.step"
+HIDDEN_KEY: Final = "optimizer.step.hidden"
+THREADS_KEY: Final = "optimizer.step.threads"
+
+ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
 _PARTS: Final = 256
 """Parts of a step: each costs the interpreter's lock twice, which may take 5 ms."""
-_SHARED_PARTS: Final = 64
-"""Where ranks exchange each: they meet as often."""
-_LEAST: Final = 2**18
+_SHARED_PARTS: Final = EXCHANGED_PARTS
+_LEAST: Final = LEAST_EXCHANGED
 """Elements of a part, at least."""
 
 
@@ -634,3 +647,248 @@ _BESIDE_THE_CONTENT: Final = frozenset(
         torch.Tensor.__hash__,
     )
 )
+
+
+# -- An optimizer whose steps may be under way.
+
+
+class DeferredSteps(ABC):
+    """Steps of an Adam in host memory that may return before their pass is taken.
+
+    A thread of its own takes it behind the next forward, averages join it, or whoever uses a
+    weight first takes what it needs.
+
+    Args:
+        op: The compiled functions.
+        module: The model.
+        layout: Where the optimizer has its weights.
+        group: The processes that train together.
+    """
+
+    def __init__(
+        self,
+        *,
+        op: HostStepOp,
+        module: torch.nn.Module,
+        layout: MasterLayout,
+        group: ProcessGroup,
+    ) -> None:
+        self._op = op
+        self._module = module
+        self._layout = layout
+        self._group = group
+        self._parts: tuple[Part, ...] = ()
+        self._order: list[int] = []
+        self._pending: PendingStep | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._at_once: str | None = None
+        self._averaged = False
+        self._stream: Any = None
+        self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    @property
+    @abstractmethod
+    def _stepped_by(self) -> torch.optim.Optimizer:
+        """The optimizer whose steps these are."""
+
+    @property
+    @abstractmethod
+    def _accelerator(self) -> Any:
+        """What has the device's streams and events."""
+
+    def why_at_once(self) -> str | None:
+        """Why a step must not return before its pass is taken, if so."""
+        return None
+
+    @property
+    def op(self) -> HostStepOp:
+        """The compiled functions."""
+        return self._op
+
+    @property
+    def hidden(self) -> bool:
+        """Whether passes are taken behind what comes after their steps."""
+        return self._thread is not None
+
+    @property
+    def needs_a_thread(self) -> bool:
+        """Whether a pass that is taken later can only be taken by a thread of its own."""
+        return False
+
+    def take_at_once(self, reason: str) -> None:
+        """Take every pass before its step returns."""
+        self._at_once = reason
+
+    def hide(self) -> None:
+        """Take every pass in a thread of its own, behind what comes after its step."""
+        self._thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="zerotune-step",
+            initializer=self._op.spare_a_core,
+        )
+
+    def settle(self) -> None:
+        """Return once the pass under way is taken, if there is one.
+
+        Raises:
+            BaseException: What it failed with; again at every call.
+        """
+        pending = self._pending
+        if pending is None:
+            return
+        pending.settle()
+        if pending.used:
+            ranks = {name: rank for rank, name in enumerate(pending.used)}
+            last = len(ranks)
+            # What the last forward used first is written first.
+            self._order.sort(
+                key=lambda index: min(
+                    (ranks.get(name, last) for name in self._parts[index].names), default=last
+                )
+            )
+        if self._pending is pending:
+            self._pending = None
+
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        """Have averages move with the pass under way; whether there is one they can move with."""
+        self._averaged, pending = True, self._pending
+        if pending is None or not pending.follow(followers):
+            return False
+        if self._thread is None:
+            # It has waited for them, and nobody else takes it.
+            self.settle()
+        return True
+
+    def close(self) -> None:
+        """Settle, and let the thread go; steps that come all the same are taken at once."""
+        self._at_once = "closed"
+        try:
+            self.settle()
+        finally:
+            self._pending = None
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    def _may_wait(self) -> bool:
+        """Whether the step that begins now may return before its pass is taken."""
+        averaged, self._averaged = self._averaged, False
+        hooks = self._stepped_by._optimizer_step_post_hooks
+        return (
+            self._at_once is None
+            and (self._thread is not None or (averaged and not self.needs_a_thread))
+            # Hooks after the optimizer's step are told that it has been taken.
+            and not hooks
+            and self._waits_for_compiled()
+        )
+
+    def _waits_for_compiled(self) -> bool:
+        """Have compiled forwards wait before they are entered; whether all can."""
+        for module in self._module.modules():
+            own = vars(module)
+            if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
+                # The call itself is compiled: nothing runs before its guards look at the weights.
+                return False
+            if hasattr(own.get("forward"), "_torchdynamo_orig_callable"):
+                if module not in self._compiled:
+                    module.register_forward_pre_hook(_land_all)
+                self._compiled.add(module)
+        return True
+
+    def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
+        """Leave begun steps to whoever takes them."""
+        if not self._parts:
+            self._parts = self._divide([step.weight.numel() for step in steps])
+            self._order = list(range(len(self._parts)))
+        pending = self._begin(steps, upload)
+        self._pending = pending
+        for name, tensor in self._written().items():
+            pending.hold(name, tensor)
+        if self._thread is not None:
+            self._thread.submit(pending.run)
+
+    def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
+        return divide(self._layout.addresses, sizes, first=self._wanted_first())
+
+    def _begin(self, steps: Sequence[SlabStep], upload: Upload) -> PendingStep:
+        return PendingStep(parts=self._parts, order=tuple(self._order), steps=steps, upload=upload)
+
+    def _upload(
+        self,
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        exchange: Exchange | None = None,
+    ) -> Upload:
+        away = [target for target in targets if target is not None]
+        accelerator = self._accelerator
+        if all(target.device.type == "cpu" for target in away):
+            return Upload(sources=sources, targets=targets, exchange=exchange)
+        if self._stream is None:
+            self._stream = accelerator.Stream()
+        return StreamUpload(
+            sources=sources,
+            targets=targets,
+            exchange=exchange,
+            stream=self._stream,
+            accelerator=accelerator,
+        )
+
+    @abstractmethod
+    def _written(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the pass writes for the model, by the parameters' names."""
+
+    def _wanted_first(self) -> Collection[str]:
+        """Names of parameters that are used as soon as the step ends."""
+        return ()
+
+
+def shares_cores(step: DeferredSteps) -> Decision:
+    """Say what a pass computes on, and what is left to the forward beside it."""
+    threads, read = torch.get_num_threads(), MachineProbe().read_text
+    cores = describe_cpus(read_cpus(read, affinity_here()), quota=cpu_quota(read))
+    taken = step.op.beside(threads) if step.hidden else threads
+    if not step.hidden:
+        reason = "nothing else computes while the pass is taken"
+    elif taken < threads:
+        reason = "one is left to what the next forward does on the host"
+    else:
+        reason = "shared with the next forward: a pass on one of two takes longer than both on two"
+    return Decision(
+        key=THREADS_KEY,
+        before=threads,
+        after=taken,
+        reason=f"{reason}; {cores} for this process; it follows torch's threads, which a trainer "
+        "sets to what data workers and other ranks leave (threads)",
+    )
+
+
+def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
+    """Choose who takes the pass, and when."""
+    at_once = step.why_at_once()
+    on_cpu = plan.platform.accelerator == "cpu"
+    if at_once is not None:
+        after, reason = "taken before the step returns", at_once
+        step.take_at_once(at_once)
+    elif plan.hidden_step or (plan.hidden_step is None and not on_cpu and not step.needs_a_thread):
+        after = "taken in a thread, behind the next forward"
+        reason = "asked for" if plan.hidden_step else "the cores have nothing else to do meanwhile"
+        step.hide()
+    else:
+        after = "taken before the step returns"
+        if not step.needs_a_thread:
+            after += ", or together with the averages"
+        if plan.hidden_step is False:
+            reason = "the plan was resolved with hidden=False"
+        elif on_cpu:
+            reason = "model and optimizer share these cores, so nothing is gained beside each other"
+        else:
+            reason = (
+                "exchanging weights beside the ranks' other collectives has not been tried on "
+                "devices yet; plan.resolve(hidden=True) asks for it"
+            )
+    return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
+
+
+def _land_all(module: torch.nn.Module, _inputs: Any) -> None:
+    """Wait for the weights of a module whose forward is compiled."""
+    for parameter in module.parameters():
+        land(parameter)

@@ -88,9 +88,10 @@ struct Adam {
     int32_t decays;      // 0: not at all; 1: decoupled; 2: L2
 };
 
-struct AdamBF16 {
+struct TorchAdam {
     float factor;      // of the gradient: clips and undoes the loss scale
-    float decay;       // 1 - lr * weight decay
+    float decay;       // 1 - lr * weight decay, where it is decoupled
+    float l2;          // the weight decay, where it is L2
     float first;       // 1 - beta1
     float beta2;
     float second;      // 1 - beta2
@@ -162,11 +163,40 @@ inline uint16_t rounded(float value, int32_t random)
     return static_cast<uint16_t>(((is_nan ? 0x7fc00000u : bits) + static_cast<uint32_t>(random)) >> 16);
 }
 
-// What torch's fused AdamW does, with its roundings, between widened and rounded moments.
+// What torch's AdamW does, with its roundings: those of its loop over tensors.
+template <int KIND, bool L2>
+void update_torch(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v,
+                  const void* gradients, const TorchAdam& a)
+{
+    const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
+    const bool is_small = std::fabs(a.first) < 0.5f;
+    const float coefficient = is_small ? a.first : a.first - 1.0f;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float weight = w[i];
+        float grad = Number<KIND>::get(g[i]) * a.factor;
+        if (L2) grad = __builtin_fmaf(weight, a.l2, grad);
+        const float first = __builtin_fmaf(coefficient, grad - m[i], is_small ? m[i] : grad);
+        const float second = __builtin_fmaf(a.second * grad, grad, a.beta2 * v[i]);
+        const float below = __builtin_sqrtf(second) / a.root + a.eps;
+        w[i] = weight * a.decay + a.step_size * first / below;
+        m[i] = first;
+        v[i] = second;
+    }
+}
+
+template <int KIND>
+void update_torch_as(int64_t n, float* w, float* m, float* v, const void* g, const TorchAdam& a)
+{
+    if (a.l2 == 0.0f) update_torch<KIND, false>(n, w, m, v, g, a);
+    else update_torch<KIND, true>(n, w, m, v, g, a);
+}
+
+// The same between widened and rounded moments.
 template <int KIND>
 void update_bf16(int64_t n, float* __restrict w, uint16_t* __restrict m, uint16_t* __restrict v,
                  const void* gradients, const int32_t* __restrict noise_m,
-                 const int32_t* __restrict noise_v, const AdamBF16& a)
+                 const int32_t* __restrict noise_v, const TorchAdam& a)
 {
     const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
     const bool is_small = std::fabs(a.first) < 0.5f;
@@ -260,10 +290,28 @@ void zerotune_adam(int64_t n, float* w, float* m, float* v, const void* g, int32
     }
 }
 
+// As zerotune_adam, with torch's roundings.
+void zerotune_adam_torch(int64_t n, float* w, float* m, float* v, const void* g,
+                         int32_t gradient_kind, const TorchAdam* adam, int32_t averages,
+                         const Average* into, void* out, int32_t out_kind, int32_t threads)
+{
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t start = block * BLOCK;
+        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+        const char* gradients = at(g, start, gradient_kind);
+#define UPDATE_TORCH(KIND)                                                                         \
+    update_torch_as<KIND>(size, w + start, m + start, v + start, gradients, *adam)
+        FOR_KIND(gradient_kind, UPDATE_TORCH)
+        finish(start, size, w, averages, into, out, out_kind);
+    }
+}
+
 // As zerotune_adam, with moments in bf16 that are rounded by chance: n random numbers each.
 void zerotune_adam_bf16(int64_t n, float* w, uint16_t* m, uint16_t* v, const void* g,
                         int32_t gradient_kind, const int32_t* noise_m, const int32_t* noise_v,
-                        const AdamBF16* adam, int32_t averages, const Average* into, void* out,
+                        const TorchAdam* adam, int32_t averages, const Average* into, void* out,
                         int32_t out_kind, int32_t threads)
 {
     const int64_t blocks = (n + BLOCK - 1) / BLOCK;

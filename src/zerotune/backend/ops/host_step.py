@@ -71,10 +71,11 @@ class _Adam(ctypes.Structure):
     ]
 
 
-class _AdamBF16(ctypes.Structure):
+class _TorchAdam(ctypes.Structure):
     _fields_ = [
         ("factor", ctypes.c_float),
         ("decay", ctypes.c_float),
+        ("l2", ctypes.c_float),
         ("first", ctypes.c_float),
         ("beta2", ctypes.c_float),
         ("second", ctypes.c_float),
@@ -110,13 +111,15 @@ class AdamNumbers:
 
 
 @attrs.frozen(kw_only=True)
-class AdamBF16Numbers:
-    """What one step of AdamW with moments in bf16 does to every element, in torch's arithmetic."""
+class TorchAdamNumbers:
+    """What one step of AdamW does to every element in torch's arithmetic."""
 
     factor: float
     """Of the gradient: clips it and undoes the loss scale."""
     decay: float
-    """``1 - lr * weight_decay``."""
+    """``1 - lr * weight_decay``, where it is decoupled; else 1."""
+    l2: float
+    """``weight_decay``, where it is L2; else 0."""
     first: float
     """``1 - beta1``."""
     beta2: float
@@ -156,7 +159,12 @@ class HostStepOp:
     def threads(self) -> int:
         """Threads that calls from this thread compute on."""
         count = torch.get_num_threads()
-        return count - 1 if count > _MOST_WHOLE and vars(self._spared) else count
+        return self.beside(count) if vars(self._spared) else count
+
+    @staticmethod
+    def beside(threads: int) -> int:
+        """Of so many threads, those that a pass computes on beside something else."""
+        return threads - 1 if threads > _MOST_WHOLE else threads
 
     def spare_a_core(self) -> None:
         """Have later calls from this thread leave a core to what runs beside them.
@@ -204,6 +212,30 @@ class HostStepOp:
             *_followed_by(averages, out, self.threads),
         )
 
+    def adam_torch(
+        self,
+        *,
+        weight: torch.Tensor,
+        exp_avg: torch.Tensor,
+        exp_avg_sq: torch.Tensor,
+        gradient: torch.Tensor,
+        numbers: TorchAdamNumbers,
+        averages: Sequence[Average] = (),
+        out: torch.Tensor | None = None,
+    ) -> None:
+        """As ``adam``, with the roundings of torch's own AdamW."""
+        adam = _TorchAdam(*attrs.astuple(numbers))
+        self._library.zerotune_adam_torch(
+            ctypes.c_int64(weight.numel()),
+            _pointer(weight),
+            _pointer(exp_avg),
+            _pointer(exp_avg_sq),
+            _pointer(gradient),
+            ctypes.c_int32(_KINDS[gradient.dtype]),
+            ctypes.byref(adam),
+            *_followed_by(averages, out, self.threads),
+        )
+
     def adam_bf16(
         self,
         *,
@@ -212,7 +244,7 @@ class HostStepOp:
         exp_avg_sq: torch.Tensor,
         gradient: torch.Tensor,
         noise: tuple[torch.Tensor, torch.Tensor],
-        numbers: AdamBF16Numbers,
+        numbers: TorchAdamNumbers,
         averages: Sequence[Average] = (),
         out: torch.Tensor | None = None,
     ) -> None:
@@ -228,7 +260,7 @@ class HostStepOp:
             averages: Shadows, as long as ``weight``.
             out: Receives the weights in its own dtype.
         """
-        adam = _AdamBF16(*attrs.astuple(numbers))
+        adam = _TorchAdam(*attrs.astuple(numbers))
         self._library.zerotune_adam_bf16(
             ctypes.c_int64(weight.numel()),
             _pointer(weight),

@@ -47,6 +47,10 @@ STEP: Final[frozenset[Phase]] = frozenset({"optimizer step"})
 CHECKPOINT: Final[frozenset[Phase]] = frozenset({"checkpoint"})
 TRAINING: Final = BACKWARD | STEP | CHECKPOINT
 
+EXCHANGED_PARTS: Final = 64
+"""Parts of a hidden step where ranks exchange each: they meet as often."""
+LEAST_EXCHANGED: Final = 2**18
+"""Elements of one, at least."""
 _STEPPED_IN_ONE_PASS: Final = frozenset({"DeepSpeedCPUAdam", "AdamWBF16States"})
 _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -153,10 +157,13 @@ class Costing:
     def steps_in_one_pass(self) -> bool:
         """Whether Adam in host memory goes over it once; of what is not settled yet, by name."""
         resolved, choice = self.resolved, self.resolved.optimizer
-        if not resolved.host_step or not resolved.uses_deepspeed:
+        if not resolved.host_step:
+            return False
+        if not resolved.uses_deepspeed and resolved.offload_optimizer == "none":
             return False
         if choice is not None:
-            return choice.implementation in _STEPPED_IN_ONE_PASS
+            plainly = not resolved.uses_deepspeed and choice.implementation in ("Adam", "AdamW")
+            return plainly or choice.implementation in _STEPPED_IN_ONE_PASS
         written = resolved.plan.optimizer
         name = "adamw" if written is None else str(written.type).lower()
         return name in ("adam", "adamw") and resolved.offload_optimizer != "none"
@@ -297,19 +304,42 @@ def plain(case: Costing) -> Iterator[MemoryItem]:
     """The plain engine: fp32 weights, autocast in the forward pass."""
     count = case.trained
     yield case.item("weights", case.device, case.model.weight_bytes(4), note=_kept(case, "fp32"))
-    yield case.item("gradients", case.device, 4 * count, BACKWARD | STEP, "fp32")
-    yield case.item("optimizer states", case.device, 4 * case.states * count, TRAINING, "fp32")
     if case.resolved.precision != "fp32":
         copied = 2 * (case.all_elements - case.model.quantized_numel)
         yield case.item("weights", case.device, copied, BACKWARD, "copies that autocast keeps")
     if case.ranks > 1:
         yield case.item("buckets", case.device, _DDP_BUCKETS * count, note="one copy of gradients")
-    if case.on_cpu:
-        yield case.item("temporaries", case.device, 12 * case.largest, STEP, "of the update")
-    else:
+    if case.resolved.offload_optimizer == "cpu" and not case.on_cpu:
+        yield from _plain_beside_the_device(case)
+        return
+    yield case.item("gradients", case.device, 4 * count, BACKWARD | STEP, "fp32")
+    yield case.item("optimizer states", case.device, 4 * case.states * count, TRAINING, "fp32")
+    if not case.on_cpu:
         yield case.item(
             "temporaries", case.device, 4 * count, STEP, "torch updates all tensors at once"
         )
+    elif not case.steps_in_one_pass:
+        yield case.item("temporaries", case.device, 12 * case.largest, STEP, "of the update")
+
+
+def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
+    """The plain engine's optimizer in host memory: every rank has all of it."""
+    zero, count = case.resolved.plan.zero_optimization, case.trained
+    section = zero.offload_optimizer if zero is not None else None
+    pin = section is not None and section.pin_memory is True
+    # A gradient leaves once it is a sum: of one micro batch, of one rank.
+    waits = case.ranks > 1 or (case.resolved.gradient_accumulation_steps or 1) > 1
+    kept = 4 * count if waits else 8 * case.largest
+    note = "fp32" if waits else "fp32, two on their way to the host"
+    yield case.item("gradients", case.device, min(kept, 4 * count), BACKWARD, note)
+    for component in ("master weights", "gradients"):
+        if pin:
+            yield case.pinned(component, [4 * count], note="fp32", by_torch=True)
+        else:
+            yield case.item(component, "host", 4 * count, note="fp32")
+    yield case.item("optimizer states", "host", 4 * case.states * count, TRAINING, "fp32")
+    if not case.steps_in_one_pass:
+        yield case.item("temporaries", "host", 12 * case.largest, STEP, "of the update")
 
 
 def stage_0(case: Costing) -> Iterator[MemoryItem]:
@@ -409,6 +439,10 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
         TRAINING,
         _split(case, "fp32" if case.state_bytes == 4 else "bf16"),
     )
+    if case.resolved.hidden_step and case.ranks > 1 and case.steps_in_one_pass:
+        exchanged = min(part, max(LEAST_EXCHANGED, part // EXCHANGED_PARTS))
+        note = "a part of every rank's weights, exchanged behind the next forward"
+        yield case.item("buckets", case.device, element * case.ranks * exchanged, TRAINING, note)
     if (case.resolved.gradient_accumulation_steps or 1) > 1 and master == 4:
         yield case.host(
             "accumulated gradients",

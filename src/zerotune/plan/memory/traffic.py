@@ -127,12 +127,13 @@ def step_traffic(estimate: EstimateValue) -> StepTraffic:
     away = owned - stays
     passes = 2 * resolved.gradient_accumulation_steps
     ema = any(item.component == "EMA" and item.place == "host" for item in estimate.items)
+    uploaded = case.element if resolved.uses_deepspeed else 4
     one_pass = case.steps_in_one_pass
     in_backward, in_step = _allocated(case) if case.on_cpu else (0, 0)
     return StepTraffic(
         gradients=_gradients(case) * owned - case.master_bytes * stays if over_bus else 0,
         parameters=passes * kept if params_away and not case.on_cpu else 0,
-        weights=case.element * away if over_bus and not params_away else 0,
+        weights=uploaded * away if over_bus and not params_away else 0,
         optimizer=round(_update(case) * away) if on_host else 0,
         ema=12 * owned if ema else 0,
         swap=swap,
@@ -182,6 +183,9 @@ def _allocated(case: Costing) -> tuple[int, int]:
 
 def _gradients(case: Costing) -> int:
     accumulated = case.resolved.gradient_accumulation_steps
+    if not case.resolved.uses_deepspeed:
+        # Added up on the device.
+        return 4
     if case.resolved.stage == 3:
         return 2 * case.element * accumulated + case.master_bytes
     extra = (2 * accumulated - 1) * case.element if accumulated > 1 else 0
