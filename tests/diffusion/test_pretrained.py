@@ -400,6 +400,42 @@ def quantized_by_hand(folder: str) -> Any:
     return model
 
 
+@pytest.mark.parametrize(
+    ("told", "storage", "class_name"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4", "BnB4BitDiffusersQuantizer"),
+        ({"load_in_8bit": True}, "int8", "BnB8BitDiffusersQuantizer"),
+    ],
+)
+def test_bitsandbytes_quantizes_on_the_way_in(sd3, monkeypatch, told, storage, class_name):
+    needs("bitsandbytes", may_lack="it is an extra")
+    from diffusers.quantizers.bitsandbytes import bnb_quantizer
+
+    config = diffusers.BitsAndBytesConfig(**told)
+    if not torch.cuda.is_available():
+        with pytest.raises(InvalidValueError, match=r"No GPU found.*on a GPU only"):
+            load_pretrained(sd3, parts=False, quantization=config)
+        # bitsandbytes computes on processors, diffusers does not ask it to.
+        quantizer = getattr(bnb_quantizer, class_name)
+        monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+        monkeypatch.setattr(quantizer, "update_device_map", lambda *_: {"": "cpu"})
+    loaded = load_pretrained(sd3, parts=False, plan=PLAN, quantization=config)
+    plain = ModelFacts.from_module(load_pretrained(sd3, parts=False).model)
+    facts = ModelFacts.from_module(loaded.model)
+    assert "quantized by BitsAndBytesConfig" in loaded.decisions[0].after
+    assert facts.numel == plain.numel
+    assert facts.storages == (storage,)
+    assert facts.weight_bytes(2) < 0.75 * plain.weight_bytes(2)
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    if storage == "nf4":
+        by_hand = dict(quantized_by_hand(str(sd3)).named_parameters())
+        read = dict(loaded.model.named_parameters())
+        assert all(torch.equal(read[name].cpu(), by_hand[name]) for name in by_hand)
+    for stage in (2, 3):
+        resolved = DeepSpeedPlan.build(stage=stage, precision="bf16").resolve(world_size=1)
+        check_quantized(loaded.model, resolved)
+
+
 def beside_four_bits(folder: str, output: str) -> list[dict[str, Any]]:
     from safetensors import safe_open
 
