@@ -6,6 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +82,8 @@ class ProgressBar(Callback):
         if self._bar is not None:
             # Stopping draws no last time in a notebook.
             self._bar[0].refresh()
-            self._bar[0].stop()
+            with _out_of_sight(self._bar[0].console):
+                self._bar[0].stop()
             self._bar = None
 
     def _fields(self, metrics: StepMetrics) -> dict[str, str]:
@@ -113,6 +116,14 @@ def _own_console() -> Console:
     if console.is_jupyter and find_spec("ipywidgets") is None:
         return Console(soft_wrap=True, force_jupyter=False)
     return console
+
+
+def _out_of_sight(console: Console) -> AbstractContextManager[Any]:
+    """Where a bar may stop: rich shows a notebook an empty line at its end."""
+    if not console.is_jupyter or find_spec("ipywidgets") is None:
+        return nullcontext()
+    place: AbstractContextManager[Any] = import_module("ipywidgets").Output()
+    return place
 
 
 def _start_bar(console: Console, *, done: int, total: int | None) -> tuple[Any, Any]:
