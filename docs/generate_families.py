@@ -32,6 +32,7 @@ from zerotune.diffusion.families.declared import (
     QwenImageEditPlus,
     Sana,
     Wan,
+    WanLowNoise,
     ZImage,
 )
 from zerotune.diffusion.families.flux import Flux
@@ -74,6 +75,7 @@ FAMILIES: Final[Mapping[str, tuple[type, str | None]]] = {
     "pixart-sigma": (PixArtSigma, None),
     "wan": (Wan, "wan-1.3b"),
     "wan22": (Wan, "wan-14b"),
+    "wan22-low": (WanLowNoise, "wan-14b"),
     "ltx": (LTXVideo, "ltx-video"),
     "hunyuan-video": (HunyuanVideo, "hunyuan-video"),
 }

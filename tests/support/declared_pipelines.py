@@ -497,3 +497,5 @@ MAKERS = {
     "hidream": hidream,
     "flux-kontext": flux_kontext,
 }
+EXPERTS = {"wan22-low": wan22}
+"""Folders of which another model is trained than the one that is meant without a word."""

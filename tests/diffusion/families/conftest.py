@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import declared_pipelines, pipelines
 
-MAKERS = pipelines.MAKERS | declared_pipelines.MAKERS
+MAKERS = pipelines.MAKERS | declared_pipelines.MAKERS | declared_pipelines.EXPERTS
 
 
 class _Folders(dict[str, Path]):

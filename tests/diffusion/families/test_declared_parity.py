@@ -10,7 +10,7 @@ import pytest
 
 from tests.diffusion.families.parity import check_run, worst
 from tests.diffusion.families.training import Variant, train_several
-from tests.support.declared_pipelines import MAKERS
+from tests.support.declared_pipelines import EXPERTS, MAKERS
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 
@@ -29,7 +29,8 @@ RUNS = {
     "z3-1": (Case(stage=3, offload="cpu", overrides=WHOLE), 1, {}),
 }
 _TURNS = [("z2-2", [FULL]), ("z3-2", [SPARED]), ("z3-1", [LORA_SPARED]), ("z2-2", [LORA])]
-for number, name in enumerate(MAKERS):
+NAMES = [*MAKERS, *EXPERTS]
+for number, name in enumerate(NAMES):
     for turn in (number, number + 1):
         run, variants = _TURNS[turn % len(_TURNS)]
         if name.startswith("pixart") and variants[0].lora:
@@ -43,7 +44,7 @@ def reference(folders):
     # Checkpointing changes no arithmetic.
     wanted = {
         name: [plain for plain in (FULL, LORA) if any(v.lora == plain.lora for v in _of(name))]
-        for name in MAKERS
+        for name in NAMES
     }
     jobs = [(str(folders[name]), variants) for name, variants in wanted.items()]
     found = run_ranks(train_several, jobs, PLAIN, STEPS)[0]

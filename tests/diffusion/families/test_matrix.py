@@ -16,6 +16,7 @@ import pytest
 
 from tests.diffusion.families.parity import TOLERANCE, VARIANTS, WHOLE, check_run, deviations, worst
 from tests.diffusion.families.training import Variant, train
+from tests.support.declared_pipelines import EXPERTS
 from tests.support.declared_pipelines import MAKERS as DECLARED
 from tests.support.pipelines import MAKERS
 from tests.support.ranks import run_ranks
@@ -56,7 +57,7 @@ def note(family, case, world_size, found):
                 file.write(json.dumps(row) + "\n")
 
 
-@pytest.mark.parametrize("family", DECLARED)
+@pytest.mark.parametrize("family", [*DECLARED, *EXPERTS])
 def test_losses_of_declared_families_are_those_of_the_plain_engine(folders, tmp_path, family):
     folder = str(folders[family])
     variants = VARIANTS
