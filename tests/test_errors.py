@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pickle
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -78,3 +81,53 @@ def test_every_error_is_in_the_tree_drawn_in_the_docstring(cls: type[ZeroTuneErr
 )
 def test_errors_are_also_what_python_programs_expect(cls: type, builtin: type) -> None:
     assert issubclass(cls, builtin)
+
+
+SOURCE = Path(errors.__file__).parent
+SYSTEM = {"OSError", "FileNotFoundError", "PermissionError"}
+
+
+def trees() -> dict[Path, ast.Module]:
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
+    about = {path: text for path, text in texts.items() if any(name in text for name in SYSTEM)}
+    return {path: ast.parse(text) for path, text in about.items()}
+
+
+def wrapped(tree: ast.Module) -> Iterator[ast.expr]:
+    """What is raised where the system has refused something."""
+    for handler in ast.walk(tree):
+        if not isinstance(handler, ast.ExceptHandler) or handler.type is None:
+            continue
+        if SYSTEM & {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)}:
+            for node in ast.walk(handler):
+                if isinstance(node, ast.Raise) and node.exc is not None:
+                    yield node.exc
+
+
+def is_whole(call: ast.AST) -> bool:
+    named = {word.arg for word in call.keywords} if isinstance(call, ast.Call) else set()
+    return {"key", "fix"} <= named
+
+
+def made_by(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+
+
+def test_what_the_system_refuses_is_told_with_its_place_and_a_fix() -> None:
+    parsed = trees()
+    found = [(path, raised) for path, tree in parsed.items() for raised in wrapped(tree)]
+    makers = {
+        node.name
+        for tree in parsed.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any(map(is_whole, ast.walk(node)))
+    }
+    poor = [
+        f"{path.relative_to(SOURCE)}:{raised.lineno} {ast.unparse(raised)}"
+        for path, raised in found
+        for call in (raised.values if isinstance(raised, ast.BoolOp) else [raised])
+        # With the file's name; what called it makes it one of ours.
+        if not is_whole(call) and made_by(call) not in {*makers, "OSError"}
+    ]
+    assert len(found) > 40, "they are found at all"
+    assert not poor

@@ -36,7 +36,12 @@ def test_a_rank_that_differs_is_told_in_what():
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("caller", "what", "purpose"),
-    [(0, "save", "saving check"), (1, "save", "saving check"), (0, "draw", "drawing images")],
+    [
+        (0, "save", "saving check"),
+        (1, "save", "saving check"),
+        (0, "draw", "drawing images"),
+        (1, "export", "exporting to"),
+    ],
 )
 def test_a_call_on_one_rank_only_is_told_who_is_missing(tmp_path, caller, what, purpose):
     results = run_ranks(faulty.alone, str(tmp_path), caller, what, world_size=2)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import attrs
 
+from zerotune._util.files import fix_of
 from zerotune._util.text import format_size
 from zerotune.builder.forms import FormState, check_content
 from zerotune.builder.preview import Message, of_decisions, of_error
@@ -161,7 +162,9 @@ def open_file(written: Any, root: Root) -> Opened:
     try:
         size = path.stat().st_size if path.is_file() else 0
     except OSError as error:
-        raise PlanFileError(f"cannot be read ({error})", key="path", value=str(path)) from None
+        raise PlanFileError(
+            f"cannot be read ({error})", key="path", value=str(path), fix=fix_of(error)
+        ) from None
     if size > _LARGEST:
         raise PlanFileError(
             "is too large to be a configuration", key="path", value=str(path), fix="name another"

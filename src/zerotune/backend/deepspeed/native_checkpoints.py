@@ -257,7 +257,9 @@ class NativeCheckpoint:
                 "and save it with zerotune",
             ) from error
         except (OSError, RuntimeError, EOFError) as error:
-            raise CheckpointCorruptError(f"cannot be read ({error})", key=str(path)) from error
+            raise CheckpointCorruptError(
+                f"cannot be read ({error})", key=str(path), fix="use another checkpoint"
+            ) from error
         return content
 
 
