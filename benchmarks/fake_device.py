@@ -69,7 +69,27 @@ class FakePass:
             before: Blocks that are there when the pass begins and stay: weights, buckets.
             expandable: As with ``expandable_segments:True``.
         """
-        allocator = CachingAllocator(expandable=expandable)
+        return self._on(CachingAllocator(expandable=expandable), before)
+
+    def least(self, *, before: tuple[int, ...] = ()) -> int:
+        """Bytes of the smallest device it runs on, to 2 MiB: free segments are given back there.
+
+        Args:
+            before: As in ``reserved``.
+        """
+        step = 2 * _MIB
+        enough, short = -(-self.reserved(before=before) // step), 0
+        while enough - short > 1:
+            middle = (enough + short) // 2
+            try:
+                self._on(CachingAllocator(limit=middle * step), before)
+            except MemoryError:
+                short = middle
+            else:
+                enough = middle
+        return enough * step
+
+    def _on(self, allocator: CachingAllocator, before: tuple[int, ...]) -> int:
         for index, nbytes in enumerate(before):
             allocator.take(-1 - index, rounded(nbytes))
         for event in self.events:
@@ -315,15 +335,19 @@ class CachingAllocator:
     Blocks of up to 1 MiB come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger
     ones from segments of their own, rounded up to 2 MiB. The smallest free block that is large
     enough is split where more than 512 bytes (of small ones) or 1 MiB would be left over, and
-    neighbours that are free are joined. Nothing is given back to the driver.
+    neighbours that are free are joined. Segments that are free as a whole are given back to the
+    driver where it has no more.
 
     Args:
+        limit: Bytes the driver has; ``MemoryError`` where they do not suffice. Not with
+            ``expandable``.
         expandable: One segment of each kind, which grows by pages of 2 and 20 MiB; all blocks are
             split to 512 bytes, and what can grow is taken last.
     """
 
-    def __init__(self, *, expandable: bool = False) -> None:
+    def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self._expandable = expandable
+        self._limit = limit
         self._idle: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         self._blocks: dict[tuple[int, int], _Block] = {}
         self._taken: dict[int, tuple[_Block, bool]] = {}
@@ -372,11 +396,24 @@ class CachingAllocator:
             size = 20 * _MIB
         else:
             size = -(-nbytes // (2 * _MIB)) * 2 * _MIB
+        if self._limit is not None and self.reserved + size > self._limit:
+            self._give_back()
+            if self.reserved + size > self._limit:
+                raise MemoryError
         self._segments += 1
         self.reserved += size
         block = _Block(segment=self._segments, start=0, size=size)
         self._blocks[block.segment, 0] = block
         return block
+
+    def _give_back(self) -> None:
+        for idle in self._idle.values():
+            for size, segment, start in tuple(idle):
+                block = self._blocks[segment, start]
+                if block.before is None and block.after is None:
+                    idle.remove((size, segment, start))
+                    del self._blocks[segment, start]
+                    self.reserved -= size
 
     def _extended(self, nbytes: int, small: bool) -> _Block:
         page, last = (2 if small else 20) * _MIB, self._last.get(small)

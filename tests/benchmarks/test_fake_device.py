@@ -141,6 +141,16 @@ def test_blocks_that_stay_are_there_from_the_beginning():
     assert passed((1, 20 * MIB)).reserved(before=(100 * MIB, 3 * MIB)) == 140 * MIB
 
 
+def test_a_small_device_has_free_segments_given_back():
+    gap = passed((1, 20 * MIB), (2, 20 * MIB), (1, -20 * MIB), (2, -20 * MIB), (3, 40 * MIB))
+    assert gap.least() == 40 * MIB < gap.reserved()
+    assert gap.least(before=(100 * MIB,)) == 140 * MIB
+    half = passed((1, 30 * MIB), (2, 10 * MIB), (1, -30 * MIB), (3, 40 * MIB), (2, -10 * MIB))
+    assert half.least() == 50 * MIB, "what is there stays"
+    split = passed((1, 40 * MIB), (1, -40 * MIB), (2, 10 * MIB), (3, 40 * MIB))
+    assert split.least() == 80 * MIB, "a segment of which a part is in use is not given back"
+
+
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_allocator_hands_nothing_out_twice(expandable: bool):
     generator = torch.Generator().manual_seed(3)
