@@ -71,8 +71,6 @@ FIRST = (
 NOT_YET = {
     "sdxl": "needs a GPU of at least 24 GiB; none has been at hand so far",
     "flux": "needs a GPU; none has been at hand so far",
-    "prediction": "tried beside much else: ten plans were predicted 7 to 37 % below what was "
-    "measured, before the last changes to rates; within 20 % is not shown yet",
     "step": "tried, but not yet on a machine that did nothing else for as long as it takes",
 }
 """Why what has no result has none."""
