@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.support.ranks import RanksFailed, free_port, on_a_machine, run_ranks
+from zerotune.backend import distributed
 from zerotune.backend.distributed import Launch, ProcessGroup
 from zerotune.errors import CollectiveError, EngineError, InvalidValueError
 
@@ -195,6 +196,25 @@ def test_a_rank_lost_while_the_group_starts_is_named(
     said = (tmp_path / "told").read_text()
     assert "(Rank 1 failed to come: rank 1 " in said
     assert re.search(r"\(process \d+ on machine-1\)" if machines else "has ended", said)
+
+
+def signs_at_the_end() -> tuple[int, int]:
+    on_a_machine(f"machine-{os.environ['RANK']}")
+    names: list[list[str]] = []
+    group = ProcessGroup(backend="gloo", timeout_s=60)
+    names.append([thread.name for thread in threading.enumerate()])
+    # Nobody's store goes while another still writes there.
+    group.barrier("end")
+    group.close()
+    distributed._started._end()
+    names.append([thread.name for thread in threading.enumerate()])
+    return names[0].count("zerotune-pulse"), names[1].count("zerotune-pulse")
+
+
+@pytest.mark.world_size(2)
+def test_signs_of_life_end_before_the_interpreter_does() -> None:
+    for seen in run_ranks(signs_at_the_end, world_size=2):
+        assert seen == (1, 0)
 
 
 def threads() -> list[str]:

@@ -744,11 +744,14 @@ class _Pulse:
         self._wakes: list[Callable[[], None]] = []
         self.told: dict[int, str] = {}
         """The lost ranks, and what is known of each, once a rank has found them."""
-        threading.Thread(target=self._run, name="zerotune-pulse", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="zerotune-pulse", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Show no further signs."""
         self._over.set()
+        # One that asks the store while the interpreter ends can abort the process.
+        self._thread.join(_LAST_WORD_S)
 
     @contextlib.contextmanager
     def waking(self, wake: Callable[[], None]) -> Iterator[None]:
