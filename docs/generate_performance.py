@@ -71,7 +71,6 @@ FIRST = (
 NOT_YET = {
     "sdxl": "needs a GPU of at least 24 GiB; none has been at hand so far",
     "flux": "needs a GPU; none has been at hand so far",
-    "step": "tried, but not yet on a machine that did nothing else for as long as it takes",
 }
 """Why what has no result has none."""
 

@@ -72,7 +72,7 @@ class Web(torch.nn.Module):
 def begin(
     stage: int, model: torch.nn.Module, *, precision: str = "bf16", hidden: bool | None,
     clipping: float = 0.5, accumulation: int = 1, groups: bool = False, persistent: int = 0,
-    optimizer: str = "AdamW", apart: bool = True,
+    optimizer: str = "AdamW", apart: bool = True, host_step: bool = True,
 ) -> Any:  # fmt: skip
     from zerotune.optim import ParameterGroups
     from zerotune.optim.resolver import OptimizerResolver
@@ -92,6 +92,7 @@ def begin(
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         hidden=hidden,
         deepspeed=stage != PLAIN,
+        host_step=host_step,
     )
     resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if groups else None)
     with pytest.MonkeyPatch.context() as patch:
@@ -311,6 +312,26 @@ def test_no_setting_changes_a_bit(averages, arguments):
     assert mine["taken"]["zerotune-step"]
     assert "zerotune-step" not in theirs["taken"]
     assert bool(theirs["taken"]) == bool(averages), "an average joins a step that waits for it"
+
+
+def by_both(stages: list[int]) -> list[list[dict[str, Any]]]:
+    shared = {"groups": True, "accumulation": 3, "clipping": 0.4}
+    return [
+        [
+            short_run(None, 2, {"stage": stage, "host_step": mine, **shared})
+            for mine in (True, False)
+        ]
+        for stage in stages
+    ]
+
+
+def test_groups_and_two_averages_are_what_the_usual_step_leaves():
+    (found,) = run_ranks(by_both, [PLAIN, 2, 3])
+    for mine, theirs in found:
+        for name in ("losses", "norms", "master", "ema"):
+            assert mine[name] == theirs[name], name
+        assert mine["taken"], "no average joined a pass"
+        assert not theirs["taken"]
 
 
 @pytest.mark.world_size(2)
@@ -620,6 +641,34 @@ def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
     (tmp_path / "whole").rename(tmp_path / "other")
     (tmp_path / "killed").rename(tmp_path / "whole")
     assert run_ranks(resumed, tmp_path, "resumed") == [whole]
+
+
+def goes_on(folder: Path) -> list[list[Any]]:
+    """What is left of a run of the plain engine, and of one that goes on from its midst."""
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+    from zerotune.ema import EMAShadow
+
+    found = []
+    for part in ("whole", "resumed"):
+        engine = begin(PLAIN, Web(), hidden=True)
+        saved = {"ema": EMAShadow(decay=0.9).attach(engine)}
+        if part == "resumed":
+            load_checkpoint(folder / "saved", engine=engine, shadows=saved)
+        for step in range(engine.state.global_step, 6):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            saved["ema"].step()
+            if step == 2 and part == "whole":
+                save_checkpoint(folder / "saved", engine=engine, shadows=saved)
+        ema = [float(value.double().sum()) for value in saved["ema"].state_dict().values()]
+        found.append([digest(engine), weights_of(engine), *ema])
+        engine.close()
+    return found
+
+
+def test_the_plain_engine_goes_on_bit_for_bit(tmp_path):
+    ((whole, resumed),) = run_ranks(goes_on, tmp_path)
+    assert whole == resumed
 
 
 def compiled(how: str) -> dict[str, Any]:

@@ -148,11 +148,12 @@ def test_nor_on_two_ranks(case):
         attrs.evolve(CASES[3], optimizer="AdamWBF16States", accumulation=3),
         attrs.evolve(CASES[1], clipping=0.0),
         attrs.evolve(CASES[1], clipping=4.1),
+        attrs.evolve(CASES[3], clipping=4.1),
         attrs.evolve(CASES[2], optimizer={"type": "Adam", "params": {"adam_w_mode": False,
                                           "weight_decay": 0.1, "lr": 1e-3}}),
     ],
     ids=["accumulated", "accumulated at stage 3", "bf16 states", "bf16 states, fp32",
-         "bf16 states at stage 3", "not clipped", "clipped at times", "L2 decay"],
+         "bf16 states at stage 3", "not clipped", "clipped at times", "clipped at times at stage 3", "L2 decay"],
 )  # fmt: skip
 def test_nor_with_other_settings(case):
     kept = same(case)
