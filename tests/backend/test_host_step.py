@@ -153,7 +153,8 @@ def test_nor_on_two_ranks(case):
                                           "weight_decay": 0.1, "lr": 1e-3}}),
     ],
     ids=["accumulated", "accumulated at stage 3", "bf16 states", "bf16 states, fp32",
-         "bf16 states at stage 3", "not clipped", "clipped at times", "clipped at times at stage 3", "L2 decay"],
+         "bf16 states at stage 3", "not clipped", "clipped at times", "clipped at times at stage 3",
+         "L2 decay"],
 )  # fmt: skip
 def test_nor_with_other_settings(case):
     kept = same(case)

@@ -43,7 +43,7 @@ def test_reasons_belong_to_goals(generator):
 
 def test_a_missed_goal_stands_in_the_headline(generator):
     for path in (DOCS / "results").glob("*.json"):
-        for goal in json.loads(path.read_text())["goals"]:
+        for goal in json.loads(path.read_text()).get("goals", ()):
             if goal["met"] is False:
                 assert f"| {goal['text']}" in generator["page"]()
 
