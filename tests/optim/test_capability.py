@@ -51,6 +51,17 @@ def test_a_kernel_apple_lacks():
     assert capability("Adagrad", stage=2, accelerator="mps").status == "works"
 
 
+def test_kernels_that_older_releases_lack_on_the_cpu_accelerator():
+    older = {"stage": 2, "offload": "cpu", "deepspeed_version": "0.19.7"}
+    adagrad = capability("Adagrad", **older)
+    assert adagrad.status == "cannot"
+    assert "DeepSpeed 0.19.7 has no CPU kernel of it for the cpu accelerator" in adagrad.reason
+    assert capability("Lion", **older).implementation == "Lion"
+    for accelerator in ("cuda", "xpu"):
+        assert capability("Adagrad", accelerator=accelerator, **older).status == "works"
+    assert capability("Lion", accelerator="cuda", **older).implementation == "DeepSpeedCPULion"
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "name",

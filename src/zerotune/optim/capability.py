@@ -193,11 +193,20 @@ _OWN: Final[Mapping[str, str]] = {
 }
 """Those of which zerotune has a torch implementation, and why."""
 
-HAS_CPU_KERNEL: Final[Mapping[str, frozenset[str]]] = {
-    # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA and ROCm share the CPU accelerator's ops.
+_CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
+    # `op_builder/{mps,xpu}` of DeepSpeed 0.19.8; CUDA's and ROCm's are those beside them.
     "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
     "Lion": frozenset({"cuda", "cpu"}),
 }
+_CPU_ACCELERATOR_HAS_THEM: Final = (0, 19, 8)
+"""First DeepSpeed whose `op_builder/cpu` builds them too."""
+
+
+def has_cpu_kernel(name: str, situation: Situation) -> bool:
+    """Whether this DeepSpeed updates the named optimizer's states in host memory."""
+    if situation.accelerator == "cpu" and situation.before("deepspeed", *_CPU_ACCELERATOR_HAS_THEM):
+        return False
+    return situation.accelerator in _CPU_KERNELS[name]
 
 
 def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
@@ -208,7 +217,7 @@ def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
     if entry.name != "Lion" or not situation.uses_deepspeed:
         return False
     if situation.offloaded:
-        return situation.accelerator in HAS_CPU_KERNEL["Lion"]
+        return has_cpu_kernel("Lion", situation)
     return situation.accelerator == "cuda"
 
 
@@ -543,9 +552,13 @@ def _only_deepspeed_has_it(entry: OptimizerEntry, situation: Situation) -> Capab
 def _no_cpu_kernel(entry: OptimizerEntry, situation: Situation) -> Capability | None:
     if entry.name != "Adagrad" or not situation.offloaded:
         return None
-    if situation.accelerator in HAS_CPU_KERNEL["Adagrad"]:
+    if has_cpu_kernel("Adagrad", situation):
         return None
-    return _cannot(f"DeepSpeed has no CPU kernel of it for the {situation.accelerator} accelerator")
+    version = situation.versions.get("deepspeed")
+    deepspeed = f"DeepSpeed {version}" if version else "DeepSpeed"
+    return _cannot(
+        f"{deepspeed} has no CPU kernel of it for the {situation.accelerator} accelerator"
+    )
 
 
 def _factored_moments_need_matrices(
