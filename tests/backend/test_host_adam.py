@@ -40,12 +40,13 @@ def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> lis
     mine, theirs = (cpu_adam(start.clone(), decoupled, decay) for _ in range(2))
     host = HostAdam(op=op, adam=mine)
     slab, other = mine.param_groups[0]["params"][0], theirs.param_groups[0]["params"][0]
-    shadows = [[start.clone(), start.clone()] for _ in range(2)]
+    shadows = [[start.clone() for _ in range(3)] for _ in range(2)]
     out = torch.empty(size, dtype=torch.bfloat16)
     for step in range(1, STEPS + 1):
         gradient = (torch.randn(size, generator=generator) * step).to(dtype)
         factor = float(torch.tensor(0.3 + 0.1 * step))
-        weights = (0.001, 0.7 / step)
+        # Pairs of near ones are averaged together, an odd one and a far one alone.
+        weights = (0.001, 0.7 / step, 0.2)
         begun = host.begin(
             slab, gradient=gradient, group=mine.param_groups[0], factor=factor, out=out
         )
@@ -68,6 +69,7 @@ def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> lis
         ("exp_avg_sq", states[0]["exp_avg_sq"], states[1]["exp_avg_sq"]),
         ("average", shadows[0][0], shadows[1][0]),
         ("fast average", shadows[0][1], shadows[1][1]),
+        ("third average", shadows[0][2], shadows[1][2]),
         ("cast", out, other.data.bfloat16()),
     ]
 

@@ -137,10 +137,12 @@ void update_as(int64_t n, float* w, float* m, float* v, const void* g, const Ada
     else update<KIND, 2>(n, w, m, v, g, a);
 }
 
+// torch counts from the nearer end.
+inline bool is_near(float weight) { return std::fabs(weight) < 0.5f; }
+
 void average(int64_t n, const float* __restrict w, const Average& into)
 {
-    // torch counts from the nearer end.
-    const bool is_small = std::fabs(into.weight) < 0.5f;
+    const bool is_small = is_near(into.weight);
     const float coefficient = is_small ? into.weight : into.weight - 1.0f;
     float* __restrict shadow = into.shadow;
     if (is_small) {
@@ -151,6 +153,20 @@ void average(int64_t n, const float* __restrict w, const Average& into)
 #pragma omp simd
         for (int64_t i = 0; i < n; i++)
             shadow[i] = __builtin_fmaf(coefficient, w[i] - shadow[i], w[i]);
+    }
+}
+
+// Both at once: where all streams lie a power of two apart, one more loop over a block finds it gone
+// from the cache, and two averages took 1.7 times as long as one.
+void average_both(int64_t n, const float* __restrict w, const Average& one, const Average& other)
+{
+    float* __restrict first = one.shadow;
+    float* __restrict second = other.shadow;
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float weight = w[i];
+        first[i] = __builtin_fmaf(one.weight, weight - first[i], first[i]);
+        second[i] = __builtin_fmaf(other.weight, weight - second[i], second[i]);
     }
 }
 
@@ -251,8 +267,15 @@ inline char* at(void* start, int64_t element, int32_t kind)
 void finish(int64_t start, int64_t size, const float* w, int32_t averages, const Average* into,
             void* out, int32_t out_kind)
 {
-    for (int32_t i = 0; i < averages; i++)
-        average(size, w + start, Average{into[i].shadow + start, into[i].weight});
+    for (int32_t i = 0; i < averages; i++) {
+        const Average one{into[i].shadow + start, into[i].weight};
+        if (i + 1 < averages && is_near(into[i].weight) && is_near(into[i + 1].weight)) {
+            i++;
+            average_both(size, w + start, one, Average{into[i].shadow + start, into[i].weight});
+        } else {
+            average(size, w + start, one);
+        }
+    }
     if (out == nullptr) return;
     char* target = at(out, start, out_kind);
 #define CAST(KIND) cast<KIND>(size, w + start, target)
