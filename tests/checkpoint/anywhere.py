@@ -28,6 +28,7 @@ _WHOLE = ("stage3_param_persistence_threshold", 0)
 """Every parameter is partitioned, although the model is small."""
 PLANS = {
     "plain": PLAIN,
+    "plain-cpu": attrs.evolve(PLAIN, stage=2, offload="cpu"),
     "z0": Case(stage=0),
     "z1": Case(stage=1),
     "z2": Case(stage=2),

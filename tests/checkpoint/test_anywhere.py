@@ -21,6 +21,8 @@ PAIRS = [
     (("z3-cpu", 2), ("z2-cpu", 1), "fp32"),
     (("z1", 2), ("z2", 1), "bf16"),
     (("plain", 1), ("z0", 2), "bf16"),
+    (("z3-cpu", 2), ("plain-cpu", 1), "fp32"),
+    (("plain-cpu", 2), ("z2-cpu", 1), "bf16"),
 ]
 Run = tuple[str, int, str]
 
