@@ -176,17 +176,18 @@ class Run:
         self._trainer.running.clock = StepClock(self._trainer.engine.device, now=time.process_time)
         self._numel = sum(p.numel() for p in model.parameters())
         self._predicted: Any = None
+        self._by_the_clock: list[float] = []
 
     def steps(self, count: int) -> dict[str, float]:
-        """The shortest of some steps, and of its parts, in processor time; by the clock too."""
+        """The shortest of some steps, and of its parts, in processor time."""
         found: list[dict[str, float]] = []
         for _ in range(count):
             begun = time.perf_counter()
             self._trainer.fit(steps=self._trainer.step + 1)
-            taken = time.perf_counter() - begun
+            self._by_the_clock.append(time.perf_counter() - begun)
             metrics = self._last.metrics
             parts = {name: metrics.phases[name] for name in PARTS}
-            found.append(_quantities(metrics.seconds, parts) | {"by_the_clock_seconds": taken})
+            found.append(_quantities(metrics.seconds, parts))
         return {name: min(one[name] for one in found) for name in found[0]}
 
     def predict(self, scale: float) -> dict[str, float]:
@@ -211,6 +212,7 @@ class Run:
         return {
             "parameters": self._numel,
             "threads": torch.get_num_threads(),
+            "seconds by the clock": self._by_the_clock,
             "plan": self._trainer.engine.plan.to_deepspeed(),
             "parts": [
                 {"phase": one.phase, "what": one.what, "rate": one.rate, "seconds": one.seconds}
@@ -301,5 +303,7 @@ BENCHMARK = Benchmark(
     name="prediction",
     title="predicted seconds of a step against processor seconds measured, one thread",
     cases=cases,
+    ours=frozenset({PREDICTED}),
+    better="the nearer the prediction is to what was measured, the better",
     goals=tuple(_goals()),
 )

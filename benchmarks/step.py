@@ -472,7 +472,7 @@ BENCHMARK = Benchmark(
     name="step",
     title="Adam's step in host memory in one pass against DeepSpeed's chain",
     cases=cases,
-    ours=frozenset({OURS, BEHIND, *(PASS + name for name in AVERAGES)}),
+    ours=frozenset({OURS, BEHIND, BESIDE, *(PASS + name for name in AVERAGES)}),
     goals=(
         *(
             Goal(
