@@ -17,6 +17,7 @@ from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, check_alike, expected_groups
 from zerotune.backend.deepspeed.given_back import check_not_gone
 from zerotune.backend.deepspeed.host_adam import (
+    TORCH_ADAMS,
     HostBF16Adam,
     HostTorchAdam,
     NoStep,
@@ -34,26 +35,27 @@ from zerotune.backend.deepspeed.layouts import (
 )
 from zerotune.backend.deepspeed.pending_step import (
     KEY,
-    ROUNDS_OTHERWISE,
     DeferredSteps,
     Piece,
     Upload,
     choose_when,
+    op_or_reason,
     shares_cores,
 )
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
 from zerotune.backend.dtypes import DTYPES, check_model_dtype
 from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterLayout, MasterWeights
-from zerotune.backend.ops.host_step import HostStepOp, load_host_step
+from zerotune.backend.ops.host_step import HostStepOp
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
 from zerotune.backend.running import StartedEngine, gradient_norm
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
-from zerotune.errors import EngineError, PlatformError
+from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import pins
 
 # `accelerate launch` passes its own configuration through these; the resolved plan has already
 # taken what it wants from it, and a second reader would decide behind its back.
@@ -68,7 +70,7 @@ _ACCELERATE_CONFIGURATION = (
 
 _SCALE: Final = ("scale", "_growth_tracker")
 """What of a ``GradScaler``'s state changes while it runs."""
-_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW, AdamWBF16States)
+_ADAMS: Final = (*TORCH_ADAMS, AdamWBF16States)
 _REASON: Final = (
     "clipping, Adam and the averages go over host memory once, not once each; the bits of torch's "
     "fused Adam, whose loop over tensors rounds square roots otherwise in the last one"
@@ -138,10 +140,9 @@ class PlainEngine(StartedEngine):
         self._host = None
         if plan.offload_optimizer == "cpu" and _has_memory_of_its_own(self.device):
             zero = plan.plan.zero_optimization
-            section = None if zero is None else zero.offload_optimizer
             self._host = HostWeights(
                 named,
-                pin=section is not None and section.pin_memory is True,
+                pin=zero is not None and pins(zero.offload_optimizer),
                 # Of several ranks, gradients are sums only once all of them have come.
                 early=lambda: self._at_boundary and self._group.world_size == 1,
             )
@@ -158,25 +159,15 @@ class PlainEngine(StartedEngine):
             return ()
         ours = isinstance(adam, AdamWBF16States)
         usual = "AdamWBF16States' own" if ours else "torch's fused"
-        op, obstacle = (
-            None,
-            None if plan.host_step else "the plan was resolved with host_step=False",
+        op = op_or_reason(
+            plan,
+            self._group,
+            obstacle=None if ours else HostTorchAdam.obstacle(adam),
+            rounds_alike=torch_rounds_alike if ours else torch_rounds_alike_in_fp32,
         )
-        if obstacle is None and not ours:
-            obstacle = HostTorchAdam.obstacle(adam)
-        if obstacle is None:
-            try:
-                op = load_host_step()
-            except PlatformError as error:
-                obstacle = f"the op host_step cannot be built: {error.reason}"
-            else:
-                alike = torch_rounds_alike if ours else torch_rounds_alike_in_fp32
-                obstacle = None if alike(op) else ROUNDS_OTHERWISE
-        elsewhere = self._group.any(obstacle is not None, purpose="choose who takes the steps")
-        if op is None or elsewhere:
+        if isinstance(op, str):
             _step_fused(adam)
-            reason = obstacle or "another rank cannot take it so"
-            return (Decision(key=KEY, before=usual, after=usual, reason=reason),)
+            return (Decision(key=KEY, before=usual, after=usual, reason=op),)
         self._step = PlainStep(
             op=op,
             adam=adam,
@@ -555,7 +546,7 @@ def _has_memory_of_its_own(device: torch.device) -> bool:
 
 def _step_fused(adam: torch.optim.Optimizer) -> None:
     """Have torch's Adam take its fused step, where nothing else was asked for: the same bits."""
-    if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+    if type(adam) not in TORCH_ADAMS:
         return
     for group in adam.param_groups:
         others = ("fused", "foreach", "capturable", "differentiable")

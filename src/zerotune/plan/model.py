@@ -1283,6 +1283,11 @@ class OffloadSection(Section):
     extra: Mapping[str, Any] = extra_keys()
 
 
+def pins(section: OffloadSection | None) -> bool:
+    """Whether something is offloaded through page-locked buffers; not where that is still open."""
+    return section is not None and section.pin_memory is True
+
+
 @attrs.frozen(kw_only=True)
 class ZeroSection(Section):
     """``zero_optimization``: what is partitioned over the ranks, and how it travels."""
@@ -1762,6 +1767,16 @@ def _kept(
     return attrs.evolve(facts, shape=tuple(shape), storage=storage, stored_bytes=taken)
 
 
+def latent_frames(frames: int, *, per_latent: int) -> int:
+    """Latent frames of a clip.
+
+    Args:
+        frames: Of the clip; the first has a latent of its own.
+        per_latent: Frames that each other latent stands for.
+    """
+    return (frames - 1) // per_latent + 1
+
+
 @attrs.frozen(kw_only=True)
 class ModelFacts:
     """Names and shapes of a model's parameters, enough to size every buffer."""
@@ -1786,8 +1801,7 @@ class ModelFacts:
             width: Pixels.
             frames: Of a clip; one when not given.
         """
-        per_latent = self.frames_per_latent or 1
-        return height * width * (((frames or 1) - 1) // per_latent + 1)
+        return height * width * latent_frames(frames or 1, per_latent=self.frames_per_latent or 1)
 
     @classmethod
     def from_module(cls, module: Any) -> ModelFacts:

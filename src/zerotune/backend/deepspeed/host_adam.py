@@ -26,6 +26,7 @@ from zerotune.backend.optimizers.adamw_bf16_states import (
 
 _VECTOR: Final = 16
 """Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
+TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class BetaPowers:
@@ -287,10 +288,7 @@ class HostBF16Adam:
         out: torch.Tensor | None,
     ) -> SlabStep:
         """As ``Stepper.begin``."""
-        state = self._adam.state[slab]
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                state[name] = torch.zeros_like(slab.data, dtype=self._adam.state_dtype)
+        state = _with_moments(self._adam, slab, self._adam.state_dtype)
         taken = int(state.get("step", 0))
         state["step"] = taken + 1
         return BF16SlabStep(
@@ -305,6 +303,17 @@ class HostBF16Adam:
             taken=taken,
             group=dict(group),
         )
+
+
+def _with_moments(
+    adam: torch.optim.Optimizer, slab: torch.Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
+    """An optimizer's state of a slab, whose moments are 0 where it has none yet."""
+    state: dict[str, Any] = adam.state[slab]
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            state[name] = torch.zeros_like(slab.data, dtype=dtype)
+    return state
 
 
 def _torch_numbers(
@@ -347,7 +356,7 @@ def torch_rounds_alike(op: HostStepOp) -> bool:
 def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
     """Whether this build's fused Adam and AdamW round as the op does."""
     generator = torch.Generator().manual_seed(0)
-    for kind in (torch.optim.Adam, torch.optim.AdamW):
+    for kind in TORCH_ADAMS:
         start, *gradients = torch.randn(4, 64 * _VECTOR + 5, generator=generator).unbind()
         theirs, mine = (torch.nn.Parameter(start.clone()) for _ in range(2))
         fused = kind([theirs], lr=1e-3, weight_decay=0.01, fused=True)
@@ -382,7 +391,7 @@ class HostTorchAdam:
     @staticmethod
     def obstacle(adam: torch.optim.Optimizer) -> str | None:
         """Why this optimizer does more than such a step, if so."""
-        if type(adam) not in (torch.optim.Adam, torch.optim.AdamW):
+        if type(adam) not in TORCH_ADAMS:
             return f"{type(adam).__name__} is neither Adam nor AdamW"
         names = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
         found = [name for group in adam.param_groups for name in names if group.get(name)]
@@ -404,12 +413,9 @@ class HostTorchAdam:
         out: torch.Tensor | None,
     ) -> SlabStep:
         """As ``Stepper.begin``."""
-        state = self._adam.state[slab]
+        state = _with_moments(self._adam, slab, slab.dtype)
         if "step" not in state:
             state["step"] = torch.tensor(0.0)
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                state[name] = torch.zeros_like(slab.data)
         taken = int(state["step"])
         state["step"] += 1
         decoupled = isinstance(self._adam, torch.optim.AdamW)

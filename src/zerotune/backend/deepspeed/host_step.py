@@ -33,7 +33,6 @@ from zerotune.backend.deepspeed.host_adam import (
 from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed, trainable_parameters
 from zerotune.backend.deepspeed.pending_step import (
     KEY,
-    ROUNDS_OTHERWISE,
     DeferredSteps,
     Exchange,
     Part,
@@ -44,15 +43,15 @@ from zerotune.backend.deepspeed.pending_step import (
     Upload,
     choose_when,
     divide_alike,
+    op_or_reason,
     shares_cores,
 )
 from zerotune.backend.deepspeed.reads import read_at_once
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import MasterLayout
-from zerotune.backend.ops.host_step import HostStepOp, load_host_step
+from zerotune.backend.ops.host_step import HostStepOp
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.decisions import Decision
-from zerotune.errors import PlatformError
 from zerotune.plan.api import ResolvedPlan
 
 GRADIENTS_KEY: Final = "optimizer.step.gradients"
@@ -95,21 +94,14 @@ def take_over_step(
     if kind is None or not (ours or type(adam).__name__ == "DeepSpeedCPUAdam"):
         return None, ()
     usual = "AdamWBF16States' own" if ours else "DeepSpeed's"
-    if not plan.host_step:
-        reason = "the plan was resolved with host_step=False"
-        return None, (_decision(usual, usual, reason),)
-    obstacle = _obstacle(wrapper, kind)
-    op: HostStepOp | None = None
-    if obstacle is None:
-        try:
-            op = load_host_step()
-        except PlatformError as error:
-            obstacle = f"the op host_step cannot be built: {error.reason}"
-        else:
-            obstacle = None if not ours or torch_rounds_alike(op) else ROUNDS_OTHERWISE
-    elsewhere = group.any(obstacle is not None, purpose="choose who takes the steps")
-    if op is None or elsewhere:
-        return None, (_decision(usual, usual, obstacle or "another rank cannot take it so"),)
+    op = op_or_reason(
+        plan,
+        group,
+        obstacle=_obstacle(wrapper, kind),
+        rounds_alike=torch_rounds_alike if ours else None,
+    )
+    if isinstance(op, str):
+        return None, (_decision(usual, usual, op),)
     layout = layout_of_deepspeed(engine, rank=engine.global_rank)
     step = kind(wrapper=wrapper, op=op, module=engine.module, layout=layout, group=group)
     step.install()

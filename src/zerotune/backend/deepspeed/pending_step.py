@@ -25,9 +25,9 @@ from typing_extensions import override
 from zerotune.backend.deepspeed.host_adam import SlabStep
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout
-from zerotune.backend.ops.host_step import Average, HostStepOp
+from zerotune.backend.ops.host_step import Average, HostStepOp, load_host_step
 from zerotune.decisions import Decision
-from zerotune.errors import EngineError
+from zerotune.errors import EngineError, PlatformError
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
 from zerotune.platform import MachineProbe
@@ -38,7 +38,7 @@ KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"
 THREADS_KEY: Final = "optimizer.step.threads"
 
-ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
+_ROUNDS_OTHERWISE: Final = "this build of torch rounds otherwise than the op host_step"
 _PARTS: Final = 256
 """Parts of a step: each costs the interpreter's lock twice, which may take 5 ms."""
 _SHARED_PARTS: Final = EXCHANGED_PARTS
@@ -839,6 +839,39 @@ class DeferredSteps(ABC):
     def _wanted_first(self) -> Collection[str]:
         """Names of parameters that are used as soon as the step ends."""
         return ()
+
+
+def op_or_reason(
+    plan: ResolvedPlan,
+    group: ProcessGroup,
+    *,
+    obstacle: str | None,
+    rounds_alike: Callable[[HostStepOp], bool] | None,
+) -> HostStepOp | str:
+    """The compiled functions that every rank can take steps with, or why not. Collective.
+
+    Args:
+        plan: Whether that is wanted.
+        group: The processes that train together.
+        obstacle: What stands in the way on this rank.
+        rounds_alike: Whether this build of torch rounds as they do; ``None``: none of its own
+            arithmetic is met.
+    """
+    op: HostStepOp | None = None
+    if not plan.host_step:
+        obstacle = "the plan was resolved with host_step=False"
+    if obstacle is None:
+        try:
+            op = load_host_step()
+        except PlatformError as error:
+            obstacle = f"the op host_step cannot be built: {error.reason}"
+        else:
+            alike = rounds_alike is None or rounds_alike(op)
+            obstacle = None if alike else _ROUNDS_OTHERWISE
+    elsewhere = group.any(obstacle is not None, purpose="choose who takes the steps")
+    if op is None or elsewhere:
+        return obstacle or "another rank cannot take it so"
+    return op
 
 
 def shares_cores(step: DeferredSteps) -> Decision:

@@ -179,13 +179,13 @@ inline uint16_t rounded(float value, int32_t random)
     return static_cast<uint16_t>(((is_nan ? 0x7fc00000u : bits) + static_cast<uint32_t>(random)) >> 16);
 }
 
-// What torch's AdamW does, with its roundings: those of its loop over tensors.
+// What torch's fused Adam and AdamW do, with their roundings.
 template <int KIND, bool L2>
 void update_torch(int64_t n, float* __restrict w, float* __restrict m, float* __restrict v,
                   const void* gradients, const TorchAdam& a)
 {
     const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
-    const bool is_small = std::fabs(a.first) < 0.5f;
+    const bool is_small = is_near(a.first);
     const float coefficient = is_small ? a.first : a.first - 1.0f;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
@@ -215,7 +215,7 @@ void update_bf16(int64_t n, float* __restrict w, uint16_t* __restrict m, uint16_
                  const int32_t* __restrict noise_v, const TorchAdam& a)
 {
     const auto* __restrict g = static_cast<const typename Number<KIND>::type*>(gradients);
-    const bool is_small = std::fabs(a.first) < 0.5f;
+    const bool is_small = is_near(a.first);
     const float coefficient = is_small ? a.first : a.first - 1.0f;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
@@ -282,6 +282,18 @@ void finish(int64_t start, int64_t size, const float* w, int32_t averages, const
     FOR_KIND(out_kind, CAST)
 }
 
+// All blocks of n elements, by their start and size.
+template <typename EACH>
+void in_blocks(int64_t n, int32_t threads, const EACH& each)
+{
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t block = 0; block < blocks; block++) {
+        const int64_t start = block * BLOCK;
+        each(start, n - start < BLOCK ? n - start : BLOCK);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -301,16 +313,12 @@ void zerotune_adam(int64_t n, float* w, float* m, float* v, const void* g, int32
                    const Adam* adam, int32_t averages, const Average* into, void* out,
                    int32_t out_kind, int32_t threads)
 {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t start = block * BLOCK;
-        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+    in_blocks(n, threads, [=](int64_t start, int64_t size) {
         const char* gradients = at(g, start, gradient_kind);
 #define UPDATE(KIND) update_as<KIND>(size, w + start, m + start, v + start, gradients, *adam)
         FOR_KIND(gradient_kind, UPDATE)
         finish(start, size, w, averages, into, out, out_kind);
-    }
+    });
 }
 
 // As zerotune_adam, with torch's roundings.
@@ -318,17 +326,13 @@ void zerotune_adam_torch(int64_t n, float* w, float* m, float* v, const void* g,
                          int32_t gradient_kind, const TorchAdam* adam, int32_t averages,
                          const Average* into, void* out, int32_t out_kind, int32_t threads)
 {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t start = block * BLOCK;
-        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+    in_blocks(n, threads, [=](int64_t start, int64_t size) {
         const char* gradients = at(g, start, gradient_kind);
 #define UPDATE_TORCH(KIND)                                                                         \
     update_torch_as<KIND>(size, w + start, m + start, v + start, gradients, *adam)
         FOR_KIND(gradient_kind, UPDATE_TORCH)
         finish(start, size, w, averages, into, out, out_kind);
-    }
+    });
 }
 
 // As zerotune_adam, with moments in bf16 that are rounded by chance: n random numbers each.
@@ -337,18 +341,14 @@ void zerotune_adam_bf16(int64_t n, float* w, uint16_t* m, uint16_t* v, const voi
                         const TorchAdam* adam, int32_t averages, const Average* into, void* out,
                         int32_t out_kind, int32_t threads)
 {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t start = block * BLOCK;
-        const int64_t size = n - start < BLOCK ? n - start : BLOCK;
+    in_blocks(n, threads, [=](int64_t start, int64_t size) {
         const char* gradients = at(g, start, gradient_kind);
 #define UPDATE_BF16(KIND)                                                                          \
     update_bf16<KIND>(size, w + start, m + start, v + start, gradients, noise_m + start,           \
                       noise_v + start, *adam)
         FOR_KIND(gradient_kind, UPDATE_BF16)
         finish(start, size, w, averages, into, out, out_kind);
-    }
+    });
 }
 
 // Copy n numbers of one kind into `target`, unless that is null, and sum up their squares.

@@ -200,15 +200,9 @@ class HostStepOp:
             averages: Shadows, as long as ``weight``.
             out: Receives the weights in its own dtype.
         """
-        adam = _Adam(*attrs.astuple(numbers))
         self._library.zerotune_adam(
-            ctypes.c_int64(weight.numel()),
-            _pointer(weight),
-            _pointer(exp_avg),
-            _pointer(exp_avg_sq),
-            _pointer(gradient),
-            ctypes.c_int32(_KINDS[gradient.dtype]),
-            ctypes.byref(adam),
+            *_streams(weight, exp_avg, exp_avg_sq, gradient),
+            ctypes.byref(_Adam(*attrs.astuple(numbers))),
             *_followed_by(averages, out, self.threads),
         )
 
@@ -224,15 +218,9 @@ class HostStepOp:
         out: torch.Tensor | None = None,
     ) -> None:
         """As ``adam``, with the roundings of torch's own AdamW."""
-        adam = _TorchAdam(*attrs.astuple(numbers))
         self._library.zerotune_adam_torch(
-            ctypes.c_int64(weight.numel()),
-            _pointer(weight),
-            _pointer(exp_avg),
-            _pointer(exp_avg_sq),
-            _pointer(gradient),
-            ctypes.c_int32(_KINDS[gradient.dtype]),
-            ctypes.byref(adam),
+            *_streams(weight, exp_avg, exp_avg_sq, gradient),
+            ctypes.byref(_TorchAdam(*attrs.astuple(numbers))),
             *_followed_by(averages, out, self.threads),
         )
 
@@ -260,17 +248,11 @@ class HostStepOp:
             averages: Shadows, as long as ``weight``.
             out: Receives the weights in its own dtype.
         """
-        adam = _TorchAdam(*attrs.astuple(numbers))
         self._library.zerotune_adam_bf16(
-            ctypes.c_int64(weight.numel()),
-            _pointer(weight),
-            _pointer(exp_avg),
-            _pointer(exp_avg_sq),
-            _pointer(gradient),
-            ctypes.c_int32(_KINDS[gradient.dtype]),
+            *_streams(weight, exp_avg, exp_avg_sq, gradient),
             _pointer(noise[0]),
             _pointer(noise[1]),
-            ctypes.byref(adam),
+            ctypes.byref(_TorchAdam(*attrs.astuple(numbers))),
             *_followed_by(averages, out, self.threads),
         )
 
@@ -292,6 +274,17 @@ class HostStepOp:
             ctypes.c_int32(self.threads),
         )
         return total
+
+
+def _streams(
+    weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, gradient: torch.Tensor
+) -> tuple[Any, ...]:
+    """The first arguments of an update: what it goes through."""
+    return (
+        ctypes.c_int64(weight.numel()),
+        *map(_pointer, (weight, exp_avg, exp_avg_sq, gradient)),
+        ctypes.c_int32(_KINDS[gradient.dtype]),
+    )
 
 
 def _followed_by(
