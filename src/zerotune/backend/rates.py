@@ -173,6 +173,11 @@ def _simple(device: torch.device, dtype: torch.dtype, timer: _Timer, scale: floa
     return float(counter.moved) / timer(act)
 
 
+def moves_memory(func: Any) -> bool:
+    """Whether an operator (``torch._ops.OpOverload``) goes through the elements of its tensors."""
+    return not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach"))
+
+
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators, views included, and the bytes that go through those that are none."""
 
@@ -184,7 +189,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.names.append(func._opname)
-        if not func.is_view and not func._opname.startswith(("empty", "new_empty", "detach")):
+        if moves_memory(func):
             leaves = tree_leaves((args, kwargs, result))
             self.moved += sum(one.nbytes for one in leaves if isinstance(one, torch.Tensor))
         return result

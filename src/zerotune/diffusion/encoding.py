@@ -152,9 +152,10 @@ def _encode(
 
 
 def _check(images: PreparedImages, family: TextToImage) -> None:
-    images.augmentation.check_countable()
     if family.reads_references:
         check_edits(images)
+    else:
+        images.augmentation.check_countable()
 
 
 def _default_device(rank: int) -> torch.device:

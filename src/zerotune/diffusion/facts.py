@@ -30,6 +30,7 @@ from zerotune.plan.model import (
     ArithmeticFacts,
     ModelFacts,
     PassWork,
+    latent_frames,
 )
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _captured_inputs(
             module,
             batch=batch,
             side=(height // scale, width // scale),
-            frames=(frames - 1) // kind.usual_frames + 1,
+            frames=latent_frames(frames, per_latent=kind.usual_frames),
         )
         # All samples in one call, also of a pipeline that takes them in turn: their graphs add up.
         steps = torch.tensor([500.0])

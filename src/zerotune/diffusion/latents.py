@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from zerotune.errors import DataError
+from zerotune.plan.model import latent_frames
 
 _PATCH: Final = 2
 """Side of the patches that a VAE with batch statistics (Flux.2's) puts into its channels."""
@@ -55,7 +56,7 @@ class LatentSpace:
 
     def latent_frames(self, frames: int) -> int:
         """Latent frames of a clip; the first frame has one of its own."""
-        return (frames - 1) // self.frames + 1
+        return latent_frames(frames, per_latent=self.frames)
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:

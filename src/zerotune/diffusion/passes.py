@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from zerotune.backend.rates import moves_memory
+
 KINDS: Final = ("products", "convolutions", "attention", "moved")
 """Floating-point operations of matrix products, of convolutions and of attention (a product and a
 sum are two), and bytes that all other operators read and write."""
 CALLS: Final = {"products": "product_calls", "attention": "attention_calls"}
 """What is counted besides: how many operators of a kind run."""
 _META: Final = torch.device("meta")
-_MOVES_NOTHING: Final = ("empty", "new_empty", "detach")
 
 
 @attrs.frozen(kw_only=True)
@@ -166,7 +167,7 @@ class _Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             kind = "convolutions" if "convolution" in func._opname else "products"
             self.computes(kind, formula(*args, **kwargs, out_val=result))
-        elif not func.is_view and not func._opname.startswith(_MOVES_NOTHING):
+        elif moves_memory(func):
             self.work["moved"] += sum(_nbytes(leaf) for leaf in tree_leaves((args, kwargs, result)))
 
     def computes(self, kind: str, amount: int) -> None:

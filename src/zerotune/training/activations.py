@@ -26,6 +26,7 @@ from zerotune.plan.model import (
     Amount,
     ArithmeticFacts,
     PassWork,
+    latent_frames,
 )
 from zerotune.training.memory import expected_memory, host_now
 
@@ -143,7 +144,7 @@ def input_positions(
         if type(model).__name__ == "UNet2DModel" and _in_pixels(model, "images")
         else latent_scale(model)
     )
-    latents = ((frames or 1) - 1) // (frames_per_latent(model) or 1) + 1
+    latents = latent_frames(frames or 1, per_latent=frames_per_latent(model) or 1)
     return max(1, latents * size[0] * size[1] // factor**2)
 
 

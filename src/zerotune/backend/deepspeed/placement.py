@@ -31,6 +31,7 @@ from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.fill import NATIVE_DEEPSPEED, ROUNDING, SETTING, THRESHOLD, pins_natively
+from zerotune.plan.model import pins
 from zerotune.platform.probe import first_line
 
 KEY: Final = "initialization.flat weights"
@@ -283,7 +284,7 @@ def _pins(plan: ResolvedPlan) -> bool:
         return False
     zero = plan.plan.zero_optimization
     sections = (zero.offload_optimizer, zero.offload_param) if zero is not None else ()
-    return any(section is not None and section.pin_memory is True for section in sections)
+    return any(map(pins, sections))
 
 
 def _written(settings: str) -> str | None:

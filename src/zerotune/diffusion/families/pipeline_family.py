@@ -27,6 +27,7 @@ from zerotune.diffusion.latents import LatentSpace, Packing, Tokens, Unpacked
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.errors import DataError, InvalidValueError
+from zerotune.plan.model import latent_frames
 
 REFERENCES: Final = "reference_latents"
 """Key of a batch: latents (b, c, h, w) of the images that are edited."""
@@ -55,7 +56,7 @@ class _UsualSpace:
 
     def latent_frames(self, frames: int) -> int:
         """Latent frames of a clip."""
-        return (frames - 1) // self.frames + 1
+        return latent_frames(frames, per_latent=self.frames)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -31,6 +31,7 @@ from zerotune.plan.model import (
     PlanValue,
     ResolvedValue,
     ZeroSection,
+    pins,
 )
 from zerotune.plan.resolve import resolve
 
@@ -325,8 +326,7 @@ def plain(case: Costing) -> Iterator[MemoryItem]:
 def _plain_beside_the_device(case: Costing) -> Iterator[MemoryItem]:
     """The plain engine's optimizer in host memory: every rank has all of it."""
     zero, count = case.resolved.plan.zero_optimization, case.trained
-    section = zero.offload_optimizer if zero is not None else None
-    pin = section is not None and section.pin_memory is True
+    pin = zero is not None and pins(zero.offload_optimizer)
     # A gradient leaves once it is a sum: of one micro batch, of one rank.
     waits = case.ranks > 1 or (case.resolved.gradient_accumulation_steps or 1) > 1
     kept = 4 * count if waits else 8 * case.largest
@@ -376,8 +376,7 @@ def stages_1_and_2(case: Costing, zero: ZeroSection) -> Iterator[MemoryItem]:
     yield from _buckets(case, zero)
     offloads = zero.offload_optimizer is not None and zero.offload_optimizer.device == "cpu"
     if offloads:
-        pin = zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory is True
-        yield from _offloaded(case, zero, pin)
+        yield from _offloaded(case, zero, pins(zero.offload_optimizer))
     else:
         yield from _on_device(case, zero)
 
@@ -503,7 +502,7 @@ def stage_3(case: Costing, zero: ZeroSection, aio: AioSection | None) -> Iterato
     yield from _reduction(case, zero)
     section = zero.offload_optimizer
     device = (section.device if section else None) or "none"
-    pin = section is not None and section.pin_memory is True
+    pin = pins(section)
     gradients = case.element * _part(case)
     note = f"{case.resolved.precision}, the partition's"
     if device == "none":

@@ -204,15 +204,13 @@ def _computed(
         seconds=shared * times * work.operators / rates.operators,
         rate="operators",
     )
-    for name, calls in (
-        ("product_calls", work.product_calls), ("attention_calls", work.attention_calls),
-    ):  # fmt: skip
+    for name in ("product_calls", "attention_calls"):
         rate = f"{name}{suffix}"
         yield TimePart(
             phase=phase,
             lane="device",
             what=f"{what}: {name.replace('_', ' ')}",
-            seconds=shared * times * calls / getattr(rates, rate),
+            seconds=shared * times * getattr(work, name) / getattr(rates, rate),
             rate=rate,
         )
     nbytes = times * work.moved.of(**size) * case.element / 2
