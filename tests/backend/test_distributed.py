@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,30 +171,40 @@ def test_a_barrier_ends_once_another_rank_tells_who_is_lost(tmp_path: Path) -> N
         assert "(Rank 1 failed to come: rank 1 has not been heard of" in said
 
 
-def lost_on_the_way(folder: str, place: str, machines: bool) -> None:
-    """Rank 1 is killed after all have come, before a group is made of them."""
+def lost_on_the_way(folder: str, place: str, machines: bool, later: bool) -> None:
+    """Rank 1 is killed after all have come, before a group, or another one, is made of them."""
     rank, here = int(os.environ["RANK"]), Path(folder)
     if machines:
         on_a_machine(f"machine-{rank}")
     # Both are there: none waits for the other's start.
     (here / f"here-{rank}").touch()
     wait_for(lambda: len([*here.glob("here-*")]) == 2)
+    make = partial(ProcessGroup, backend="gloo", timeout_s=5)
+    if later:
+        first = ProcessGroup(backend="gloo", timeout_s=60)
+        first._timeout = timedelta(seconds=1)
+        make = first.another
     if rank == 1:
         setattr(torch.distributed, place, lambda **_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(CollectiveError) as caught:
-        ProcessGroup(backend="gloo", timeout_s=5)
+        make()
     (here / "told").write_text(str(caught.value))
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
-    ("place", "machines"), [("init_process_group", True), ("new_group", False)]
+    ("place", "machines", "later"),
+    [
+        ("init_process_group", True, False),
+        ("new_group", False, False),
+        ("new_group", True, True),
+    ],
 )
 def test_a_rank_lost_while_the_group_starts_is_named(
-    place: str, machines: bool, tmp_path: Path
+    place: str, machines: bool, later: bool, tmp_path: Path
 ) -> None:
     with pytest.raises(RanksFailed, match=r"^rank 1: died with exit code -9$"):
-        run_ranks(lost_on_the_way, str(tmp_path), place, machines, world_size=2)
+        run_ranks(lost_on_the_way, str(tmp_path), place, machines, later, world_size=2)
     said = (tmp_path / "told").read_text()
     assert "(Rank 1 failed to come: rank 1 " in said
     assert re.search(r"\(process \d+ on machine-1\)" if machines else "has ended", said)

@@ -29,6 +29,7 @@ CLASSES: dict[str, Callable[[], Faults]] = {
     "kills": Kills,
     "NaN": NaNs,
     "rank faults": RankFaults,
+    "agents per machine": partial(RankFaults, torchrun=True, machines=True),
     "signals": Signals,
     "disks": Disks,
 }

@@ -274,14 +274,19 @@ def run_torchrun(folder: Path, fault: Fault, port: int, node: int) -> None:
 
 
 class RankFaults:
-    """Runs of several ranks, one of which is at fault."""
+    """Runs of several ranks, one of which is at fault.
 
-    def __init__(self) -> None:
+    Args:
+        always: What no chance decides.
+    """
+
+    def __init__(self, **always: Any) -> None:
+        self._always = always
         if libaio():
             compile_io()
 
     def inject(self, work: Path, chance: random.Random) -> float:
-        return self.suffer(work, Fault.by_chance(chance))
+        return self.suffer(work, attrs.evolve(Fault.by_chance(chance), **self._always))
 
     def suffer(self, work: Path, fault: Fault) -> float:
         """Run with the fault; seconds until all that are left were told."""

@@ -424,8 +424,14 @@ class TestRanks:
         with self.lease(tmp_path, wire, 0):
             wire.text = wire.text.split()[0]
             other = self.lease(tmp_path, wire, 1, plan=swapping_plan(lr=3e-4, world_size=2))
-            with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0"):
+            with pytest.raises(OffloadError, match="rank 1 has another plan than rank 0") as caught:
                 other.__enter__()
+            (record,) = tmp_path.glob("*/rank0.json")
+            assert (caught.value.key, caught.value.value) == ("lease record", str(record))
+            plans = [swapping_plan(lr=lr, world_size=2) for lr in (3e-4, 1e-4)]
+            digests = [plan.digest()[:12] for plan in plans]
+            assert f"digest {digests[0]} instead of {digests[1]}" in caught.value.reason
+            assert "share returns all that rank 0 passed" in caught.value.fix
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_share_is_needed(self, tmp_path, rank):

@@ -287,10 +287,13 @@ def _check_same_plan(path: Path, record: LeaseRecord) -> None:
         other = LeaseRecord.read(file)
         if other.plan_digest != record.plan_digest:
             raise OffloadError(
-                f"rank {record.rank} has another plan than rank {other.rank}, by its digest",
-                key="offload.root",
-                value=str(path),
-                fix="give every rank the same configuration and arguments",
+                f"rank {record.rank} has another plan than rank {other.rank}, whose record this "
+                f"is: digest {record.plan_digest[:12]} instead of {other.plan_digest[:12]}, and a "
+                "record tells no more of a plan",
+                key="lease record",
+                value=str(file),
+                fix="give every rank the same configuration and arguments; the message says what "
+                "differs where OffloadManager.share returns all that rank 0 passed",
             )
 
 

@@ -364,7 +364,8 @@ class PartitionedStep(HostStep):
     def hide(self) -> None:
         super().hide()
         if self._group.world_size > 1:
-            self._beside = self._group.another(), dist.new_group()
+            with self._group.naming("the start of the exchange of weights"):
+                self._beside = self._group.another(), dist.new_group()
 
     @override
     def close(self) -> None:
