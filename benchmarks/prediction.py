@@ -1,7 +1,8 @@
 """What a step is predicted to take against what it takes, over plans and models, on processors.
 
-Rates are measured as ``zerotune doctor --rates`` does it, in the process that trains, in turns
-with its steps. Both are counted in processor time of one thread: what others on the machine take
+Rates are measured as ``zerotune doctor --rates`` does it, in a process of their own, in turns
+with steps: what they allocate and free would change what the C library keeps for these. Both are
+counted in processor time of one thread: what others on the machine take
 is in neither, and on an idle machine it is the clock's time, which is given beside it.
 """
 
@@ -124,11 +125,15 @@ def cases(quick: bool) -> Sequence[Case]:
 
 def measure(settings: Mapping[str, Any], context: Context) -> Measured:
     """Steps and rates in turns."""
-    with Worker(Run, dict(settings), environment={"OMP_NUM_THREADS": "1"}) as worker:
+    alone = {"OMP_NUM_THREADS": "1"}
+    with (
+        Worker(Run, dict(settings), environment=alone) as worker,
+        Worker(Doctor, settings.get("scale", 1.0), environment=alone) as doctor,
+    ):
         samples = alternate(
             {
                 MEASURED: functools.partial(worker.call, "steps", settings["steps"]),
-                PREDICTED: functools.partial(worker.call, "predict", settings.get("scale", 1.0)),
+                PREDICTED: lambda: worker.call("predict", doctor.call("rates")),
             },
             rounds=settings["rounds"],
             # An average joins the step once three updates were looked at.
@@ -152,8 +157,23 @@ def _in_words(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     )
 
 
+class Doctor:
+    """Measures rates as ``zerotune doctor --rates`` does, in processor time of one thread."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def rates(self) -> dict[str, float]:
+        """Of this machine as it is now."""
+        from zerotune.backend.rates import measure_rates
+
+        torch.set_num_threads(1)
+        cpu = torch.device("cpu")
+        return measure_rates(device=cpu, scale=self._scale, now=time.process_time)
+
+
 class Run:
-    """A ``Trainer`` whose steps are counted in processor time, and the rates beside it."""
+    """A ``Trainer`` whose steps are counted in processor time, and what is predicted of them."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from zerotune import EMAShadow, Trainer
@@ -190,12 +210,10 @@ class Run:
             found.append(_quantities(metrics.seconds, parts))
         return {name: min(one[name] for one in found) for name in found[0]}
 
-    def predict(self, scale: float) -> dict[str, float]:
-        """What the plan says of this machine as it is now."""
-        from zerotune.backend.rates import measure_rates
+    def predict(self, found: Mapping[str, float]) -> dict[str, float]:
+        """What the plan says of a machine of these rates."""
         from zerotune.plan.memory.rates import catalogued_rates
 
-        found = measure_rates(device=torch.device("cpu"), scale=scale, now=time.process_time)
         plan = self._trainer.engine.plan
         rates = catalogued_rates(plan.platform).with_measured(found, origin="measured")
         estimate = self._trainer.report().estimate

@@ -96,8 +96,8 @@ class StepTraffic:
     on_device: int = 0
     """Read and written in the device's memory by an optimizer that runs there."""
     new_in_backward: int = 0
-    """Host memory that DeepSpeed or autocast allocates anew in every backward pass, where the CPU
-    is the accelerator; in large blocks, which the C library gives back each time."""
+    """Host memory that gradients and their copies are written to for the first time since it was
+    allocated, where the CPU is the accelerator: the C library gives it back each time."""
     new_in_step: int = 0
     """The same in the optimizer step."""
 
@@ -156,17 +156,22 @@ def _chain(case: Costing) -> float:
 
 
 _KEPT_BY_C: Final = 32 * 2**20
-"""Bytes of a block up to which glibc keeps it to use it again."""
+"""Bytes up to which glibc keeps what is freed, to use it again."""
 
 
 def _allocated(case: Costing) -> tuple[int, int]:
-    """Bytes allocated anew in the backward pass and in the optimizer step."""
+    """Bytes allocated anew in the backward passes and in the optimizer step.
+
+    Found by counting page faults (``getrusage``) by phase in runs of DeepSpeed 0.19.8.
+    """
     resolved, element = case.resolved, case.element
     low, owned = element == 2, _owned(case)
     offloads = resolved.offload_optimizer != "none"
+    # Freed in the step or when they are in their bucket, and given back to the system each time.
+    passed = element * case.trained * resolved.gradient_accumulation_steps
     if not resolved.uses_deepspeed:
-        # Copies of the weights that autocast makes.
-        blocks = (2 * case.all_elements if low else 0, 0)
+        # Besides gradients, the copies of the weights that autocast makes.
+        blocks = (4 * case.trained + 2 * case.all_elements * low, 0)
     elif resolved.stage == 0:
         # Gradients flattened to be reduced; cast to fp32, and flattened once more.
         blocks = (element * owned, 8 * owned if low else 0)
@@ -176,7 +181,8 @@ def _allocated(case: Costing) -> tuple[int, int]:
         blocks = (reduced, 0 if offloads else (element + 4 * low) * owned)
     else:
         # Partitioned gradients; flattened, and in fp32.
-        blocks = (0, 0) if offloads else (element * owned, (element + 4 * low) * owned)
+        kept = (0, 0) if offloads else (element * owned, (element + 4 * low) * owned)
+        blocks = (passed + kept[0], kept[1])
     in_backward, in_step = (size if size > _KEPT_BY_C else 0 for size in blocks)
     return in_backward, in_step
 
