@@ -9,6 +9,7 @@ from zerotune._util.text import (
     did_you_mean,
     format_seconds,
     format_size,
+    json_of,
     listing,
     parse_memory,
     parse_size,
@@ -150,3 +151,10 @@ def test_times_as_clocks_show_them():
 @pytest.mark.parametrize(("written", "gib"), [("12", 12), (" 1.5 ", 1.5), (24, 24), ("8 GiB", 8)])
 def test_a_machines_memory_alone_is_gib(written, gib):
     assert parse_memory(written, key="vram") == gib * 2**30
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, b"[" * 100_000, "{", "1" * 5000])
+def test_json_that_cannot_be_read_is_always_one_kind_of_error(text):
+    with pytest.raises(ValueError, match=r"deeply|Expecting|digits"):
+        json_of(text)
+    assert json_of('{"a": 1}', object_pairs_hook=list) == [("a", 1)]

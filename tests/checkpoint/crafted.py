@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.checkpoint.refusals import Tried
 from tests.checkpoint.runs import everything
+from tests.support.runs import PLAIN, Case
 from zerotune.checkpoint import latest_checkpoint, verify_checkpoint
 from zerotune.checkpoint import manifest as manifests
 from zerotune.errors import ZeroTuneError
@@ -130,8 +131,8 @@ WAYS = {"manifest": craft_manifest, "header": craft_header, "damage": damage_fil
 class Attacked:
     """A trained engine into which crafted or damaged checkpoints are loaded."""
 
-    def __init__(self, root: str) -> None:
-        self._tried = Tried(root)
+    def __init__(self, root: str, case: Case = PLAIN) -> None:
+        self._tried = Tried(root, case)
         self._tried.load(self._tried.good, rng=False)
         self._before = self._now()
 

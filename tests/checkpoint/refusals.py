@@ -35,9 +35,9 @@ def told(action: Callable[[], Any]) -> str:
 class Tried:
     """One trained engine, one good checkpoint of it, and what happens to copies of that."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, case: Case = PLAIN) -> None:
         self.root = Path(root)
-        self.engine = hostile(attrs.evolve(PLAIN, accumulation=2), seed=0)
+        self.engine = hostile(attrs.evolve(case, accumulation=2), seed=0)
         self.ema = shadow_of(self.engine)
         reseed(0)
         train(self.engine, self.ema, 2)

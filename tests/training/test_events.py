@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -51,12 +52,31 @@ def test_only_rank_0_writes(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_somebody_elses_file_is_not_touched(tmp_path):
+@pytest.mark.parametrize(
+    "notes",
+    [
+        pytest.param("my notes\n", id="a line"),
+        pytest.param("my notes", id="no line's end"),
+        pytest.param('{"step": 1, "loss": 2}\nmy notes', id="metrics and then notes"),
+        pytest.param('{"step": 1e999}\n', id="infinite"),
+        pytest.param("[" * 99999 + "\n", id="deep"),
+    ],
+)
+@pytest.mark.parametrize("first", [1, 5])
+def test_somebody_elses_file_is_not_touched(notes, first, tmp_path):
     path = tmp_path / "notes.txt"
-    path.write_text("my notes\n")
+    path.write_text(notes)
     with pytest.raises(InvalidValueError, match="not written to"):
-        drive(MetricsFile(path), steps=range(1, 2))
-    assert path.read_text() == "my notes\n"
+        drive(MetricsFile(path), steps=range(first, 6))
+    assert path.read_text() == notes
+
+
+def test_what_a_disk_without_power_leaves_at_the_end_is_dropped(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    drive(file, steps=range(1, 3))
+    file.path.write_text(file.path.read_text() + '{"ste' + "\0" * 20)
+    drive(file, steps=range(3, 4))
+    assert [metrics.step for metrics in read_metrics(file.path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("line", ["{", '{"step": 1}', "[]", '{"stap": 1}'])
@@ -133,6 +153,21 @@ def test_another_encoding_is_refused_by_name(tmp_path, encoding):
     with pytest.raises(DataError, match=r"metrics\.jsonl.*not UTF-8"):
         read_metrics(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["null\0", "half \ud800"])
+def test_a_path_that_cannot_be_is_refused(name, tmp_path):
+    with pytest.raises(InvalidValueError, match="is no place for metrics"):
+        drive(MetricsFile(tmp_path / name), steps=range(1, 2))
+    with pytest.raises(DataError, match="cannot be read"):
+        read_metrics(tmp_path / name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_no_pipe_is_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is no regular file"):
+        read_metrics(tmp_path / "pipe")
 
 
 def test_what_is_no_file_is_refused(tmp_path):

@@ -44,12 +44,21 @@ def system_errors(
     except OSError as error:
         raise of_system(kind, error, path, purpose) from error
     except ValueError as error:
-        # What Python says of a path that no system call may have.
-        if isinstance(error, ZeroTuneError) or "\0" not in os.fspath(path):
+        fix = None if isinstance(error, ZeroTuneError) else _impossible(os.fspath(path))
+        if fix is None:
             raise
-        raise kind(
-            f"{purpose} ({error})", key=os.fspath(path), fix="leave the null byte out"
-        ) from error
+        raise kind(f"{purpose} ({error})", key=os.fspath(path), fix=fix) from error
+
+
+def _impossible(path: str) -> str | None:
+    """What to do about a path that no system call may have; ``None`` about any other."""
+    if "\0" in path:
+        return "leave the null byte out"
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return "leave out what is no character"
+    return None
 
 
 def of_system(

@@ -25,6 +25,7 @@ from typing_extensions import Self
 from zerotune._util.files import read_record, sync_file
 from zerotune._util.proc import LOCAL_FILESYSTEMS
 from zerotune._util.processes import ProcessIdentity
+from zerotune._util.text import json_of
 from zerotune.errors import ZeroTuneError
 
 _FORMAT: Final = 1
@@ -168,8 +169,8 @@ class OwnerRecord:
             ZeroTuneError: It is not a record of a format this version knows; see ``damaged``.
         """
         try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            fields = json_of(text)
+        except ValueError as error:
             raise cls.damaged(text, f"is not JSON ({error})") from None
         if not isinstance(fields, dict) or fields.pop("format", None) != _FORMAT:
             raise cls.damaged(text, f"is not a record of format {_FORMAT}")

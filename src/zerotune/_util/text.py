@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,22 @@ def did_you_mean(
     by_key = {by(candidate): candidate for candidate in candidates}
     close = difflib.get_close_matches(by(word), list(by_key), n=count, cutoff=cutoff)
     return [by_key[key] for key in close]
+
+
+def json_of(text: str | bytes, **options: Any) -> Any:
+    """What JSON holds that anybody may have written.
+
+    Args:
+        text: The JSON.
+        options: As of ``json.loads``.
+
+    Raises:
+        ValueError: It is not JSON, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def listing(names: Collection[object], *, most: int = 3) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any, Final, Literal
 import attrs
 import torch
 
+from zerotune._util.text import json_of
 from zerotune.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -70,7 +70,7 @@ def adapter_settings(metadata: Mapping[str, str], component: str) -> dict[str, A
         CheckpointCorruptError: It is not JSON.
     """
     try:
-        every = json.loads(metadata.get(SETTINGS, "{}"))
+        every = json_of(metadata.get(SETTINGS, "{}"))
     except ValueError as error:
         raise CheckpointCorruptError(f"is not JSON ({error})", key=SETTINGS) from error
     prefix = f"{component}."

@@ -8,7 +8,6 @@ trains the model brings them, one at a time, in the dtype and to the place where
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
@@ -24,6 +23,7 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.files import reading_regular
+from zerotune._util.text import json_of
 from zerotune.errors import CheckpointCorruptError, EngineError, shorten
 
 # -- Files.
@@ -113,13 +113,13 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             size = int.from_bytes(file.read(8), "little")
             if size > nbytes - 8:
                 raise ValueError(f"a header of {size} bytes")
-            entries = json.loads(file.read(size), object_pairs_hook=_each_once)
+            entries = json_of(file.read(size), object_pairs_hook=_each_once)
         if not isinstance(entries, dict):
             raise TypeError("a header that is no object")
         metadata = {str(key): str(text) for key, text in entries.pop("__metadata__", {}).items()}
         tensors = {str(key): _stored(entry, 8 + size) for key, entry in entries.items()}
         _check_places(tensors, begin=8 + size, end=nbytes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(
             f"cannot be read as safetensors ({error})", key=str(path), fix="use another checkpoint"
         ) from error
@@ -179,7 +179,7 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json_of(index.read_text(encoding="utf-8"))["weight_map"].values()))
         inside = all(Path(name).name == name for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorruptError(

@@ -7,7 +7,6 @@ travels between the page and Python as JSON, large integers included.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
@@ -15,6 +14,7 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from zerotune._util.mistakes import as_far_as_possible
+from zerotune._util.text import json_of
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
@@ -43,8 +43,8 @@ def parse_request(text: str) -> Any:
         InvalidValueError: Not JSON, too deep, too much, or with text that is not Unicode.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        value = json_of(text, parse_constant=_refuse_constant)
+    except ValueError as error:
         raise _refused(f"is not JSON ({error})") from None
     check_content(value)
     return from_wire(value)

@@ -15,6 +15,7 @@ import attrs
 import torch
 
 from zerotune._util.files import sync, system_errors, write_synced
+from zerotune._util.text import json_of
 from zerotune.backend import stored as weights_in_files
 from zerotune.backend.adapters import AdapterParameter
 from zerotune.backend.dtypes import checked_dtype
@@ -213,7 +214,7 @@ class ModelFolderReader(OpensFiles):
         if not path.is_file():
             return None
         try:
-            config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            config: Mapping[str, Any] = json_of(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointCorruptError(f"is not JSON ({error})", key=str(path)) from error
         return config

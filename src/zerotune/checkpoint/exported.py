@@ -10,6 +10,7 @@ from typing import Final
 
 import attrs
 
+from zerotune._util.text import json_of
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint.tensors import hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
@@ -38,8 +39,8 @@ class Mark:
     def of(cls, metadata: Mapping[str, str]) -> Mark | None:
         """The mark in a header; ``None``: none of ours."""
         try:
-            files = json.loads(metadata[_KEY])["files"]
-        except (KeyError, TypeError, ValueError, RecursionError):
+            files = json_of(metadata[_KEY])["files"]
+        except (KeyError, TypeError, ValueError):
             return None
         return cls(files=files) if isinstance(files, dict) else None
 

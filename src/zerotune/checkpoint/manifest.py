@@ -14,6 +14,7 @@ from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 import attrs
 
 from zerotune._util.files import reading_regular
+from zerotune._util.text import json_of
 from zerotune.backend.engine import EngineState
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
@@ -166,8 +167,8 @@ class Manifest:
             CheckpointError: A newer zerotune wrote it.
         """
         try:
-            content = json.loads(text, parse_constant=_no_number)
-        except (ValueError, RecursionError) as error:
+            content = json_of(text, parse_constant=_no_number)
+        except ValueError as error:
             raise _corrupt(source, f"is not JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise _corrupt(source, "is not the manifest of a zerotune checkpoint")

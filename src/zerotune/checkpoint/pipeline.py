@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from zerotune._util.files import sync
+from zerotune._util.text import json_of
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.export import SHARD_SIZE, Gatherable, Whole, export_part
@@ -139,7 +139,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
     try:
-        index: dict[str, Any] = json.loads((base / INDEX).read_text(encoding="utf-8"))
+        index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointMismatchError(
             f"is not the folder of a diffusers pipeline: {error}",

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from zerotune._util.text import json_of
 from zerotune.errors import CheckpointCorruptError
 
 PREFIX: Final = "rng/"
@@ -60,7 +61,7 @@ def check(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
         CheckpointCorruptError: It is not what ``capture`` returns.
     """
     try:
-        numbers = json.loads(text)
+        numbers = json_of(text)
         kind, position, has_gauss, cached = numbers["numpy"]
         version, gauss_next = numbers["python"]
         keys = _as_numbers(tensors[PREFIX + "numpy"], "<u4")

@@ -6,7 +6,6 @@ Nothing is computed and no memory is taken: the model runs on the ``meta`` devic
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
 from zerotune.diffusion.families.declared import BY_MODEL
 from zerotune.diffusion.passes import KINDS, Pass, counted_pass, sizes_only
@@ -508,7 +508,7 @@ def _configuration(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mappin
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
+        config = json_of(file.read_text())
     except (OSError, ValueError) as error:
         raise InvalidValueError(
             f"cannot be read as a diffusers configuration: {error}",

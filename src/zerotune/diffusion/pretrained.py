@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ import attrs
 import torch
 from packaging.version import Version
 
-from zerotune._util.text import listing
+from zerotune._util.text import json_of, listing
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.stored import (
     StoredWeight,
@@ -582,7 +581,7 @@ def _check_names(place: Path, *, missing: Sequence[str], unexpected: Sequence[st
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = json_of(path.read_text())
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     return content

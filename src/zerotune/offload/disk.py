@@ -17,7 +17,7 @@ import attrs
 
 from zerotune._util.files import read_record, system_errors, write_atomically
 from zerotune._util.proc import mount_identity
-from zerotune._util.text import disk_size
+from zerotune._util.text import disk_size, json_of
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.budget import lockable_memory
@@ -110,7 +110,7 @@ class MeasuredDisk:
         """
         path = root / MEASURED_FILE
         try:
-            fields = json.loads(read_record(path, most=_LONGEST))
+            fields = json_of(read_record(path, most=_LONGEST))
             if fields.pop("format") != _FORMAT:
                 raise ValueError(f"not of format {_FORMAT}")
             found = cls(**fields)
@@ -118,7 +118,7 @@ class MeasuredDisk:
                 raise ValueError("a setting is no positive whole number")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise OffloadError(
                 f"cannot be used ({error})",
                 key="offload.root",

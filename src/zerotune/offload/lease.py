@@ -26,7 +26,7 @@ from zerotune._util import ownership
 from zerotune._util.files import open_regular, system_errors
 from zerotune._util.ownership import OwnerRecord, is_run_id, new_run_id
 from zerotune._util.proc import LOCAL_FILESYSTEMS, filesystem_kind
-from zerotune._util.text import differences
+from zerotune._util.text import differences, json_of
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_contents
@@ -614,7 +614,7 @@ class Invitation:
             raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILED)}")
         run_id, _, rest = text.partition(" ")
         try:
-            told = json.loads(rest) if rest else {"aio": {}, "plan": {}}
+            told = json_of(rest) if rest else {"aio": {}, "plan": {}}
             valid = is_run_id(run_id) and all(isinstance(told[k], dict) for k in ("aio", "plan"))
         except (ValueError, TypeError, KeyError):
             valid = False

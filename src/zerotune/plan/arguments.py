@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
 from typing import Any, Final
 
 import attrs
 
+from zerotune._util.text import json_of
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 from zerotune.plan.api import DeepSpeedPlan
@@ -112,6 +112,6 @@ def _settings(written: Iterable[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """A number, a list or true where the text is JSON, else the text itself."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return json_of(text)
+    except ValueError:
         return text

@@ -12,7 +12,8 @@ from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 
-from zerotune._util.files import system_errors, write_atomically
+from zerotune._util.files import reading_regular, system_errors, write_atomically
+from zerotune._util.text import json_of
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
 
@@ -205,10 +206,11 @@ class MetricsFile(Callback):
     def on_fit_start(self, trainer: RunView, *, steps: int | None) -> None:  # noqa: ARG002
         """Open the file."""
         if trainer.is_main:
-            _check_ours(self._path)
-            if trainer.step == 0:
-                self._attempt(lambda: _set_aside(self._path))
-            self._attempt(lambda: self._open(trainer.step))
+            with system_errors(InvalidValueError, self._path, "is no place for metrics"):
+                _check_ours(self._path)
+                if trainer.step == 0:
+                    self._attempt(lambda: _set_aside(self._path))
+                self._attempt(lambda: self._open(trainer.step))
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Write one line."""
@@ -272,7 +274,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[StepMetrics]:
 
 def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _text_of(path).splitlines()
     except UnicodeDecodeError as error:
         raise DataError(
             f"is no file of metrics: it is not UTF-8 ({error.reason})",
@@ -281,7 +283,7 @@ def _lines(path: Path) -> Iterator[tuple[str, StepMetrics]]:
         ) from error
     for number, line in enumerate(lines, start=1):
         try:
-            fields: dict[str, Any] = json.loads(line)
+            fields: dict[str, Any] = json_of(line)
             yield line, StepMetrics(**fields)
         except (ValueError, TypeError) as error:
             raise DataError(
@@ -330,21 +332,33 @@ def _keep_until(path: Path, step: int) -> None:
     write_atomically(path.resolve(), "".join(f"{line}\n" for line in kept).encode())
 
 
+_BEGINNING: Final = '{"step": '
+"""Of every line of metrics."""
+
+
 def _whole_lines(path: Path) -> list[tuple[str, int]]:
     """Lines and their steps, but for one that a killed run left half written."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text_of(path)
     except UnicodeDecodeError as error:
         raise _not_metrics(path) from error
-    whole = text[: text.rfind("\n") + 1]
-    return [(line, _step_of(line, path)) for line in whole.splitlines()]
+    end = text.rfind("\n") + 1
+    half = text[end:].rstrip("\0")  # What a disk that lost its power may have put there.
+    if half[: len(_BEGINNING)] != _BEGINNING[: len(half)]:
+        raise _not_metrics(path)
+    return [(line, _step_of(line, path)) for line in text[:end].splitlines()]
 
 
 def _step_of(line: str, path: Path) -> int:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError) as error:
+        return int(json_of(line)["step"])
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise _not_metrics(path) from error
+
+
+def _text_of(path: Path) -> str:
+    with reading_regular(path) as file:
+        return file.read().decode("utf-8")
 
 
 def _not_metrics(path: Path) -> InvalidValueError:

@@ -332,6 +332,30 @@ def test_damaged_and_foreign_files_are_named_and_computed_again(some, tmp_path):
     assert 0 < len(encoder.seen) == 60 - len(again) < 60
 
 
+@pytest.mark.parametrize("made", ["pipe", "folder", "link", "deep"])
+def test_what_is_no_file_of_a_cache_neither_blocks_nor_ends_a_run(made, tmp_path):
+    entry = {"0" * 40: {"latents": torch.ones(2)}}
+    cache = TensorCache(tmp_path, settings=LATENTS)
+    cache.write(entry)
+    odd = cache.folder / "odd.safetensors"
+    if made == "pipe":
+        if not hasattr(os, "mkfifo"):
+            pytest.skip("this system has no pipes in folders")
+        os.mkfifo(odd)
+    elif made == "folder":
+        odd.mkdir()
+    elif made == "link":
+        odd.symlink_to(odd)
+    else:
+        metadata = {"settings": LATENTS.digest(), "checksums": "[" * 100_000}
+        odd.write_bytes(save(entry["0" * 40], metadata=metadata))
+    again = TensorCache(tmp_path, settings=LATENTS)
+    (decision,) = again.decisions
+    assert decision.before == odd.name
+    assert "damaged" in decision.reason
+    assert list(again.read("0" * 40)) == ["latents"]
+
+
 def flip(path, *, bit):
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8

@@ -20,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from zerotune._util.files import system_errors, write_atomically
+from zerotune._util.files import open_regular, system_errors, write_atomically
 from zerotune._util.numbers import whole
+from zerotune._util.text import json_of
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw
@@ -228,7 +229,7 @@ class TensorCache:
         if path not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
-            self._open[path] = safe_open(path, framework="pt")
+            self._open[path] = _opened(path)
         return self._open[path]
 
     def _describe(self) -> None:
@@ -239,10 +240,10 @@ class TensorCache:
 
     def _index(self, path: Path) -> None:
         try:
-            with safe_open(path, framework="pt") as file:
+            with _opened(path) as file:
                 metadata = file.metadata() or {}
                 names = list(file.keys())
-            sums = json.loads(metadata.get("checksums", "null"))
+            sums = json_of(metadata.get("checksums", "null"))
             if sums is not None and sums.keys() != set(names):
                 raise ValueError("its checksums are those of other entries")
         except (SafetensorError, OSError, ValueError, AttributeError) as error:
@@ -272,6 +273,12 @@ class TensorCache:
         )
         self.decisions += (decision,)
         announce((decision,))
+
+
+def _opened(path: Path) -> Any:
+    # Whoever opens a FIFO waits for a writer.
+    os.close(open_regular(path))
+    return safe_open(path, framework="pt")
 
 
 def _damaged(path: Path, entry: str, reason: str) -> DataError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import attrs
 
 from zerotune._util.files import system_errors
+from zerotune._util.text import json_of
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
@@ -71,8 +71,8 @@ def _json_rows(text: str, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = json_of(line)
+        except ValueError as error:
             raise _bad(source, number, f"is not JSON ({error})") from None
         if not isinstance(row, dict):
             raise _bad(source, number, "is no JSON object")

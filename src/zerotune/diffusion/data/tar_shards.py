@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tarfile
 from collections import Counter
@@ -11,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import attrs
 
+from zerotune._util.text import json_of
 from zerotune.decisions import announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
@@ -192,8 +192,8 @@ def _caption(
         text = member.read().decode("utf-8-sig")
         if ending != "json":
             return words.captions(text)
-        value = json.loads(text).get(json_key)
-    except (ValueError, AttributeError, RecursionError) as error:
+        value = json_of(text).get(json_key)
+    except (ValueError, AttributeError) as error:
         raise DataError(
             f"is no caption ({error})", key=f"{name}.{ending}", fix="write UTF-8 text or JSON"
         ) from None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from zerotune._util.numbers import is_number
+from zerotune._util.text import json_of
 from zerotune.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def store_rates(
 
 def _stored(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json_of(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, Mapping) else {}
