@@ -37,6 +37,11 @@ class Bar:
     """The median with its unit, as it stands beside the bar."""
     summary: Mapping[str, Any]
 
+    @property
+    def took_some(self) -> bool:
+        """Whether any sample is more than nothing."""
+        return any(self.summary["samples"])
+
 
 @attrs.frozen(kw_only=True)
 class Panel:
@@ -49,13 +54,21 @@ class Panel:
     """Cases by name."""
 
     @property
+    def bars(self) -> Iterator[Bar]:
+        """Those of all cases."""
+        return (bar for _, bars in self.groups for bar in bars)
+
+    @property
     def lines(self) -> int:
         """Rows that the bars and the names of their cases take."""
         return sum(len(bars) + 1 for _, bars in self.groups)
 
 
 def panels(result: Mapping[str, Any]) -> list[Panel]:
-    """A panel for each quantity of cases that compare the same; others have their own."""
+    """A panel for each quantity of cases that compare the same; others have their own.
+
+    What took nothing in any of them, as a device's time without one, has none.
+    """
     alike: dict[tuple[str, tuple[str, ...]], list[Mapping[str, Any]]] = {}
     for case in result["cases"]:
         if "refused" in case:
@@ -63,7 +76,8 @@ def panels(result: Mapping[str, Any]) -> list[Panel]:
         quantities = (quantity for found in case["contestants"].values() for quantity in found)
         for quantity in dict.fromkeys(quantities):
             alike.setdefault((quantity, tuple(case["contestants"])), []).append(case)
-    return [_panel(result, quantity, cases) for (quantity, _), cases in alike.items()]
+    found = [_panel(result, quantity, cases) for (quantity, _), cases in alike.items()]
+    return [panel for panel in found if any(bar.took_some for bar in panel.bars)]
 
 
 def _panel(result: Mapping[str, Any], quantity: str, cases: Iterable[Mapping[str, Any]]) -> Panel:
@@ -152,12 +166,11 @@ def _write(figure: Any, result: Mapping[str, Any], height: float) -> None:
 
 
 def _all_bars(result: Mapping[str, Any]) -> list[Bar]:
-    return [bar for panel in panels(result) for _, bars in panel.groups for bar in bars]
+    return [bar for panel in panels(result) for bar in panel.bars]
 
 
 def _draw(axis: Any, panel: Panel) -> None:
-    bars = [bar for _, group in panel.groups for bar in group]
-    size, unit = unit_of(max(bar.summary["max"] for bar in bars), panel.quantity)
+    size, unit = unit_of(max(bar.summary["max"] for bar in panel.bars), panel.quantity)
     line, ticks, names = 0.0, [], []
     for case, group in panel.groups:
         axis.text(0, line, case, fontsize=8.5, fontstyle="italic", va="center", color=INK)
@@ -168,7 +181,7 @@ def _draw(axis: Any, panel: Panel) -> None:
         line += len(group) + 1
     axis.set_yticks(ticks, names, fontsize=8.5)
     axis.set_ylim(line - 0.3, -0.5)
-    low, high = (extreme(bar.summary[each] for bar in bars) / size
+    low, high = (extreme(bar.summary[each] for bar in panel.bars) / size
                  for extreme, each in ((min, "min"), (max, "max")))  # fmt: skip
     # A share that is left over may be below zero, or nothing.
     axis.set_xlim(min(0.0, low), 1.02 * max(high, 0.0) or 1.0)

@@ -52,6 +52,7 @@ def test_a_chart_names_its_unit_what_is_better_and_the_hardware():
             assert "better" in panel["better"]
             bars = [bar for _, group in panel["groups"] for bar in group]
             assert all(any(figure in bar["value"] for figure in "0123456789") for bar in bars)
+            assert any(figure in bar["value"] for bar in bars for figure in "123456789"), path.name
             ours = {bar["name"] for bar in bars} & set(today["ours"])
             colours = {bar["name"]: bar["colour"] for bar in bars}
             others = {colours[name] for name in colours if name not in ours}
