@@ -157,6 +157,15 @@ def reading_regular(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
+def check_regular(path: Path) -> None:
+    """Before somebody opens it who would wait for a writer: as ``reading_regular``.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    os.close(open_regular(path))
+
+
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, within: int | None = None) -> int:
     """Open a file that anybody may have made; no pipe in its place is waited for.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from fractions import Fraction
 
@@ -224,6 +225,20 @@ def test_broken_clips_are_left_out_or_refused(root):
         fast.frames(1, range(12))
     with pytest.raises(DataError, match="is no folder"):
         ClipFolder(root / "long.txt")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_no_pipe_among_the_frames_is_waited_for(root):
+    source = ClipFolder(root)
+    (last,) = (n for n in range(len(source)) if source.item(n).name == "long")
+    (root / "long" / "7.png").unlink()
+    with pytest.raises(DataError, match="No such file"):
+        source.content(last)
+    os.mkfifo(root / "long" / "7.png")
+    for read in (source.content, lambda clip: source.frames(clip, [7])):
+        with pytest.raises(DataError, match="no regular file"):
+            read(last)
+    assert [broken.name for broken in ClipFolder(root).broken] == ["long"]
 
 
 def test_videos_without_pyav_name_the_extra(root, monkeypatch):

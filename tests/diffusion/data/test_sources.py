@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import logging
+import os
 import sys
 import tarfile
 
@@ -214,6 +215,43 @@ def test_an_image_is_broken_with_what_lies_beside_it(tmp_path, photos):
     assert "the mask beside it is 16x20, which is not its shape, 40x32" in source_broken["1.jpg"]
     with pytest.raises(DataError, match=r"1\.jpg"):
         ImageFolder(folder, on_broken=RefuseBroken())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in folders")
+def test_no_pipe_among_the_images_is_waited_for(tmp_path, photos):
+    folder = beside(tmp_path / "one", photos)
+    os.mkfifo(folder / "2.png")
+    assert [broken.name for broken in ImageFolder(folder).broken] == ["2.png"]
+    source = ImageFolder(folder)
+    path = folder / source.item(0).name
+    path.unlink()
+    os.mkfifo(path)
+    for read in (source.image, source.content):
+        with pytest.raises(DataError, match="no regular file"):
+            read(0)
+    os.mkfifo(tmp_path / "pipe.tar")
+    with pytest.raises(DataError, match="no regular file"):
+        TarShards([tmp_path / "pipe.tar"])
+
+
+def test_files_that_go_after_the_start_are_named(tmp_path, photos):
+    folder = beside(tmp_path / "one", photos)
+    source, packed = ImageFolder(folder), in_a_tar(folder)
+    (folder / "0.reference.webp").unlink()
+    with pytest.raises(DataError, match=r"0\.reference\.webp: .*cannot be read \(No such file"):
+        source.content(0)
+    (tmp_path / "one.tar").unlink()
+    for read in (packed.image, packed.content):
+        with pytest.raises(DataError, match=r"one\.tar: .*cannot be read \(No such file"):
+            read(0)
+
+
+def test_a_caption_with_half_a_character_is_refused_by_name(tmp_path, photos):
+    photos[0].resize((32, 24)).save(tmp_path / "a.png")
+    line = '{"file_name": "a.png", "text": ["whole", "half \\ud800"]}\n'
+    (tmp_path / "metadata.jsonl").write_text(line)
+    with pytest.raises(InvalidValueError, match=r"caption of a\.png.*half of a surrogate pair"):
+        ImageFolder(tmp_path)
 
 
 # Each with what turns the stored pixels upright (EXIF 2.3, 4.6.4.A, tag 274).

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from zerotune._util.files import open_regular, system_errors, write_atomically
+from zerotune._util.files import check_regular, system_errors, write_atomically
 from zerotune._util.numbers import whole
 from zerotune._util.text import json_of
 from zerotune.decisions import Decision, announce
@@ -276,8 +276,7 @@ class TensorCache:
 
 
 def _opened(path: Path) -> Any:
-    # Whoever opens a FIFO waits for a writer.
-    os.close(open_regular(path))
+    check_regular(path)
     return safe_open(path, framework="pt")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 import attrs
 import torch
 
-from zerotune._util.files import system_errors
+from zerotune._util.files import check_regular, system_errors
 from zerotune._util.numbers import validated, whole
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import (
@@ -31,9 +31,11 @@ from zerotune.diffusion.data.images import (
     BrokenPolicy,
     HeaderOnly,
     SkipBroken,
+    bytes_of,
     decode,
     need,
     readable_errors,
+    reading,
     why,
 )
 from zerotune.diffusion.data.preparation import (
@@ -104,7 +106,7 @@ class _FramesInFolder:
         # Of the frames' hashes, so that no frame runs into the next.
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+            digest.update(hashlib.sha256(bytes_of(file)).digest())
         return digest.hexdigest()
 
 
@@ -147,8 +149,8 @@ class _VideoFile:
         raise ValueError(f"it ends after {count} frames, and frame {max(wanted)} is wanted")
 
     def content(self) -> str:
-        with self.path.open("rb") as file:
-            digest = hashlib.sha256()
+        digest = hashlib.sha256()
+        with reading(self.path) as file:
             while part := file.read(1 << 20):
                 digest.update(part)
         return digest.hexdigest()
@@ -157,6 +159,7 @@ class _VideoFile:
 @contextmanager
 def _container(path: Path) -> Iterator[tuple[Any, Any]]:
     """An opened video and its first stream of pictures."""
+    check_regular(path)
     with need("av", package="av", extra="video").open(os.fspath(path)) as container:
         if not container.streams.video:
             raise ValueError("it holds no pictures")

@@ -6,14 +6,15 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import attrs
 
-from zerotune._util.files import system_errors, write_atomically
+from zerotune._util.files import check_regular, reading_regular, system_errors, write_atomically
 from zerotune.diffusion.data.buckets import Size
 from zerotune.errors import DataError, MissingDependencyError
 
@@ -202,7 +203,33 @@ def write_broken(broken: Iterable[BrokenImage], path: str | os.PathLike[str]) ->
         write_atomically(Path(path), "".join(lines).encode())
 
 
+@contextmanager
+def reading(file: Path) -> Iterator[IO[bytes]]:
+    """A file that belongs to the data, opened.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    purpose = "belongs to the data and cannot be read"
+    with system_errors(DataError, file, purpose), reading_regular(file) as opened:
+        yield opened
+
+
+def bytes_of(file: Path | bytes) -> bytes:
+    """What is in a file that belongs to the data.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    if isinstance(file, bytes):
+        return file
+    with reading(file) as opened:
+        return opened.read()
+
+
 def _open(file: Path | bytes) -> Any:
+    if isinstance(file, Path):
+        check_regular(file)
     return pillow("Image").open(io.BytesIO(file) if isinstance(file, bytes) else file)
 
 

@@ -18,11 +18,13 @@ from zerotune.diffusion.data.images import (
     BrokenImage,
     BrokenPolicy,
     ImageCheck,
+    bytes_of,
     decode,
     readable_errors,
     why,
 )
 from zerotune.errors import DataError
+from zerotune.plan.model import check_letters
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,6 +43,10 @@ class ImageItem:
     caption: str = ""
     further: tuple[str, ...] = ()
     """More captions of the same; one of all is drawn for each use."""
+
+    def __attrs_post_init__(self) -> None:
+        for text in self.captions:
+            check_letters(text, f"the caption of {self.name}")
 
     @property
     def captions(self) -> tuple[str, ...]:
@@ -162,9 +168,9 @@ class EncodedSource:
 
     def content(self, index: int) -> str:
         """A hash of the encoded image, and of what lies beside it."""
-        own = hashlib.sha256(_bytes_of(self.encoded(index)))
+        own = hashlib.sha256(bytes_of(self.encoded(index)))
         for kind, file in sorted(self.beside(index).items()):
-            own.update(kind.encode() + hashlib.sha256(_bytes_of(file)).digest())
+            own.update(kind.encode() + hashlib.sha256(bytes_of(file)).digest())
         return own.hexdigest()
 
     def _decoded(self, index: int, file: Path | bytes) -> Image:
@@ -176,10 +182,6 @@ class EncodedSource:
                 key=self._items[index].name,
                 fix="open the source with check=WholeImage(), which finds such files at the start",
             ) from error
-
-
-def _bytes_of(file: Path | bytes) -> bytes:
-    return file if isinstance(file, bytes) else file.read_bytes()
 
 
 def _nothing_beside(_name: str) -> Mapping[str, Path | bytes]:

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 import attrs
 
+from zerotune._util.files import check_regular
 from zerotune._util.text import json_of
 from zerotune.decisions import announce
 from zerotune.diffusion.data.images import (
@@ -19,6 +20,7 @@ from zerotune.diffusion.data.images import (
     ImageCheck,
     SkipBroken,
     WholeImage,
+    reading,
 )
 from zerotune.diffusion.data.sources import (
     MASK,
@@ -43,7 +45,7 @@ class _Member:
     size: int
 
     def read(self) -> bytes:
-        with self.shard.open("rb") as file:
+        with reading(self.shard) as file:
             file.seek(self.offset)
             return file.read(self.size)
 
@@ -158,6 +160,7 @@ def _pictures(endings: Mapping[str, _Member], before: str) -> _Member | None:
 
 def _index(shard: Path) -> Iterator[tuple[str, str, _Member]]:
     try:
+        check_regular(shard)
         # "r:" refuses compressed archives, in which nothing can be found without reading all.
         with tarfile.open(shard, "r:") as archive:
             for info in archive:
