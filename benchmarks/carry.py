@@ -1,8 +1,8 @@
 """Packages for a machine without a network: ``python -m benchmarks.carry --have LIST``.
 
-``LIST`` is what that machine has, as ``pip list`` or ``pip list --format=json`` prints it there.
-Its own torch stays; what zerotune needs beside it comes as wheels into ``.wheels``, which may not
-exceed 64 MiB. There they are unpacked without pip.
+``LIST`` is what that machine has, as ``pip list`` or ``pip list --format=json`` prints it there, or
+names alone. Its own torch stays; what zerotune needs beside it comes as wheels into ``.wheels``,
+which may not exceed 64 MiB. There they are unpacked without pip.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ NEEDED: Final = ("attrs", "deepspeed", "diffusers", "accelerate", "safetensors",
 LIMIT: Final = 64 * 2**20
 SOURCE_ONLY: Final = frozenset({"deepspeed"})
 """Published without wheels; built here, without any op."""
+_STAYS: Final = frozenset({"torch"})
+"""Larger than all that may be carried, and made for that machine's driver."""
 _PLATFORMS: Final = tuple(
     f"manylinux{version}_x86_64" for version in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1")
 )
@@ -58,13 +60,13 @@ def gather(
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name, parse_wheel_filename
 
-    present = {canonicalize_name(name) for name in have}
+    present = {canonicalize_name(name): version for name, version in have.items()}
     carried: dict[str, str] = {}
     queue = [Requirement(name) for name in needed]
     while queue:
         wanted = queue.pop(0)
         name = canonicalize_name(wanted.name)
-        if name in present or name in carried:
+        if name in carried or _serves(wanted, name, present):
             continue
         wheel = fetch(_pinned(wanted), into)
         carried[name] = str(parse_wheel_filename(wheel.name)[1])
@@ -76,6 +78,14 @@ def gather(
             if found.marker is None or found.marker.evaluate(environment):
                 queue.append(found)
     return carried
+
+
+def _serves(wanted: Any, name: str, present: Mapping[str, str]) -> bool:
+    """Whether what that machine has is there and, where its version is known, new enough."""
+    if name not in present:
+        return False
+    version = present[name]
+    return not version or name in _STAYS or wanted.specifier.contains(version, prereleases=True)
 
 
 def _requirements(wheel: Path) -> list[str]:
@@ -114,12 +124,20 @@ def check_size(folder: Path) -> int:
 
 
 def read_list(path: Path) -> dict[str, str]:
-    """Names and versions of ``pip list``, in either form."""
+    """Names and versions of ``pip list``, in either form; of bare names no versions.
+
+    Raises:
+        SystemExit: It names no torch: nothing that could train, or no such list.
+    """
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
-        return {one["name"]: one["version"] for one in json.loads(text)}
-    lines = re.findall(r"^([A-Za-z0-9][\w.-]*)\s+(\d\S*)", text, flags=re.MULTILINE)
-    return dict(lines)
+        found = {one["name"]: one["version"] for one in json.loads(text)}
+    else:
+        found = dict(re.findall(r"^([A-Za-z0-9][\w.-]*)\s+(\d\S*)", text, flags=re.MULTILINE))
+        found = found or dict.fromkeys(re.findall(r"[A-Za-z0-9][\w.-]*[A-Za-z0-9]", text), "")
+    if "torch" not in {name.lower() for name in found}:
+        raise SystemExit(f"{path} names no torch, which is too large to be carried")
+    return found
 
 
 def unpack(wheels: Path, site: Path) -> Path:
@@ -144,11 +162,13 @@ def unpack(wheels: Path, site: Path) -> Path:
     return site
 
 
-def carried_paths() -> list[str]:
-    """Where carried packages lie, unpacked once; nothing where DeepSpeed is installed."""
-    if find_spec("deepspeed") is not None or not any(WHEELS.glob("*.whl")):
-        return []
-    return [str(unpack(WHEELS, SITE))]
+def paths() -> list[str]:
+    """What must be on the path here: zerotune itself and what was carried, unless installed."""
+    found = [] if find_spec("zerotune") is not None else [str(ROOT / "src")]
+    lacking = find_spec("deepspeed") is None or str(SITE) in sys.path
+    if lacking and any(WHEELS.glob("*.whl")):
+        found.append(str(unpack(WHEELS, SITE)))
+    return found
 
 
 def fetcher(python: str) -> Fetch:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree
 
-from benchmarks.families import FLUX, SDXL
-from benchmarks.large import PLANS
 from benchmarks.session import Piece
 
 GIB: Final = 2**30
 LOOK: Final = Piece(name="machine", made="benchmarks.gpu:machine", least_s=0.0)
 _OPS: Final = ("cpu_adam", "host_step", "pin_memory")
 _CAPS: Final = (8, 4, 6, 12)
+_MARKS: Final = re.compile(r"\bmark\.(gpu|device)\b")
+_ENDING_S: Final = 20.0
+"""Of a piece's limit, for an interrupted pytest to say what it has found."""
 
 
 def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
@@ -30,7 +33,12 @@ def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
         about: What ``machine`` gave.
         quick: One of each kind, tiny.
     """
-    yield Piece(name="ops", made="benchmarks.gpu:build", settings={"ops": _OPS}, limit_s=240.0)
+    here = about.get("built", _OPS)
+    yield Piece(
+        name="ops", made="benchmarks.gpu:build", settings={"ops": _OPS}, limit_s=240.0,
+        # Results go along from machine to machine; what was compiled stays behind.
+        lost=lambda made: any(op not in here and f"{op}_failed" not in made for op in _OPS),
+    )  # fmt: skip
     yield Piece(name="rates", made="benchmarks.gpu:rates", settings={"quick": quick}, limit_s=60.0)
     for stage in (2, 3):
         yield _tiny(stage)
@@ -39,12 +47,14 @@ def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
         made="benchmarks.gpu:tests",
         settings={"files": ["tests/backend/test_cuda.py"] if quick else ["tests"]},
         limit_s=240.0,
-        least_s=5.0 if quick else 60.0,
+        least_s=30.0 if quick else 90.0,
     )
     yield from _quick_sizes() if quick else _sizes(about)
 
 
 def _sizes(about: Mapping[str, Any]) -> Iterator[Piece]:
+    from benchmarks.large import PLANS
+
     two, three = PLANS.values()
     for turn in (1, 2):
         # In turns, since what slows the machine for a while slows both.
@@ -148,13 +158,26 @@ def _line(text: str, reached: str | None, *, met: bool) -> str:
 
 
 def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Hardware and versions, and how many of Flux's blocks fit."""
+    """Hardware and versions, what is compiled, and how many of Flux's blocks fit."""
     from benchmarks.flux import depth
     from benchmarks.framework.hardware import hardware, versions
     from zerotune import detect_platform
 
-    depth_here = list(depth(detect_platform(log=False)))
-    return {"hardware": hardware(), "versions": versions(), "flux_depth": depth_here}
+    return {
+        "hardware": hardware(),
+        "versions": versions(),
+        "flux_depth": list(depth(detect_platform(log=False))),
+        "built": [op for op in _OPS if _is_built(op)],
+    }
+
+
+def _is_built(op: str) -> bool:
+    from zerotune.backend.ops.diagnose import build_folder, built_library
+    from zerotune.backend.ops.host_step import host_step_status
+
+    if op == "host_step":
+        return host_step_status().state == "built"
+    return built_library(build_folder(op)) is not None
 
 
 def build(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,9 +188,18 @@ def build(settings: Mapping[str, Any]) -> dict[str, Any]:
         try:
             _load(op)
         except Exception as error:  # noqa: BLE001 - what a compiler says is what is to be learnt
-            found[f"{op}_failed"] = f"{type(error).__name__}: {error}"[:1500]
+            found[f"{op}_failed"] = _told(error)
         found[f"{op}_seconds"] = time.perf_counter() - began
     return found
+
+
+def _told(error: BaseException) -> str:
+    """An error and what it came from: a compiler says last what was wrong."""
+    causes = []
+    while error is not None:
+        causes.append(f"{type(error).__name__}: {error}"[-1500:])
+        error = error.__cause__  # type: ignore[assignment]
+    return "\nfrom ".join(causes)
 
 
 def _load(op: str) -> None:
@@ -236,23 +268,57 @@ def _fastest(act: Callable[[], object], *, rounds: int = 5) -> float:
 
 
 def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The tests that need a GPU, counted; which failed, and how."""
+    """The tests that need a GPU, counted; which failed, and how.
+
+    Those that time was left for: an interrupted pytest still says what it has found.
+    """
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder, "tests.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider",
-                   f"--junitxml={xml}", *settings["files"]]  # fmt: skip
-        subprocess.run(command, check=False)
-        suite = ElementTree.parse(xml).getroot()
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu or device",
+                   "-p", "no:cacheprovider", "--continue-on-collection-errors",
+                   f"--junitxml={xml}", *marked(settings["files"])]  # fmt: skip
+        process = subprocess.Popen(command)
+        whole = True
+        try:
+            process.wait(max(1.0, settings["limit_s"] - _ENDING_S))
+        except subprocess.TimeoutExpired:
+            whole = False
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        return {**counted(xml), "whole": whole}
+
+
+def marked(places: Iterable[str]) -> list[str]:
+    """Files among these, and in these folders, with tests for a device.
+
+    pytest itself would import all others too, for minutes, also those that need what this machine
+    lacks.
+    """
+    files = [
+        file
+        for place in map(Path, places)
+        for file in (sorted(place.rglob("test_*.py")) if place.is_dir() else [place])
+    ]
+    return [str(file) for file in files if _MARKS.search(file.read_text(encoding="utf-8"))]
+
+
+def counted(xml: Path) -> dict[str, Any]:
+    """What a file of pytest says of its tests; none where it was ended before any began."""
+    if not xml.exists():
+        return {"passed": 0, "skipped": 0, "failed": 0, "failures": {}, "skips": []}
+    (suite,) = ElementTree.parse(xml).getroot().iter("testsuite")
     cases = list(suite.iter("testcase"))
     bad = [
         case for case in cases if case.find("failure") is not None or case.find("error") is not None
     ]
     skipped = [case for case in cases if case.find("skipped") is not None]
     return {
-        "passed": len(cases) - len(bad) - len(skipped),
+        # A test that was interrupted is a case as well, but none that was counted.
+        "passed": int(suite.get("tests", 0)) - len(bad) - len(skipped),
         "skipped": len(skipped),
         "failed": len(bad),
         "failures": {f"{one.get('classname')}.{one.get('name')}": _why(one) for one in bad},
+        "skips": sorted({one.find("skipped").get("message") for one in skipped}),
     }
 
 
@@ -261,9 +327,10 @@ def _why(case: ElementTree.Element) -> str:
     return "\n".join(texts)[-1500:]
 
 
-def contestant(settings: Mapping[str, Any]) -> dict[str, Any]:
+def contestant(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Steps of a large model: memory after set-up and at its peak, seconds by phase, waits."""
     from benchmarks import large_runs
+    from benchmarks.families import FLUX, SDXL
     from benchmarks.framework import AnonPeak
     from benchmarks.large import host_bytes
     from benchmarks.sdxl import TINY
@@ -279,12 +346,18 @@ def contestant(settings: Mapping[str, Any]) -> dict[str, Any]:
         samples = runner.run(settings["steps"])
     about |= samples | runner.memory()
     about["host_bytes"] = host_bytes(memory.growth, about)
-    # Last, since looking costs time and memory.
-    about["host_waits"] = waits(runner)
+    yield about
+    # Last, since looking costs time and memory, and may fail where the driver does not allow it.
+    looks: dict[str, Callable[[], Any]] = {"host_waits": lambda: waits(runner)}
     if settings["trace"]:
-        about["trace"] = traced(runner, Path(settings["folder"]))
+        looks["trace"] = lambda: traced(runner, Path(settings["folder"]))
+    for key, look in looks.items():
+        try:
+            about[key] = look()
+        except Exception as error:  # noqa: BLE001 - what was measured before stands all the same
+            about[f"{key}_failed"] = _told(error)
+        yield about
     runner.close()
-    return about
 
 
 def held_now() -> dict[str, float]:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def main(made: str, answer: Path) -> None:
     code = 1
     try:
         found = getattr(import_module(module), function)(settings)
-        write_atomically(answer, json.dumps(found).encode())
+        for so_far in found if isinstance(found, Iterator) else (found,):
+            write_atomically(answer, json.dumps(so_far).encode())
         code = 0
     except BaseException:  # noqa: BLE001 - told to whoever asked, whatever it is
         traceback.print_exc()

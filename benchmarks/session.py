@@ -8,20 +8,22 @@ that the machine lacks lie in a folder of wheels (``benchmarks/carry.py``), whic
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import attrs
 
-from benchmarks.carry import carried_paths
-from benchmarks.framework.results import machine_name
+from benchmarks.carry import WHEELS, paths
+from benchmarks.framework.results import file_name, machine_name
 from zerotune._util.files import write_atomically
 
 SCHEMA: Final = 1
@@ -32,6 +34,11 @@ _SAVING_S: Final = 5.0
 """Of the time there is, kept for ending a piece and for the last report."""
 _TAIL: Final = 4000
 """Characters of a piece's output that are kept."""
+_LINES: Final = 8
+"""Of them, in the report of what failed."""
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""Without a network each question to a hub is asked again and again, for minutes."""
+_NEEDED: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 
 
 @attrs.frozen(kw_only=True)
@@ -40,12 +47,15 @@ class Piece:
 
     name: str
     made: str
-    """``"module:function"``: called with the settings and a folder, gives JSON-able data."""
+    """``"module:function"``: called with the settings, a folder and ``limit_s``, gives JSON-able
+    data, or yields it as it grows: what was there is kept when the rest fails."""
     settings: Mapping[str, Any] = attrs.field(factory=dict)
     limit_s: float = 120.0
     """The most it may take."""
     least_s: float = 20.0
     """It is not begun when less is left."""
+    lost: Callable[[Mapping[str, Any]], bool] | None = None
+    """Whether this machine lacks what a stored result says was made: then it is made again."""
 
 
 class SessionFile:
@@ -71,22 +81,30 @@ class SessionFile:
 
     def needs(self, piece: Piece) -> bool:
         """Whether it is still to be run: not done with these settings, and not failed twice."""
-        entry = self.entries.get(piece.name)
-        if entry is None or entry["settings"] != _as_json(piece.settings):
-            return True
-        return entry["state"] != "done" and entry["tries"] < TRIES
+        entry = self._same(piece)
+        return not entry or (entry["state"] != "done" and entry["tries"] < TRIES)
+
+    def has_lost(self, piece: Piece) -> bool:
+        """Whether it was done, on a machine that had been given back since."""
+        made = self._same(piece).get("result")
+        return made is not None and piece.lost is not None and piece.lost(made)
 
     def add(self, piece: Piece, **found: Any) -> None:
         """Store what became of a piece, and write the file."""
-        before = self.entries.get(piece.name, {})
-        same = before.get("settings") == _as_json(piece.settings)
-        cut = found["state"] == "cut short"
-        tries = (before["tries"] if same else 0) + (0 if cut else 1)
-        entry = {"settings": _as_json(piece.settings), "tries": tries, **found}
+        before = self._same(piece)
+        tries = before.get("tries", 0) + (0 if found["state"] == "cut short" else 1)
+        # What an earlier try came to know is not lost with a later one.
+        kept = {"result": before["result"]} if "result" in before else {}
+        entry = {"settings": _as_json(piece.settings), "tries": tries, **kept, **found}
         self._data["pieces"][piece.name] = entry
         text = json.dumps(self._data, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, (text + "\n").encode())
+
+    def _same(self, piece: Piece) -> Mapping[str, Any]:
+        """What is stored of a piece with these settings; empty: nothing."""
+        entry = self.entries.get(piece.name, {})
+        return entry if entry.get("settings") == _as_json(piece.settings) else {}
 
 
 def _as_json(value: Any) -> Any:
@@ -101,6 +119,8 @@ class Session:
         minutes: From ``began`` on.
         began: By ``time.monotonic``; now by default.
         say: Where progress goes.
+        only: Parts of names; pieces with one of them are run, again if they are done, and no
+            others. Empty: whatever is needed.
     """
 
     def __init__(
@@ -110,11 +130,12 @@ class Session:
         minutes: float,
         began: float | None = None,
         say: Callable[[str], None] | None = None,
+        only: Sequence[str] = (),
     ) -> None:
         self.output = output
+        self._only = tuple(only)
         self._until = (time.monotonic() if began is None else began) + 60 * minutes - _SAVING_S
         self._say = say or _to_stderr
-        self._paths = carried_paths()
 
     @property
     def left_s(self) -> float:
@@ -132,15 +153,26 @@ class Session:
             raise SystemExit(f"{piece.name}: {found['state']}\n{found.get('output', '')}")
         return found["result"]
 
-    def run(self, pieces: Iterable[Piece], file: SessionFile) -> bool:
+    def run(
+        self,
+        pieces: Iterable[Piece],
+        file: SessionFile,
+        *,
+        saved: Callable[[], object] | None = None,
+    ) -> bool:
         """Run what is still needed and fits into the time.
+
+        Args:
+            pieces: In this order.
+            file: Where results go, each before the next piece begins.
+            saved: Called after each.
 
         Returns:
             Whether nothing is left to be run.
         """
         whole = True
         for piece in pieces:
-            if not file.needs(piece):
+            if not self._wants(piece, file):
                 continue
             if self.left_s < piece.least_s:
                 whole = False
@@ -149,9 +181,16 @@ class Session:
             self._say(f"{piece.name} ...")
             found = self._run(piece)
             file.add(piece, **found)
-            self._say(f"  {found['state']} in {found['seconds']:.0f} s")
+            self._say(f"  {found['state']} in {found['seconds']:.0f} s{_in_short(found)}")
             whole = whole and not file.needs(piece)
+            if saved is not None:
+                saved()
         return whole
+
+    def _wants(self, piece: Piece, file: SessionFile) -> bool:
+        if self._only:
+            return any(part in piece.name for part in self._only)
+        return file.needs(piece) or file.has_lost(piece)
 
     def _run(self, piece: Piece) -> dict[str, Any]:
         self.output.mkdir(parents=True, exist_ok=True)
@@ -164,15 +203,15 @@ class Session:
                 code = self._child(piece, answer, written, limit)
             seconds = time.monotonic() - began
             tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-            found: dict[str, Any] = {"seconds": round(seconds, 1)}
-            if code == 0 and answer.exists():
-                result = json.loads(answer.read_text(encoding="utf-8"))
-                return found | {"state": "done", "result": result}
+            found: dict[str, Any] = {"seconds": round(seconds, 1), "output": tail}
+            if answer.exists():
+                found["result"] = json.loads(answer.read_text(encoding="utf-8"))
             if code is None:
                 state = "out of time" if limit >= piece.limit_s else "cut short"
             else:
-                state = f"failed with exit code {code}"
-            return found | {"state": state, "output": tail}
+                done = code == 0 and "result" in found
+                state = "done" if done else f"failed with exit code {code}"
+            return found | {"state": state}
         finally:
             answer.unlink(missing_ok=True)
             log.unlink(missing_ok=True)
@@ -180,22 +219,20 @@ class Session:
     def _child(self, piece: Piece, answer: Path, log: Any, limit: float) -> int | None:
         """Run the process; ``None``: it was still running at the limit, and was ended."""
         command = [sys.executable, "-m", "benchmarks.piece", piece.made, str(answer)]
-        environment = dict(os.environ)
-        paths = [str(_ROOT / "src"), str(_ROOT), *self._paths, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        settings = {**piece.settings, "folder": str(self.output.resolve())}
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **_OFFLINE}
+        first = [str(_ROOT / "src"), str(_ROOT), *paths(), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, first))
+        settings = {**piece.settings, "folder": str(self.output.resolve()), "limit_s": limit}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment,
             cwd=_ROOT, start_new_session=True,
         )  # fmt: skip
+        assert process.stdin is not None
         try:
-            assert process.stdin is not None
             # Left open: when this process dies the other sees its end, and dies too.
-            process.stdin.write(json.dumps(settings).encode() + b"\n")
-            process.stdin.flush()
-            return process.wait(limit)
-        except BrokenPipeError:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(settings).encode() + b"\n")
+                process.stdin.flush()
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
@@ -203,11 +240,22 @@ class Session:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
 
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _in_short(found: Mapping[str, Any]) -> str:
+    """What whoever watches should know at once."""
+    if found["state"] != "done":
+        lines = found.get("output", "").strip().splitlines()
+        return f": {lines[-1][:300]}" if lines else ""
+    named = zip(_COLUMNS[3:], _measures(found["result"]), strict=True)
+    told = ", ".join(f"{name} {cell}" for name, cell in named if cell)
+    return f": {told}" if told else ""
 
 
 # -- The report: each result beside what was expected of it.
@@ -233,6 +281,9 @@ def report(
         told = _told(entry.get("result"))
         if told:
             lines += ["", f"## {name}", "", *told]
+        if entry["state"] != "done":
+            last = entry.get("output", "").strip().splitlines()[-_LINES:]
+            lines += ["", f"## {name}: {entry['state']}", "", "```text", *last, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -248,10 +299,14 @@ def _versions(machine: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, entry: Mapping[str, Any]) -> str:
-    result = entry.get("result") or {}
+    cells = [name, entry["state"].replace("|", "/"), f"{entry['seconds']:.0f}"]
+    return f"| {' | '.join(cells + _measures(entry.get('result') or {}))} |"
+
+
+def _measures(result: Mapping[str, Any]) -> list[str]:
+    """Cells of the columns from the fourth on."""
     steps = result.get("seconds")
-    cells = [name, entry["state"].replace("|", "/"), f"{entry['seconds']:.0f}",
-             f"{sorted(steps)[len(steps) // 2]:.3g}" if steps else ""]  # fmt: skip
+    cells = [f"{sorted(steps)[len(steps) // 2]:.3g}" if steps else ""]
     for place in ("device", "host"):
         measured = result.get(f"{place}_bytes")
         expected = (result.get("estimate") or {}).get(place)
@@ -260,48 +315,96 @@ def _row(name: str, entry: Mapping[str, Any]) -> str:
             cells.append(f"{expected / 2**30:.2f} ({expected / measured - 1:+.0%})")
         else:
             cells.append("" if expected is None else f"{expected / 2**30:.2f}")
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
 def _told(result: Any) -> Sequence[str]:
     """Plain values of a result that the table has no column for."""
     if not isinstance(result, Mapping):
         return []
-    shown = {
-        key: value
-        for key, value in result.items()
-        if isinstance(value, (int, float, str)) and key not in ("device_bytes", "host_bytes")
-    }
-    return [f"- {key}: {value:.6g}" if isinstance(value, float) else f"- {key}: {value}"
-            for key, value in shown.items()]  # fmt: skip
+    known = ("device_bytes", "host_bytes", "seconds", "estimate", "plan")
+    lines = []
+    for key, value in result.items():
+        if key in known:
+            continue
+        for name, one in _flat(key, value):
+            lines.append(f"- {name}: {one:.6g}" if isinstance(one, float) else f"- {name}: {one}")
+    return lines
 
 
-def run_session(*, output: Path, minutes: float, quick: bool) -> int:
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Plain values, by where they lie; of lists of numbers the median."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _flat(f"{key}, {name}", one)
+    elif isinstance(value, str):
+        yield key, " / ".join(value.strip().splitlines()[-3:])
+    elif isinstance(value, (int, float)):
+        yield key, value
+    elif value and all(isinstance(one, (int, float)) for one in value):
+        yield key, float(statistics.median(value))
+
+
+def _tidy(output: Path) -> None:
+    """Remove what sessions have left that were killed."""
+    for path in (*output.glob(".*.answer"), *output.glob(".*.log")):
+        pid = path.name.split(".")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+
+
+def run_session(
+    *,
+    output: Path,
+    minutes: float,
+    quick: bool,
+    began: float | None = None,
+    only: Sequence[str] = (),
+) -> int:
     """The whole of it.
 
     Args:
-        output: Folder of ``MACHINE.json`` and ``MACHINE.md``, and of a trace.
+        output: Folder of ``MACHINE.json`` and ``MACHINE.md``, and of traces.
         minutes: After which no piece runs any more.
         quick: Tiny sizes, on whatever there is.
+        began: Since when the minutes count, by ``time.monotonic``.
+        only: Parts of the names of pieces to run, again if need be.
 
     Returns:
         0, also when some of it is left for the next call.
 
     Raises:
-        SystemExit: There is no GPU, and the sizes are those for one.
+        SystemExit: There is no GPU, and the sizes are those for one; or a package is missing that
+            nearly all pieces need.
     """
     from benchmarks.gpu import LOOK, goals, pieces
 
-    session = Session(output=output, minutes=minutes)
+    session = Session(output=output, minutes=minutes, began=began, only=only)
     machine = session.look(LOOK)
     if not machine["hardware"]["devices"] and not quick:
         raise SystemExit("this needs a GPU; --quick shows that it works without one")
-    name = machine_name(machine["hardware"]) + f"_torch-{machine['versions']['torch']}"
-    file = SessionFile(output / f"{name}{'-quick' if quick else ''}.json", machine)
-    try:
-        whole = session.run(pieces(machine, quick=quick), file)
-    finally:
+    lacking = [name for name in _NEEDED if name not in machine["versions"]]
+    if lacking:
+        raise SystemExit(
+            f"{', '.join(lacking)}: neither installed here nor in {WHEELS}; `python -m "
+            "benchmarks.carry --have LIST`, where there is a network, puts wheels there, which go "
+            "along with the checkout"
+        )
+    _tidy(output)
+    torch = file_name(machine["versions"]["torch"])
+    name = f"{machine_name(machine['hardware'])}_torch-{torch}{'-quick' if quick else ''}"
+    file = SessionFile(output / f"{name}.json", machine)
+
+    def write_report() -> str:
         text = report(machine, file.entries, () if quick else goals(file.entries))
-        file.path.with_name(f"{file.path.stem}.md").write_text(text, encoding="utf-8")
-    _to_stderr(f"{file.path}: " + ("all is there" if whole else "run it again to go on"))
+        write_atomically(output / f"{name}.md", text.encode())
+        return text
+
+    whole = session.run(pieces(machine, quick=quick), file, saved=write_report)
+    # Last on the screen, for whoever sees no more than that.
+    print(write_report(), flush=True)
+    failed = [piece for piece, entry in file.entries.items() if entry["state"] != "done"]
+    told = "all has been run" if whole else "run it again to go on"
+    told += f"; not done: {', '.join(failed)}" if failed else ""
+    _to_stderr(f"{file.path}: {told}")
     return 0

@@ -5,7 +5,9 @@ The same tests hold on a CPU, where the recorder's streams stand in for a device
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ from zerotune.diffusion.activations import StreamTransfers
 from zerotune.ema import BackgroundEMA, EMAShadow
 from zerotune.errors import EMAError
 from zerotune.training.step import on_device
+
+pytestmark = pytest.mark.device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -98,6 +102,34 @@ def test_every_wait_of_the_host_is_counted() -> None:
     side.synchronize()
     assert recorder.waits == ["aten::_local_scalar_dense", "aten::copy_", "stream.synchronize"]
     assert recorder.faults == []
+
+
+def test_keeping_memory_for_a_stream_touches_none_of_it() -> None:
+    recorder, side, locked, there = two_streams()
+    side.wait_stream(recorder.current_stream())
+    with recorder, recorder.stream(side):
+        locked.copy_(there, non_blocking=True)
+    # No CPU has the operator, whose schema says that it writes.
+    recorder._note(torch.ops.aten.record_stream.default, (there, None), {}, None, locked=False)
+    assert recorder.faults == []
+
+
+def test_a_thread_of_autograd_knows_what_its_caller_knows() -> None:
+    recorder = Recorder(otherwise="pageable")
+    over = threading.Lock()
+    over.acquire()
+
+    def as_autograd() -> None:
+        with recorder:
+            here.add_(1)
+        over.release()
+
+    with recorder:
+        here = torch.zeros(8)
+    _thread.start_new_thread(as_autograd, ())
+    assert over.acquire(timeout=60)
+    assert recorder.faults == []
+    assert recorder.busy == {f"the host's {threading.main_thread().name}"}
 
 
 # -- Activations.
@@ -213,7 +245,7 @@ def test_an_average_that_nobody_waits_for_is_found_out() -> None:
 # -- Gradients on their way to host memory, in the real engine.
 
 
-def gradients(waits: bool) -> dict[str, Any]:
+def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
     """Two steps at stage 2 with the recorder as DeepSpeed's device."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -232,11 +264,15 @@ def gradients(waits: bool) -> dict[str, Any]:
     torch.Tensor.record_stream = record_stream  # type: ignore[method-assign,assignment]
     if DEVICE == "cpu":
         accelerator.resolves_data_dependency = lambda _self: False
+        accelerator.is_synchronized_device = lambda _self: False
         # Gradients arrive in another dtype than the buffers then, as from a device.
         HostStepOp.knows = lambda _self, _dtype: False
     if not waits:
         DeepSpeedZeroOptimizer._wait_for_offload_copies = lambda _self: None
-    engine = start(Case(stage=2, offload="cpu", precision="bf16"), tiny_unet())
+    overrides = (("overlap_comm", overlap),)
+    case = Case(stage=2, offload="cpu", precision="bf16", overrides=overrides)
+    engine = start(case, tiny_unet())
+    assert engine.device.type == DEVICE
     optimizer = engine.deepspeed_engine.optimizer
     slabs = optimizer.single_partition_of_fp32_groups
     if DEVICE == "cpu":
@@ -254,22 +290,25 @@ def gradients(waits: bool) -> dict[str, Any]:
                 slab.grad.mul_(1.0)  # The step does it in C++, which nobody sees.
         engine.step()
     found = {"faults": list(recorder.faults), "waits": passes, "copies": recorder.copies}
+    found["busy"] = recorder.busy
     found["parameters"] = sum(1 for _ in engine.module.parameters())
     engine.close()
     return found
 
 
 @pytest.mark.deepspeed
-def test_gradients_keep_to_the_rules() -> None:
-    (found,) = run_ranks(gradients, True)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradients_keep_to_the_rules(overlap: bool) -> None:
+    (found,) = run_ranks(gradients, True, overlap)
     assert found["faults"] == []
     assert found["copies"] >= 3 * found["parameters"]
     assert max(found["waits"]) == 0
+    assert ("stream 1" in found["busy"]) == overlap, "DeepSpeed's stream for reductions"
 
 
 @pytest.mark.deepspeed
 def test_gradients_that_nobody_waits_for_are_found_out() -> None:
-    (found,) = run_ranks(gradients, False)
+    (found,) = run_ranks(gradients, False, False)
     assert any("locked memory written on" in fault for fault in found["faults"])
 
 

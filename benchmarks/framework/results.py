@@ -125,7 +125,12 @@ def beside(path: Path, stored: Mapping[str, Any]) -> Path:
 def machine_name(of: Mapping[str, Any]) -> str:
     """A machine's device, or its processor, as part of a file's name."""
     devices = of.get("devices") or [{"name": of.get("processor") or "unknown"}]
-    return re.sub(r"[^A-Za-z0-9.]+", "-", str(devices[0]["name"])).strip("-")
+    return file_name(str(devices[0]["name"]))
+
+
+def file_name(text: str) -> str:
+    """Text as part of a file's name that every system and every transfer takes."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
 
 
 def described(measured: Measured) -> dict[str, Any]:

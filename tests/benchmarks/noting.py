@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,12 @@ MACHINE = {
         "processor": "x",
         "host_gib": 128.0,
     },
-    "versions": {"torch": "2.11.0+cu130"},
+    "versions": {
+        "torch": "2.11.0+cu130",
+        "deepspeed": "0.19.8",
+        "accelerate": "1.15.0",
+        "diffusers": "0.42.1",
+    },
     "flux_depth": [6, 12],
 }
 
@@ -42,6 +47,13 @@ def note_and_kill(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def fail(settings: Mapping[str, Any]) -> dict[str, Any]:
     note(settings)
+    raise ValueError("this is why")
+
+
+def grow(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    yield note(settings)
+    if Path(settings["folder"], "ran").read_text().count(settings["name"]) > 1:
+        os._exit(3)
     raise ValueError("this is why")
 
 

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
+import textwrap
 import time
 import zipfile
 from pathlib import Path
@@ -14,11 +16,21 @@ from typing import Any
 
 import pytest
 
-from benchmarks import carry
+from benchmarks import carry, gpu
 from benchmarks.__main__ import main
 from benchmarks.gpu import LOOK, goals, pieces
-from benchmarks.session import Piece, Session, report
-from tests.benchmarks.noting import HERE, MACHINE, fail, last, piece, session
+from benchmarks.session import Piece, Session, SessionFile, report
+from tests.benchmarks.noting import (
+    HERE,
+    MACHINE,
+    fail,
+    grow,
+    last,
+    note,
+    note_and_kill,
+    piece,
+    session,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,6 +98,40 @@ def test_what_fails_says_why_is_tried_twice_and_stops_nothing(tmp_path: Path) ->
     assert file.entries["bad"]["state"] == "failed with exit code 1"
     assert "ValueError: this is why" in file.entries["bad"]["output"]
     assert file.entries["good"]["state"] == "done"
+
+
+def test_what_a_piece_knew_when_it_failed_is_kept(tmp_path: Path) -> None:
+    for tries in (1, 2):
+        made, file = session(tmp_path)
+        made.run([piece("measured", grow)], file)
+        entry = file.entries["measured"]
+        assert entry["tries"] == tries
+        assert entry["result"]["seconds"] == [1.0, 2.0, 3.0], "also by a later try that knew less"
+    assert entry["state"] == "failed with exit code 3"
+    assert "| measured | failed with exit code 3 |" in report(MACHINE, file.entries)
+
+
+def test_what_is_asked_for_by_name_is_run_again_and_nothing_else(tmp_path: Path) -> None:
+    made, file = session(tmp_path)
+    made.run([piece("one"), piece("two")], file)
+    again, _ = session(tmp_path, only=["tw"])
+    again.run([piece("one"), piece("two"), piece("three")], file)
+    assert names(tmp_path) == ["one", "two", "two"]
+
+
+def test_ops_are_compiled_again_where_they_are_not(tmp_path: Path) -> None:
+    def ops(*built: str) -> Piece:
+        return next(pieces({**MACHINE, "built": built}, quick=True))
+
+    file = SessionFile(tmp_path / "machine.json", MACHINE)
+    assert file.needs(ops())
+    assert not file.has_lost(ops()), "nothing was made yet"
+    found = {"cpu_adam_seconds": 50.0, "pin_memory_failed": "no compiler likes it"}
+    file.add(ops(), state="done", seconds=60.0, result=found)
+    assert not file.needs(ops())
+    assert file.has_lost(ops()), "another machine of the kind, without what was compiled"
+    assert file.has_lost(ops("host_step"))
+    assert not file.has_lost(ops("cpu_adam", "host_step")), "what cannot be is not tried forever"
 
 
 def test_a_piece_beyond_its_own_limit_is_ended(tmp_path: Path) -> None:
@@ -178,7 +224,131 @@ def test_the_whole_of_it_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture
     before = stored.read_text()
     assert main(arguments) == 0
     assert stored.read_text() == before
-    assert "all is there" in capsys.readouterr().err
+    assert capsys.readouterr().err.strip().endswith("all has been run")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
+    """As on a machine with one; pieces that are put into the list are the session's."""
+    found: list[Piece] = []
+    monkeypatch.setattr(Session, "look", lambda _self, _piece: MACHINE)
+    monkeypatch.setattr(gpu, "pieces", lambda _about, **_quick: found)
+    return found
+
+
+def test_files_have_names_that_every_transfer_takes(
+    tmp_path: Path, on_a_gpu: list[Piece], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_gpu += [piece("one", note), piece("two", fail)]
+    assert main(["gpu", "--output", str(tmp_path)]) == 0
+    found = {path.name for path in tmp_path.iterdir()} - {"ran"}
+    name = "NVIDIA-H100-80GB-HBM3_torch-2.11.0-cu130"
+    assert found == {f"{name}.json", f"{name}.md"}
+    out, progress = capsys.readouterr()
+    assert (tmp_path / f"{name}.md").read_text().strip() == out.strip()
+    assert "seconds per step 2, device, GiB 1.00" in progress
+    assert "run it again to go on; not done: two" in progress
+    assert "ValueError: this is why" in out.partition("## two: failed with exit code 1")[2]
+
+
+def test_the_report_is_there_whenever_the_session_is_ended(tmp_path: Path) -> None:
+    code = (
+        f"from pathlib import Path\nfrom {HERE} import *\nfrom benchmarks import gpu, session\n"
+        "session.Session.look = lambda self, piece: MACHINE\n"
+        "gpu.pieces = lambda about, quick: chain(1)\n"
+        f"session.run_session(output=Path({str(tmp_path)!r}), minutes=2, quick=False)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-c", code]
+    for killed in (True, False):
+        done = subprocess.run(command, check=False, env=environment, cwd=ROOT)
+        assert done.returncode == (-signal.SIGKILL if killed else 0)
+        (told,) = tmp_path.glob("*.md")
+        assert "| p0 | done |" in told.read_text()
+        assert ("| p2 |" in told.read_text()) is not killed
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert left == [], "what the killed one left was removed"
+
+
+@pytest.mark.parametrize("missing", ["deepspeed", "diffusers"])
+def test_a_machine_without_what_all_pieces_need_is_told_at_once(
+    missing: str, tmp_path: Path, on_a_gpu: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {name: one for name, one in MACHINE["versions"].items() if name != missing}
+    bare = {**MACHINE, "versions": versions}
+    monkeypatch.setattr(Session, "look", lambda _self, _piece: bare)
+    on_a_gpu.append(piece("one", note_and_kill))
+    with pytest.raises(SystemExit, match=rf"^{missing}: neither installed .* benchmarks\.carry"):
+        main(["gpu", "--output", str(tmp_path)])
+
+
+def test_a_checkout_runs_where_nothing_of_it_is_installed() -> None:
+    # Without `site` no editable installation is found, as on a machine that has none.
+    command = [sys.executable, "-S", "-m", "benchmarks", "--help"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": sysconfig.get_path("purelib")}
+    done = subprocess.run(
+        command, check=False, env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--minutes" in done.stdout
+
+
+SOME_TESTS = """
+    import time
+    from pathlib import Path
+
+    import pytest
+
+    pytestmark = pytest.mark.device
+
+    def test_passes():
+        pass
+
+    def test_fails():
+        raise ValueError("this is why")
+
+    @pytest.mark.skip(reason="no second device")
+    def test_is_skipped():
+        pass
+
+    def test_lasts():
+        Path({begun!r}).touch()
+        time.sleep(600)
+"""
+
+
+def test_tests_that_outlast_their_time_are_interrupted_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, file = tmp_path / "begun", tmp_path / "test_some.py"
+    file.write_text(textwrap.dedent(SOME_TESTS.format(begun=str(begun))))
+
+    class Impatient(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None:
+                return super().wait()
+            _until(begun.exists)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
+    found = gpu.tests({"files": [str(file)], "limit_s": 100.0})
+    (failure,) = found.pop("failures").items()
+    assert "test_fails" in failure[0]
+    assert "ValueError: this is why" in failure[1]
+    assert found == {
+        "passed": 1, "skipped": 1, "failed": 1, "skips": ["no second device"], "whole": False,
+    }  # fmt: skip
+
+
+def test_only_files_with_tests_for_a_device_are_looked_into() -> None:
+    found = gpu.marked(["tests", "tests/builder/test_page.py"])
+    assert {"tests/backend/test_cuda.py", "tests/test_stream_rules.py"} < set(found)
+    assert "tests/builder/test_page.py" not in found
+    assert len(found) < 20
+
+
+def test_interrupted_before_any_test_is_no_result_of_one(tmp_path: Path) -> None:
+    assert gpu.counted(tmp_path / "tests.xml")["passed"] == 0
 
 
 def test_without_a_gpu_the_full_sizes_are_refused(
@@ -223,6 +393,18 @@ def test_what_the_other_machine_lacks_is_carried_and_what_it_needs(tmp_path: Pat
     assert carry.check_size(tmp_path) > 0
 
 
+def test_what_the_other_machine_has_too_old_is_carried_anew_but_torch(tmp_path: Path) -> None:
+    needs = {"first": ("torch>=9", "old>2", "new>2", "unknown>2"), "old": ()}
+
+    def fetch(requirement: str, into: Path) -> Path:
+        name = requirement.split(">", maxsplit=1)[0]
+        return wheel(into, name, "3.0", needs[name])
+
+    have = {"torch": "2.11.0", "old": "1.0", "new": "2.5", "unknown": ""}
+    carried = carry.gather(("first",), have, tmp_path, fetch, python="3.12")
+    assert carried == {"first": "3.0", "old": "3.0"}
+
+
 def test_too_many_wheels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = wheel(tmp_path, "large", "1")
     monkeypatch.setattr(carry, "LIMIT", 10)
@@ -241,6 +423,32 @@ def test_what_a_machine_has_is_read_in_either_form(tmp_path: Path, text: str) ->
     path = tmp_path / "list"
     path.write_text(text)
     assert carry.read_list(path) == {"torch": "2.11.0", "attrs": "26.1"}
+
+
+def test_names_alone_are_a_list_too_and_without_torch_nothing_is(tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    path.write_text("Packages: attrs, py-cpuinfo, ruamel.yaml, torch, typing_extensions.\n")
+    found = carry.read_list(path)
+    assert {"attrs", "py-cpuinfo", "ruamel.yaml", "torch", "typing_extensions"} < set(found)
+    assert set(found.values()) == {""}
+    path.write_text("attrs 26.1\n")
+    with pytest.raises(SystemExit, match="names no torch"):
+        carry.read_list(path)
+
+
+def test_carried_packages_and_the_checkout_are_on_the_path_where_they_are_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(tmp_path, "one", "1")
+    monkeypatch.setattr(carry, "WHEELS", tmp_path)
+    monkeypatch.setattr(carry, "SITE", tmp_path / "site")
+    monkeypatch.setattr(carry, "find_spec", lambda _name: None)
+    assert carry.paths() == [str(ROOT / "src"), str(tmp_path / "site")]
+    monkeypatch.setattr(carry, "find_spec", lambda name: name)
+    assert carry.paths() == []
+    # What was carried is found then, and goes to the next process all the same.
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    assert carry.paths() == [str(tmp_path / "site")]
 
 
 def test_wheels_are_unpacked_without_pip_and_once(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ Place = Literal["device", "locked", "pageable"]
 Clock = dict[str, int]
 
 _READ_NUMBER = "aten::_local_scalar_dense"
+_KEEPS = "aten::record_stream"
+"""Said to change its tensor, of which it touches nothing."""
 _ALLOCATES = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like")
 
 
@@ -180,6 +182,11 @@ class Recorder(TorchDispatchMode):
         if self.real is not None:
             torch.ops.aten.record_stream(tensor, stream.real)
 
+    @property
+    def busy(self) -> set[str]:
+        """Streams and threads that have read or written something."""
+        return {name for name, clock in self._clocks.items() if clock.get(name)}
+
     @contextmanager
     def page_locking(self) -> Iterator[None]:
         """Have ``is_pinned`` tell what the recorder knows; a GPU knows it itself."""
@@ -266,7 +273,7 @@ class Recorder(TorchDispatchMode):
             if self.real is None and tensor.device.type == "cpu":
                 memory.place = "locked" if locked else self._place_of_new(places)
             known.append(memory)
-        if name.startswith(_ALLOCATES):
+        if name.startswith(_ALLOCATES) or name == _KEEPS:
             return
         self._judge(name, args, kwargs, read, [*written, *made])
 
@@ -355,7 +362,11 @@ class _InThread(TorchDispatchMode):
 
 
 def _host() -> str:
-    return f"the host's {threading.current_thread().name}"
+    thread = threading.current_thread()
+    if isinstance(thread, threading._DummyThread):
+        # Autograd's own, for a device: whoever has called ``backward`` waits for it.
+        thread = threading.main_thread()
+    return f"the host's {thread.name}"
 
 
 def _learn(clock: Clock, other: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.backend.deepspeed.pending_step import PendingStep, Upload, divide
+from zerotune.backend.deepspeed.pending_step import DeferredSteps, PendingStep, Upload, divide
 from zerotune.backend.master_weights import Follower, FragmentAddress
 
 
@@ -127,3 +128,39 @@ def test_several_threads_take_each_part_once():
     assert torch.equal(weight, torch.full((40,), 2.0))
     assert type(kept) is torch.nn.Parameter
     assert kept.shape == (40,)
+
+
+class Devices:
+    """As an accelerator: each thread is on the first device until it goes to another."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def current_device(self) -> int:
+        return getattr(self._here, "index", 0)
+
+    def set_device(self, index: int) -> None:
+        self._here.index = index
+
+
+class OnADevice(DeferredSteps):
+    _accelerator = Devices()
+    _stepped_by: Any = None
+
+    def _written(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_a_pass_in_a_thread_is_on_the_device_that_its_rank_trains_on():
+    spared: list[str] = []
+    op: Any = SimpleNamespace(spare_a_core=lambda: spared.append(threading.current_thread().name))
+    nothing: Any = None
+    step = OnADevice(op=op, module=torch.nn.Module(), layout=nothing, group=nothing)
+    step._accelerator.set_device(1)
+    step.hide()
+    assert step._thread is not None
+    try:
+        assert step._thread.submit(step._accelerator.current_device).result(timeout=60) == 1
+        assert [name.partition("_")[0] for name in spared] == ["zerotune-step"]
+    finally:
+        step.close()

@@ -724,8 +724,15 @@ class DeferredSteps(ABC):
         self._thread = ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="zerotune-step",
-            initializer=self._op.spare_a_core,
+            initializer=self._enter_thread,
+            initargs=(self._accelerator, self._accelerator.current_device()),
         )
+
+    def _enter_thread(self, accelerator: Any, device: Any) -> None:
+        # A thread begins on the first device, and going back to it from a stream of another takes
+        # hundreds of megabytes there, from every rank.
+        accelerator.set_device(device)
+        self._op.spare_a_core()
 
     def settle(self) -> None:
         """Return once the pass under way is taken, if there is one.
