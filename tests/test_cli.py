@@ -144,7 +144,7 @@ class TestMain:
         talker.stdout.close()
 
         assert talker.stderr.read() == ""
-        assert talker.wait(timeout=60) == 1
+        assert talker.wait(timeout=120) == 1
         talker.stderr.close()
 
 

@@ -275,7 +275,7 @@ class Holder:
 
     def allocate(self, nbytes):
         self.kept = bytearray(os.urandom(1)) * nbytes
-        time.sleep(0.05)
+        time.sleep(0.5)  # Somebody looks every few milliseconds, but for what else runs.
         self.kept = None
 
     def fail(self):

@@ -65,7 +65,7 @@ def test_it_serves_and_another_host_gets_a_token(tmp_path):
         address = process.stdout.readline().split()[-1]
         assert "?token=" in address
         bare = address.partition("?")[0]
-        with httpx.Client(timeout=30) as client:
+        with httpx.Client(timeout=120) as client:
             assert client.get(bare).status_code == 401
             assert client.get(address, follow_redirects=True).status_code == 200
             assert client.get(f"{bare}api/start").json()["can_apply"] is False

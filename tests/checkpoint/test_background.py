@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ def saved_meanwhile(root: str) -> dict[str, Any]:
     train(engine, ema, 2)
     folder, shadows = Path(root) / "step", {"ema": ema}
     found: dict[str, Any] = {}
-    real = tensorfile.write_at
+    real, trained = tensorfile.write_at, threading.Event()
 
     def slow(*arguments: Any) -> None:
-        time.sleep(0.02)
+        trained.wait(120)
         real(*arguments)
 
     with BackgroundSaver(engine=engine) as saver:
@@ -38,6 +38,7 @@ def saved_meanwhile(root: str) -> dict[str, Any]:
         found["impatient"] = told(lambda: pending.wait(timeout_s=0.001))
         before = everything(engine, ema)
         train(engine, ema, 3)
+        trained.set()
         found["moved"] = everything(engine, ema)["lr"] != before["lr"]
         found["path"] = pending.wait() == folder
         found["done"] = pending.done, pending.failed

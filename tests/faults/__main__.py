@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 
 from tests.faults.campaign import Faults, campaign, table
-from tests.faults.checkpoints import Checkpoints
+from tests.faults.checkpoints import IN_HOST_MEMORY, Checkpoints
 from tests.faults.damage import CacheBits, LeaseRecords
 from tests.faults.disks import Disks
-from tests.faults.killing import Kills
+from tests.faults.killing import HostKills, Kills
 from tests.faults.nans import NaNs
 from tests.faults.ranks import RankFaults
 from tests.faults.signals import Signals
@@ -26,7 +26,9 @@ CLASSES: dict[str, Callable[[], Faults]] = {
     "lease records": LeaseRecords,
     "damaged checkpoints": partial(Checkpoints, "damage"),
     "crafted checkpoints": partial(Checkpoints, "manifest", "header", "trainer"),
+    "host optimizers": partial(Checkpoints, "damage", "manifest", "header", cases=IN_HOST_MEMORY),
     "kills": Kills,
+    "kills in a host step": HostKills,
     "NaN": NaNs,
     "rank faults": RankFaults,
     "agents per machine": partial(RankFaults, torchrun=True, machines=True),

@@ -20,7 +20,7 @@ class CacheBits:
 
     def inject(self, work: Path, chance: random.Random) -> None:
         settings = CacheSettings(kind="latents", model="none", dtype="float32")
-        tensors = {f"{key:040x}": {"latents": torch.randn(4, 4, 4)} for key in range(6)}
+        tensors = {f"{key:040x}": _entry() for key in range(6)}
         cache = TensorCache(work, settings=settings)
         cache.write(tensors)
         (path,) = cache.folder.glob("*.safetensors")
@@ -33,11 +33,25 @@ class CacheBits:
                 read = again.read(key)
             except ZeroTuneError:
                 continue
-            if not torch.equal(read["latents"], named["latents"]):
+            same = [
+                torch.equal(read[name], one) and read[name].dtype == one.dtype
+                for name, one in named.items()
+            ]
+            if read.keys() != named.keys() or not all(same):
                 raise Found("lost", "other tensors than were written")
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+def _entry() -> dict[str, torch.Tensor]:
+    """All that is kept of an image with a mask and what it was before it was edited."""
+    return {
+        "latents": torch.randn(4, 4, 4),
+        "reference_latents": torch.randn(4, 4, 4, dtype=torch.bfloat16),
+        "loss_masks": torch.rand(1, 4, 4),
+        "crop_corner": torch.randint(0, 9, (2,)),
+    }
 
 
 class LeaseRecords:

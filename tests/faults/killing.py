@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.campaign import Found, NotHere
-from tests.faults.trainee import STEPS, tell_and_train
+from tests.faults.trainee import IN_HOST_MEMORY, STEPS, tell_and_train
 from tests.faults.workers import wait_for
 from tests.offload.conftest import Holder
 from tests.support.ranks import _fork_server, compile_io
@@ -140,3 +140,24 @@ class Kills:
         for neighbour in self._neighbours:
             neighbour.close()
         self._work.cleanup()
+
+
+class HostKills:
+    """Kills of runs whose optimizer and average step in host memory in one pass."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, dict[int, float]] = {}
+
+    def inject(self, work: Path, chance: random.Random) -> None:
+        kind = chance.choice(tuple(IN_HOST_MEMORY))
+        if kind not in self._expected:
+            self._expected[kind] = Victim(work / "swap", work / "alone", param=kind).losses()
+        phase = chance.choice(PHASES)
+        delay = chance.random() * (1.0 if phase == "start" else 0.05)
+        Victim(work / "swap", work / "run", param=kind).kill_after(phase, delay)
+        losses = Victim(work / "swap", work / "run", param=kind).losses()
+        if losses != {step: self._expected[kind][step] for step in losses}:
+            raise Found("lost", f"{kind}: other losses: {losses} for {self._expected[kind]}")
+
+    def close(self) -> None:
+        """Nothing is left."""

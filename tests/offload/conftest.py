@@ -39,11 +39,11 @@ class Holder:
     def leave(self):
         self.tell("leave")
         assert self.read() == "left"
-        assert self.process.wait(timeout=30) == 0
+        assert self.process.wait(timeout=120) == 0
 
     def kill(self):
         self.process.kill()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=120)
 
     def close(self):
         if self.process.poll() is None:

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -196,18 +196,21 @@ def interrupted(*_):
 
 
 def test_an_interrupted_wait_does_not_end_the_writing():
+    goes_on = threading.Event()
+
     def run():
-        time.sleep(0.4)
+        goes_on.wait(120)
         return Path("step")
 
     former = signal.signal(signal.SIGALRM, interrupted)
     try:
         pending = PendingCheckpoint(SimpleNamespace(run=run))
         for _ in range(2):
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - which may come at once
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
                 pending.wait()
             assert not pending.done, "it still writes"
+        goes_on.set()
         assert pending.wait() == Path("step")
         assert pending.done
     finally:

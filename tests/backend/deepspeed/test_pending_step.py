@@ -113,7 +113,7 @@ def test_averages_may_come_at_any_time_before_the_end(when):
 
 def test_several_threads_take_each_part_once():
     weight, kept = torch.ones(40), torch.nn.Parameter(torch.zeros(40))
-    barrier = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(3, timeout=120)
     step, _ = pending(weight)
     step.hold("0.0", kept)
     uses = [step.run, lambda: kept.sum().item(), step.settle]
@@ -124,7 +124,7 @@ def test_several_threads_take_each_part_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert torch.equal(weight, torch.full((40,), 2.0))
     assert type(kept) is torch.nn.Parameter
     assert kept.shape == (40,)

@@ -44,7 +44,7 @@ def loaders_end(nothing_leaks) -> Iterator[None]:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("ThreadPoolExecutor"):
-            thread.join(timeout=10)
+            thread.join(timeout=120)
 
 
 def edited(folder, target, **changes):
