@@ -1,6 +1,6 @@
 """The table of versions in docs/status.md, from what sessions recorded and from nothing else.
 
-``python docs/generate_status.py`` writes the page anew; ``... NAME REPORT`` records a run first,
+``python docs/generate_status.py`` writes the page anew; ``... NAME... REPORT`` records a run first,
 from the JUnit file that pytest left, and fails where one of its tests did.
 """
 
@@ -90,9 +90,10 @@ def main(arguments: list[str]) -> int:
     """Record a run, if one is given, and write the page."""
     records, failed = stored(), 0
     if arguments:
-        name, report = arguments
-        records[name] = outcome(Path(report))
-        failed = records[name]["failed"]
+        *names, report = arguments
+        ran = outcome(Path(report))
+        records |= dict.fromkeys(names, ran)
+        failed = ran["failed"]
         RECORDS.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     TARGET.write_text(page(TARGET.read_text(encoding="utf-8"), records), encoding="utf-8")
     return 1 if failed else 0

@@ -71,3 +71,28 @@ def test_the_oldest_deepspeed_is_one_number_everywhere() -> None:
     for name, pattern in written.items():
         if (ROOT / name).exists():
             assert re.search(pattern, (ROOT / name).read_text(encoding="utf-8")), name
+
+
+def test_oldest_and_newest_of_each_package_are_to_be_run(status: Any) -> None:
+    for written, relation in (("pyproject.toml", ">="), ("constraints.txt", "==")):
+        if not (ROOT / written).exists():
+            pytest.skip(f"{written} is not here")
+        text = (ROOT / written).read_text(encoding="utf-8")
+        for package in ("torch", "deepspeed"):
+            (one,) = re.findall(rf'^ *"?{package}{relation}([\d.]+)', text, re.MULTILINE)
+            assert f"engine, {package} {one}" in status.WANTED, (written, package, one)
+
+
+def test_a_run_counts_for_both_packages_it_is_the_newest_of(
+    status: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, page = tmp_path / "tests.xml", tmp_path / "status.md"
+    report.write_text('<testsuites><testcase name="a"/></testsuites>')
+    page.write_text(f"{status.BEGIN}\n{status.END}\n")
+    monkeypatch.setattr(status, "TARGET", page)
+    monkeypatch.setattr(status, "RECORDS", tmp_path / "versions.json")
+    names = ["engine, torch 2.13.0", "engine, deepspeed 0.19.8"]
+    assert status.main([*names, str(report)]) == 0
+    records = status.stored()
+    assert list(records) == names
+    assert {record["passed"] for record in records.values()} == {1}

@@ -14,7 +14,7 @@ import importlib.util
 import os
 import shutil
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -89,6 +89,7 @@ class Compiled:
         _check_toolchain(wanted, plan)
         self._wanted = wanted
         self._regions, chosen = _regions(wanted, model, plan)
+        self._gathered = plan.stage == 3
         self._undo = contextlib.ExitStack()
         self._before = _counted()
         kinds = sorted({type(module).__name__ for module in self._regions})
@@ -112,6 +113,8 @@ class Compiled:
         # compiling, and says so only in a log.
         enough = max(getattr(config, limit), len(self._regions) + _SPARE)
         self._undo.enter_context(config.patch(**{limit: enough}))
+        if self._gathered:
+            self._undo.enter_context(_one_graph_for_all_parameters())
         for module in self._regions:
             self._compile(module)
         engine.resources.callback(self.undo)
@@ -174,6 +177,25 @@ class Compiled:
 def compiled_for(engine: Engine) -> Compiled | None:
     """What compiles an engine's model; ``None``: nothing does."""
     return _compiled.get(engine)
+
+
+@contextlib.contextmanager
+def _one_graph_for_all_parameters() -> Iterator[None]:
+    """Let blocks whose parameters are gathered share one graph.
+
+    DeepSpeed asks inside the graph whether a parameter has a ``ds_id``. To torch 2.11 that is a
+    question of its number, so that no graph fits another block.
+    """
+    from deepspeed.runtime.zero.utils import is_zero_param
+
+    marked = vars(is_zero_param).copy()
+    assume_constant: Any = torch.compiler.assume_constant_result
+    assume_constant(is_zero_param)
+    try:
+        yield
+    finally:
+        vars(is_zero_param).clear()
+        vars(is_zero_param).update(marked)
 
 
 def _counted() -> tuple[int, int]:
