@@ -50,6 +50,11 @@ def fail(settings: Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError("this is why")
 
 
+def leave(settings: Mapping[str, Any]) -> dict[str, Any]:
+    note(settings)
+    raise SystemExit(0)
+
+
 def grow(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield note(settings)
     if Path(settings["folder"], "ran").read_text().count(settings["name"]) > 1:

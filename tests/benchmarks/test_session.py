@@ -26,6 +26,7 @@ from tests.benchmarks.noting import (
     fail,
     grow,
     last,
+    leave,
     note,
     note_and_kill,
     piece,
@@ -92,9 +93,10 @@ def _until(condition: Any) -> None:
 def test_what_fails_says_why_is_tried_twice_and_stops_nothing(tmp_path: Path) -> None:
     for _ in range(3):
         made, file = session(tmp_path)
-        whole = made.run([piece("bad", fail), piece("good")], file)
+        whole = made.run([piece("bad", fail), piece("left", leave), piece("good")], file)
     assert whole
-    assert names(tmp_path) == ["bad", "good", "bad"]
+    assert names(tmp_path) == ["bad", "left", "good", "bad", "left"]
+    assert file.entries["left"]["state"] == "failed with exit code 1", "SystemExit is no result"
     assert file.entries["bad"]["state"] == "failed with exit code 1"
     assert "ValueError: this is why" in file.entries["bad"]["output"]
     assert file.entries["good"]["state"] == "done"
