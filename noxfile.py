@@ -173,7 +173,7 @@ def engine_tests_with(session: nox.Session, package: str, version: str) -> None:
 
 
 @nox.session(python=PYTHON)
-@nox.parametrize("deepspeed", [OLDEST["deepspeed"], NEWEST["deepspeed"]])
+@nox.parametrize("deepspeed", sorted({OLDEST["deepspeed"], NEWEST["deepspeed"]}))
 def deepspeed_versions(session: nox.Session, deepspeed: str) -> None:
     """The engine tests on the oldest and the newest supported DeepSpeed."""
     engine_tests_with(session, "deepspeed", deepspeed)

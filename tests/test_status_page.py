@@ -65,7 +65,7 @@ def test_a_run_with_failures_is_written_down_and_fails(
 def test_the_oldest_deepspeed_is_one_number_everywhere() -> None:
     written = {
         "pyproject.toml": rf'"deepspeed>={re.escape(OLDEST_DEEPSPEED)}; ',
-        "README.md": rf"DeepSpeed {re.escape(OLDEST_DEEPSPEED)} to ",
+        "README.md": rf"DeepSpeed from {re.escape(OLDEST_DEEPSPEED)} ",
         "docs/status.md": rf"engine, deepspeed {re.escape(OLDEST_DEEPSPEED)} ",
     }
     for name, pattern in written.items():

@@ -217,7 +217,7 @@ class TestRocm:
         found = detect(facts=self.facts, allow_rocm=True, versions=without("deepspeed"))
 
         assert not found.deepspeed.available
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.3'"
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
 
     def test_a_missing_driver_names_rocm(self):
         found = detect(facts=TorchFacts(hip="6.4.1", cuda_error="no HIP device"))
@@ -238,7 +238,7 @@ class TestMac:
         assert "allow_mps=True" in found.deepspeed.fix
         assert only_decision(found).severity == "warning"
 
-    @pytest.mark.parametrize("version", ["0.19.6", "0.19.8", "0.20.0", "1.0.0"])
+    @pytest.mark.parametrize("version", ["0.19.8", "0.20.0", "1.0.0"])
     def test_a_new_deepspeed_can_be_allowed(self, version):
         found = detect(**mac(deepspeed=version), allow_mps=True)
 
@@ -246,19 +246,19 @@ class TestMac:
         assert found.deepspeed.accelerator == "mps"
         assert "allow_mps=True" in only_decision(found).reason
 
-    @pytest.mark.parametrize("version", ["0.18.9", "0.19.5", "0.19.6rc1"])
+    @pytest.mark.parametrize("version", ["0.18.9", "0.19.7", "0.19.8rc1"])
     def test_an_old_deepspeed_stays_disabled(self, version):
         found = detect(**mac(deepspeed=version), allow_mps=True)
 
         assert not found.deepspeed.available
         assert version in found.deepspeed.reason
-        assert found.deepspeed.fix == "pip install --upgrade 'deepspeed>=0.19.6'"
+        assert found.deepspeed.fix == "pip install --upgrade 'deepspeed>=0.19.8'"
 
     def test_allowing_it_names_the_release_to_install(self):
         found = detect(**mac(deepspeed=None), allow_mps=True)
 
         assert found.deepspeed.reason == "deepspeed is not installed"
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.6'"
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
 
     def test_without_an_apple_gpu_there_is_nothing_to_allow(self):
         found = detect(**mac(mps=False), allow_mps=True)
@@ -333,14 +333,14 @@ class TestMissingPackages:
 
         assert set(found.versions) == {"python", "torch", "accelerate"}
         assert found.deepspeed.reason == "deepspeed is not installed"
-        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.3'"
+        assert found.deepspeed.fix == "pip install 'deepspeed>=0.19.8'"
         assert found.deepspeed.fix in only_decision(found).reason
 
     def test_old_deepspeed(self):
         found = detect(versions={**INSTALLED, "deepspeed": "0.16.0"})
 
         assert "0.16.0 is too old" in found.deepspeed.reason
-        assert "0.19.3" in found.deepspeed.fix
+        assert "0.19.8" in found.deepspeed.fix
 
     def test_a_version_that_cannot_be_read_is_not_refused(self):
         found = detect(versions={**INSTALLED, "deepspeed": "my-branch"})
