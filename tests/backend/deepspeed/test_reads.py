@@ -45,7 +45,7 @@ def train(case: Case, fixed: bool, host_step: bool = False) -> dict[str, Any]:
         if not fixed:
             patch.setattr(engines, "ask_once", lambda _engine: ())
         engine = begin(case, tiny_unet(), host_step)
-    told = [decision.after for decision in engine.decisions if decision.key == KEY]
+    told = [decision.after for decision in engine.decisions if decision.key in (KEY, WHOLE)]
     reads: dict[str, list[int]] = {"backward": [], "step": []}
     outcomes = []
     with Reads() as counted:
@@ -93,6 +93,20 @@ def test_the_device_is_asked_once_and_tells_the_same(case: Case) -> None:
     assert max(ours["backward"]) == 0, "nothing is asked while the backward pass is queued"
     assert max(raw["step"]) > raw["parameters"] / 2
     assert max(ours["step"]) < 12, f"{ours['step']} of {ours['parameters']} parameters"
+
+
+WHOLE = "optimizer.reads"
+
+
+@pytest.mark.deepspeed
+def test_whole_gradients_are_asked_about_once_as_well() -> None:
+    ((raw, ours),) = run_ranks(both, Case(stage=0, precision="bf16"))
+    assert (raw["told"], ours["told"]) == ([], ["once per step"])
+    assert ours["outcomes"] == raw["outcomes"]
+    assert [applied for applied, _ in ours["outcomes"]] == [True, True, False, True, True]
+    assert ours["master"] == raw["master"]
+    assert max(raw["step"]) >= raw["parameters"], "DeepSpeed asks per parameter"
+    assert max(ours["step"]) < 12
 
 
 def on_the_device() -> dict[str, Any]:

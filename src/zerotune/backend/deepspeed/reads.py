@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -21,13 +22,17 @@ _ASKED: Final = (
 
 
 def ask_once(engine: Any) -> tuple[Decision, ...]:
-    """Read flags and norms of an offloaded optimizer's gradients once per step.
+    """Read flags and norms of gradients once per step.
 
-    DeepSpeed 0.19.8 asks the device for one number per parameter in the backward pass (is this
-    gradient finite?) and for another in the step (what is its norm?). Each answer waits for all
-    work queued so far, so that copies and reductions hide behind nothing.
+    With an offloaded optimizer DeepSpeed 0.19.8 asks the device for one number per parameter in the
+    backward pass (is this gradient finite?) and for another in the step (what is its norm?). Each
+    answer waits for all work queued so far, so that copies and reductions hide behind nothing. At
+    stage 0 it asks the first question in the step.
     """
     wrapper = engine.optimizer
+    checker = getattr(wrapper, "overflow_checker", None)
+    if hasattr(checker, "has_overflow_serial") and hasattr(checker, "_has_inf_or_nan"):
+        return (_check_at_once(checker),)
     if type(wrapper).__name__ != "DeepSpeedZeroOptimizer" or not wrapper.cpu_offload:
         return ()
     key = "zero_optimization.offload_optimizer.reads"
@@ -46,6 +51,29 @@ def ask_once(engine: Any) -> tuple[Decision, ...]:
             "step, which reads them at once; DeepSpeed itself waits for the device once per "
             "parameter in the backward pass and once more in the step; the same numbers",
         ),
+    )
+
+
+def _check_at_once(checker: Any) -> Decision:
+    """Have DeepSpeed's check of whole gradients read one flag instead of one for each."""
+
+    def has_overflow_serial(parameters: Iterable[torch.nn.Parameter]) -> bool:
+        flags = [
+            torch.as_tensor(
+                checker._has_inf_or_nan(parameter.grad.data, index), device=parameter.grad.device
+            ).reshape(())
+            for index, parameter in enumerate(parameters)
+            if parameter.grad is not None
+        ]
+        return bool(flags) and bool(torch.stack(flags).any())
+
+    checker.has_overflow_serial = has_overflow_serial
+    return Decision(
+        key="optimizer.reads",
+        before="per parameter",
+        after="once per step",
+        reason="whether gradients are finite stays on the device until all are known; DeepSpeed "
+        "itself waits for the device once per parameter; the same answer",
     )
 
 
