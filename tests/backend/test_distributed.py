@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from tests.support.ranks import RanksFailed, free_port, on_a_machine, run_ranks
 from zerotune.backend import distributed
@@ -208,6 +209,27 @@ def test_a_rank_lost_while_the_group_starts_is_named(
     said = (tmp_path / "told").read_text()
     assert "(Rank 1 failed to come: rank 1 " in said
     assert re.search(r"\(process \d+ on machine-1\)" if machines else "has ended", said)
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_who_went_with_an_agents_store_before_all_had_come_is_named(
+    came: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    agent = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
+    if came:
+        agent[0].set("zerotune/arrived/0/0", json.dumps([{}, True]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(distributed._Arrivals, "_holds_store", lambda _: False)
+    launch = Launch(rank=1, local_rank=0, world_size=3 if came else 2, launched=True)
+    arrivals = distributed._Arrivals(launch, timeout=timedelta(seconds=60))
+    look = arrivals._look
+    monkeypatch.setattr(arrivals, "_look", lambda: (look(), agent.clear()))
+    what = "has gone, and the store there" if came else "never came"
+    with pytest.raises(CollectiveError, match=rf"\(Rank 0 failed to come: rank 0 {what}\)"):
+        arrivals.wait()
 
 
 def signs_at_the_end() -> tuple[int, int]:

@@ -446,7 +446,9 @@ class _Arrivals:
         ranks = range(launch.world_size)
         self._keys = [f"zerotune/arrived/{self._attempt}/{rank}" for rank in ranks]
         self._store: Any = None
+        self._began = time.monotonic()
         self._missing: list[int] = []
+        self._holders: list[int] = []
 
     def wait(self) -> _RollCall:
         """Come, and return when all have.
@@ -496,25 +498,41 @@ class _Arrivals:
         return False
 
     def _all_come(self) -> bool:
-        timeout, began = self._timeout.total_seconds(), time.monotonic()
+        timeout, looked = self._timeout.total_seconds(), -_LOOK_S
+        self._missing = list(range(self._launch.world_size))
         while not self._store.check(self._keys):
-            waited = time.monotonic() - began
-            # Once before the end: whoever holds the store may give up first.
-            if not self._missing and waited >= 0.8 * timeout:
-                keys = enumerate(self._keys)
-                self._missing = [rank for rank, key in keys if not self._store.check([key])]
+            waited = time.monotonic() - self._began
+            # Before the end too: the store may go, and whoever holds it give up first.
+            if waited >= looked + _LOOK_S:
+                looked = waited
+                self._look()
             if waited >= timeout:
                 return False
             time.sleep(0.02)
         return True
 
+    def _look(self) -> None:
+        """See who has come, and whether the store is lost with them."""
+        for rank in tuple(self._missing):
+            if self._store.check([self._keys[rank]]):
+                self._missing.remove(rank)
+                if json.loads(self._store.get(self._keys[rank]))[1]:
+                    self._holders.append(rank)
+
     def _absent(self, error: RuntimeError | None) -> CollectiveError:
+        timeout, waited = self._timeout.total_seconds(), time.monotonic() - self._began
         absent = dict.fromkeys(self._missing, "never came")
-        if not absent and self._launch.rank != 0 and not self._agent:
-            absent = {0: f"cannot be reached at {self._place}, where the ranks are to meet"}
-        timeout = self._timeout.total_seconds()
+        if error is not None and (not absent or waited < 0.8 * timeout):
+            absent = self._gone_with_the_store() or absent
         what = f"not every rank came to the start within {timeout:g} s"
         return _missing(what, absent, error, rank=self._launch.rank)
+
+    def _gone_with_the_store(self) -> dict[int, str]:
+        if self._agent:
+            return dict.fromkeys(self._holders, "has gone, and the store there")
+        if self._launch.rank == 0:
+            return {}
+        return {0: f"cannot be reached at {self._place}, where the ranks are to meet"}
 
 
 class _Started:

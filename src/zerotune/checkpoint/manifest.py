@@ -289,6 +289,11 @@ def _check_names(manifest: Manifest) -> None:
     }.items():
         if len(set(names)) < len(names):
             raise ValueError(f"{what} holds a name twice")
+    for record in manifest.parameters:
+        for name in record.scalars:
+            # The optimizer would keep it for ever, under whatever key.
+            if not name.isidentifier() or name in ("step", *record.states):
+                raise ValueError(f"{record.name!r} has a number {shorten(name)}, which no state is")
     for file in manifest.files:
         name = file.name
         plain = Path(name).name == name and name not in ("", ".", "..", MANIFEST)
