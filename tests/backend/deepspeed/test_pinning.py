@@ -119,14 +119,17 @@ def test_where_torch_cannot_deepspeed_page_locks_itself_while_the_engine_lives()
     installed = version("deepspeed")
     if release_of(installed) < NATIVE_DEEPSPEED:
         pytest.skip(f"DeepSpeed {installed} does not page-lock to the byte itself")
-    ((told, before, during, exact, after),) = run_ranks(pin_on_old_torch)
+    ((told, before, during, exact, after, refused, left),) = run_ranks(pin_on_old_torch)
     assert (told.after, told.severity) == ("native", "note")
     assert (before, during, after) == (None, "native", None)
+    assert "not enough memory: 2.00 MiB are to be page-locked, 1.00 MiB are free" in refused
+    assert left == [], "nothing of DeepSpeed is changed after it"
     assert exact, "the block is as large as what was asked for, and counts as page-locked"
 
 
 def pin_on_old_torch() -> Any:
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils.pin_memory import get_native_pinned_memory
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         old_torch(monkeypatch)
@@ -139,7 +142,12 @@ def pin_on_old_torch() -> Any:
             exact = block.untyped_storage().nbytes() < 4 * 2**20
             exact = exact and get_accelerator().is_pinned(block)
             during = os.environ.get("DS_PIN_MEMORY_BACKEND")
-        return told, before, during, exact, os.environ.get("DS_PIN_MEMORY_BACKEND")
+            monkeypatch.setattr(pinning, "_host_free", lambda: 2**20)
+            with pytest.raises(MemoryError) as refused:
+                get_accelerator().pin_memory(torch.zeros(2**19))
+        left = [name for name in vars(get_native_pinned_memory()) if name == "_new_locked"]
+        after = os.environ.get("DS_PIN_MEMORY_BACKEND")
+        return told, before, during, exact, after, str(refused.value), left
 
 
 @pytest.mark.parametrize("limit", [None, 8 * 2**20])

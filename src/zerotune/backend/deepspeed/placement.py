@@ -15,16 +15,19 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
+import psutil
 import torch
 from torch.overrides import TorchFunctionMode
 
 from zerotune._util.environment import held
+from zerotune._util.text import format_size
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.ops.build import building
 from zerotune.backend.stored import make_room, stored_weight, waiting
@@ -32,7 +35,8 @@ from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.fill import NATIVE_DEEPSPEED, ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.plan.model import pins
-from zerotune.platform.probe import first_line
+from zerotune.platform.cgroups import memory_constraint
+from zerotune.platform.probe import MachineProbe, first_line
 
 KEY: Final = "initialization.flat weights"
 _KNOWN: Final = (
@@ -319,6 +323,7 @@ def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
     if obstacle is not None:
         return _rounded(f"{why}, {obstacle}")
     resources.enter_context(held(_BACKEND, "native"))
+    _refuse_in_time(resources)
     return _pinned(
         "native",
         f"{why}, so DeepSpeed page-locks its buffers to the byte itself, {_BACKEND}=native",
@@ -336,6 +341,34 @@ def _native_obstacle(plan: ResolvedPlan) -> str | None:
         cause = error.__cause__ or error
         return f"DeepSpeed's op pin_memory cannot be built ({first_line(cause)})"
     return None
+
+
+def _refuse_in_time(resources: ExitStack) -> None:
+    """Raise where too little memory is left: there DeepSpeed's op ends the process (assertion)."""
+    manager = importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()
+    lock = getattr(manager, "_new_locked", None)
+    if lock is None:
+        return
+
+    def locked(example: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        wanted, free = math.prod(map(int, shape)) * example.element_size(), _host_free()
+        if wanted > free:
+            raise MemoryError(
+                f"not enough memory: {format_size(wanted)} are to be page-locked, "
+                f"{format_size(free)} are free"
+            )
+        taken: torch.Tensor = lock(example, shape)
+        return taken
+
+    manager._new_locked = locked
+    resources.callback(vars(manager).pop, "_new_locked", None)
+
+
+def _host_free() -> int:
+    """Bytes of host memory that may still be taken, with what others would be swapped out for."""
+    free = int(psutil.virtual_memory().available) + int(psutil.swap_memory().free)
+    allowed = memory_constraint(MachineProbe().read_text).available
+    return free if allowed is None else min(free, allowed)
 
 
 def _pinned_bytes_of(nbytes: int) -> int | None:
