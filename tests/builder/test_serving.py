@@ -55,6 +55,13 @@ def test_a_missing_extra_is_named(missing, monkeypatch, capsys):
     assert "zerotune[builder]" in capsys.readouterr().err
 
 
+def test_whoever_comes_once_the_address_is_known_is_not_refused():
+    from zerotune.builder.serving import _bound
+
+    with _bound("127.0.0.1", 0) as listening:
+        socket.create_connection(listening.getsockname(), timeout=120).close()
+
+
 def test_it_serves_and_another_host_gets_a_token(tmp_path):
     httpx = needs("httpx")
     command = [sys.executable, "-m", "zerotune", "builder", "--no-browser", "--port", "0"]

@@ -137,6 +137,7 @@ def _bound(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen()  # Who reads the address may come before the server accepts.
     except (OSError, OverflowError) as error:
         listening.close()
         raise InvalidValueError(
