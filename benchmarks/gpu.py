@@ -218,8 +218,16 @@ def _load(op: str) -> None:
 
 
 def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes and operations per second: what every step is made of."""
+    """Bytes and operations per second: what every step is made of.
+
+    Those of ``zerotune doctor --rates`` too, which later pieces predict their seconds by.
+    """
     import torch
+
+    from benchmarks.large_runs import RATES
+    from zerotune import detect_platform
+    from zerotune.backend.rates import measure_rates
+    from zerotune.plan.memory.rates import store_rates
 
     nbytes = 2**24 if settings["quick"] else 2**30
     found: dict[str, Any] = {"sampled_bytes": nbytes}
@@ -233,7 +241,9 @@ def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
     left = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     seconds = _fastest(lambda: left @ left)
     found["matrix_product_flop_per_second"] = 2 * side**3 / seconds
-    return found
+    of_kinds = measure_rates(scale=1 / 32 if settings["quick"] else 1.0)
+    store_rates(detect_platform(log=False), of_kinds, file=Path(settings["folder"]) / RATES)
+    return found | {"of this kind of work, per second": of_kinds}
 
 
 def _bus(nbytes: int, pageable: Any) -> dict[str, float]:

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,8 @@ from benchmarks.framework import anon_bytes
 from benchmarks.loops import alone
 
 SEED: Final = 0
+RATES: Final = "rates.json"
+"""Where a session keeps what it measured of its machine, in its folder."""
 
 
 class Contestant:
@@ -173,16 +176,13 @@ class Ours(Contestant):
             "plan": self._engine.plan.to_deepspeed(),
         }
 
-    def _estimate(self, *, recomputed: bool, offloaded: bool) -> dict[str, int] | None:
+    def _estimate(self, *, recomputed: bool, offloaded: bool) -> dict[str, float | None]:
         import attrs
 
-        from zerotune.plan.families import family, family_names
         from zerotune.plan.memory.model import Workload
 
         resolved = self._engine.plan
-        if self._settings["family"] in family_names():
-            known = family(self._settings["family"]).activations
-            resolved = attrs.evolve(resolved, model=attrs.evolve(resolved.model, activations=known))
+        resolved = attrs.evolve(resolved, model=self._with_passes(resolved.model))
         side = self._settings["side"]
         estimate = resolved.estimate(
             Workload(
@@ -190,7 +190,33 @@ class Ours(Contestant):
                 gradient_checkpointing=recomputed, activation_offload=offloaded, ema="host",
             ),
         )  # fmt: skip
-        return {"device": estimate.device, "host": estimate.host, "pinned": estimate.pinned}
+        time = estimate.step_time(self._rates())
+        return {
+            "device": estimate.device, "host": estimate.host, "pinned": estimate.pinned,
+            "seconds": None if time is None else time.expected,
+        }  # fmt: skip
+
+    def _with_passes(self, facts: Any) -> Any:
+        """With what is known of the passes of a family."""
+        import attrs
+
+        from zerotune.plan.families import family, family_names
+
+        name = self._settings["family"]
+        if name not in family_names():
+            return facts
+        known = family(name)
+        return attrs.evolve(facts, activations=known.activations, arithmetic=known.arithmetic)
+
+    def _rates(self) -> Any:
+        """Those that the session measured, where there are any; catalogued ones elsewhere."""
+        from zerotune import detect_platform
+        from zerotune.plan.memory.rates import known_rates
+
+        folder = self._settings.get("folder")
+        return known_rates(
+            detect_platform(log=False), file=None if folder is None else Path(folder) / RATES
+        )
 
     def _average(self) -> None:
         self._ema.step()
@@ -230,15 +256,9 @@ class Advised(Ours):
         }
 
     def _facts(self) -> Any:
-        import attrs
-
-        from zerotune.plan.families import family, family_names
         from zerotune.plan.model import ModelFacts
 
-        facts = ModelFacts.from_module(self._model)
-        name = self._settings["family"]
-        known = family(name).activations if name in family_names() else None
-        return attrs.evolve(facts, activations=known)
+        return self._with_passes(ModelFacts.from_module(self._model))
 
 
 def what(plan: Any) -> str:

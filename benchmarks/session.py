@@ -305,8 +305,7 @@ def _row(name: str, entry: Mapping[str, Any]) -> str:
 
 def _measures(result: Mapping[str, Any]) -> list[str]:
     """Cells of the columns from the fourth on."""
-    steps = result.get("seconds")
-    cells = [f"{sorted(steps)[len(steps) // 2]:.3g}" if steps else ""]
+    cells = [_seconds(result)]
     for place in ("device", "host"):
         measured = result.get(f"{place}_bytes")
         expected = (result.get("estimate") or {}).get(place)
@@ -316,6 +315,17 @@ def _measures(result: Mapping[str, Any]) -> list[str]:
         else:
             cells.append("" if expected is None else f"{expected / 2**30:.2f}")
     return cells
+
+
+def _seconds(result: Mapping[str, Any]) -> str:
+    """The median step, and what was predicted of it."""
+    steps, predicted = result.get("seconds"), (result.get("estimate") or {}).get("seconds")
+    if not steps:
+        return "" if predicted is None else f"predicted {predicted:.3g}"
+    median = sorted(steps)[len(steps) // 2]
+    if predicted is None:
+        return f"{median:.3g}"
+    return f"{median:.3g}, predicted {predicted:.3g} ({predicted / median - 1:+.0%})"
 
 
 def _told(result: Any) -> Sequence[str]:

@@ -170,6 +170,17 @@ def test_the_report_lays_each_result_beside_what_was_expected() -> None:
     assert "- start_seconds: 1.5" in text
 
 
+def test_the_report_lays_seconds_beside_what_was_predicted() -> None:
+    def cell(**result: Any) -> str:
+        entry = {"state": "done", "seconds": 12.0, "result": result}
+        (row,) = (line for line in report(MACHINE, {"one": entry}).splitlines() if "| one" in line)
+        return row.split(" | ")[3]
+
+    assert cell(seconds=[3.0, 2.0, 1.0], estimate={"seconds": 2.5}) == "2, predicted 2.5 (+25%)"
+    assert cell(estimate={"seconds": 2.5}) == "predicted 2.5"
+    assert cell(seconds=[2.0], estimate={"seconds": None}) == "2"
+
+
 def test_time_is_compared_over_all_turns() -> None:
     def ran(*seconds: float) -> dict[str, Any]:
         return {"state": "done", "result": {"seconds": list(seconds)}}
