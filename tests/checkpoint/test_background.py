@@ -52,6 +52,8 @@ def saved_meanwhile(root: str) -> dict[str, Any]:
         found["failed"] = failing.failed
         found["told again"] = told(saver.wait)
     verify_checkpoint(folder)
+    # Rank 0 removes what is unfinished after all were told.
+    engine.group.barrier("looking at what is left")
     found["left"] = [path.name for path in Path(root).iterdir()]
     engine.close()
     return found
