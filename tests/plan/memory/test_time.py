@@ -187,10 +187,31 @@ def test_deepspeeds_chain_looks_at_each_gradient(stage, precision, nbytes, opera
     chain = attrs.evolve(estimate, resolved=attrs.evolve(estimate.resolved, host_step=False))
     for rates, more in (
         (slow(operators=1e3), operators * len(counted().parameters) / 1e3),
-        (slow(device_memory_fp32=1e9), nbytes * N / 1e9),
+        (slow(host_memory=1e9), nbytes * N / 1e9),
     ):
         found = [one.step_time(rates).phases["backward"] for one in (estimate, chain)]
         assert found[1] - found[0] == pytest.approx(more)
+    # Then a product, and a cast into weights of two bytes.
+    found = [one.step_time(slow(host_step=1e9)).phases["optimizer"] for one in (estimate, chain)]
+    assert found[1] - found[0] == pytest.approx((20 if precision == "bf16" else 16) * N / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "accumulated", "nbytes"),
+    [(0, "none", 1, 4), (1, "none", 1, 8), (2, "none", 2, 12), (2, "cpu", 1, 4), (2, "cpu", 3, 12),
+     (3, "none", 1, 8), (3, "cpu", 1, 0)],
+)  # fmt: skip
+def test_gradients_of_each_pass_are_written_anew_on_a_processor(
+    stage, offload, accumulated, nbytes
+):
+    plan = DeepSpeedPlan.build(
+        precision="fp32", stage=stage, offload=offload, gradient_accumulation_steps=accumulated
+    )
+    for platform, expected in ((CPU, nbytes), (CUDA, 0)):
+        estimate = plan.estimate(counted(), platform=platform, batch=1, resolution=512)
+        parts = estimate.step_time(slow(new_memory=1e9)).parts
+        found = [p.seconds for p in parts if (p.phase, p.rate) == ("backward", "new_memory")]
+        assert sum(found) == pytest.approx(expected * N / 1e9)
 
 
 def test_an_average_in_host_memory_follows_the_step():

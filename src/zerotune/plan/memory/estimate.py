@@ -169,6 +169,13 @@ class Costing:
         name = "adamw" if written is None else str(written.type).lower()
         return name in ("adam", "adamw") and resolved.offload_optimizer != "none"
 
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether DeepSpeed looks at each gradient on its way to an optimizer in host memory."""
+        resolved = self.resolved
+        offloads = resolved.offload_optimizer != "none"
+        return resolved.uses_deepspeed and offloads and not self.steps_in_one_pass
+
     def host_gradients(self, blocks: Iterable[float], pin: bool, note: str) -> Iterator[MemoryItem]:
         """Gradients beside offloaded master weights, of as many elements as the blocks have."""
         blocks, master = tuple(blocks), self.master_bytes

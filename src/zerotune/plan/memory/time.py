@@ -160,7 +160,7 @@ def _passes(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[Tim
     if facts.backward.operators and case.resolved.uses_deepspeed:
         stage = case.resolved.stage
         yield _looked_after(case, rates, "backward", "gradients looked after", _PER_GRADIENT[stage])
-        if _checks(case):
+        if case.checks_gradients:
             _, each = _PER_CHECKED[stage == 3, case.element]
             yield _looked_after(case, rates, "backward", "gradients checked", each)
         if stage == 3:
@@ -250,7 +250,7 @@ def _amounts(case: Costing, estimate: EstimateValue) -> Iterator[_Moved]:
     yield "backward", "bus", "activations to the device", waiting, "to_device"
     yield "backward", "bus", "gradients to the host", traffic.gradients, "to_host"
     yield "backward", "device", "gradients put into buckets", _gradients_in_memory(case), memory
-    yield "backward", "device", "gradients checked", _checked(case), "device_memory_fp32"
+    yield "backward", "device", "gradients checked", _checked(case), memory
     new = traffic.new_in_backward, traffic.new_in_step
     yield "backward", "device", "memory allocated anew", new[0], "new_memory"
     yield "optimizer", "host", "memory allocated anew", new[1], "new_memory"
@@ -272,17 +272,10 @@ def _waiting(case: Costing) -> float:
     return each * case.resolved.gradient_accumulation_steps
 
 
-def _checks(case: Costing) -> bool:
-    """Whether DeepSpeed looks at each gradient on its way to host memory."""
-    resolved = case.resolved
-    offloads = resolved.offload_optimizer != "none"
-    return resolved.uses_deepspeed and offloads and not case.steps_in_one_pass
-
-
 def _checked(case: Costing) -> float:
     """Bytes that are read and written meanwhile, once in a step."""
     each, _ = _PER_CHECKED[case.resolved.stage == 3, case.element]
-    return each * case.trained if _checks(case) else 0.0
+    return each * case.trained if case.checks_gradients else 0.0
 
 
 def _gradients_in_memory(case: Costing) -> float:

@@ -150,8 +150,11 @@ def _cast(case: Costing) -> float:
 
 
 def _chain(case: Costing) -> float:
-    # On the host each of these is an operator of its own: extremes for the overflow check, a norm,
-    # a product, copies, or what torch's AdamW is made of; what is written is read first.
+    # On the host each of these is an operator of its own; what is written is read first.
+    if case.checks_gradients:
+        # Extremes and norm were taken as gradients came: a product, and a cast.
+        return 4 * case.master_bytes + (2 * case.element if case.element == 2 else 0)
+    # Extremes for the overflow check, a norm, a product, copies, or what torch's AdamW is made of.
     return 16 * case.master_bytes + (4 * case.element if case.element == 2 else 0)
 
 
