@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from tests.checkpoint.runs import BEFORE, resumed, uninterrupted
+from tests.checkpoint.runs import BEFORE, begun_again, resumed, uninterrupted
 from tests.support.ranks import run_ranks
 from tests.support.runs import PLAIN, Case
 
@@ -83,3 +83,20 @@ def test_a_resumed_run_with_nvme_equals_an_uninterrupted_one(world_size, tmp_pat
     )
     results = check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
     assert all(result["swapped"] >= 2 for result in results)
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Its product of momenta begins at one, not at zero as everything else does.
+        attrs.evolve(PLAIN, optimizer="NAdam"),
+        Case(stage=2, optimizer="NAdam"),
+        Case(stage=3, offload="cpu"),
+    ],
+    ids=str,
+)
+def test_a_run_begins_anew_from_a_checkpoint_of_before_its_first_step(case, tmp_path):
+    (losses,) = run_ranks(begun_again, case, str(tmp_path / "start"), world_size=1)
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == len(losses[0])

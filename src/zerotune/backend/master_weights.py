@@ -122,6 +122,10 @@ class EditableFragment(Fragment):
         """Set the single numbers of the slab this fragment lies in."""
         self._slab.states.set_scalars(scalars)
 
+    def begin_scalars_anew(self) -> None:
+        """Set them to what they are before the first update."""
+        self._slab.states.begin_scalars_anew()
+
 
 @attrs.frozen(kw_only=True, eq=False)
 class Follower:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from zerotune.errors import EngineError
+
+_BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
+"""NAdam's product of momenta (``torch/optim/nadam.py``); whatever else is kept begins at zero."""
 
 
 class OptimizerStates:
@@ -95,6 +98,11 @@ class OptimizerStates:
                 state[name].fill_(value)
             else:
                 state[name] = _scalar(value)
+
+    def begin_scalars_anew(self) -> None:
+        """Set single numbers to what they are before the first update, where that is not zero."""
+        for name in _BEGIN_AT.keys() & self._state.keys():
+            self._state[name].fill_(_BEGIN_AT[name])
 
     @property
     def _state(self) -> Mapping[str, Any]:

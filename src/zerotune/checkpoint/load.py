@@ -276,6 +276,9 @@ class Filler:
                 state.zero_()
         if saved and record.scalars:
             fragment.set_scalars(record.scalars)
+        elif not saved and not self._steps.get(address.slab):
+            # No other parameter of the slab has brought numbers that hold for all of it.
+            fragment.begin_scalars_anew()
         if states:
             # A counter without states would look to the optimizer like states it has made.
             fragment.set_step(self._step(address.slab, record.step if saved else 0))

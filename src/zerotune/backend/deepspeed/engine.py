@@ -142,10 +142,11 @@ class ZeROEngine(RunningEngine):
         engine.micro_steps = state.micro_step
         engine.skipped_steps = state.skipped_steps
         engine.global_samples = state.global_step * engine.train_batch_size()
-        position = state.scheduler.get("last_batch_iteration", -1)
-        if engine.lr_scheduler is not None and position >= 0:
-            # Loading only the position would leave the learning rate at its first value.
-            engine.lr_scheduler.step(position)
+        position, schedule = state.scheduler.get("last_batch_iteration", -1), engine.lr_scheduler
+        # Before a first step there is nothing to set, unless this engine has taken some.
+        if schedule is not None and max(position, schedule.last_batch_iteration) >= 0:
+            # Loading only the position would leave the learning rate as it is.
+            schedule.step(position)
         _write_scaler(engine.optimizer, state.loss_scaler)
         taken = state.global_step - state.skipped_steps
         replay_adam_steps(engine, taken)
