@@ -1,9 +1,10 @@
 """What a step is predicted to take against what it takes, over plans and models, on processors.
 
-Rates are measured as ``zerotune doctor --rates`` does it, in a process of their own, in turns
-with steps: what they allocate and free would change what the C library keeps for these. Both are
-counted in processor time of one thread: what others on the machine take
-is in neither, and on an idle machine it is the clock's time, which is given beside it.
+Rates are measured as ``zerotune doctor --rates`` does it, in a process of their own, in turns with
+steps: what they allocate and free would change what the C library keeps for these. So would a heap
+that others have used: the processes of steps import everything themselves, as a script does.
+Both are counted in processor time of one thread: what others on the machine take is in neither, and
+on an idle machine it is the clock's time, which is given beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ import torch
 from torch.utils._pytree import tree_map
 
 from benchmarks.families import FLUX, SD3
-from benchmarks.framework import Benchmark, Case, Context, Goal, Measured, Worker, alternate
+from benchmarks.framework import (
+    Benchmark,
+    Case,
+    Context,
+    FreshWorker,
+    Goal,
+    Measured,
+    Worker,
+    alternate,
+)
 from benchmarks.memory import SMALL, TINY
 from zerotune.diffusion.facts import example_inputs
 from zerotune.plan.memory.rates import RATE_NAMES
@@ -127,7 +137,7 @@ def measure(settings: Mapping[str, Any], context: Context) -> Measured:
     """Steps and rates in turns."""
     alone = {"OMP_NUM_THREADS": "1"}
     with (
-        Worker(Run, dict(settings), environment=alone) as worker,
+        FreshWorker(Run, dict(settings), environment=alone) as worker,
         Worker(Doctor, settings.get("scale", 1.0), environment=alone) as doctor,
     ):
         samples = alternate(

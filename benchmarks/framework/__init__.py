@@ -12,7 +12,14 @@ from benchmarks.framework.values import (
     Measured,
     TimeIsUp,
 )
-from benchmarks.framework.workers import AnonPeak, Worker, WorkerError, anon_bytes, device_bytes
+from benchmarks.framework.workers import (
+    AnonPeak,
+    FreshWorker,
+    Worker,
+    WorkerError,
+    anon_bytes,
+    device_bytes,
+)
 
 __all__ = [
     "Benchmark",
@@ -25,6 +32,7 @@ __all__ = [
     "alternate",
     "run",
     "timed",
+    "FreshWorker",
     "Worker",
     "WorkerError",
     "AnonPeak",

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from typing_extensions import override
+
 _PRELOAD = "benchmarks.framework.preload"
 
 
@@ -46,7 +48,7 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        context = _context()
+        context = self._context()
         self._timeout = timeout_s
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
@@ -55,6 +57,15 @@ class Worker:
         self._process.start()
         theirs.close()
         self._waiting = True
+
+    @staticmethod
+    def _context() -> Any:
+        if "forkserver" not in multiprocessing.get_all_start_methods():
+            return multiprocessing.get_context("spawn")
+        # Libraries are imported once, not once per worker.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([_PRELOAD])
+        return context
 
     @property
     def pid(self) -> int:
@@ -126,13 +137,13 @@ class Worker:
         self.close()
 
 
-def _context() -> Any:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+class FreshWorker(Worker):
+    """A worker that imports everything itself, as a script does: nobody else has used its heap."""
+
+    @staticmethod
+    @override
+    def _context() -> Any:
         return multiprocessing.get_context("spawn")
-    # Libraries are imported once, not once per worker.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_PRELOAD])
-    return context
 
 
 def _serve(
