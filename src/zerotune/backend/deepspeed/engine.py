@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -142,11 +142,11 @@ class ZeROEngine(RunningEngine):
         engine.micro_steps = state.micro_step
         engine.skipped_steps = state.skipped_steps
         engine.global_samples = state.global_step * engine.train_batch_size()
-        position, schedule = state.scheduler.get("last_batch_iteration", -1), engine.lr_scheduler
+        position, here = (_position(one.scheduler) for one in (state, self.state))
         # Before a first step there is nothing to set, unless this engine has taken some.
-        if schedule is not None and max(position, schedule.last_batch_iteration) >= 0:
+        if engine.lr_scheduler is not None and max(position, here) >= 0:
             # Loading only the position would leave the learning rate as it is.
-            schedule.step(position)
+            engine.lr_scheduler.step(position)
         _write_scaler(engine.optimizer, state.loss_scaler)
         taken = state.global_step - state.skipped_steps
         replay_adam_steps(engine, taken)
@@ -400,3 +400,8 @@ def _write_scaler(wrapper: Any, fields: dict[str, Any]) -> None:
     for name, value in fields.items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+
+
+def _position(scheduler: Mapping[str, Any]) -> int:
+    """The optimizer step that a saved schedule stands right after; -1 before the first."""
+    return int(scheduler.get("last_batch_iteration", -1))
