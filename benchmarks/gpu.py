@@ -277,6 +277,13 @@ def _fastest(act: Callable[[], object], *, rounds: int = 5) -> float:
     return min(once() for _ in range(rounds))
 
 
+_INTERRUPTIBLE: Final = (
+    "import signal, sys, pytest; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(pytest.main())"
+)
+"""Pytest: what a shell begins in the background is born without an ear for interrupts."""
+
+
 def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The tests that need a GPU, counted; which failed, and how.
 
@@ -284,7 +291,7 @@ def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder, "tests.xml")
-        command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu or device",
+        command = [sys.executable, "-c", _INTERRUPTIBLE, "-v", "-m", "gpu or device",
                    "-p", "no:cacheprovider", "--continue-on-collection-errors",
                    f"--junitxml={xml}", *marked(settings["files"])]  # fmt: skip
         process = subprocess.Popen(command)

@@ -344,7 +344,12 @@ def test_tests_that_outlast_their_time_are_interrupted_and_counted(
             raise subprocess.TimeoutExpired(self.args, timeout)
 
     monkeypatch.setattr(subprocess, "Popen", Impatient)
-    found = gpu.tests({"files": [str(file)], "limit_s": 100.0})
+    # As a shell begins what runs in the background.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        found = gpu.tests({"files": [str(file)], "limit_s": 100.0})
+    finally:
+        signal.signal(signal.SIGINT, before)
     (failure,) = found.pop("failures").items()
     assert "test_fails" in failure[0]
     assert "ValueError: this is why" in failure[1]
