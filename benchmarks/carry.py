@@ -164,7 +164,10 @@ def unpack(wheels: Path, site: Path) -> Path:
 
 def paths() -> list[str]:
     """What must be on the path here: zerotune itself and what was carried, unless installed."""
-    found = [] if find_spec("zerotune") is not None else [str(ROOT / "src")]
+    found, spec = [], find_spec("zerotune")
+    # An editable installation leaves a folder of that name, without the package, for its data.
+    if spec is None or spec.origin is None:
+        found.append(str(ROOT / "src"))
     lacking = find_spec("deepspeed") is None or str(SITE) in sys.path
     if lacking and any(WHEELS.glob("*.whl")):
         found.append(str(unpack(WHEELS, SITE)))

@@ -11,6 +11,7 @@ import sysconfig
 import textwrap
 import time
 import zipfile
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -462,7 +463,10 @@ def test_carried_packages_and_the_checkout_are_on_the_path_where_they_are_not_in
     monkeypatch.setattr(carry, "SITE", tmp_path / "site")
     monkeypatch.setattr(carry, "find_spec", lambda _name: None)
     assert carry.paths() == [str(ROOT / "src"), str(tmp_path / "site")]
-    monkeypatch.setattr(carry, "find_spec", lambda name: name)
+    folder = ModuleSpec("zerotune", None, is_package=True)
+    monkeypatch.setattr(carry, "find_spec", {"zerotune": folder, "deepspeed": folder}.get)
+    assert carry.paths() == [str(ROOT / "src")], "a folder of data beside an editable installation"
+    monkeypatch.setattr(carry, "find_spec", lambda name: ModuleSpec(name, None, origin=name))
     assert carry.paths() == []
     # What was carried is found then, and goes to the next process all the same.
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
