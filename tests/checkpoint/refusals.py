@@ -140,19 +140,38 @@ def refused(root: str) -> dict[str, Any]:
 
 def not_finite(tried: Tried, path: Path) -> None:
     """What becomes of a save when there is one NaN among the weights and an infinite moment."""
+    asked = spoiled_buffer(tried, path)
     poison(tried.engine, float("nan"))
     tried.refuse("not finite", lambda: tried.save(path))
     tried.refuse("former stays", lambda: tried.save(tried.good))
-    asked = tried.save(tried.root / "asked" / "step-00000009", allow_not_finite=True)
+    tried.save(asked, allow_not_finite=True)
     tried.found["asked"] = verify_checkpoint(asked).not_finite
     shutil.copytree(tried.good, asked.parent / "step-00000001")
     unknown = asked.parent / "step-00000005"
     shutil.copytree(asked, unknown)
-    manifest = attrs.evolve(verify_checkpoint(asked), not_finite=None)
-    (unknown / "manifest.json").write_text(manifest.to_json())
+    for folder in (unknown, asked.parent / "step-00000004"):
+        manifest = attrs.evolve(verify_checkpoint(folder), not_finite=None)
+        (folder / "manifest.json").write_text(manifest.to_json())
     tried.found["finite"] = str(finite_checkpoint(asked.parent))
     shutil.rmtree(asked.parent)
     tried.load(tried.good)
+
+
+def spoiled_buffer(tried: Tried, path: Path) -> Path:
+    """The same of a buffer, whose checkpoint is saved on request; where others are asked for."""
+    root, (average,) = tried.root / "asked", buffers_called(tried.engine, "average")
+    average[0] = float("nan")
+    tried.refuse("not a number in a buffer", lambda: tried.save(path))
+    folder = tried.save(root / "step-00000004", allow_not_finite=True)
+    tried.found["buffer asked"] = verify_checkpoint(folder).not_finite
+    average[0] = -float("inf")
+    tried.refuse("infinite buffer", lambda: tried.save(root / "mask"))
+    average[0] = 0.0
+    return root / "step-00000009"
+
+
+def buffers_called(engine: Any, name: str) -> list[torch.Tensor]:
+    return [each for called, each in engine.module.named_buffers() if called.endswith(name)]
 
 
 def poison(engine: Any, value: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,47 @@ def test_a_link_hides_no_stand_in_of_its_name(tmp_path):
     assert latest_checkpoint(tmp_path) == made[0]
     assert prune(tmp_path, keep=1) == ()
     assert made[0].exists()
+
+
+def test_a_link_is_not_the_checkpoint_that_another_one_stands_in_for(tmp_path):
+    root, archive = tmp_path / "root", publish(tmp_path / "archive")
+    steps(root, 6)
+    beside = publish(step_folder(root, 5)).rename(root / "step-00000005.old-000000000001")
+    step_folder(root, 5).symlink_to(archive)
+    assert prune(root, keep=1) == ()
+    publish(step_folder(root, 6))
+    assert names(root) == ["step-00000005", beside.name, "step-00000006"]
+    assert verify_checkpoint(archive).extra == {"epoch": 1}
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), RecursionError()])
+def test_a_leftover_that_cannot_be_removed_ends_no_run(tmp_path, caplog, monkeypatch, error):
+    older, newer = steps(tmp_path, 1, 2)
+    (tmp_path / "step-00000002.tmp-000000000001").mkdir()
+    usual = shutil.rmtree
+
+    def removing(path, *arguments, **options):
+        if Path(path).name.endswith("01"):
+            raise error
+        usual(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    publish(newer)
+    assert prune(tmp_path, keep=1) == (older,)
+    assert names(tmp_path) == ["step-00000002", "step-00000002.tmp-000000000001"]
+    assert "cannot be removed" in caplog.text
+    assert "step-00000002.tmp-000000000001" in caplog.text
+
+
+def test_too_deep_a_checkpoint_is_one_error_of_ours(tmp_path, monkeypatch):
+    steps(tmp_path, 1, 2)
+
+    def deep(*_, **__):
+        raise RecursionError
+
+    monkeypatch.setattr(shutil, "rmtree", deep)
+    with pytest.raises(CheckpointError, match="too many folders in each other"):
+        prune(tmp_path, keep=1)
 
 
 def test_what_the_user_put_into_a_checkpoint_stays(tmp_path):

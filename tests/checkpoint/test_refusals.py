@@ -84,6 +84,14 @@ def test_what_is_not_finite_is_not_published_unless_asked(refused):
     assert refused["finite"].endswith("step-00000001"), "unknown ones are read"
 
 
+def test_a_buffer_that_is_not_a_number_is_not_published_and_one_of_a_mask_is(refused):
+    said = refused["not a number in a buffer"]
+    assert said.startswith("CheckpointNotFiniteError: ")
+    assert "in buffer/average; the checkpoint is not published" in said
+    assert refused["buffer asked"] == ("buffer/average",)
+    assert refused["infinite buffer"] == ""
+
+
 def test_averaged_weights_are_not_saved_as_trained_ones(refused):
     assert refused["swapped in"].startswith("EMAError: state_dict(): the shadow holds the trained")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -140,6 +141,20 @@ def test_a_new_run_keeps_what_an_earlier_one_wrote(tmp_path, caplog):
     ]
     assert "metrics.jsonl.1" in caplog.text
     assert "begins at step 0" in caplog.text
+
+
+def test_what_cannot_be_renamed_is_not_written_to_either(tmp_path, monkeypatch, caplog):
+    def refused(path, _):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    drive(file, steps=range(1, 4), loss=1.0)
+    before = file.path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        drive(MetricsFile(file.path), steps=range(1, 3), loss=2.0)
+    assert file.path.read_bytes() == before
+    assert "Permission denied" in caplog.text
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])

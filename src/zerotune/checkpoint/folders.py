@@ -303,16 +303,21 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
     Args:
         parent: The folder of checkpoints.
         name: Only those of this checkpoint. Without it, those of all checkpoints, but for
-            whole ones whose checkpoint is missing: they stand in for it.
+            whole ones whose checkpoint is missing: they stand in for it. What cannot be removed
+            is left, with a warning.
     """
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
         trash = path.name.startswith(f"{base.name}.trash-")
-        if not trash and not base.exists() and (_whole(path) or files_of_export(path)):
+        if not trash and not _is_folder(base) and (_whole(path) or files_of_export(path)):
             continue
-        with _unused(path) as unused:
-            if unused:
-                _retire(path, base)
+        try:
+            with _unused(path) as unused:
+                if unused:
+                    _retire(path, base)
+        except (OSError, CheckpointError) as error:
+            # Another user's, most often: where folders are shared, it must not end this run.
+            logger.warning("what a killed save left cannot be removed: %s (%s)", path, error)
 
 
 def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
@@ -418,7 +423,10 @@ def _no_checkpoint(path: Path) -> CheckpointError:
 def _remove(folder: Path) -> None:
     # Without its manifest nothing takes a half removed folder for a checkpoint.
     (folder / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    try:
+        shutil.rmtree(folder)
+    except RecursionError:  # Before Python 3.13 it calls itself for each folder in a folder.
+        raise OSError(errno.ELOOP, "has too many folders in each other", str(folder)) from None
 
 
 def _retire(former: Path, successor: Path) -> None:

@@ -138,7 +138,10 @@ class Manifest:
     not_finite: tuple[str, ...] | None = attrs.field(
         converter=attrs.converters.optional(_tuple), default=None
     )
-    """Tensors with NaN or infinity, such as ``weights/conv.bias``; ``None``: nobody has looked."""
+    """Tensors with NaN or infinity, such as ``weights/conv.bias``, and buffers with NaN.
+
+    ``None``: nobody has looked.
+    """
 
     @property
     def nbytes(self) -> int:

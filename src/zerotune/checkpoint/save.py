@@ -48,6 +48,7 @@ from zerotune.checkpoint.tensors import (
     confirm,
     file_size,
     lay_out,
+    without_nan,
 )
 from zerotune.errors import CheckpointError, CheckpointNotFiniteError
 
@@ -250,7 +251,13 @@ class Writing:
         if self._group.world_size > 1:
             # Another machine may see it only once it is on the disk.
             writer.sync()
-        return _Share(own=self._write_own(), parts=writer.written, not_finite=writer.not_finite)
+        others = self._contents.others.items()
+        spoiled = [key for key, tensor in others if not without_nan(tensor)]
+        return _Share(
+            own=self._write_own(),
+            parts=writer.written,
+            not_finite=(*writer.not_finite, *spoiled),
+        )
 
     def _judge(self, names: Iterable[str]) -> None:
         """Refuse what is not finite; every rank is told the same names, and does the same."""
@@ -343,8 +350,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: Micro batches are accumulated, ``extra`` is not JSON-able, the disk is
             too small, or the folder exists and is no checkpoint.
-        CheckpointNotFiniteError: Weights, states or shadows hold NaN or infinities; nothing is
-            published.
+        CheckpointNotFiniteError: Weights, states or shadows hold NaN or infinities, or a buffer
+            NaN; nothing is published.
         CheckpointCorruptError: The disk does not hold what was written; the message names the file.
         CollectiveError: A rank did not come, or the arguments differ.
     """

@@ -190,6 +190,11 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(total) or bool(tensor.isfinite().all())
 
 
+def without_nan(tensor: torch.Tensor) -> bool:
+    """Whether there is no NaN in a tensor on any device; infinities may be meant, as in a mask."""
+    return not (tensor.is_floating_point() and bool(tensor.detach().float().isnan().any()))
+
+
 def hash_of(path: Path) -> str:
     """SHA-256 (hex) of a file's content."""
     digest = hashlib.sha256()

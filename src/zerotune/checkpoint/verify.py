@@ -19,7 +19,7 @@ from zerotune._util.text import listing
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint.folders import check_files, find_checkpoint, whole_checkpoints
 from zerotune.checkpoint.manifest import FileRecord, Manifest
-from zerotune.checkpoint.tensors import all_finite, hash_of
+from zerotune.checkpoint.tensors import all_finite, hash_of, without_nan
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")
@@ -66,14 +66,14 @@ def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """The first tensor that is not finite, if any."""
     for record in manifest.files:
         path = folder / record.name
-        stored = read_header(path)[0] if record.kind != "rank" else {}
+        stored, fine = read_header(path)[0], without_nan if record.kind == "rank" else all_finite
         with reading_regular(path) as file:
             for name, tensor in stored.items():
                 file.seek(tensor.offset)
                 left = math.prod(tensor.shape) * tensor.dtype.itemsize
                 while left and (piece := bytearray(file.read(min(left, _PIECE)))):
                     left -= len(piece)
-                    if not all_finite(torch.frombuffer(piece, dtype=tensor.dtype)):
+                    if not fine(torch.frombuffer(piece, dtype=tensor.dtype)):
                         return (f"{record.name}: {name}",)
     return ()
 

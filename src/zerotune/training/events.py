@@ -208,9 +208,7 @@ class MetricsFile(Callback):
         if trainer.is_main:
             with system_errors(InvalidValueError, self._path, "is no place for metrics"):
                 _check_ours(self._path)
-                if trainer.step == 0:
-                    self._attempt(lambda: _set_aside(self._path))
-                self._attempt(lambda: self._open(trainer.step))
+                self._attempt(lambda: self._begin(trainer.step))
 
     def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
         """Write one line."""
@@ -235,6 +233,12 @@ class MetricsFile(Callback):
         except OSError as error:
             self._close()
             announce((_unwritten(self._path, error),), rank=0)
+
+    def _begin(self, step: int) -> None:
+        # What cannot be set aside is not written to either: opening drops later steps.
+        if step == 0:
+            _set_aside(self._path)
+        self._open(step)
 
     def _open(self, step: int) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
