@@ -30,15 +30,18 @@ def test_the_next_step_is_as_if_the_window_had_not_been():
 
 
 UNCHECKED = tuple(
-    Case(deepspeed=deepspeed, stage=stage, clipping=clipping, precision=precision)
-    for deepspeed, stage, clipping, precision in (
-        (False, 0, 0.0, "fp32"),
-        (True, 0, 0.0, "fp32"),
-        (True, 0, 1.0, "fp32"),
-        (True, 0, 0.0, "bf16"),
-        (True, 2, 0.0, "fp32"),
-        (True, 2, 0.0, "bf16"),
-        (True, 3, 0.0, "fp32"),
+    Case(deepspeed=deepspeed, stage=stage, clipping=clipping, precision=precision, offload=offload)
+    for deepspeed, stage, clipping, precision, offload in (
+        (False, 0, 0.0, "fp32", "none"),
+        (False, 0, 0.0, "fp32", "cpu"),
+        (True, 0, 0.0, "fp32", "none"),
+        (True, 0, 1.0, "fp32", "none"),
+        (True, 0, 0.0, "bf16", "none"),
+        (True, 1, 0.0, "bf16", "cpu"),
+        (True, 2, 0.0, "fp32", "none"),
+        (True, 2, 0.0, "bf16", "none"),
+        (True, 3, 0.0, "fp32", "none"),
+        (True, 3, 0.0, "fp32", "cpu"),
     )
 )
 

@@ -314,6 +314,21 @@ def rolled_back(folder: str) -> dict[str, Any]:
     callbacks = [Once(2, poison), SaveEvery(steps=1, root=Path(folder, "raised"))]
     with trainer(False, callbacks=callbacks) as running:
         found["raised"] = told(lambda: running.fit(steps=3))
+    root = Path(folder, "skipped")
+    callbacks = [Once(2, poison), SaveEvery(steps=1, root=root, keep=1)]
+    with trainer(False, callbacks=callbacks, non_finite=SkipNonFinite()) as running:
+        found["not skipped"] = told(lambda: running.fit(steps=4))
+    found["not skipped kept"] = [path.name for path in root.iterdir()]
+    root = Path(folder, "beside")
+    policy = RollBackNonFinite(root=root, after=1)
+    with trainer(False, objective=poisoned({3}), non_finite=policy) as running:
+        running.fit(steps=1)
+        good = running.save(root / "step-00000001")
+        poison(running)
+        running.save(root / "step-00000009", allow_not_finite=True)
+        running.roll_back(good, reason="of a test")
+        running.fit(steps=3)
+        found["past a poisoned one"] = (running.step, str(running.decisions[-1]))
     policy = RollBackNonFinite(root=Path(folder, "x"), after=1)
     with trainer(False, objective=poisoned({1, 2}), non_finite=policy) as running:
         found["nothing to go back to"] = told(lambda: running.fit(steps=3))

@@ -145,6 +145,7 @@ def test_steps_that_are_not_finite_are_dropped_on_all_ranks(tmp_path):
         assert "number 3 in a row" in found["too many"]
         assert found["gradient"].startswith("TrainingError: gradient norm = ")
         assert "not finite at step 2" in found["gradient"]
+        assert "the weights are still those of the step before" in found["gradient"]
         assert found["gradient step"] == 1
         assert found["gradient skipped"] == 3
     assert ranks[0]["applied"] == [True, True, False, False, True, True]
@@ -154,7 +155,7 @@ def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_pa
     (found,) = run_ranks(looping.rolled_back, str(tmp_path))
     assert found["step"] == 5
     assert found["decisions"][-1].startswith(
-        "step: 5 -> 2 (not finite at step 5 on rank(s) 0; the weights are"
+        "step: 5 -> 2 (not finite at step 5 on rank(s) 0; the weights are still those of the"
     ), found["decisions"]
     assert found["position"] == (1 + 2 + 3) * 8, "the data go on from where they are"
     assert found["weights"]
@@ -165,7 +166,13 @@ def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_pa
     assert found["decided"].startswith("step: 3 -> 2 (not finite at step 3"), found["decided"]
     assert found["finite"]
     assert found["kept"] == ["step-00000003", "step-00000004"]
-    assert found["raised"].startswith("TrainingError: weights = nan: not finite at step 2")
+    for what in ("raised", "not skipped"):
+        assert found[what].startswith("TrainingError: weights = nan: not finite at step 2")
+        assert "the weights have been changed by it" in found[what]
+    assert found["not skipped kept"] == ["step-00000001"], "no good one went"
+    step, decided = found["past a poisoned one"]
+    assert step == 3
+    assert decided.startswith("step: 3 -> 1 (not finite at step 3"), decided
 
 
 @pytest.mark.world_size(2)
