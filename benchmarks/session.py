@@ -322,7 +322,7 @@ def _seconds(result: Mapping[str, Any]) -> str:
     steps, predicted = result.get("seconds"), (result.get("estimate") or {}).get("seconds")
     if not steps:
         return "" if predicted is None else f"predicted {predicted:.3g}"
-    median = sorted(steps)[len(steps) // 2]
+    median = statistics.median(steps)
     if predicted is None:
         return f"{median:.3g}"
     return f"{median:.3g}, predicted {predicted:.3g} ({predicted / median - 1:+.0%})"

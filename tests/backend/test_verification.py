@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start
 from zerotune.backend.checks import Checks, weight_decay_mode
 from zerotune.errors import EngineError, VerificationError
-from zerotune.optim.capability import Situation, has_cpu_kernel
 from zerotune.plan.model import OptimizerChoice, SchedulerChoice
 
 
@@ -143,9 +141,6 @@ def test_a_replaced_setting_is_noticed_in_the_running_engine() -> None:
         "clipping": "gradient_clipping should be 1.0 but 0.5 runs",
         "scheduler": "scheduler.type should be 'WarmupLR' but None runs",
     }
-    installed = Situation(offload="cpu", versions={"deepspeed": version("deepspeed")})
-    if not has_cpu_kernel("Adagrad", installed):
-        del expected["optimizer"]  # Nothing else starts in its place without an error of its own.
     (messages,) = run_ranks(swap_all, list(expected))
     for name, sentence in expected.items():
         assert sentence in messages[name], name

@@ -51,17 +51,6 @@ def test_a_kernel_apple_lacks():
     assert capability("Adagrad", stage=2, accelerator="mps").status == "works"
 
 
-def test_kernels_that_older_releases_lack_on_the_cpu_accelerator():
-    older = {"stage": 2, "offload": "cpu", "deepspeed_version": "0.19.7"}
-    adagrad = capability("Adagrad", **older)
-    assert adagrad.status == "cannot"
-    assert "DeepSpeed 0.19.7 has no CPU kernel of it for the cpu accelerator" in adagrad.reason
-    assert capability("Lion", **older).implementation == "Lion"
-    for accelerator in ("cuda", "xpu"):
-        assert capability("Adagrad", accelerator=accelerator, **older).status == "works"
-    assert capability("Lion", accelerator="cuda", **older).implementation == "DeepSpeedCPULion"
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "name",
@@ -167,11 +156,6 @@ def test_a_cell_that_failed_overrules_the_rules():
 
 def test_one_bit_names_the_release_that_had_them():
     assert "removed it in the 0.19 series" in capability("1bit-adam", stage=0).reason
-    older = {"deepspeed_version": "0.18.9"}
-    assert capability("1bit-adam", stage=0, accelerator="cuda", **older).status == "works with"
-    sharded = capability("1bit-adam", stage=1, accelerator="cuda", **older)
-    assert "stage 0 only" in sharded.reason
-    assert "cupy" in capability("1bit-adam", stage=0, **older).reason
 
 
 def test_torch_classes_run_under_zero_with_what_they_change():

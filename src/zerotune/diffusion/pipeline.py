@@ -7,7 +7,6 @@ the trained model the pipeline has a ``PipelineModel``, which calls the engine.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Final
 import attrs
 import torch
 
+from zerotune._util.text import json_of
 from zerotune.backend.unpartitioned import check_whole, unpartitioned
 from zerotune.diffusion.data.cache import hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
@@ -244,7 +244,7 @@ class Blueprint:
         """
         import diffusers
 
-        index = json.loads((folder / "model_index.json").read_text())
+        index = json_of((folder / "model_index.json").read_text())
         known = {name: entry for name, entry in index.items() if isinstance(entry, list)}
         # A setting may be a list of numbers; a component is a library and a class.
         parts = {

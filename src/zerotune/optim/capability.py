@@ -198,15 +198,7 @@ _CPU_KERNELS: Final[Mapping[str, frozenset[str]]] = {
     "Adagrad": frozenset({"cuda", "cpu", "xpu"}),
     "Lion": frozenset({"cuda", "cpu"}),
 }
-_CPU_ACCELERATOR_HAS_THEM: Final = (0, 19, 8)
-"""First DeepSpeed whose `op_builder/cpu` builds them too."""
-
-
-def has_cpu_kernel(name: str, situation: Situation) -> bool:
-    """Whether this DeepSpeed updates the named optimizer's states in host memory."""
-    if situation.accelerator == "cpu" and situation.before("deepspeed", *_CPU_ACCELERATOR_HAS_THEM):
-        return False
-    return situation.accelerator in _CPU_KERNELS[name]
+"""Accelerators on which DeepSpeed updates their states in host memory."""
 
 
 def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
@@ -217,7 +209,7 @@ def _has_kernel(entry: OptimizerEntry, situation: Situation) -> bool:
     if entry.name != "Lion" or not situation.uses_deepspeed:
         return False
     if situation.offloaded:
-        return has_cpu_kernel("Lion", situation)
+        return situation.accelerator in _CPU_KERNELS["Lion"]
     return situation.accelerator == "cuda"
 
 
@@ -467,23 +459,9 @@ def _one_bit(entry: OptimizerEntry, situation: Situation) -> Capability | None:
         return None
     if not situation.uses_deepspeed:
         return _cannot("its compression is DeepSpeed's, and DeepSpeed is off")
-    if not situation.before("deepspeed", 0, 19):
-        return _cannot(
-            "DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it are "
-            "0.18.x, at stage 0"
-        )
-    version = situation.versions["deepspeed"]
-    if situation.stage > 0:
-        return _cannot(f"DeepSpeed {version} runs it at stage 0 only: it is no ZeRO optimizer")
-    if situation.accelerator != "cuda":
-        return _cannot(
-            f"DeepSpeed {version} compresses with cupy on CUDA, or with an op that its "
-            f"{situation.accelerator} accelerator does not have"
-        )
-    return Capability(
-        status="works with",
-        reason="the freeze step must come after the learning rate has warmed up: before it, it is "
-        "plain Adam or Lamb",
+    return _cannot(
+        "DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it are "
+        "0.18.x, at stage 0"
     )
 
 
@@ -552,13 +530,9 @@ def _only_deepspeed_has_it(entry: OptimizerEntry, situation: Situation) -> Capab
 def _no_cpu_kernel(entry: OptimizerEntry, situation: Situation) -> Capability | None:
     if entry.name != "Adagrad" or not situation.offloaded:
         return None
-    if has_cpu_kernel("Adagrad", situation):
+    if situation.accelerator in _CPU_KERNELS["Adagrad"]:
         return None
-    version = situation.versions.get("deepspeed")
-    deepspeed = f"DeepSpeed {version}" if version else "DeepSpeed"
-    return _cannot(
-        f"{deepspeed} has no CPU kernel of it for the {situation.accelerator} accelerator"
-    )
+    return _cannot(f"DeepSpeed has no CPU kernel of it for the {situation.accelerator} accelerator")
 
 
 def _factored_moments_need_matrices(

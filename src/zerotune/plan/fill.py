@@ -6,7 +6,6 @@ Rules and estimates ask the same functions, so that each answer is worked out in
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import attrs
 
 from zerotune._util.numbers import is_number
+from zerotune._util.versions import release_of
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan.model import (
@@ -1085,8 +1085,6 @@ THRESHOLD: Final = 1
 """Smaller blocks are still rounded, which lets torch use them again."""
 OLDEST_TORCH: Final = (2, 13)
 """First release that was read and has the setting; the backend tries it with older ones too."""
-NATIVE_DEEPSPEED: Final = (0, 19, 8)
-"""First release that was read and can page-lock exact sizes itself."""
 ROUNDING: Final = frozenset({"cuda", "rocm"})
 """Accelerators on which torch page-locks memory through this allocator."""
 
@@ -1100,21 +1098,14 @@ def pins_exactly(platform: Platform) -> bool:
     if platform.accelerator not in ROUNDING:
         return True
     version = platform.versions.get("torch")
-    return version is None or _at_least(version, OLDEST_TORCH)
+    return version is None or release_of(version) >= OLDEST_TORCH
 
 
 def pins_natively(platform: Platform) -> bool:
     """Whether DeepSpeed page-locks its own blocks to the byte there, since torch would round them.
 
     Args:
-        platform: Its versions decide, and whether locked memory is limited: DeepSpeed locks it
+        platform: Its torch decides, and whether locked memory is limited: DeepSpeed locks it
             itself, and fails where it may not.
     """
-    version = platform.versions.get("deepspeed")
-    needed = not pins_exactly(platform) and platform.memlock_limit is None
-    return needed and version is not None and _at_least(version, NATIVE_DEEPSPEED)
-
-
-def _at_least(version: str, oldest: tuple[int, ...]) -> bool:
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return numbers is not None and tuple(map(int, numbers[0].split("."))) >= oldest
+    return not pins_exactly(platform) and platform.memlock_limit is None

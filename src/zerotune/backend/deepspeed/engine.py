@@ -142,11 +142,11 @@ class ZeROEngine(RunningEngine):
         engine.micro_steps = state.micro_step
         engine.skipped_steps = state.skipped_steps
         engine.global_samples = state.global_step * engine.train_batch_size()
-        position, here = (_position(one.scheduler) for one in (state, self.state))
+        schedule, position = engine.lr_scheduler, _position(state.scheduler)
         # Before a first step there is nothing to set, unless this engine has taken some.
-        if engine.lr_scheduler is not None and max(position, here) >= 0:
+        if schedule is not None and max(position, _position(schedule.state_dict())) >= 0:
             # Loading only the position would leave the learning rate as it is.
-            engine.lr_scheduler.step(position)
+            schedule.step(position)
         _write_scaler(engine.optimizer, state.loss_scaler)
         taken = state.global_step - state.skipped_steps
         replay_adam_steps(engine, taken)

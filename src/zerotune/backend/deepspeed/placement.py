@@ -33,7 +33,7 @@ from zerotune.backend.ops.build import building
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.fill import NATIVE_DEEPSPEED, ROUNDING, SETTING, THRESHOLD, pins_natively
+from zerotune.plan.fill import ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.plan.model import pins
 from zerotune.platform.cgroups import memory_constraint
 from zerotune.platform.probe import MachineProbe, first_line
@@ -332,8 +332,7 @@ def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
 
 def _native_obstacle(plan: ResolvedPlan) -> str | None:
     if not pins_natively(plan.platform):
-        oldest = ".".join(map(str, NATIVE_DEEPSPEED))
-        return f"DeepSpeed itself needs {oldest} and no limit on locked memory (ulimit -l)"
+        return "DeepSpeed itself needs no limit on locked memory (ulimit -l)"
     try:
         with building():
             importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()
