@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,33 @@ def test_a_damaged_record_keeps_nobody_out(tmp_path, text):
     with RootHold(tmp_path) as hold:
         assert "nobody holds its lock" in hold.decisions[0].reason
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["pipe", "half a record"])
+def test_what_lies_where_a_record_is_drafted_keeps_nobody_out(tmp_path, what):
+    root, tried = tmp_path / "root", []
+
+    def take():
+        with RootHold(root):
+            tried.append(names(root))
+
+    root.mkdir()
+    (os.mkfifo if what == "pipe" else Path.touch)(root / f".{RECORD.lstrip('.')}.tmp")
+    waiting = threading.Thread(target=take, daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert tried == [[RECORD, LOCK_FILE]]
+
+
+@pytest.mark.parametrize("name", ["pipe", "folder"])
+def test_no_record_that_is_no_file_is_waited_for(tmp_path, name):
+    (os.mkfifo if name == "pipe" else Path.mkdir)(tmp_path / RECORD)
+    if name == "pipe":
+        with RootHold(tmp_path) as hold:
+            assert "is no regular file" in hold.decisions[0].reason
+    else:
+        with pytest.raises(CheckpointError, match="cannot be taken for saving"):
+            RootHold(tmp_path)
 
 
 @pytest.mark.parametrize("way", ["fifo", "link", "folder", "file"])

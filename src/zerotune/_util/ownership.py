@@ -217,8 +217,10 @@ class OwnerRecord:
             OSError: The file system refuses.
         """
         draft = path.with_name(f".{path.name.lstrip('.')}.tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
+            # What a killed process left there, or a pipe, whose opening would wait for a reader.
+            draft.unlink(missing_ok=True)
             with os.fdopen(os.open(draft, flags, 0o600), "w", encoding="utf-8") as file:
                 file.write(self.to_json())
                 sync_file(file)
