@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,53 @@ def damage_file(folder: Path, chance: random.Random) -> None:
             path.mkdir()
 
 
+SAME_WIDTH = {"F32": "I32", "I64": "F64", "U8": "I8"}
+"""Of another kind, so that every size stays right."""
+
+
+def harm_header(folder: Path, kind: str, what: str, begins: str) -> None:
+    """Let a header say something else of one tensor, under right hashes.
+
+    Args:
+        folder: A checkpoint.
+        kind: Of the file.
+        what: ``dtype``, ``offsets`` (bytes that are not there) or ``overlap``.
+        begins: How the tensor's name begins.
+    """
+    content = json.loads((folder / manifests.MANIFEST).read_text())
+    record = next(each for each in content["files"] if each["kind"] == kind)
+    path = folder / record["name"]
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    name = next(each for each in header if each.startswith(begins) and each != "__metadata__")
+    entry = header[name]
+    if what == "dtype":
+        entry["dtype"] = SAME_WIDTH[entry["dtype"]]
+    elif what == "offsets":
+        entry["data_offsets"] = [offset + len(raw) for offset in entry["data_offsets"]]
+    else:
+        other = next(each for each in header if each not in (name, "__metadata__"))
+        header[other] = dict(entry)
+    text = json.dumps(header).encode()
+    text = text.ljust(size) if what == "dtype" else text
+    damaged = len(text).to_bytes(8, "little") + text + raw[8 + size :]
+    path.write_bytes(damaged)
+    record["nbytes"], record["sha256"] = len(damaged), hashlib.sha256(damaged).hexdigest()
+    sign(folder, content)
+
+
+PLACES = (
+    ("weights", ""),
+    ("optimizer", ""),
+    ("shadow", ""),
+    ("rank", "buffer"),
+    ("rank", "shadow"),
+    ("rank", "rng"),
+)
+"""Kinds of files, and what of them a header is about."""
+
+
 WAYS = {"manifest": craft_manifest, "header": craft_header, "damage": damage_file}
 
 
@@ -147,11 +195,15 @@ class Attacked:
             ``refused``, ``loaded``, ``changed`` (it was refused too late) or ``foreign``; and what
             was said.
         """
+        return self.attack_by(lambda folder: WAYS[way](folder, random.Random(seed)))
+
+    def attack_by(self, harm: Callable[[Path], None]) -> tuple[str, str]:
+        """The same, after whatever was done to a copy of the good checkpoint."""
         tried = self._tried
         folder = tried.root / "crafted" / "step-00000001"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tried.good, folder)
-        WAYS[way](folder, random.Random(seed))
+        harm(folder)
         for read in (lambda: latest_checkpoint(folder.parent), lambda: verify_checkpoint(folder)):
             try:
                 read()
@@ -197,5 +249,12 @@ def campaign(root: str, *, seed: int, count: int) -> dict[str, Any]:
             found[outcome].append(f"{seed}/{number} {way}: {said}"[:300])
         else:
             found[outcome] += 1
+    found["headers"] = {
+        f"{kind} {begins} {what}": attacked.attack_by(
+            lambda folder, args=(kind, what, begins): harm_header(folder, *args)  # type: ignore[misc]
+        )
+        for kind, begins in PLACES
+        for what in ("dtype", "offsets", "overlap")
+    }
     attacked.finish()
     return found

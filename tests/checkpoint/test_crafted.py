@@ -26,6 +26,8 @@ def test_crafted_checkpoints_are_refused_before_anything_is_changed(tmp_path):
     assert found["changed"] == []
     assert found["refused"] > COUNT // 2
     assert found["refused"] + found["loaded"] == COUNT
+    assert {name: said for name, (how, said) in found["headers"].items() if how != "refused"} == {}
+    assert len(found["headers"]) == 18
 
 
 def half_a_window(root):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.crafted import sign
 from tests.checkpoint.samples import fill, publish
 from zerotune.checkpoint import latest_checkpoint, prune, step_folder, verify_checkpoint
+from zerotune.checkpoint import manifest as manifests
 from zerotune.checkpoint.folders import Staging, check_space, checked_path, find_checkpoint
+from zerotune.checkpoint.manifest import MANIFEST
 from zerotune.errors import CheckpointError
 
 
@@ -292,6 +296,36 @@ def test_what_this_user_may_not_read_is_skipped(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(Path, "stat", refusing)
     assert latest_checkpoint(tmp_path) == good
     assert "cannot be read (Permission denied)" in caplog.text
+
+
+def test_a_manifest_that_cannot_be_read_or_says_what_cannot_be_is_skipped(
+    tmp_path, caplog, monkeypatch
+):
+    good, nan, zeros, null, closed = steps(tmp_path, 1, 2, 3, 4, 5)
+    text = (nan / MANIFEST).read_text()
+    (nan / MANIFEST).write_text(text.replace('"global_step": 3', '"global_step": NaN'))
+    (zeros / MANIFEST).write_bytes(bytes(len(text)))
+    content = json.loads(text)
+    content["files"][0]["name"] = "a\0b"
+    sign(null, content)
+    real = manifests.reading_regular
+
+    def refusing(path):
+        if path.parent == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(manifests, "reading_regular", refusing)
+    assert latest_checkpoint(tmp_path) == good
+    assert prune(tmp_path, keep=1) == ()
+    for path, why in {
+        nan: "NaN is no JSON",
+        zeros: "is not JSON",
+        null: "is not a plain file name",
+        closed: "Permission denied",
+    }.items():
+        (line,) = [each for each in caplog.messages if f"{path / MANIFEST}: " in each]
+        assert why in line
 
 
 def test_folders_inside_each_other_are_no_endless_search(tmp_path):

@@ -217,11 +217,12 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         self._reader.fill(into, self._subject, address.name, address.start)
         return into
 
-    def numel(self, key: str) -> int | None:
-        """Elements of a tensor, which is not read; ``None``: there is none of this name."""
+    def holds(self, key: str, like: torch.Tensor) -> bool:
+        """Whether there is a tensor of this name for another one to be filled from; reads none."""
         if key in self._others:
-            return math.prod(self._reader.stored(self._rank, self._others[key]).shape)
-        return self._addresses[key].numel if key in self._addresses else None
+            stored = self._reader.stored(self._rank, self._others[key])
+            return (stored.dtype, math.prod(stored.shape)) == (like.dtype, like.numel())
+        return key in self._addresses and self._addresses[key].numel == like.numel()
 
     def __iter__(self) -> Iterator[str]:
         yield from self._addresses
@@ -717,12 +718,16 @@ class _Load:
     def _judge_own(self, reader: CheckpointReader, *, rng: bool) -> None:
         """Look at what this rank alone takes up: buffers and generators."""
         own = reader.names(_rank(self._like))
+        saved = {record.name: record.dtype for record in self.manifest.buffers}
         for name, buffer in persistent_buffers(self._engine.module).items():
-            place = (_rank(self._like), BUFFER + name) if BUFFER + name in own else (WEIGHTS, name)
+            mine = BUFFER + name in own
+            place = (_rank(self._like), BUFFER + name) if mine else (WEIGHTS, name)
             stored = reader.stored(*place)
-            if stored.shape != tuple(buffer.shape):
+            wanted = (saved.get(name) if mine else "float32", tuple(buffer.shape))
+            found = (str(stored.dtype).removeprefix("torch."), stored.shape)
+            if found != wanted:
                 raise CheckpointCorruptError(
-                    f"has shape {stored.shape} instead of {tuple(buffer.shape)}",
+                    f"is {found[0]} {found[1]} instead of {wanted[0]} {wanted[1]}",
                     key=f"{place[0].prefix}/{shorten(place[1])}",
                     fix="use another checkpoint",
                 )
@@ -736,7 +741,7 @@ class _Load:
             for name, shadow in self._shadows.items():
                 saved = self._shadow(reader, name)
                 state = shadow.state_dict()
-                missing = [key for key in state if saved.numel(key) != state[key].numel()]
+                missing = [key for key, like in state.items() if not saved.holds(key, like)]
                 if missing:
                     raise CheckpointMismatchError(
                         f"the saved shadow {name!r} does not have all of it",
