@@ -17,7 +17,7 @@ import torch
 
 from tests.checkpoint.refusals import failing_write
 from tests.offload.plans import swapping_plan
-from zerotune import DeepSpeedPlan, ImageTensors, Trainer
+from zerotune import DeepSpeedPlan, ImageTensors, Trainer, prepare
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.checkpoint import export_adapters, export_merged, export_pipeline
 from zerotune.checkpoint.save import Writing
@@ -69,6 +69,15 @@ def differing() -> dict[str, str]:
     with small(count=24 + 4 * rank) as trainer:
         found["data"] = told(lambda: trainer.fit(epochs=1))
     return found
+
+
+def differing_under_deepspeed() -> dict[str, str]:
+    """The same, found before DeepSpeed starts."""
+    rank = int(os.environ["RANK"])
+    return {
+        "model": told(lambda: small(channels=1 + rank, deepspeed=True)),
+        "lr": told(lambda: small(lr=1e-2 * (1 + rank), deepspeed=True)),
+    }
 
 
 def alone(folder: str, caller: int, what: str) -> tuple[str, float]:
@@ -193,6 +202,33 @@ def losing(folder: str, lost: int, number: int, watched: bool) -> None:
     error = told(lambda: trainer.fit(steps=50))
     (Path(folder) / "told").write_text(f"{time.monotonic() - began:.1f} {error}")
     put_away(folder)
+
+
+def losing_in_a_loop(folder: str, stage: int | None) -> None:
+    """A loop of one's own, whose rank 1 is killed in its second step."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    engine = prepare(
+        model=torch.nn.Conv2d(1, 1, 3, padding=1),
+        plan=DeepSpeedPlan.build(
+            stage=stage or 0,
+            precision="fp32",
+            micro_batch_size=4,
+            optimizer={"type": "AdamW", "params": {"lr": 1e-2}},
+        ),
+        deepspeed=stage is not None,
+        timeout_s=60.0,
+    )
+
+    def loop() -> None:
+        for number in range(3):
+            if number == 1 and rank == 1:
+                (Path(folder) / "pid").write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            engine.backward((engine(torch.zeros(4, 1, 4, 4)) - 1).pow(2).mean())
+            engine.step()
+
+    (Path(folder) / "told").write_text(told(loop))
 
 
 def missing_at_the_start(missing: int, deepspeed: bool) -> tuple[str, float]:

@@ -33,6 +33,14 @@ def test_a_rank_that_differs_is_told_in_what():
         assert max(map(len, found.values())) < 600
 
 
+@pytest.mark.deepspeed
+@pytest.mark.world_size(2)
+def test_a_rank_that_differs_under_deepspeed_is_told_in_what():
+    for found in run_ranks(faulty.differing_under_deepspeed, world_size=2):
+        assert found["model"].startswith("CollectiveError: model: the ranks disagree (weight: ")
+        assert "(config.optimizer.params.lr: rank 0: 0.01, rank 1: 0.02)" in found["lr"]
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("caller", "what", "purpose"),
@@ -99,6 +107,16 @@ def test_a_rank_that_is_killed_is_named_and_not_the_survivor(tmp_path, lost):
     assert f"rank {1 - lost} gave up: CollectiveError" in log
     assert f"rank {lost} has ended (process {pid})" in log
     assert f"rank {1 - lost} failed" not in log
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [None, pytest.param(2, marks=pytest.mark.deepspeed)])
+def test_a_rank_that_is_killed_is_named_in_a_loop_of_ones_own(tmp_path, stage):
+    with pytest.raises(RanksFailed, match=r"^rank 1: died with exit code -9$"):
+        run_ranks(faulty.losing_in_a_loop, str(tmp_path), stage, world_size=2)
+    pid, error = ((tmp_path / name).read_text() for name in ("pid", "told"))
+    assert error.startswith("CollectiveError: rank 0: a rank was lost in training (")
+    assert f"Rank 1 failed to come: rank 1 has ended (process {pid})" in error
 
 
 @pytest.mark.world_size(2)

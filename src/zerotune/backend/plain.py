@@ -49,7 +49,7 @@ from zerotune.backend.master_weights import MasterLayout, MasterWeights
 from zerotune.backend.ops.host_step import HostStepOp
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
-from zerotune.backend.running import StartedEngine, gradient_norm
+from zerotune.backend.running import StartedEngine, gradient_norm, naming_the_lost
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -230,6 +230,7 @@ class PlainEngine(StartedEngine):
         if (scaler := self._accelerator.scaler) is not None:
             scaler.load_state_dict(carried_scale(state.loss_scaler, fresh=scaler.state_dict()))
 
+    @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass under autocast."""
         if torch.is_grad_enabled():
@@ -238,12 +239,14 @@ class PlainEngine(StartedEngine):
         with self._accelerator.autocast():
             return self._module(*args, **kwargs)
 
+    @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss, divided by the accumulation steps."""
         self._master_weights.settle()
         self._open_micro_batch()
         self._accelerator.backward(loss / self._plan.gradient_accumulation_steps)
 
+    @naming_the_lost
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -18,6 +19,23 @@ from zerotune.backend.master_weights import MasterWeights
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
+
+E = TypeVar("E", bound="RunningEngine")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def naming_the_lost(
+    method: Callable[Concatenate[E, P], R],
+) -> Callable[Concatenate[E, P], R]:
+    """A method of an engine in which a lost rank is named, also in a loop of one's own."""
+
+    @functools.wraps(method)
+    def named(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.group.naming("training"):
+            return method(self, *args, **kwargs)
+
+    return named
 
 
 class RunningEngine(Closing):

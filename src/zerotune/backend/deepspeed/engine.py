@@ -53,7 +53,7 @@ from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
-from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm
+from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm, naming_the_lost
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.plan.api import ResolvedPlan
@@ -153,10 +153,12 @@ class ZeROEngine(RunningEngine):
         if self._host_step is not None:
             self._host_step.replay(taken)
 
+    @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass; at stage 3, weights are gathered layer by layer."""
         return self._engine(*args, **kwargs)
 
+    @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss; DeepSpeed divides by the accumulation steps."""
         self._unfinished = True
@@ -169,6 +171,7 @@ class ZeROEngine(RunningEngine):
                 raise
             raise told from error
 
+    @naming_the_lost
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group.
 
