@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
+from pathlib import Path
 
 import attrs
 import pytest
@@ -40,6 +43,32 @@ def only(root):
 def test_a_reused_pid_is_not_the_owner(tmp_path, dead):
     dead()
     assert only(tmp_path).state == "stale"
+
+
+def test_who_is_ended_by_a_signal_gives_its_folder_back(tmp_path, hold):
+    one = hold(tmp_path)
+    folder = Path(one.read())
+    one.process.terminate()
+    assert one.process.wait(timeout=120) == -signal.SIGTERM
+    assert not folder.exists()
+
+
+def test_a_handler_of_the_scripts_own_stays(monkeypatch):
+    taken = []
+    monkeypatch.setattr(stale.atexit, "register", lambda _: None)
+    monkeypatch.setattr(stale.signal, "signal", lambda number, _: taken.append(number))
+    handlers = iter([signal.SIG_IGN, signal.SIG_DFL])
+    monkeypatch.setattr(stale.signal, "getsignal", lambda _: next(handlers))
+    register = stale._when_processes_end.__wrapped__
+    register()
+    assert taken == []
+    # Outside of the main thread Python allows no handlers.
+    thread = threading.Thread(target=register)
+    thread.start()
+    thread.join()
+    assert taken == []
+    register()
+    assert taken == [signal.SIGTERM]
 
 
 def test_an_owner_that_lives_without_its_lock_is_left_alone(tmp_path, dead):

@@ -12,11 +12,14 @@ import functools
 import json
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import attrs
@@ -404,6 +407,11 @@ def _check_own(folder: int, lock: int, path: Path) -> None:
 def _when_processes_end() -> None:
     # A script that ends by an error outside of any `with` block closes nothing.
     atexit.register(abandon_held)
+    # A launcher sends SIGTERM to the ranks that live when one has failed, a scheduler to a job
+    # whose time is over. Handlers of the script's own stay, and only its main thread may have any.
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, give_back)
 
 
 # -- Find the leases inside a swap root and tell the dead from the living.
@@ -748,6 +756,13 @@ def holds_folders() -> bool:
 def abandon_held() -> None:
     """Leave every folder this process still holds, because it is about to end."""
     abandon(tuple(_held))
+
+
+def give_back(number: int, _: FrameType | None) -> None:
+    """A handler: end the process as the signal would, without its swap folders."""
+    abandon_held()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def deleted_under(directories: tuple[SwapDirectory, ...]) -> OffloadError | None:

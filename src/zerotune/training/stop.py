@@ -19,7 +19,7 @@ import attrs
 from zerotune.checkpoint import step_folder
 from zerotune.decisions import Decision, announce
 from zerotune.errors import DataError, InvalidValueError
-from zerotune.offload.lease import abandon_held, holds_folders
+from zerotune.offload.lease import give_back, holds_folders
 from zerotune.offload.space import SpaceWatch
 from zerotune.training.events import Callback
 from zerotune.training.save import is_saved
@@ -33,14 +33,8 @@ if TYPE_CHECKING:
 _USUAL: Final = (signal.SIGINT, signal.SIGTERM)
 
 
-def _give_back(number: int, _: FrameType | None) -> None:
-    """End the process as the signal would, without its swap folders."""
-    abandon_held()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
-
-
-_DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler, _give_back)
+_ENDING: Final = (signal.SIG_DFL, give_back)
+_DEFAULTS: Final = (signal.default_int_handler, *_ENDING)
 
 
 class StopOnSignals(Callback):
@@ -96,10 +90,10 @@ class StopOnSignals(Callback):
         late, self._received = self._received, None
         while self._former:
             number, former = self._former.popitem()
-            ends_it = failing and former == signal.SIG_DFL and holds_folders()
+            ends_it = failing and former in _ENDING and holds_folders()
             if ends_it and number == late:
                 late = None
-            signal.signal(number, _give_back if ends_it else former)
+            signal.signal(number, give_back if ends_it else former)
         self._trainer = None
         if late is not None:
             signal.raise_signal(late)
