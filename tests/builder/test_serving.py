@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,6 +101,32 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("ZEROTUNE_BUILDER_TOKEN", "other")
     assert read_token(given=None, file=None) == "other"
     assert read_token(given=None, file=file) == "s3cret"
+
+
+@pytest.mark.parametrize("token", ["", "s3cret"])
+def test_no_token_comes_into_a_command_line_of_ours_or_of_a_browser(
+    token, tmp_path, monkeypatch, capsys
+):
+    uvicorn = needs("uvicorn")
+    from zerotune.builder import connections, serving
+
+    opened, served = [], []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serving.webbrowser, "open", opened.append)
+    # The timer waits in a thread that would outlive the test.
+    monkeypatch.setattr(
+        serving.threading,
+        "Timer",
+        lambda _, call, given: SimpleNamespace(start=lambda: call(*given)),
+    )
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server, **_: served.append(server.config))
+    (tmp_path / "token").write_text(token)
+    given = ["--token-file", str(tmp_path / "token")] if token else []
+    assert main(["builder", "--port", "0", *given]) == 0
+    address = capsys.readouterr().out.split()[4]
+    assert address.endswith("?token=s3cret" if token else "/")
+    assert opened == ([] if token else [address])
+    assert [config.http for config in served] == [connections.PatientProtocol]
 
 
 @pytest.mark.parametrize(

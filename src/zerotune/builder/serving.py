@@ -29,7 +29,8 @@ def serve(
 ) -> None:
     """Serve the builder until interrupted.
 
-    Another host than loopback always gets a token; one is made when none is given.
+    Another host than loopback always gets a token; one is made when none is given. An address
+    with a token is only printed: every user of the machine can read a browser's command line.
 
     Raises:
         MissingDependencyError: The extra is not installed.
@@ -58,7 +59,7 @@ def serve(
     address = page_address(host, listening.getsockname()[1], token)
     sys.stdout.write(f"The builder is at {address}\nStop it with Ctrl-C.\n")
     sys.stdout.flush()
-    if open_browser:
+    if open_browser and not token:
         threading.Timer(0.5, webbrowser.open, (address,)).start()
     config = uvicorn.Config(
         app, http=PatientProtocol, log_level="warning", access_log=False, server_header=False

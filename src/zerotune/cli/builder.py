@@ -34,7 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="the secret itself, which every user of this machine can read in the process list",
     )
-    parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    parser.add_argument(
+        "--no-browser",
+        action="store_true",
+        help="only print the address, as is always done with a token",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
