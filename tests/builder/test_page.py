@@ -345,6 +345,34 @@ def test_a_folder_is_looked_at_as_it_is_typed(page, place):
         page.tab.locator(f"{field}-facts", has_text=expected).wait_for()
 
 
+def test_an_answer_to_an_older_form_is_not_shown(page):
+    page.tab.evaluate(
+        """() => {
+          const asked = window.fetch;
+          window.back = [asked, window.setTimeout];
+          window.arrived = new Promise((arrived) => {
+            window.fetch = async (...request) => {
+              const answer = await asked(...request);
+              await new Promise((release) => { window.release = release; arrived(); });
+              return answer;
+            };
+          });
+        }"""
+    )
+    page.tab.fill("#config-gradient-clipping", "0.25")
+    page.tab.evaluate("window.arrived")
+    # As if the next question were asked late: the answer to the first comes before.
+    page.tab.evaluate("window.setTimeout = () => 0")
+    page.tab.fill("#config-gradient-clipping", "0.5")
+    page.tab.evaluate("window.release()")
+    page.tab.wait_for_timeout(200)
+    assert page.tab.locator("body").get_attribute("data-state") == "waiting"
+    assert '"gradient_clipping": 0.25' not in page.tab.locator("#output").text_content()
+    page.tab.evaluate("[window.fetch, window.setTimeout] = window.back")
+    page.tab.fill("#config-gradient-clipping", "0.75")
+    page.wait_for("gradient_clipping", 0.75)
+
+
 def undo(page, key="Control+z"):
     page.tab.keyboard.press(key)
     page.settle()

@@ -20,6 +20,9 @@ let opened = [];
 
 function schedule() {
   show("waiting");
+  // The answer to an older form would call what is shown up to date.
+  running?.abort();
+  running = null;
   clearTimeout(timer);
   timer = setTimeout(preview, WAIT);
 }
