@@ -1106,6 +1106,7 @@ def pins_natively(platform: Platform) -> bool:
 
     Args:
         platform: Its torch decides, and whether locked memory is limited: DeepSpeed locks it
-            itself, and fails where it may not.
+            itself, and fails where it may not. What is not said to be installed is not counted on.
     """
-    return not pins_exactly(platform) and platform.memlock_limit is None
+    needed = not pins_exactly(platform) and platform.memlock_limit is None
+    return needed and "deepspeed" in platform.versions
