@@ -33,7 +33,6 @@ function show(progress) {
 }
 
 async function preview() {
-  running?.abort();
   const mine = new AbortController();
   running = mine;
   draft.keep();
