@@ -31,7 +31,6 @@ from zerotune.backend.deepspeed.layouts import (
     Named,
     ParameterLayout,
     require_trainable,
-    trainable_parameters,
 )
 from zerotune.backend.deepspeed.pending_step import (
     KEY,
@@ -507,12 +506,10 @@ class PlainStep(DeferredSteps):
     def _accelerator(self) -> Any:
         return getattr(torch, next(self._module.parameters()).device.type)
 
-    @override
-    def _written(self) -> Mapping[str, torch.Tensor]:
-        return dict(trainable_parameters(self._module))
-
     def _step(self, _adam: torch.optim.Optimizer, _closure: None = None) -> None:
         self.settle()
+        # Before there are views of the weights here.
+        may_wait = self._may_wait()
         slabs = self._layout.tensors
         self._adam.rewind([slab.numel() for slab in slabs if slab.grad is not None])
         # Loading a state makes new groups, which accelerate does too.
@@ -522,7 +519,7 @@ class PlainStep(DeferredSteps):
         targets = list(sources)
         if self._host is not None:
             sources, targets = map(list, zip(*self._host.flat, strict=True))
-        if self._may_wait():
+        if may_wait:
             self._launch(begun, self._upload(sources, targets))
             return
         upload = Upload(sources=sources, targets=targets)

@@ -30,7 +30,7 @@ from zerotune.backend.deepspeed.host_adam import (
     Stepper,
     torch_rounds_alike,
 )
-from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed, trainable_parameters
+from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed
 from zerotune.backend.deepspeed.pending_step import (
     KEY,
     DeferredSteps,
@@ -105,6 +105,7 @@ def take_over_step(
     layout = layout_of_deepspeed(engine, rank=engine.global_rank)
     step = kind(wrapper=wrapper, op=op, module=engine.module, layout=layout, group=group)
     step.install()
+    step.know_views()
     decided = (
         _decision(usual, "one pass", _REASON),
         choose_when(step, plan),
@@ -475,8 +476,7 @@ class PartitionedStep(HostStep):
             start_alignment_factor=wrapper.nccl_start_alignment_factor,
             allgather_bucket_size=wrapper.allgather_bucket_size,
         )
-        for index in range(len(wrapper.bit16_groups)):
-            wrapper._update_model_bit16_weights(index)
+        self._bind()
 
     def _overflows(self) -> bool:
         """Take the global norm and move the loss scale; whether the step is to be skipped."""
@@ -505,6 +505,8 @@ class PartitionedStep(HostStep):
         begun: list[SlabStep] = []
         sources: list[torch.Tensor | None] = []
         targets: list[torch.Tensor | None] = []
+        # Before there are views of the weights here.
+        may_wait = self._may_wait()
         self._adam.rewind([slab.numel() for slab in self._slabs])
         for index, (slab, group) in enumerate(zip(self._slabs, adam.param_groups, strict=True)):
             rank = self._home.dist.get_rank(group=wrapper.real_dp_process_group[index])
@@ -516,7 +518,7 @@ class PartitionedStep(HostStep):
             )
             sources.append(None if here else out.data.view(-1))
             targets.append(None if here else target.data.view(-1))
-        if self._may_wait():
+        if may_wait:
             self._launch(begun, self._upload(sources, targets, self._exchange()))
             return
         upload = Upload(sources=sources, targets=targets)
@@ -542,7 +544,7 @@ class PartitionedStep(HostStep):
 
     def _spans(self) -> Iterator[Span]:
         wrapper = self._wrapper
-        names = {id(parameter): name for name, parameter in trainable_parameters(self._module)}
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
         for slab, flat in enumerate(wrapper.bit16_groups_flat):
             for parameter in wrapper.bit16_groups[slab]:
                 start = (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
@@ -562,8 +564,14 @@ class PartitionedStep(HostStep):
         )
 
     @override
-    def _written(self) -> Mapping[str, torch.Tensor]:
-        return dict(trainable_parameters(self._module))
+    def _launch(self, steps: Sequence[SlabStep], upload: Upload) -> None:
+        self._bind()
+        super()._launch(steps, upload)
+
+    def _bind(self) -> None:
+        """As DeepSpeed after each step: ``module.to(...)`` has given parameters other memory."""
+        for index in range(len(self._wrapper.bit16_groups)):
+            self._wrapper._update_model_bit16_weights(index)
 
     def _factor(self) -> float:
         """What DeepSpeed multiplies gradients by, with its roundings."""
@@ -764,6 +772,8 @@ class ShardedStep(HostStep):
                 here = step.out is not None
                 sources.append(None if here else step.weight)
                 targets.append(None if here else flat.data.view(-1))
+            for index in range(len(begun)):
+                self._wrapper._unflatten_partitioned_parameters(index)
             self._launch(begun, self._upload(sources, targets))
         self._original_post_step(timer_names)
 
@@ -772,14 +782,14 @@ class ShardedStep(HostStep):
         names = {address.name for address in self._layout.addresses}
         return {
             name: parameter.ds_tensor  # type: ignore[attr-defined]
-            for name, parameter in trainable_parameters(self._module)
+            for name, parameter in self._parameters.items()
             if name in names
         }
 
     @override
     def _wanted_first(self) -> Collection[str]:
         whole = {id(parameter) for parameter in self._wrapper.persistent_parameters}
-        return {name for name, p in trainable_parameters(self._module) if id(p) in whole}
+        return {name for name, parameter in self._parameters.items() if id(parameter) in whole}
 
     def _reassign(self, sub_group: int) -> None:
         if self._waits:

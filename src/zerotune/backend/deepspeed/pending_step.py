@@ -1,32 +1,39 @@
-"""``PendingStep``: a step of the optimizer that has begun and is taken while others go on.
+"""``PendingStep``: a step of the optimizer that has begun and whose pass is still to be taken.
 
-It is cut into parts, and any thread may take any of them: a thread of its own in the order in which
-the forward pass uses the weights, or whoever cannot wait. A tensor that is still to be written is
-awaited: it is empty, and of a class whose every use torch reports, so that a use waits for the
-parts that write it and no others. What goes around torch finds it empty and fails; nobody reads an
-old value.
+It is cut into parts. One taker works on them: a thread in the order in which the forward pass uses
+the weights (``ThreadedStep``), or, where there is none, whoever needs a weight first. A tensor that
+is still to be written is awaited: it is empty, and of a class whose every use torch reports, so that
+a use waits for the parts that write it and no others. What goes around torch finds it empty and
+fails. Which parameters a pass writes is fixed when the engine starts, whatever is frozen later; a
+step of which somebody could read old values, through a view made before it, is taken at once.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from queue import SimpleQueue
 from typing import Any, Final, cast
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.host_adam import SlabStep
+from zerotune.backend.deepspeed.layouts import trainable_parameters
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout
 from zerotune.backend.ops.host_step import Average, HostStepOp, load_host_step
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, PlatformError
 from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
@@ -291,11 +298,11 @@ class StreamUpload(Upload):
 
 
 class PendingStep:
-    """A step of every slab, begun; taken part by part, by whoever calls.
+    """A step of every slab, begun; its parts are taken by whoever settles it or needs a weight.
 
     Args:
         parts: All of the slabs, each element once.
-        order: Indices of ``parts``, in the order in which ``run`` takes them.
+        order: Indices of ``parts``, in the order in which they are taken.
         steps: Of the slabs, begun.
         upload: Where written weights go.
     """
@@ -309,9 +316,12 @@ class PendingStep:
         upload: Upload,
     ) -> None:
         self._parts, self._steps, self._upload = parts, steps, upload
-        self._changed = threading.Condition(threading.RLock())
-        self._ending = threading.Lock()
-        self._open = dict.fromkeys(order)
+        self._order = tuple(order)
+        # Not a Condition: Ctrl-C within its Python code may leave it locked for ever.
+        self._lock = threading.RLock()
+        self._waiting: list[SimpleQueue[None]] = []
+        self._turn = threading.RLock()
+        self._taking = False
         self._followers: list[Follower] = []
         self._followed: dict[int, int] = {}
         self._sent: dict[int, Any] = {}
@@ -330,12 +340,18 @@ class PendingStep:
         """Have every use of a tensor wait until it is written.
 
         Args:
-            name: Of the parameter whose weights it holds.
+            name: Of the parameter whose weights it holds; one without elements is not written.
             tensor: Empty from now on; it has its memory again when it is written.
         """
+        if name not in self._writers:
+            return
         kind = type(tensor)
         tensor._awaited = _Held(  # type: ignore[attr-defined]
-            step=self, name=name, kind=kind, content=tensor.data
+            step=self,
+            name=name,
+            kind=kind,
+            content=tensor.data,
+            edge=get_gradient_edge(tensor) if tensor.requires_grad else None,
         )
         tensor.data = tensor.data.new_empty(0)
         tensor.__class__ = awaited(kind)
@@ -347,17 +363,27 @@ class PendingStep:
         Returns:
             Whether they will: no longer once everything is written.
         """
-        with self._changed:
+        with self._lock:
             if self._over or self._error is not None:
                 return False
             self._followers.extend(followers)
             return True
 
     def run(self) -> None:
-        """Take what nobody has taken. An error is kept for whoever waits."""
-        while (index := self._claim(None)) is not None:
+        """Take all parts in order. An error is kept for whoever waits."""
+        for index in self._order:
             self._take(index)
         self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Have everybody who waits raise an error, now and later."""
+        if not isinstance(error, Exception):
+            # Raised once where it happened: a later use must not look as if Ctrl-C were pressed.
+            cause, error = error, _interrupted(error)
+            error.__cause__ = cause
+        with self._lock:
+            self._error = self._error or error
+            self._wake()
 
     def settle(self) -> None:
         """Return once everything is written and nothing awaited any more.
@@ -378,12 +404,13 @@ class PendingStep:
         """
         held: _Held | None = vars(tensor).get("_awaited")
         if held is not None:
-            self._wait(self._writers[held.name])
+            self._bring(self._writers[held.name])
+            self._raise()
             self.used.setdefault(held.name)
             self._release(tensor)
 
     def _release(self, tensor: Any) -> None:
-        with self._changed, torch._C.DisableTorchFunctionSubclass():
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             held: _Held | None = vars(tensor).get("_awaited")
             if held is None:
                 return
@@ -394,30 +421,37 @@ class PendingStep:
             tensor.__class__ = held.kind
             del tensor._awaited, self._awaited[id(tensor)]
 
-    def _claim(self, wanted: int | None) -> int | None:
-        with self._changed:
-            index = next(iter(self._open), None) if wanted is None else wanted
-            if index is None or index not in self._open or self._error is not None:
-                return None
-            del self._open[index]
-            return index
-
     def _complete(self) -> None:
         """Return once everything is written, or something has failed."""
         self.run()
 
+    def _bring(self, indices: Iterable[int]) -> None:
+        """Return once these parts are written, or something has failed."""
+        for index in indices:
+            self._take(index)
+
     def _take(self, index: int) -> None:
-        with self._changed:
-            followers = tuple(self._followers)
-        try:
-            sent = self._write(self._parts[index].pieces, followers)
-        except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
-            self._fail(error)
-            return
-        with self._changed:
-            self._followed[index] = len(followers)
-            self._sent[index] = sent
-            self._changed.notify_all()
+        """Write a part that is not written yet, unless something has failed."""
+        with self._turn:
+            if index in self._followed or self._failed:
+                return
+            if self._taking:
+                raise _used_within()
+            self._taking = True
+            try:
+                with self._lock:
+                    followers = tuple(self._followers)
+                sent = self._write(self._parts[index].pieces, followers)
+                with self._lock:
+                    self._sent[index] = sent
+                    self._followed[index] = len(followers)
+                    self._wake()
+            except BaseException as error:
+                self.fail(error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                self._taking = False
 
     def _write(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> Any:
         self._update(pieces, followers)
@@ -429,33 +463,23 @@ class PendingStep:
         for piece in pieces:
             self._steps[piece.slab].run(piece.start, piece.stop, _averages(piece, followers))
 
-    def _wait(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            # Whoever needs a part that nobody has begun takes it itself.
-            if self._claim(index) is not None:
-                self._take(index)
-            with self._changed:
-                while index not in self._followed and not self._failed:
-                    self._changed.wait()
-            self._raise()
-
     def _end(self) -> None:
         """Give followers that came late what they have missed; then none can come any more."""
-        with self._ending:
+        with self._turn:
             while True:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: len(self._followed) == len(self._parts) or self._failed
-                    )
+                with self._lock:
                     count = len(self._followers)
                     late = [(i, seen) for i, seen in self._followed.items() if seen < count]
                     if self._failed or not late:
                         self._over = True
+                        self._wake()
                         return
                 try:
                     self._catch_up(late, count)
-                except BaseException as error:  # noqa: BLE001 - as above
-                    self._fail(error)
+                except BaseException as error:
+                    self.fail(error)
+                    if not isinstance(error, Exception):
+                        raise
 
     @torch.no_grad()
     def _catch_up(self, late: Sequence[tuple[int, int]], count: int) -> None:
@@ -466,21 +490,55 @@ class PendingStep:
                     average.shadow.lerp_(weight, average.weight)
             self._followed[index] = count
 
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for ticket in waiting:
+            ticket.put(None)
+
+    def _wait_for(self, holds: Callable[[], bool]) -> None:
+        while True:
+            ticket: SimpleQueue[None] = SimpleQueue()
+            with self._lock:
+                if holds():
+                    return
+                self._waiting.append(ticket)
+            ticket.get()
+
     @property
     def _failed(self) -> bool:
         return self._error is not None
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
 
-class SharedStep(PendingStep):
+class ThreadedStep(PendingStep):
+    """A step that one thread takes, which no signal interrupts; everybody else waits for it."""
+
+    _wanted: tuple[int, ...] = ()
+    """Parts that somebody waits for, which the thread takes before all others."""
+
+    @override
+    def run(self) -> None:
+        for index in self._order:
+            for wanted in self._wanted:
+                self._take(wanted)
+            self._take(index)
+        self._end()
+
+    @override
+    def _complete(self) -> None:
+        self._wait_for(lambda: self._over or self._failed)
+
+    @override
+    def _bring(self, indices: Iterable[int]) -> None:
+        needed = tuple(indices)
+        self._wanted = needed
+        self._wait_for(lambda: self._failed or all(index in self._followed for index in needed))
+
+
+class SharedStep(ThreadedStep):
     """A step of which every rank takes its part and has those of the others, part by part.
 
     Args:
@@ -507,24 +565,15 @@ class SharedStep(PendingStep):
     def run(self) -> None:
         """Take all parts together with the other ranks, in one thread. An error is kept."""
         try:
-            order = self._exchange.order(list(self._open))
+            order = self._exchange.order(list(self._order))
         except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
-            self._fail(error)
+            self.fail(error)
             return
         for index in order:
             self._take(index)
             if self._failed:
                 break
         self._end()
-
-    @override
-    def _complete(self) -> None:
-        self._end()
-
-    @override
-    def _claim(self, wanted: int | None) -> int | None:
-        """Nobody: out of turn, no other rank would have it."""
-        return None
 
     @override
     def _write(self, pieces: Sequence[Piece], followers: Sequence[Follower]) -> Any:
@@ -536,6 +585,23 @@ class SharedStep(PendingStep):
         self._exchange.agree(failed)
         with torch.no_grad():
             return self._upload.send(pieces)
+
+
+def _interrupted(error: BaseException) -> EngineError:
+    return EngineError(
+        f"{type(error).__name__} came in the middle of the optimizer's step, so that some weights "
+        "have it behind them and others have not",
+        key="step",
+        fix="resume from the last checkpoint",
+    )
+
+
+def _used_within() -> EngineError:
+    return EngineError(
+        "a signal handler used the weights in the middle of the optimizer's step",
+        key="step",
+        fix="let the handler set a flag, and save or read where the loop sees it",
+    )
 
 
 def _averages(piece: Piece, followers: Iterable[Follower]) -> list[Average]:
@@ -556,6 +622,8 @@ class _Held:
     name: str
     kind: type
     content: torch.Tensor
+    edge: Any
+    """Where its gradient goes: made while it is empty, that would expect an empty gradient."""
 
 
 class Awaited:
@@ -677,6 +745,12 @@ class DeferredSteps(ABC):
         self._module = module
         self._layout = layout
         self._group = group
+        self._parameters = dict(trainable_parameters(module))
+        self._storages: dict[int, int] = {}
+        self._hooks: list[Any] = []
+        self._watch: CompilerWatch | None = None
+        self.decisions: tuple[Decision, ...] = ()
+        """What was decided while it runs."""
         self._parts: tuple[Part, ...] = ()
         self._order: list[int] = []
         self._pending: PendingStep | None = None
@@ -718,6 +792,26 @@ class DeferredSteps(ABC):
     def take_at_once(self, reason: str) -> None:
         """Take every pass before its step returns."""
         self._at_once = reason
+
+    def _take_at_once_from_now_on(self, reason: str) -> None:
+        """As ``take_at_once``, found out while training goes on."""
+        before = self._at_once
+        self.take_at_once(reason)
+        if before is None:
+            self._record(reason)
+
+    def _record(self, reason: str) -> None:
+        """Note once why a pass is not taken later."""
+        if any(decision.reason == reason for decision in self.decisions):
+            return
+        decision = Decision(
+            key=HIDDEN_KEY,
+            before="taken later",
+            after="taken before the step returns",
+            reason=reason,
+        )
+        self.decisions = (*self.decisions, decision)
+        announce([decision], rank=self._group.rank)
 
     def hide(self) -> None:
         """Take every pass in a thread of its own, behind what comes after its step."""
@@ -775,29 +869,83 @@ class DeferredSteps(ABC):
             self._pending = None
             if self._thread is not None:
                 self._thread.shutdown()
+            if self._watch is not None:
+                self._watch.end()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
 
     def _may_wait(self) -> bool:
         """Whether the step that begins now may return before its pass is taken."""
         averaged, self._averaged = self._averaged, False
-        hooks = self._stepped_by._optimizer_step_post_hooks
-        return (
-            self._at_once is None
-            and (self._thread is not None or (averaged and not self.needs_a_thread))
-            # Hooks after the optimizer's step are told that it has been taken.
-            and not hooks
-            and self._waits_for_compiled()
-        )
+        if self._at_once is not None:
+            return False
+        if self._thread is None and (not averaged or self.needs_a_thread):
+            return False
+        if (reason := self._why_not_now()) is not None:
+            self._record(reason)
+            return False
+        return True
+
+    def _why_not_now(self) -> str | None:
+        """Why this step cannot be left for later."""
+        if self._stepped_by._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            return (
+                "hooks after the optimizer's step are called with the weights that it has written"
+            )
+        self._watch_compiler()
+        if not self._waits_for_compiled():
+            return _CALL_COMPILED
+        if self._viewed():
+            return _VIEWED
+        return None
+
+    def _watch_compiler(self) -> None:
+        # Importing it takes seconds, and nobody compiles without.
+        if self._watch is None and "torch._dynamo" in sys.modules:
+            self._watch = CompilerWatch(self._found_compiling)
+
+    def _found_compiling(self) -> None:
+        """Something is being compiled that may use the weights, by whoever does that."""
+        self.settle()
+        self._take_at_once_from_now_on(_COMPILED)
+
+    def _viewed(self) -> bool:
+        """Whether somebody else holds a view of the weights, who would read old values there."""
+        counts = self._uses()
+        return any(count > self._storages.get(key, 0) for key, count in counts.items())
+
+    def _uses(self) -> dict[int, int]:
+        """By storage of the written tensors: how many other tensors and arrays share it."""
+        shared: Counter[int] = Counter()
+        counts: dict[int, int] = {}
+        for tensor in self._written().values():
+            storage = tensor.untyped_storage()
+            shared[storage._cdata] += 1
+            # One use is the object that is asked here.
+            counts[storage._cdata] = torch._C._storage_Use_Count(storage._cdata) - 1
+        return {key: count - shared[key] for key, count in counts.items()}
+
+    def know_views(self) -> None:
+        """Take all views that there are now for the engine's own."""
+        self._storages = self._uses()
 
     def _waits_for_compiled(self) -> bool:
         """Have compiled forwards wait before they are entered; whether all can."""
         for module in self._module.modules():
-            own = vars(module)
-            if own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]:
+            attributes = vars(module)
+            if (
+                attributes.get("_compiled_call_impl") is not None
+                or "_orig_mod" in attributes["_modules"]
+            ):
                 # The call itself is compiled: nothing runs before its guards look at the weights.
                 return False
-            if hasattr(own.get("forward"), "_torchdynamo_orig_callable"):
+            if hasattr(attributes.get("forward"), "_torchdynamo_orig_callable"):
                 if module not in self._compiled:
-                    module.register_forward_pre_hook(_land_all)
+                    self._hooks += [
+                        module.register_forward_pre_hook(_enter_compiled, prepend=True),
+                        module.register_forward_hook(_leave_compiled, always_call=True),
+                    ]
                 self._compiled.add(module)
         return True
 
@@ -806,18 +954,37 @@ class DeferredSteps(ABC):
         if not self._parts:
             self._parts = self._divide([step.weight.numel() for step in steps])
             self._order = list(range(len(self._parts)))
+            self._wait_before_kernels()
         pending = self._begin(steps, upload)
-        self._pending = pending
-        for name, tensor in self._written().items():
-            pending.hold(name, tensor)
-        if self._thread is not None:
-            self._thread.submit(pending.run)
+        try:
+            self._pending = pending
+            for name, tensor in self._written().items():
+                pending.hold(name, tensor)
+            if self._thread is not None:
+                self._thread.submit(_run, pending)
+        except BaseException as error:
+            # Whoever waits for a pass that nobody takes would wait for ever.
+            pending.fail(error)
+            raise
+
+    def _wait_before_kernels(self) -> None:
+        """Have modules that are not torch's wait for their weights before their forward.
+
+        Kernels that are no functions of torch may be called there, which ask for an address.
+        """
+        written = {id(parameter) for parameter in self._parameters.values()}
+        for module in self._module.modules():
+            if type(module).__module__.startswith("torch."):
+                continue
+            if any(id(each) in written for each in module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(_land_direct, prepend=True))
 
     def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
         return divide(self._layout.addresses, sizes, first=self._wanted_first())
 
     def _begin(self, steps: Sequence[SlabStep], upload: Upload) -> PendingStep:
-        return PendingStep(parts=self._parts, order=tuple(self._order), steps=steps, upload=upload)
+        kind = PendingStep if self._thread is None else ThreadedStep
+        return kind(parts=self._parts, order=tuple(self._order), steps=steps, upload=upload)
 
     def _upload(
         self,
@@ -839,9 +1006,9 @@ class DeferredSteps(ABC):
             accelerator=accelerator,
         )
 
-    @abstractmethod
     def _written(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the pass writes for the model, by the parameters' names."""
+        return self._parameters
 
     def _wanted_first(self) -> Collection[str]:
         """Names of parameters that are used as soon as the step ends."""
@@ -928,7 +1095,69 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
 
 
-def _land_all(module: torch.nn.Module, _inputs: Any) -> None:
+# -- What is compiled.
+
+_CALL_COMPILED: Final = (
+    "a module's call is compiled, whose guards look at the weights before anything can wait; "
+    "compile=True of the trainer, or module.forward = torch.compile(module.forward), can be waited "
+    "for"
+)
+_COMPILED: Final = (
+    "a function was compiled that may use the weights, and its guards look at them before anything "
+    "can wait"
+)
+_VIEWED: Final = (
+    "views of the weights are held outside of the model (parameter.detach(), .data, an array), "
+    "which would show the values from before the step"
+)
+
+
+class CompilerWatch:
+    """Tells when torch begins to compile something that ``_enter_compiled`` has not announced.
+
+    Args:
+        call: Called before what is compiled is looked at.
+    """
+
+    _inside = threading.local()
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._handler = sys.modules["torch._dynamo"].callback.callback_handler  # type: ignore[attr-defined]
+        self._handler.register_start_callback(self._begins)
+
+    def end(self) -> None:
+        """Listen no more."""
+        self._handler.remove_start_callback(self._begins)
+
+    @classmethod
+    def enter(cls, by: int) -> None:
+        """What this thread compiles from now on waits for its weights by itself."""
+        cls._inside.depth = getattr(cls._inside, "depth", 0) + by
+
+    def _begins(self, _arguments: Any) -> None:
+        if not getattr(self._inside, "depth", 0):
+            self._call()
+
+
+def _enter_compiled(module: torch.nn.Module, _inputs: Any) -> None:
     """Wait for the weights of a module whose forward is compiled."""
     for parameter in module.parameters():
         land(parameter)
+    CompilerWatch.enter(1)
+
+
+def _leave_compiled(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+    CompilerWatch.enter(-1)
+
+
+def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
+    for parameter in module.parameters(recurse=False):
+        land(parameter)
+
+
+def _run(pending: PendingStep) -> None:
+    try:
+        pending.run()
+    except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
+        pending.fail(error)
