@@ -8,10 +8,12 @@ written on ``MasterWeights`` and never looks inside DeepSpeed.
 from __future__ import annotations
 
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
+from typing import Final
 
 import attrs
 import torch
@@ -20,6 +22,10 @@ from typing_extensions import override
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.states import OptimizerStates
 from zerotune.errors import EngineError, UnsupportedEngineError
+
+_COMPARED_PARAMETERS: Final = 8
+_COMPARED_ELEMENTS: Final = 64
+"""What one look at the model's weights compares, which costs a few small copies."""
 
 
 @attrs.frozen(kw_only=True)
@@ -179,6 +185,13 @@ class MasterLayout(ABC):
         """Have averages move with a step under way; whether there is one they can move with."""
         return False
 
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:  # noqa: ARG002
+        """What the model computes with of a fragment, 1-D.
+
+        ``None`` where that is the master weight itself, or one of both is not in memory.
+        """
+        return None
+
     @abstractmethod
     def reading(self, slab: int) -> AbstractContextManager[Slab]:
         """Bring a slab into memory to read it."""
@@ -288,6 +301,50 @@ class MasterWeights:
             Whether they will move; ``False`` where no step is under way.
         """
         return self._layout.follow(followers)
+
+    @torch.no_grad()
+    def check_model(self, sample: int) -> None:
+        """Compare some weights of the model with the master weights they are rounded from.
+
+        The model follows no longer where its weights were replaced or written by somebody else,
+        which the optimizer would not see. A few elements of a few parameters are compared.
+
+        Args:
+            sample: Which: another number, other weights. Not collective.
+
+        Raises:
+            EngineError: They differ; names the parameter.
+        """
+        self.settle()
+        chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
+        addresses = self._layout.addresses
+        pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []
+        for address in chance.sample(addresses, min(_COMPARED_PARAMETERS, len(addresses))):
+            weights = self._layout.in_model(address)
+            if weights is not None:
+                start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
+                part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
+                master = _narrow(self._layout.tensors[address.slab], address)[part]
+                pairs.append((address, weights[part], master.to(weights.dtype)))
+        if not pairs:
+            return
+        # As one tensor, so that a device is waited for once.
+        model = torch.cat([weights.float() for _, weights, _ in pairs]).cpu()
+        at = 0
+        for address, weights, master in pairs:
+            there, here = model[at : at + len(weights)], master.float().cpu()
+            at += len(weights)
+            alike = (there == here) | (there.isnan() & here.isnan())
+            if not alike.all():
+                worst = int((~alike).nonzero()[0])
+                raise EngineError(
+                    "the model's weights are no longer those that the optimizer steps: somebody "
+                    "replaced or wrote them, and the next step would undo or miss that",
+                    key=address.name,
+                    value=f"{float(there[worst]):g}, master weight {float(here[worst]):g}",
+                    fix="write weights through engine.master_weights.editing(), and put back what "
+                    "was swapped in before the next step",
+                )
 
     def read(self) -> Iterator[Fragment]:
         """This rank's fragments, one slab in memory at a time. Not to be written."""

@@ -252,6 +252,8 @@ class PlainEngine(StartedEngine):
         A gradient that is not finite is not applied, as under DeepSpeed.
         """
         boundary, grad_norm, applied = self._at_boundary, None, False
+        if boundary:
+            self._check_before_step(self._global_step)
         self._close_micro_batch()
         if boundary:
             grad_norm = self._gradient_norm()
@@ -281,6 +283,11 @@ class PlainEngine(StartedEngine):
                 self._step.close()
         finally:
             self._accelerator.free_memory()
+
+    @property
+    @override
+    def _later_decisions(self) -> tuple[Decision, ...]:
+        return () if self._step is None else self._step.decisions
 
     @property
     def _at_boundary(self) -> bool:

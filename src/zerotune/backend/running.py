@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +19,10 @@ from zerotune.backend.master_weights import MasterWeights
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
+
+_FIRST_COMPARED: Final = (1, 2, 4, 8)
+_COMPARED_EVERY: Final = 16
+"""Steps at which some of the model's weights are compared with the master weights."""
 
 E = TypeVar("E", bound="RunningEngine")
 P = ParamSpec("P")
@@ -49,6 +53,8 @@ class RunningEngine(Closing):
     _group: ProcessGroup
     _master_weights: MasterWeights
     _decisions: tuple[Decision, ...] = ()
+    _trained: frozenset[int] = frozenset()
+    """Ids of the parameters that the optimizer steps."""
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -73,7 +79,12 @@ class RunningEngine(Closing):
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """Automatic choices of the plan and of this engine."""
-        return (*self._plan.decisions, *self._decisions)
+        return (*self._plan.decisions, *self._decisions, *self._later_decisions)
+
+    @property
+    def _later_decisions(self) -> tuple[Decision, ...]:
+        """Automatic choices made while it trains."""
+        return ()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -88,13 +99,36 @@ class RunningEngine(Closing):
 
     def explain(self) -> str:
         """What runs, verified, with every automatic choice."""
-        extra = "\n".join(f"  [{d.severity}] {d}" for d in self._decisions)
+        here = (*self._decisions, *self._later_decisions)
+        extra = "\n".join(f"  [{d.severity}] {d}" for d in here)
         return "\n".join(
             part for part in (self._checks().render(), self._plan.explain(), extra) if part
         )
 
     def _train(self, mode: bool) -> None:
         self._module.train(mode)
+
+    def _check_before_step(self, step: int) -> None:
+        """Is the model still what the optimizer steps? Some weights are compared now and then.
+
+        Args:
+            step: Optimizer steps so far.
+
+        Raises:
+            EngineError: A parameter wants a gradient that nobody steps, or weights differ.
+        """
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._trained:
+                raise EngineError(
+                    "wants a gradient, but was frozen or not there when the engine started, so "
+                    "that nothing would train it",
+                    key=f"model.{name}",
+                    value="requires_grad=True",
+                    fix="unfreeze or add it before the engine starts; what was trained from the "
+                    "start may be frozen and unfrozen at any time",
+                )
+        if step in _FIRST_COMPARED or step % _COMPARED_EVERY == 0:
+            self._master_weights.check_model(step)
 
     @abstractmethod
     def _checks(self) -> Checks:
@@ -112,8 +146,6 @@ class StartedEngine(RunningEngine):
 
     _open: ClassVar[weakref.WeakSet[StartedEngine]] = weakref.WeakSet()
     """All that were started, until nobody holds them."""
-    _claimed: frozenset[int] = frozenset()
-    """Ids of the parameters that are trained here."""
 
     def __init__(
         self, *, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0
@@ -144,11 +176,11 @@ class StartedEngine(RunningEngine):
                 fix="close the first trainer or engine (trainer.close(), or a with block), or give "
                 "this one a copy of the model made before",
             )
-        self._claimed = frozenset(named)
+        self._trained = frozenset(named)
         self._open.add(self)
 
     def _others(self, named: Mapping[int, str]) -> set[int]:
-        claims = [each._claimed for each in self._open if not each._closed]
+        claims = [each._trained for each in self._open if not each._closed]
         return named.keys() & set().union(*claims)
 
 

@@ -56,6 +56,7 @@ from zerotune.backend.optimizers.client import chosen_optimizer
 from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm, naming_the_lost
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
+from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
 
 _BEFORE_THE_FIRST: Final = -1
@@ -170,6 +171,30 @@ class ZeROEngine(RunningEngine):
             if told is None:
                 raise
             raise told from error
+        except RuntimeError as error:
+            strided = self._strided()
+            if strided is None:
+                raise
+            raise strided from error
+
+    def _strided(self) -> EngineError | None:
+        """Weights in a memory order of which DeepSpeed cannot take flat gradients."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and not parameter.is_contiguous():
+                return EngineError(
+                    "its memory order changed while the engine trains it, and DeepSpeed cannot "
+                    "take such gradients",
+                    key=f"model.{name}",
+                    value=f"strides {parameter.stride()}",
+                    fix="give the model and its inputs another memory format before the engine "
+                    "starts, or call model.to(memory_format=torch.contiguous_format)",
+                )
+        return None
+
+    @property
+    @override
+    def _later_decisions(self) -> tuple[Decision, ...]:
+        return () if self._host_step is None else self._host_step.decisions
 
     @naming_the_lost
     def step(self) -> StepOutcome:
@@ -178,6 +203,8 @@ class ZeROEngine(RunningEngine):
         A gradient that is not finite is not applied, also where DeepSpeed would.
         """
         boundary = bool(self._engine.is_gradient_accumulation_boundary())
+        if boundary:
+            self._check_before_step(self._engine.global_steps)
         norm = self._unchecked_norm() if boundary else None
         if norm is not None and not math.isfinite(norm):
             self.discard()

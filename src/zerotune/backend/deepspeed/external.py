@@ -367,6 +367,9 @@ class AttachedEngine(ZeROEngine):
         VerificationError: What runs is not what the plan says; names every difference.
     """
 
+    _checked_at = -1
+    """Optimizer steps when the model was compared last."""
+
     def __init__(
         self,
         *,
@@ -410,7 +413,16 @@ class AttachedEngine(ZeROEngine):
             *stepping,
         )
         self._verify(builder="the trainer")
+        self._trained = frozenset(id(parameter) for _, parameter in named)
+        checked = inner_optimizer(engine).register_step_pre_hook(self._before_optimizer)
+        self.resources.callback(checked.remove)
         announce(self._decisions, rank=self._group.rank)
+
+    def _before_optimizer(self, *_: Any) -> None:
+        """The trainer steps by itself, at stage 3 once per sub-group."""
+        if self._checked_at != self._engine.global_steps:
+            self._checked_at = self._engine.global_steps
+            self._check_before_step(self._checked_at)
 
     @property
     def state(self) -> EngineState:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerotune.backend.deepspeed.layouts import inner_optimizer
+from zerotune.backend.deepspeed.sources import SWAPPED_GRADIENTS
 from zerotune.decisions import Decision
 
 
@@ -70,6 +71,17 @@ def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is None:
         return ()
+    if (changed := SWAPPED_GRADIENTS.changed()) is not None:
+        return (
+            Decision(
+                key="zero_optimization.offload_optimizer.device",
+                before="nvme",
+                after="nvme",
+                reason=f"{changed}, so gradients are swapped in DeepSpeed's way, which read "
+                "unaligned ones back wrong in 0.19.8",
+                severity="warning",
+            ),
+        )
     swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
     return (
         Decision(

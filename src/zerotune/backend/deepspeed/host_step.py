@@ -17,6 +17,7 @@ import sys
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -47,6 +48,7 @@ from zerotune.backend.deepspeed.pending_step import (
     shares_cores,
 )
 from zerotune.backend.deepspeed.reads import read_at_once
+from zerotune.backend.deepspeed.sources import PARTITIONED_STEP, SHARDED_STEP, Replaced
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import MasterLayout
 from zerotune.backend.ops.host_step import HostStepOp
@@ -146,7 +148,7 @@ def _obstacle(wrapper: Any, kind: type[HostStep]) -> str | None:
         return f"with {others[0]} DeepSpeed's step does more"
     if not getattr(wrapper.optimizer, "fp32_optimizer_states", True):
         return "the moments are not fp32"
-    return kind.obstacle(wrapper)
+    return kind.replaced.changed() or kind.obstacle(wrapper)
 
 
 class HostStep(DeferredSteps):
@@ -162,6 +164,9 @@ class HostStep(DeferredSteps):
 
     relied_on: tuple[str, ...] = ("norm_for_param_grads", "reset_cpu_buffers", "loss_scale")
     """What is called or read of the wrapper; another DeepSpeed may lack some of it."""
+
+    replaced: Replaced
+    """Methods of the wrapper whose work is done here."""
 
     settles_first: tuple[str, ...] = ()
     """Methods of the wrapper that read or write weights or states."""
@@ -300,6 +305,8 @@ class HostStep(DeferredSteps):
 class PartitionedStep(HostStep):
     """Stages 1 and 2: one slab per parameter group."""
 
+    replaced = PARTITIONED_STEP
+
     relied_on = (
         *HostStep.relied_on,
         "_get_offload_gradient_dict",
@@ -338,7 +345,13 @@ class PartitionedStep(HostStep):
         if not wrapper.cpu_offload:
             return "the optimizer is not in host memory"
         home = sys.modules[type(wrapper).__module__]
-        needed = ("INITIAL_MICRO_STEP_ID", "all_gather_dp_groups", "is_invalid_grad_norm", "dist")
+        needed = (
+            "INITIAL_MICRO_STEP_ID",
+            "OPTIMIZER_TIMERS",
+            "all_gather_dp_groups",
+            "dist",
+            "is_invalid_grad_norm",
+        )
         missing = [name for name in needed if not hasattr(home, name)]
         return f"this DeepSpeed has no {missing[0]}" if missing else None
 
@@ -456,16 +469,31 @@ class PartitionedStep(HostStep):
             wrapper.zero_grad(set_to_none=True)
             wrapper._release_preflattened_grad_buffers()
             wrapper.reset_cpu_buffers()
+            for timer in self._home.OPTIMIZER_TIMERS:
+                with self._timing(timer):
+                    pass
             return
-        self._forget_unused()
-        self._stepped(wrapper.optimizer)
+        with self._timing(self._home.OPTIMIZER_GRADIENTS_TIMER):
+            self._forget_unused()
+        with self._timing(self._home.OPTIMIZER_STEP_TIMER):
+            self._stepped(wrapper.optimizer)
         wrapper._lazy_init_hp_params_optimizer_state()
         wrapper._release_preflattened_grad_buffers()
         for index in range(len(wrapper.bit16_groups)):
             wrapper.averaged_gradients[index] = None
         wrapper.reset_cpu_buffers()
-        if self._pending is None:
-            self._exchange_all()
+        with self._timing(self._home.OPTIMIZER_ALLGATHER_TIMER):
+            if self._pending is None:
+                self._exchange_all()
+        wrapper.timers.log(self._home.OPTIMIZER_TIMERS)
+
+    @contextmanager
+    def _timing(self, name: str) -> Iterator[None]:
+        """One of DeepSpeed's timers, which do nothing without ``wall_clock_breakdown``."""
+        timer = self._wrapper.timers(name)
+        timer.start()
+        yield
+        timer.stop()
 
     def _exchange_all(self) -> None:
         wrapper = self._wrapper
@@ -582,6 +610,8 @@ class PartitionedStep(HostStep):
 
 class ShardedStep(HostStep):
     """Stage 3: one slab per sub-group, in memory or brought in from NVMe by DeepSpeed."""
+
+    replaced = SHARDED_STEP
 
     relied_on = (
         *HostStep.relied_on,

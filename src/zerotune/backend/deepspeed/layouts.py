@@ -143,6 +143,10 @@ class ParameterLayout(_SteppedLayout, ResidentLayout):
         )
 
     @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        return self._pairs[address.slab][1].data.reshape(-1) if self._pairs else None
+
+    @override
     def refresh(self) -> None:
         for master, parameter in self._pairs:
             parameter.data.copy_(master.data)
@@ -170,12 +174,18 @@ class HalfPrecisionLayout(ResidentLayout):
                 )
                 self._pairs.append((parameter, addresses[-1]))
                 offset += parameter.numel()
+        self._model = {address.name: parameter for parameter, address in self._pairs}
         super().__init__(
             optimizer=wrapper.optimizer,
             slabs=slabs,
             addresses=tuple(addresses),
             order=tuple((address.name, address.shape) for address in addresses),
         )
+
+    @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        weights: torch.Tensor = self._model[address.name].data
+        return weights.reshape(-1)
 
     @override
     def refresh(self) -> None:
@@ -216,6 +226,7 @@ class PartitionedLayout(_SteppedLayout, ResidentLayout):
             for index, group in enumerate(wrapper.bit16_groups)
             for parameter in group
         }
+        self._model = dict(named)
         named.sort(key=lambda pair: group_of[id(pair[1])])
         addresses.sort(key=lambda address: address.slab)
         super().__init__(
@@ -224,6 +235,10 @@ class PartitionedLayout(_SteppedLayout, ResidentLayout):
             addresses=tuple(addresses),
             order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
         )
+
+    @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        return self._model[address.name].data.reshape(-1)[address.start : address.stop]
 
     @override
     def refresh(self) -> None:
@@ -237,6 +252,7 @@ class ShardedLayout(_SteppedLayout):
         self._wrapper = wrapper
         addresses, order = [], []
         names = _names(module)
+        self._model = dict(module.named_parameters())
         for sub_group, parameters in enumerate(wrapper.fp16_groups):
             for parameter in parameters:
                 name, shape = names[id(parameter)], full_shape(parameter)
@@ -262,6 +278,17 @@ class ShardedLayout(_SteppedLayout):
     @override
     def optimizer(self) -> torch.optim.Optimizer | None:
         return cast(torch.optim.Optimizer, self._wrapper.optimizer)
+
+    @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        parameter = self._model[address.name]
+        if self._wrapper._swappable_optimizer_subgroup(address.slab):
+            return None
+        if parameter.data.numel() == address.full_numel:
+            # Small enough to be whole on every rank.
+            return parameter.data.reshape(-1)[address.start : address.stop]
+        shard: torch.Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
+        return shard.view(-1)[: address.numel] if shard.numel() >= address.numel else None
 
     @property
     @override

@@ -2,10 +2,10 @@
 
 It is cut into parts. One taker works on them: a thread in the order in which the forward pass uses
 the weights (``ThreadedStep``), or, where there is none, whoever needs a weight first. A tensor that
-is still to be written is awaited: it is empty, and of a class whose every use torch reports, so that
-a use waits for the parts that write it and no others. What goes around torch finds it empty and
-fails. Which parameters a pass writes is fixed when the engine starts, whatever is frozen later; a
-step of which somebody could read old values, through a view made before it, is taken at once.
+is still to be written is awaited: it is empty, and of a class whose every use torch reports, so
+that a use waits for the parts that write it and no others. What goes around torch finds it empty
+and fails. Which parameters a pass writes is fixed when the engine starts, whatever is frozen later;
+a step of which somebody could read old values, through a view made before it, is taken at once.
 """
 
 from __future__ import annotations
@@ -890,9 +890,7 @@ class DeferredSteps(ABC):
     def _why_not_now(self) -> str | None:
         """Why this step cannot be left for later."""
         if self._stepped_by._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-            return (
-                "hooks after the optimizer's step are called with the weights that it has written"
-            )
+            return "hooks after the optimizer's step read the weights that it has written"
         self._watch_compiler()
         if not self._waits_for_compiled():
             return _CALL_COMPILED
@@ -1123,7 +1121,7 @@ class CompilerWatch:
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
-        self._handler = sys.modules["torch._dynamo"].callback.callback_handler  # type: ignore[attr-defined]
+        self._handler = sys.modules["torch._dynamo"].callback.callback_handler
         self._handler.register_start_callback(self._begins)
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from zerotune.backend.deepspeed.sources import OVERFLOW_AT_STAGE_0, OVERFLOW_FLAGS
 from zerotune.decisions import Decision
 
 _ASKED: Final = (
@@ -32,6 +33,8 @@ def ask_once(engine: Any) -> tuple[Decision, ...]:
     wrapper = engine.optimizer
     checker = getattr(wrapper, "overflow_checker", None)
     if hasattr(checker, "has_overflow_serial") and hasattr(checker, "_has_inf_or_nan"):
+        if (changed := OVERFLOW_AT_STAGE_0.changed()) is not None:
+            return (_per_parameter("optimizer.reads", changed),)
         return (_check_at_once(checker),)
     if type(wrapper).__name__ != "DeepSpeedZeroOptimizer" or not wrapper.cpu_offload:
         return ()
@@ -39,8 +42,9 @@ def ask_once(engine: Any) -> tuple[Decision, ...]:
     missing = [name for name in _ASKED if not hasattr(wrapper, name)]
     if missing or wrapper.zenflow:
         why = "ZenFlow" if not missing else f"a DeepSpeed without {missing[0]}"
-        reason = f"{why} does it in its own way"
-        return (Decision(key=key, before="per parameter", after="per parameter", reason=reason),)
+        return (_per_parameter(key, f"{why} does it in its own way"),)
+    if (changed := OVERFLOW_FLAGS.changed()) is not None:
+        return (_per_parameter(key, changed),)
     AskedOnce(wrapper).install()
     return (
         Decision(
@@ -52,6 +56,10 @@ def ask_once(engine: Any) -> tuple[Decision, ...]:
             "parameter in the backward pass and once more in the step; the same numbers",
         ),
     )
+
+
+def _per_parameter(key: str, reason: str) -> Decision:
+    return Decision(key=key, before="per parameter", after="per parameter", reason=reason)
 
 
 def _check_at_once(checker: Any) -> Decision:
