@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+from tests.faults.acts import Acts
 from tests.faults.campaign import Faults, campaign, table
 from tests.faults.checkpoints import IN_HOST_MEMORY, Checkpoints
 from tests.faults.damage import CacheBits, LeaseRecords
@@ -34,6 +35,7 @@ CLASSES: dict[str, Callable[[], Faults]] = {
     "agents per machine": partial(RankFaults, torchrun=True, machines=True),
     "signals": Signals,
     "disks": Disks,
+    "acts between steps": Acts,
 }
 
 

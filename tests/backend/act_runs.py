@@ -1,0 +1,405 @@
+"""Plays a run in which somebody does something to the model between steps, and judges it.
+
+The judge is the same run with the optimizer's own step (``host_step=False``) under the same act:
+losses, what was seen, weights, moments and the average are equal in the end; or an error of ours
+came before anything had been trained otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from tests.backend.acts import ACTS, BACKWARD, FORWARD, KINDS, PENDING, STEP, Act, Kind, Net, Oops
+from tests.support.ranks import RanksFailed, run_ranks
+from zerotune.errors import ZeroTuneError
+
+State = dict[str, np.ndarray[Any, Any]]
+AFTER = 20
+"""Steps after the last time something is done."""
+TIMEOUT_S = 120.0
+NAP_S = 1.5e-3
+"""What each part of a step waits for in the thread, around the steps at which something is done."""
+
+
+@attrs.frozen(kw_only=True)
+class Mode:
+    """Who takes the steps, and whether an average joins them."""
+
+    name: str
+    hidden: bool | None = None
+    ema: bool = False
+    host_step: bool = True
+
+
+ORACLE = Mode(name="oracle", ema=True, host_step=False)
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode(name="default"),
+        Mode(name="hidden", hidden=True),
+        Mode(name="average", ema=True),
+        Mode(name="hidden, average", hidden=True, ema=True),
+    )
+}
+
+
+def modes_of(kind: Kind, act: Act) -> tuple[str, ...]:
+    """The modes that differ where a plan is of that kind, and in which there is something to do."""
+    names = tuple(MODES) if kind.offload == "cpu" else ("default", "average")
+    return tuple(name for name in names if MODES[name].ema or not act.needs_ema)
+
+
+@attrs.frozen(kw_only=True)
+class Played:
+    """What a run left behind."""
+
+    losses: list[float]
+    seen: list[Any]
+    states: list[State]
+    """After each step, and in the end or where an error came: the last one alone otherwise."""
+    ema: State
+    error: tuple[str, bool, str] | None
+    """Type, whether it is one of ours, and message."""
+    steps: int
+    """Begun when it ended."""
+    hidden: int
+    """Parts taken in the thread."""
+
+
+class Context:
+    """What an act may look at and change besides engine and model."""
+
+    def __init__(self, kind: Kind, mode: Mode) -> None:
+        self.kind, self._mode = kind, mode
+        self.step = self.times = 0
+        self.moment = FORWARD
+        self.seen: list[Any] = []
+        self.kept: dict[str, Any] = {}
+        self.resources = ExitStack()
+        """Ends before the engine is closed."""
+        self.predict: Callable[[Any, torch.Tensor], torch.Tensor] = lambda engine, x: engine(x)
+        self.engine: Any = None
+        self.ema: Any = None
+        self.losses: list[float] = []
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """Start an engine on a model, in place of the one before."""
+        from zerotune.ema import EMAShadow
+
+        self.engine = begin(self.kind, self._mode, model)
+        self.ema = EMAShadow(decay=0.9).attach(self.engine) if self._mode.ema else None
+
+    def another(self, model: torch.nn.Module, kind: Kind | None = None) -> Any:
+        """One more engine, of the same kind unless another is given."""
+        return begin(kind or self.kind, self._mode, model)
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Images of a step, in the engine's dtype."""
+        generator = torch.Generator().manual_seed(17 * step + self.engine.group.rank)
+        return torch.randn(2, Net.CHANNELS, 4, 4, generator=generator).to(self.engine.dtype)
+
+    def loss(self) -> torch.Tensor:
+        """Of the step under way."""
+        torch.manual_seed(self.step)
+        x = self.batch(self.step)
+        return (self.predict(self.engine, x).float() - x.float().roll(1, 1)).square().mean()
+
+    def look(self, value: Any) -> None:
+        """Keep what somebody saw, to be compared."""
+        if isinstance(value, torch.Tensor):
+            value = (str(value.dtype), tuple(value.shape), value.detach().double().sum().item())
+        self.seen.append((self.step, value))
+
+
+def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
+    """The engine of a kind."""
+    from zerotune.backend import plain
+    from zerotune.backend.build import build_engine
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
+
+    plan = DeepSpeedPlan.build(
+        stage=kind.stage or 0, offload=kind.offload, micro_batch_size=2, gradient_clipping=0.5,
+        precision="fp32" if kind.stage is None else "bf16",
+        optimizer={"type": "AdamW", "params": {"lr": 4e-3, "weight_decay": 0.01}},
+        scheduler={"type": "WarmupLR", "params": {
+            "warmup_min_lr": 1e-4, "warmup_max_lr": 4e-3, "warmup_num_steps": 9}},
+        **({"stage3_param_persistence_threshold": 20} if kind.stage == 3 else {}),
+    )  # fmt: skip
+    resolved = plan.resolve(
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        hidden=mode.hidden,
+        deepspeed=kind.stage is not None,
+        host_step=mode.host_step,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if kind.apart:
+            # The model as on a device: its weights lie elsewhere than those that are stepped.
+            patch.setattr(plain, "_has_memory_of_its_own", lambda _: True)
+        return build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+
+
+@contextmanager
+def slowed(near: Callable[[], bool]) -> Iterator[Counter[str]]:
+    """Small parts, each of which naps in the thread; counts who takes them."""
+    from zerotune.backend.deepspeed import pending_step
+    from zerotune.backend.deepspeed.host_adam import SlabStep
+
+    taken: Counter[str] = Counter()
+    run = SlabStep.run
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        name = threading.current_thread().name
+        taken[name.split("_")[0]] += 1
+        if name.startswith("zerotune-step"):
+            time.sleep(NAP_S if near() else NAP_S / 30)
+        return run(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlabStep, "run", slow)
+        for name, value in (("_LEAST", 96), ("_PARTS", 10**9), ("_SHARED_PARTS", 10**9)):
+            patch.setattr(pending_step, name, value)
+        yield taken
+
+
+def play(name: str, kind: Kind, mode: Mode, after: int = AFTER) -> Played:
+    """Train, and do it at its steps. To be called in a process of its own."""
+    act = ACTS[name]
+    context = Context(kind, mode)
+    states: list[State] = []
+    error: BaseException | None = None
+    with slowed(lambda: context.step in act.at) as taken:
+        try:
+            model = Net()
+            if act.before is not None:
+                act.before(model, context)
+            context.begin(model)
+            for step in range(max(act.at) + 1 + after):
+                context.step = step
+                if not mode.host_step:
+                    states.append(state_of(context.engine))
+                one_step(act, context)
+            context.resources.close()
+        except BaseException as caught:  # noqa: BLE001 - what is judged
+            error = caught
+        context.moment = "the end"
+        states.append(state_of(context.engine))
+        ema = {} if context.ema is None or error else context.ema.state_dict()
+        ema = {key: array_of(value) for key, value in ema.items()}
+        try:
+            context.resources.close()
+            context.engine.close()
+        except BaseException as caught:  # noqa: BLE001 - what is judged
+            error = error or caught
+    return Played(
+        losses=context.losses,
+        seen=context.seen,
+        states=states,
+        ema=ema,
+        error=None if error is None else described(error),
+        steps=context.step,
+        hidden=taken["zerotune-step"],
+    )
+
+
+def one_step(act: Act, context: Context) -> None:
+    """A user's loop: one that goes on with the next batch after an error in a step."""
+    try:
+        do(act, context, FORWARD)
+        loss = context.loss()
+        context.losses.append(float(loss.detach()))
+        context.engine.backward(loss)
+        do(act, context, BACKWARD)
+        context.engine.step()
+        do(act, context, PENDING)
+        if context.ema is not None:
+            context.ema.step()
+        do(act, context, STEP)
+    except (Oops, KeyboardInterrupt) as error:
+        context.look(type(error).__name__)
+        context.engine.discard()
+
+
+def do(act: Act, context: Context, moment: str) -> None:
+    """Do it, where its time has come."""
+    if moment not in act.moments or context.step not in act.at:
+        return
+    context.moment = moment
+    act.do(context.engine, context.engine.module, context)
+    context.times += moment == act.moments[-1]
+
+
+def described(error: BaseException) -> tuple[str, bool, str]:
+    """Type, whether it is ours, and message with the place it came from."""
+    import traceback
+
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    places = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames))
+    return type(error).__name__, isinstance(error, ZeroTuneError), f"{str(error)[:300]} ({places})"
+
+
+def state_of(engine: Any) -> State:
+    """Masters, moments and the model's weights, as they lie there."""
+    found: State = {}
+    try:
+        for fragment in engine.master_weights.read():
+            found[f"master {fragment.address.key}"] = array_of(fragment.value)
+            for name, state in fragment.states.items():
+                found[f"{name} {fragment.address.key}"] = array_of(state)
+    except Exception as error:  # noqa: BLE001 - a step that has failed says so to whoever reads
+        found["unreadable"] = np.zeros(0)
+        logging.getLogger(__name__).info("unreadable: %s", error)
+        return found
+    for name, parameter in engine.module.named_parameters():
+        there = getattr(parameter, "ds_tensor", parameter)
+        found[f"model {name}"] = array_of(there)
+    return found
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    # Forked processes that are gone cannot give a tensor.
+    return tensor.detach().float().contiguous().numpy().copy()
+
+
+# -- Judging.
+
+
+def differs(mine: State, theirs: State) -> str | None:
+    """The first tensor that is not the same to the bit, and how far it is."""
+    if mine.keys() != theirs.keys():
+        return f"has other tensors: {sorted(mine.keys() ^ theirs.keys())[:4]}"
+    apart = {
+        name: float(np.abs(value - theirs[name]).max())
+        if value.shape == theirs[name].shape
+        else float("inf")
+        for name, value in mine.items()
+        if value.shape != theirs[name].shape
+        or not np.array_equal(value, theirs[name], equal_nan=True)
+    }
+    if not apart:
+        return None
+    worst = max(apart, key=lambda name: apart[name])
+    return f"{len(apart)} of {len(mine)} tensors differ, {worst} by {apart[worst]:.2g}"
+
+
+def judge(mine: Played, theirs: Played, *, ema: bool) -> str:
+    """``equal``, ``raises …`` where the oracle does too, ``refused …``, or ``FAIL …``."""
+    if (
+        mine.error is not None
+        and mine.error[1]
+        and (theirs.error or ["", ""])[2:] != mine.error[2:]
+    ):
+        return refused(mine, theirs)
+    if (mine.error or [None])[0] != (theirs.error or [None])[0]:
+        return f"FAIL step {mine.steps}: {mine.error}, the oracle: {theirs.error}"
+    for step, (one, other) in enumerate(zip(mine.losses, theirs.losses, strict=False)):
+        if one != other and not (one != one and other != other):
+            return f"FAIL loss of step {step}: {one:.7g}, not {other:.7g}"
+    if len(mine.losses) != len(theirs.losses):
+        return f"FAIL {len(mine.losses)} losses, not {len(theirs.losses)}"
+    if mine.seen != theirs.seen:
+        first = next(
+            ((a, b) for a, b in zip(mine.seen, theirs.seen, strict=False) if a != b),
+            (f"{len(mine.seen)} looks", f"{len(theirs.seen)}"),
+        )
+        return f"FAIL saw {first[0]}, not {first[1]}"
+    if what := differs(mine.states[-1], theirs.states[-1]):
+        return f"FAIL in the end {what}"
+    if ema and (what := differs(mine.ema, theirs.ema)):
+        return f"FAIL average: {what}"
+    return "equal" if mine.error is None else f"raises {mine.error[0]}"
+
+
+def refused(mine: Played, theirs: Played) -> str:
+    """An error of ours: whether it came before anything was trained otherwise."""
+    assert mine.error is not None
+    name, _, message = mine.error
+    if mine.losses != theirs.losses[: len(mine.losses)]:
+        return f"FAIL {name} came after a loss that differs: {message}"
+    if "unreadable" in mine.states[-1]:
+        return f"refused {name}: {message}"
+    near = theirs.states[mine.steps : mine.steps + 2]
+    if all(differs(mine.states[-1], state) for state in near):
+        return f"FAIL {name} came after weights differ ({differs(mine.states[-1], near[0])})"
+    return f"refused {name}: {message}"
+
+
+def cell(name: str, kind: Kind, modes: tuple[str, ...], after: int = AFTER) -> dict[str, str]:
+    """What becomes of an act under a kind of engine, by mode."""
+    try:
+        theirs = run_ranks(
+            play, name, kind, ORACLE, after, world_size=kind.world_size, timeout_s=TIMEOUT_S
+        )
+    except RanksFailed as error:
+        return {"oracle": f"FAIL {str(error)[-400:]}"}
+    found = {}
+    ended = theirs[0].error
+    found["oracle"] = "goes on" if ended is None else f"raises {ended[0]}: {ended[2]}"
+    for mode in modes:
+        try:
+            mine = run_ranks(
+                play, name, kind, MODES[mode], after, world_size=kind.world_size,
+                timeout_s=TIMEOUT_S,
+            )  # fmt: skip
+        except RanksFailed as error:
+            found[mode] = f"FAIL {str(error)[-400:]}"
+            continue
+        verdicts = [
+            judge(one, other, ema=MODES[mode].ema) for one, other in zip(mine, theirs, strict=True)
+        ]
+        found[mode] = next((v for v in verdicts if v.startswith("FAIL")), verdicts[0])
+        if name == "nothing" and MODES[mode].hidden and not mine[0].hidden:
+            found[mode] = "FAIL nothing was hidden"
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The table: act by configuration.")
+    parser.add_argument("--act", action="append", choices=list(ACTS))
+    parser.add_argument("--kind", action="append", choices=list(KINDS))
+    parser.add_argument("--mode", action="append", choices=list(MODES))
+    parser.add_argument("--shuffle", type=int, help="seed of the order")
+    arguments = parser.parse_args()
+    cells = [
+        (name, kind)
+        for name in arguments.act or ACTS
+        for kind in arguments.kind or KINDS
+        if kind in ACTS[name].kinds
+    ]
+    if arguments.shuffle is not None:
+        random.Random(arguments.shuffle).shuffle(cells)
+    bad = 0
+    for name, kind in cells:
+        modes = tuple(
+            m for m in modes_of(KINDS[kind], ACTS[name]) if m in (arguments.mode or MODES)
+        )
+        began = time.monotonic()
+        for mode, verdict in cell(name, KINDS[kind], modes).items():
+            bad += verdict.startswith("FAIL")
+            print(f"{name} | {kind} | {mode} | {verdict}".replace("\n", " "), flush=True)
+        print(f"# {time.monotonic() - began:.1f} s", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    # Forked children import this module by its name.
+    from tests.backend import act_runs
+
+    sys.exit(act_runs.main())
