@@ -496,6 +496,7 @@ class PlainStep(DeferredSteps):
         # So hooks before and after an optimizer's step run, which is what tells of a change.
         step = torch.optim.Optimizer.profile_hook_step(self._step)
         adam.step = partial(step, adam)  # type: ignore[method-assign, assignment]
+        self.settle_for_states()
 
     @override
     def why_at_once(self) -> str | None:

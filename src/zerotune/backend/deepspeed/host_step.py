@@ -108,6 +108,7 @@ def take_over_step(
     step = kind(wrapper=wrapper, op=op, module=engine.module, layout=layout, group=group)
     step.install()
     step.know_views()
+    step.settle_for_states()
     decided = (
         _decision(usual, "one pass", _REASON),
         choose_when(step, plan),

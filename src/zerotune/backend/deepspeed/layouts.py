@@ -282,13 +282,14 @@ class ShardedLayout(_SteppedLayout):
     @override
     def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
         parameter = self._model[address.name]
-        if self._wrapper._swappable_optimizer_subgroup(address.slab):
+        shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+        swapped = self._wrapper._swappable_optimizer_subgroup(address.slab)
+        if swapped or shard.status.name != "AVAILABLE":
             return None
         if parameter.data.numel() == address.full_numel:
             # Small enough to be whole on every rank.
             return parameter.data.reshape(-1)[address.start : address.stop]
-        shard: torch.Tensor = parameter.ds_tensor.data  # type: ignore[attr-defined]
-        return shard.view(-1)[: address.numel] if shard.numel() >= address.numel else None
+        return cast(torch.Tensor, shard.data).view(-1)[: address.numel]
 
     @property
     @override
@@ -311,10 +312,12 @@ class ShardedLayout(_SteppedLayout):
     @contextmanager
     def writing(self, slab: int) -> Iterator[Slab]:
         with self._resident(slab, leave=self._leave_written) as resident:
-            yield resident
-            # While the sub-group is in memory, its low-precision part can follow without
-            # bringing it in a second time.
-            self._wrapper._reassign_or_swap_out_partitioned_parameters(slab)
+            try:
+                yield resident
+            finally:
+                # While the sub-group is in memory, its low-precision part can follow without
+                # bringing it in a second time; also where the caller has stopped after a part.
+                self._wrapper._reassign_or_swap_out_partitioned_parameters(slab)
 
     def _leave_written(self, slab: int) -> None:
         self._wrapper._optimizer_states_and_gradient_swap_out(slab)

@@ -928,6 +928,14 @@ class DeferredSteps(ABC):
         """Take all views that there are now for the engine's own."""
         self._storages = self._uses()
 
+    def settle_for_states(self) -> None:
+        """Have the optimizer's states saved and loaded only when they are written."""
+        optimizer = self._stepped_by
+        self._hooks += [
+            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+        ]
+
     def _waits_for_compiled(self) -> bool:
         """Have compiled forwards wait before they are entered; whether all can."""
         for module in self._module.modules():
@@ -1140,16 +1148,23 @@ class CompilerWatch:
 
 def _enter_compiled(module: torch.nn.Module, _inputs: Any) -> None:
     """Wait for the weights of a module whose forward is compiled."""
+    if torch.compiler.is_compiling():
+        return
     for parameter in module.parameters():
         land(parameter)
     CompilerWatch.enter(1)
 
 
 def _leave_compiled(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     CompilerWatch.enter(-1)
 
 
 def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
+    # What compiles from outside has settled the step before it looks at this.
+    if torch.compiler.is_compiling():
+        return
     for parameter in module.parameters(recurse=False):
         land(parameter)
 
