@@ -11,9 +11,11 @@ import contextlib
 import copy
 import io
 import pickle
+import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -1218,3 +1220,68 @@ def _(engine, model, context):
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(f"{folder}/here", engine=engine, shadows=shadows)
         load_checkpoint(f"{folder}/here", engine=engine, shadows=shadows)
+
+
+# -- Everything, by turns.
+
+REVERSIBLE: Final = (
+    "to another dtype and back",
+    "cpu and back",
+    "data = data.clone()",
+    "vector_to_parameters",
+    "freeze and unfreeze",
+    "freeze between backward and step",
+    "unfreeze what was frozen at the start",
+    "swap in an average of one's own with copy_",
+    "swap in the average",
+    "no_grad mul_",
+    "edit the masters",
+    "clip gradients by hand",
+    "zero_grad by hand",
+    "deepcopy",
+    "state_dict out",
+    "another rate before the step",
+    "an exception in forward",
+    "an exception in forward, without a word to the engine",
+    "an exception in backward",
+    "an exception in an optimizer hook",
+    "discard a step",
+    "evaluate under no_grad",
+    "evaluate the module itself",
+    "gradient checkpointing switched on and off",
+    "a custom autograd function, later",
+)
+"""What can be done again and again, in any order."""
+LONG: Final = 200
+"""Steps of a run in which all of these are done."""
+NEW_ENGINES: Final = (70, 140)
+"""Steps after which an engine is closed and another goes on."""
+
+
+def everything(engine: Any, model: Any, context: Any) -> None:
+    """One act at each step, by chance; threads read the weights all the while."""
+    chance = random.Random(f"{context.kind}/{context.step}")
+    done = context.kept.setdefault("done", Counter())
+    name = chance.choice(REVERSIBLE)
+    if context.step in NEW_ENGINES:
+        name = "close the engine and start another"
+    if context.step - 1 in (0, *NEW_ENGINES):
+        name = "threads that read weights"
+    chosen = ACTS[name]
+    needless = chosen.needs_ema and context.ema is None
+    if (
+        context.moment in chosen.moments
+        and context.kind in map(KINDS.get, chosen.kinds)
+        and not needless
+    ):
+        context.times = done[name]
+        chosen.do(engine, model, context)
+        done[name] += context.moment == chosen.moments[-1]
+
+
+LONG_ACTS: Final = {
+    "everything": Act(
+        do=everything, at=tuple(range(1, LONG)), moments=(FORWARD, BACKWARD, PENDING, STEP),
+        kinds=ALL, before=None, upstream="does each as above", ends=frozenset(), needs_ema=False,
+    )
+}  # fmt: skip
