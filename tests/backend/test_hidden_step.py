@@ -768,3 +768,164 @@ def around_torch() -> str:
 def test_what_goes_around_torch_finds_no_old_value():
     (told,) = run_ranks(around_torch)
     assert "shape" in told or "size" in told
+
+
+def to_and_back(module: torch.nn.Module) -> None:
+    dtype = next(module.parameters()).dtype
+    module.to(torch.float64).to(dtype)
+
+
+MOVES: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "to": to_and_back,
+    "apply": lambda module: module._apply(torch.clone),
+    "vector": lambda module: torch.nn.utils.vector_to_parameters(
+        torch.nn.utils.parameters_to_vector(module.parameters()), module.parameters()
+    ),
+}
+"""What gives parameters other memory."""
+
+
+class Small(torch.nn.Module):
+    """Two products, one of them by a function that takes its weight whole, as fused kernels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(SIDE, 40)
+        self.second = torch.nn.Linear(40, SIDE)
+
+    def forward(self, x_bts: torch.Tensor, _both: bool = True) -> torch.Tensor:
+        return Product.apply(self.first(x_bts), self.second.weight) + self.second.bias
+
+
+class Product(torch.autograd.Function):
+    """As ``linear``, whose gradients are written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
+        return gradient @ weight, rows.t() @ columns
+
+
+def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list[Any]:
+    """Losses and weights of a run in which something happens once, between two steps."""
+    from zerotune.ema import EMAShadow
+
+    precision = "fp32" if stage == PLAIN else "bf16"
+    engine = begin(stage, Small(), hidden=hidden, precision=precision)
+    ema = EMAShadow(decay=0.9).attach(engine) if average else None
+    found: list[Any] = []
+    slow = delayed(stage, engine.module) if hidden else in_small_parts()
+    with in_small_parts(), slow:
+        for step in range(10):
+            if step == 3 and what in MOVES:
+                MOVES[what](engine.module)
+            if step == 3 and what == "freeze":
+                engine.module.second.requires_grad_(False)
+            if step == 6 and what == "freeze":
+                engine.module.second.requires_grad_(True)
+            loss = loss_of(engine, step)
+            found.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+            if ema is not None:
+                ema.step()
+    found += [digest(engine), weights_of(engine) if stage < 3 else None]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("what", [*MOVES, "freeze"])
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+def test_weights_that_were_moved_or_frozen_are_followed(stage, what):
+    (theirs,) = run_ranks(disturbed, stage, False, what, False)
+    (mine,) = run_ranks(disturbed, stage, True, what, False)
+    (averaged,) = run_ranks(disturbed, stage, None, what, True)
+    assert mine == theirs
+    assert averaged == theirs
+
+
+def watched(how: str) -> dict[str, Any]:
+    """What somebody holds or asks for, for whom a step cannot be left for later."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    engine = begin(2, Web(), hidden=True)
+    flat = engine.deepspeed_engine.optimizer.single_partition_of_fp32_groups[0]
+    seen: list[bool] = []
+    kept: list[Any] = []
+    if how == "global hook":
+        kept.append(register_optimizer_step_post_hook(lambda *_: seen.append(float(flat.sum()))))
+    weight = engine.module.large.weight
+    with in_small_parts() as taken:
+        for step in range(3):
+            engine.backward(loss_of(engine, step))
+            if how == "view":
+                kept = [weight.detach()]
+            if how == "array":
+                kept = [weight.detach().view(torch.int16).numpy()]
+            engine.step()
+            if how == "global hook":
+                seen[-1] = seen[-1] == float(flat.sum())
+            elif kept:
+                there = torch.as_tensor(kept[0]).view(torch.bfloat16)
+                seen.append(torch.equal(there, weight.detach()))
+    reasons = [d.reason for d in engine.decisions if d.before == "taken later"]
+    for each in kept:
+        if hasattr(each, "remove"):
+            each.remove()
+    shown = all(reason in engine.explain() for reason in reasons)
+    engine.close()
+    return {"seen": seen, "reasons": reasons, "taken": dict(taken), "shown": shown}
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("view", "views of"), ("array", "views of"), ("global hook", "hooks after")]
+)
+def test_whoever_holds_a_view_or_a_global_hook_sees_the_step_taken(how, reason):
+    (found,) = run_ranks(watched, how)
+    assert found["seen"] == [True] * 3
+    assert len(found["reasons"]) == 1
+    assert found["reasons"][0].startswith(reason)
+    assert found["shown"]
+    assert "zerotune-step" not in found["taken"]
+    (usual,) = run_ranks(watched, "nothing")
+    assert not usual["reasons"]
+    assert usual["taken"]["zerotune-step"]
+
+
+def compiled_outside(hidden: bool, how: str) -> dict[str, Any]:
+    """Somebody compiles the model without telling."""
+    engine = begin(PLAIN, Small(), hidden=hidden, precision="fp32")
+    module = engine.module
+    call = {
+        "module": torch.compile(module, backend="eager"),
+        "function": torch.compile(lambda x: module(x) * 1.0, backend="eager"),
+    }[how]
+    losses = []
+    with in_small_parts():
+        for step in range(6):
+            predict = call if step else module
+            loss = predict(batch(engine, step)).float().square().mean()
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    reasons = [d.reason for d in engine.decisions if d.before == "taken later"]
+    engine.close()
+    return {"losses": losses, "graphs": graphs, "reasons": reasons}
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_what_is_compiled_from_outside_is_compiled_once_and_said(how):
+    (mine,) = run_ranks(compiled_outside, True, how)
+    (theirs,) = run_ranks(compiled_outside, False, how)
+    assert mine["losses"] == theirs["losses"]
+    assert mine["graphs"] == theirs["graphs"]
+    assert len(mine["reasons"]) == 1
+    assert "compiled" in mine["reasons"][0]

@@ -23,7 +23,7 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.states import OptimizerStates
 from zerotune.errors import EngineError, UnsupportedEngineError
 
-_COMPARED_PARAMETERS: Final = 8
+_COMPARED_PARAMETERS: Final = 4
 _COMPARED_ELEMENTS: Final = 64
 """What one look at the model's weights compares, which costs a few small copies."""
 

@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -19,10 +19,6 @@ from zerotune.backend.master_weights import MasterWeights
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
-
-_FIRST_COMPARED: Final = (1, 2, 4, 8)
-_COMPARED_EVERY: Final = 16
-"""Steps at which some of the model's weights are compared with the master weights."""
 
 E = TypeVar("E", bound="RunningEngine")
 P = ParamSpec("P")
@@ -109,10 +105,10 @@ class RunningEngine(Closing):
         self._module.train(mode)
 
     def _check_before_step(self, step: int) -> None:
-        """Is the model still what the optimizer steps? Some weights are compared now and then.
+        """Is the model still what the optimizer steps? A few of its weights are compared.
 
         Args:
-            step: Optimizer steps so far.
+            step: Optimizer steps so far; at each, other weights are compared.
 
         Raises:
             EngineError: A parameter wants a gradient that nobody steps, or weights differ.
@@ -127,8 +123,7 @@ class RunningEngine(Closing):
                     fix="unfreeze or add it before the engine starts; what was trained from the "
                     "start may be frozen and unfrozen at any time",
                 )
-        if step in _FIRST_COMPARED or step % _COMPARED_EVERY == 0:
-            self._master_weights.check_model(step)
+        self._master_weights.check_model(step)
 
     @abstractmethod
     def _checks(self) -> Checks:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
+import time
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +16,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.backend.deepspeed.pending_step import DeferredSteps, PendingStep, Upload, divide
+from zerotune.backend.deepspeed.pending_step import (
+    DeferredSteps,
+    PendingStep,
+    ThreadedStep,
+    Upload,
+    divide,
+)
 from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.errors import EngineError
 
 
 def addresses_of(sizes: list[list[int]], gap: int) -> tuple[list[FragmentAddress], list[int]]:
@@ -164,3 +175,107 @@ def test_a_pass_in_a_thread_is_on_the_device_that_its_rank_trains_on():
         assert [name.partition("_")[0] for name in spared] == ["zerotune-step"]
     finally:
         step.close()
+
+
+def settled(step: PendingStep, outcome: SimpleQueue[str]) -> None:
+    try:
+        step.settle()
+    except EngineError as error:
+        outcome.put(str(error))
+    else:
+        outcome.put("settled")
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_ctrl_c_at_any_time_lets_nobody_wait_for_ever(threaded):
+    numel = 60
+    addresses, slabs = addresses_of([[1] * numel], 0)
+    parts = divide(addresses, slabs, parts=numel, least=1)
+    chance, interrupted = random.Random(28), 0
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(80):
+            kind = ThreadedStep if threaded else PendingStep
+            step = kind(
+                parts=parts, order=range(numel), steps=[Doubling(weight=torch.ones(numel))],
+                upload=Upload(sources=[None], targets=[None]),
+            )  # fmt: skip
+            taker = threading.Thread(target=step.run, daemon=True)
+            taker.start()
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 2e-3))
+            try:
+                step.settle()
+                time.sleep(0.02)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            outcome: SimpleQueue[str] = SimpleQueue()
+            threading.Thread(target=settled, args=(step, outcome), daemon=True).start()
+            # Empty where a part was left that nobody finishes.
+            ended = outcome.get(timeout=60)
+            assert ended == "settled" or "last checkpoint" in ended
+            assert ended == "settled" or not threaded, "no signal reaches the thread"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 80
+
+
+def test_a_handler_that_reads_weights_within_a_step_is_refused():
+    seen: list[EngineError] = []
+
+    def handler() -> None:
+        if not seen:
+            with pytest.raises(EngineError, match="signal handler") as caught:
+                step.settle()
+            seen.append(caught.value)
+
+    weight = torch.ones(40)
+    step, _ = pending(weight, handler)
+    step.settle()
+    assert seen
+    assert torch.equal(weight, torch.full((40,), 2.0))
+
+
+def test_what_is_needed_is_taken_before_the_rest():
+    weight, taken = torch.ones(40), []
+    addresses, slabs = addresses_of([[4] * 10], 0)
+    parts = divide(addresses, slabs, parts=10, least=1)
+    go = threading.Event()
+
+    def note() -> None:
+        go.wait(60)
+
+    class Noting(Doubling):
+        def run(self, start: int, stop: int, averages: Any) -> None:
+            taken.append(start // 4)
+            super().run(start, stop, averages)
+
+    step = ThreadedStep(
+        parts=parts, order=range(10), steps=[Noting(weight=weight, before=note)],
+        upload=Upload(sources=[None], targets=[None]),
+    )  # fmt: skip
+    last = torch.nn.Parameter(torch.zeros(4))
+    step.hold("0.9", last)
+    taker = threading.Thread(target=step.run, daemon=True)
+    taker.start()
+    reader = threading.Thread(target=last.sum, daemon=True)
+    reader.start()
+    while step._wanted != (9,):
+        time.sleep(1e-3)
+    go.set()
+    for thread in (taker, reader):
+        thread.join(60)
+    assert taken[:2] in ([0, 9], [9, 0])
+    assert sorted(taken) == list(range(10))
+
+
+def test_a_parameter_without_elements_is_not_awaited():
+    step, _ = pending(torch.ones(4))
+    empty = torch.nn.Parameter(torch.empty(0))
+    step.hold("nowhere", empty)
+    assert type(empty) is torch.nn.Parameter

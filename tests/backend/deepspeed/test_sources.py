@@ -1,0 +1,100 @@
+"""A DeepSpeed whose replaced methods differ from those that were read keeps them, and says so."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.test_hidden_step import Web, begin, loss_of
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.deepspeed
+
+
+def recorded() -> dict[str, Any]:
+    from benchmarks.deepspeed_sources import FILE
+    from zerotune.backend.deepspeed.sources import digests
+    from zerotune.backend.upstream import require_deepspeed
+
+    return {
+        "version": require_deepspeed(accelerator="cpu").__version__,
+        "digests": digests(),
+        "file": json.loads(FILE.read_text(encoding="utf-8")),
+    }
+
+
+def test_the_installed_release_is_on_file():
+    ((found),) = run_ranks(recorded)
+    for name, digest in found["digests"].items():
+        assert digest is not None, name
+        releases = found["file"].get(name, {}).get(digest, [])
+        assert found["version"] in releases, (
+            f"read {name}, then python -m benchmarks.deepspeed_sources"
+        )
+    assert found["file"].keys() == found["digests"].keys(), "nothing that is no longer replaced"
+
+
+def later_release(stage: int) -> dict[str, Any]:
+    """An engine of a DeepSpeed whose step does one thing more."""
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+
+    kind = {
+        2: stage_1_and_2.DeepSpeedZeroOptimizer, 3: stage3.DeepSpeedZeroOptimizer_Stage3,
+    }[stage]  # fmt: skip
+    original, calls = kind.step, []
+
+    def step(self: Any, closure: Any = None) -> Any:
+        calls.append("more")
+        return original(self, closure)
+
+    kind.step = step
+    engine = begin(stage, Web(), hidden=True)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    decided = {d.key: (d.after, d.reason) for d in engine.decisions}
+    engine.close()
+    return {"calls": calls, "decided": decided}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_later_release_takes_its_own_step(stage):
+    ((found),) = run_ranks(later_release, stage)
+    assert found["calls"] == ["more"]
+    after, reason = found["decided"]["optimizer.step"]
+    assert after == "DeepSpeed's"
+    assert "step is not that of a release that was tested" in reason
+
+
+def timers(host_step: bool) -> list[str]:
+    from zerotune.backend.build import build_engine
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import ModelFacts
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
+    plan = DeepSpeedPlan.from_dict({
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "wall_clock_breakdown": True,
+    })  # fmt: skip
+    resolved = plan.resolve(
+        model=ModelFacts.from_module(model), world_size=1, hidden=False, host_step=host_step
+    )
+    engine = build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+    engine.backward(engine(torch.randn(2, 8, dtype=engine.dtype)).float().square().mean())
+    engine.step()
+    found = sorted(
+        name
+        for name in engine.deepspeed_engine.optimizer.timers.get_timers()
+        if "optimizer" in name
+    )
+    engine.close()
+    return found
+
+
+def test_the_wall_clock_breakdown_has_the_optimizers_timers():
+    assert run_ranks(timers, True) == run_ranks(timers, False)
+    assert run_ranks(timers, True) != [[]]

@@ -1,0 +1,111 @@
+"""While an engine trains: is the model still what its optimizer steps?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.test_hidden_step import PLAIN, Web, begin, loss_of
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.deepspeed
+
+
+def trained_on(stage: int, what: str) -> str | None:
+    """The error of a run in which somebody changes the model after the third step."""
+    from zerotune.errors import EngineError
+
+    engine = begin(stage, Web(), hidden=False)
+    try:
+        for step in range(20):
+            if step == 3:
+                tampered(engine.module, what)
+            engine.backward(loss_of(engine, step))
+            engine.step()
+    except EngineError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return None
+
+
+def tampered(module: Any, what: str) -> None:
+    match what:
+        case "unfreeze":
+            module.frozen.requires_grad_(True)
+        case "add":
+            module.adapter = torch.nn.Linear(2, 2)
+        case "write":
+            for parameter in module.parameters():
+                with torch.no_grad():
+                    getattr(parameter, "ds_tensor", parameter).mul_(1.25)
+
+
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+@pytest.mark.parametrize(
+    ("what", "key", "reason"),
+    [
+        ("unfreeze", "model.frozen.weight", "nothing would train"),
+        ("add", "adapter", "nothing would train"),
+    ],
+)
+def test_a_parameter_that_nothing_trains_is_named(stage, what, key, reason):
+    if stage == 3 and what == "add":
+        pytest.skip("DeepSpeed's stage 3 has no room for a module that was not partitioned")
+    (error,) = run_ranks(trained_on, stage, what)
+    assert key in error
+    assert reason in error
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_that_somebody_wrote_end_the_run(stage):
+    (error,) = run_ranks(trained_on, stage, "write")
+    assert "no longer those that the optimizer steps" in error
+    assert "master weight" in error
+
+
+@pytest.mark.parametrize("stage", [PLAIN, 1, 2, 3])
+def test_a_run_that_nobody_disturbs_goes_on(stage):
+    assert run_ranks(trained_on, stage, "nothing") == [None]
+
+
+def edited(stage: int) -> None:
+    """An edit that stops after the first fragment."""
+    engine = begin(stage, Web(), hidden=False)
+    with engine.master_weights.editing() as fragments:
+        next(fragments).value.mul_(1.5)
+    for sample in range(60):
+        engine.master_weights.check_model(sample)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_edit_that_stops_early_is_followed(stage):
+    run_ranks(edited, stage)
+
+
+def strided(stage: int) -> str:
+    from zerotune.errors import EngineError
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.SiLU(), torch.nn.Conv2d(8, 3, 3, padding=1)
+    )
+    engine = begin(stage, model, hidden=False)
+    engine.module.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8, dtype=engine.dtype)
+    try:
+        engine.backward(engine(x).float().square().mean())
+    except EngineError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "went on"
+
+
+def test_another_memory_order_is_named_where_deepspeed_cannot_take_it():
+    (error,) = run_ranks(strided, 2)
+    assert "0.weight" in error
+    assert "contiguous_format" in error
