@@ -18,6 +18,7 @@ from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, PlanConflictError, PlanError
+from zerotune.optimizers.catalogue import ONE_BIT, entry_of
 from zerotune.plan import model as known_keys
 from zerotune.plan.fill import (
     ACCUMULATION,
@@ -40,7 +41,6 @@ from zerotune.plan.fill import (
 )
 from zerotune.plan.model import (
     AUTO,
-    ONE_BIT,
     Context,
     Names,
     OffloadSection,
@@ -241,12 +241,6 @@ def zero_extra(plan: PlanValue, key: str) -> Any:
     """A key of ``zero_optimization`` that zerotune passes through; ``None``: not written."""
     zero = plan.zero_optimization
     return zero.extra.get(key) if zero else None
-
-
-def optimizer_name(plan: PlanValue) -> str:
-    """Letters of the optimizer's name in lower case; empty when none is written."""
-    name = plan.optimizer.type if plan.optimizer else None
-    return re.sub(r"[^a-z]", "", (name or "").lower())
 
 
 def number(value: Any) -> float | None:
@@ -456,16 +450,6 @@ def partial_offload_steps_twice(plan: PlanValue, _context: Context, report: Repo
         )
 
 
-SHARED_OUT: Final = frozenset({"adamw", AUTO})
-"""Names, in small letters, of optimizers of which a part may stay on the device."""
-
-
-def stepped_by(plan: PlanValue) -> str:
-    """What the plan names, in small letters; AdamW where it names none."""
-    written = plan.optimizer
-    return "adamw" if written is None or written.type is None else str(written.type).lower()
-
-
 @rule("partial-offload-optimizer", "error")
 def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 works with AdamW in host memory alone; DeepSpeed asserts it.
@@ -479,8 +463,9 @@ def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report
         return
     if section is not None and section.device == "nvme":
         told = "DeepSpeed offloads a part of the optimizer to host memory, not to NVMe"
-    elif stepped_by(plan) not in SHARED_OUT:
-        told = f"DeepSpeed offloads a part of AdamW only, not of {stepped_by(plan)}"
+    elif plan.optimizer_name != "AdamW":
+        name = plan.optimizer_name or (plan.optimizer and plan.optimizer.type)
+        told = f"DeepSpeed offloads a part of AdamW only, not of {name}"
     else:
         return
     yield report(
@@ -590,11 +575,10 @@ def one_bit(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
     Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
     """
-    name = plan.optimizer.type if plan.optimizer else None
-    if optimizer_name(plan) in map(str.lower, ONE_BIT):
+    if plan.optimizer is not None and plan.optimizer_name in ONE_BIT:
         yield report(
             "optimizer.type",
-            name,
+            plan.optimizer.type,
             "DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with ZeRO",
             'write "AdamW" (or "Lamb")',
         )
@@ -607,7 +591,7 @@ def muon_reduce_scatter(plan: PlanValue, _context: Context, report: Report) -> F
     Set ``reduce_scatter`` to false, or use stage 1 or 2.
     """
     zero = plan.zero_optimization
-    if optimizer_name(plan) != "muon" or zero is None or plan.stage != 3:
+    if plan.optimizer_name != "Muon" or zero is None or plan.stage != 3:
         return
     if zero.reduce_scatter is not False:
         yield report(
@@ -626,14 +610,13 @@ def muon_convolutions(plan: PlanValue, context: Context, report: Report) -> Find
     matrices and cannot broadcast kernels. Checked where the model is known.
     """
     model = context.model
-    if optimizer_name(plan) != "muon" or model is None or plan.stage not in (2, 3):
+    if plan.optimizer_name != "Muon" or model is None or plan.stage not in (2, 3):
         return
     wide = next((p for p in model.trainable if len(p.shape) > 2), None)
     if wide is not None:
-        name = plan.optimizer.type if plan.optimizer else None
         yield report(
             "optimizer.type",
-            name,
+            plan.optimizer.type if plan.optimizer else None,
             "Muon's update is of matrices and fails on weights of more than two dimensions, such"
             f" as {wide.name}",
             'write "AdamW"',
@@ -976,10 +959,10 @@ _LARGE_POOL = 4 * 1024**3
 def _adam_swap_buffers(plan: PlanValue) -> int | None:
     """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
     section = offload_section(plan, "optimizer")
-    name = (plan.optimizer.type if plan.optimizer else None) or "AdamW"
-    if plan.stage != 3 or section is None or section.device != "nvme" or "adam" not in name.lower():
+    if plan.stage != 3 or section is None or section.device != "nvme":
         return None
-    return integer(section.buffer_count)
+    two = entry_of(plan.optimizer_name).states_per_weight() >= 2
+    return integer(section.buffer_count) if two else None
 
 
 @rule("nvme-optimizer-below-stage-3", "error")
