@@ -88,11 +88,12 @@ IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 """Names of classes: DeepSpeed picks the class itself, so they stand for an optimizer name."""
 
 
-_BY_WORD: Final[Mapping[str, str]] = {
+BY_WORD: Final[Mapping[str, str]] = {
     **{squash(name): name for name in OPTIMIZERS},
     **SPELLINGS,
     **IMPLEMENTATION_NAMES,
 }
+"""Canonical names by everything that stands for them, as ``squash`` leaves it."""
 
 Origin = Literal["plain", "torch", "deepspeed", "package"]
 
@@ -190,7 +191,7 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
 def _parsed(name: str) -> OptimizerName | None:
     prefix, _, last = name.strip().rpartition(".")
     origin = _origin(prefix)
-    found = last if last in OPTIMIZERS else _BY_WORD.get(squash(last))
+    found = last if last in OPTIMIZERS else BY_WORD.get(squash(last))
     if origin is None or found is None or not _belongs(found, origin):
         return None
     return OptimizerName(

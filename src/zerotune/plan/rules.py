@@ -19,6 +19,7 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, PlanConflictError, PlanError
 from zerotune.optimizers.catalogue import ONE_BIT, entry_of
+from zerotune.optimizers.schedules import canonical_schedule
 from zerotune.plan import model as known_keys
 from zerotune.plan.fill import (
     ACCUMULATION,
@@ -833,9 +834,9 @@ def _params(plan: PlanValue) -> Mapping[str, Any]:
     return (plan.scheduler.params if plan.scheduler else None) or {}
 
 
-def _name(plan: PlanValue) -> str:
+def _schedule(plan: PlanValue) -> str | None:
     name = plan.scheduler.type if plan.scheduler else None
-    return (name or "").lower()
+    return canonical_schedule(name) if name else None
 
 
 @rule("scheduler-no-warmup", "warning", only_deepspeed=False, left_to="the optimizer")
@@ -887,7 +888,7 @@ def scheduler_total(plan: PlanValue, context: Context, report: Report) -> Findin
     total, run = number(_params(plan).get("total_num_steps")), context.run.total_steps
     if total is None or run is None or total == run:
         return
-    end = "0" if _name(plan) == "warmupdecaylr" else "its smallest value"
+    end = "0" if _schedule(plan) == "WarmupDecayLR" else "its smallest value"
     effect = (
         f"the learning rate stays at {end} for the last {run - total:g} steps"
         if total < run
@@ -917,7 +918,7 @@ def scheduler_cycle(plan: PlanValue, context: Context, report: Report) -> Findin
     is not written) at most the optimizer steps of the run.
     """
     run = context.run.total_steps
-    if _name(plan) != "onecycle" or run is None:
+    if _schedule(plan) != "OneCycle" or run is None:
         return
     written = _params(plan).get("cycle_first_step_size")
     first = _CYCLE_DEFAULT if written is None else number(written)
@@ -939,7 +940,7 @@ def range_test(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
     Read a learning rate off its losses, and train with another schedule.
     """
-    if _name(plan) == "lrrangetest":
+    if _schedule(plan) == "LRRangeTest":
         yield report(
             "scheduler.type",
             plan.scheduler.type if plan.scheduler else None,
@@ -956,7 +957,7 @@ _LARGE_POOL = 4 * 1024**3
 """Bytes of pinned swap buffers that deserve a warning."""
 
 
-def _adam_swap_buffers(plan: PlanValue) -> int | None:
+def _swap_buffers(plan: PlanValue) -> int | None:
     """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
     section = offload_section(plan, "optimizer")
     if plan.stage != 3 or section is None or section.device != "nvme":
@@ -1003,11 +1004,11 @@ def nvme_path_unset(plan: PlanValue, _context: Context, report: Report) -> Findi
 
 @rule("nvme-optimizer-buffers", "error")
 def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """The swap pool of an Adam optimizer needs four buffers.
+    """The swap pool of an optimizer with two moments needs four buffers.
 
     Write at least 4, or ``"auto"``.
     """
-    written = _adam_swap_buffers(plan)
+    written = _swap_buffers(plan)
     if written is not None and written < OPTIMIZER_BUFFERS:
         yield report(
             "zero_optimization.offload_optimizer.buffer_count",
@@ -1025,7 +1026,7 @@ def nvme_pipeline_buffers(plan: PlanValue, _context: Context, report: Report) ->
     Write 8 with one of ``pipeline_read`` and ``pipeline_write``, 12 with both, or ``"auto"``.
     """
     section = offload_section(plan, "optimizer")
-    written = _adam_swap_buffers(plan)
+    written = _swap_buffers(plan)
     if section is None or written is None:
         return
     need = optimizer_buffers(section)
