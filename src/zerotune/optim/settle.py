@@ -28,7 +28,6 @@ from zerotune.optim.capability import (
     missing_package,
 )
 from zerotune.optimizers.catalogue import (
-    ADAM,
     DECAY_SPELLINGS,
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
@@ -37,6 +36,7 @@ from zerotune.optimizers.catalogue import (
 )
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import ONE_CYCLE_BETA2
+from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry, Parameter
 from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
 from zerotune.plan.fill import clipping_in_optimizer
@@ -187,8 +187,8 @@ def _respell_decay(request: Request, log: Filled) -> Request:
     params = dict(request.params)
     if request.entry.name not in ADAM:
         return request
-    for spelling in DECAY_SPELLINGS:
-        if spelling in params and spelling != "adam_w_mode":
+    for spelling in DECAY_SPELLINGS[1:]:
+        if spelling in params:
             value = params.pop(spelling)
             log.record(
                 f"{OPTIMIZER}.{spelling}",

@@ -27,11 +27,8 @@ OPTIMIZER_TYPE: Final = "optimizer.type"
 
 DEFAULT_OPTIMIZER: Final = "AdamW"
 
-ADAM: Final = frozenset({"Adam", "AdamW"})
-"""The two whose decay one of DeepSpeed's switches decides."""
-
 DECAY_SPELLINGS: Final = ("adam_w_mode", "adamw_mode", "decoupled_weight_decay")
-"""That switch in DeepSpeed's configuration, and as DeepSpeed's classes and torch spell it."""
+"""Adam's switch in DeepSpeed's configuration, and as DeepSpeed's classes and torch spell it."""
 
 OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
     {

@@ -18,7 +18,8 @@ the others keep their own class's default."""
 FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
 DEEPSPEED_ADAM: Final = FUSED_ADAM | CPU_ADAM
-TORCH_ADAM: Final = frozenset({"AdamW", "Adam"})
+ADAM: Final = frozenset({"AdamW", "Adam"})
+"""The two whose decay one of DeepSpeed's switches decides; torch calls its classes the same."""
 
 
 def lr(default: float) -> Parameter:
@@ -61,8 +62,8 @@ _ADAM_SWITCHES: Final = (
     flag("torch_adam"),
     flag("fp32_optimizer_states", default=True, only=CPU_ADAM),
     flag("set_grad_none", optional=True, default=True, only=FUSED_ADAM),
-    flag("amsgrad", only=TORCH_ADAM),
-    *torch_switches("foreach", "fused", "maximize", "capturable", only=TORCH_ADAM),
+    flag("amsgrad", only=ADAM),
+    *torch_switches("foreach", "fused", "maximize", "capturable", only=ADAM),
 )
 
 _MUP = "the package mup, and base shapes set on the model before the engine starts"

@@ -11,7 +11,8 @@ import attrs
 
 from zerotune._util.numbers import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import ADAM, entry_of
+from zerotune.optimizers.catalogue import entry_of
+from zerotune.optimizers.entries import ADAM
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.fill import Swapping, pins_exactly, pins_natively, sub_groups
 from zerotune.plan.memory.model import (
