@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 
 from zerotune._util.versions import installed_version, release_of
-from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER, TORCH_NAMES
+from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER
 from zerotune.optimizers.choices import OptimizerSource, WeightDecay
 from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry
@@ -500,13 +500,6 @@ def _one_pace_for_all(entry: OptimizerEntry, situation: Situation) -> Capability
     return None
 
 
-def _only_deepspeed_has_it(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    known = entry.name in TORCH_NAMES or entry.name in _OWN or entry.package is not None
-    if situation.uses_deepspeed or known:
-        return None
-    return _cannot("DeepSpeed is off, and torch.optim has no optimizer of this name")
-
-
 def _no_cpu_kernel(entry: OptimizerEntry, situation: Situation) -> Capability | None:
     if entry.name != "Adagrad" or not situation.offloaded:
         return None
@@ -559,7 +552,6 @@ _RULES: Final[tuple[Rule, ...]] = (
     _eight_bits_on_the_cpu,
     _low_bits_are_not_swapped,
     _one_pace_for_all,
-    _only_deepspeed_has_it,
     _no_cpu_kernel,
     _factored_moments_need_matrices,
     _handed_over,

@@ -1,8 +1,8 @@
 """The optimizers themselves: what each takes, keeps and asks for, as data.
 
-Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``),
-``torch.optim`` of torch 2.13 and the packages' own constructors. Written down, so that none of
-them is needed to read a plan; a test compares the entries with the real constructors.
+Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13 and the
+packages' own constructors. Written down, so that none of them is needed to read a plan; a test
+compares the entries with the real constructors.
 """
 
 from __future__ import annotations
