@@ -13,9 +13,10 @@ from tests.support.ranks import run_ranks
 from zerotune.backend.optimizers.client import CurveScheduler, parameter_groups
 from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
+from zerotune.optimizers.choices import GroupChoice, OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.curves import lr_at
 from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import GroupChoice, ModelFacts, OptimizerChoice, SchedulerChoice
-from zerotune.plan.schedules import lr_at
+from zerotune.plan.model import ModelFacts
 
 SCHEDULE = {
     "type": "WarmupLR",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from zerotune.plan.model import SchedulerChoice
-from zerotune.plan.schedules import lr_at
+from zerotune.optimizers.choices import SchedulerChoice
+from zerotune.optimizers.curves import lr_at
 
 pytestmark = pytest.mark.deepspeed
 

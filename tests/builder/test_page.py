@@ -162,6 +162,19 @@ def test_every_optimizer_and_schedule_can_be_chosen(page):
         page.tab.select_option(chooser, names[1])
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"), [("FusedLion", "Lion"), ("1-bit Adam", "OneBitAdam")]
+)
+def test_another_spelling_shows_the_optimizer_that_it_means(page, written, shown):
+    config = {**PLAN, "optimizer": {"type": written, "params": {"lr": 1e-4}}}
+    page.open_text(json.dumps(config))
+    page.tab.wait_for_selector("#open-dialog", state="hidden")
+    page.settle()
+    assert page.tab.input_value("#optimizer-type") == shown
+    assert page.tab.input_value("#optimizer-params-lr") == "0.0001"
+    assert page.config() == config
+
+
 def test_arguments_of_another_optimizer_do_not_stay_behind(page):
     page.tab.fill("#optimizer-params-eps", "1e-7")
     assert page.config()["optimizer"]["params"]["eps"] == 1e-7

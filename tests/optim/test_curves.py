@@ -7,8 +7,8 @@ import pytest
 
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver, ParameterGroups
+from zerotune.optimizers.curves import lr_at
 from zerotune.plan.model import ModelFacts, RunFacts
-from zerotune.plan.schedules import lr_at
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import sys
 SCRIPT = """
 import sys
 from zerotune.optim import OptimizerResolver, normalise_optimizer_name
-from zerotune.plan.model import SchedulerChoice
-from zerotune.plan.schedules import lr_at
+from zerotune.optimizers.choices import SchedulerChoice
+from zerotune.optimizers.curves import lr_at
 from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.model import ModelFacts
 from zerotune.platform import Platform

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
+from zerotune.optimizers.choices import GroupChoice
 from zerotune.plan import DeepSpeedPlan, OptimizerChoice, SchedulerChoice
 from zerotune.plan.diff import Change
-from zerotune.plan.model import GroupChoice
 from zerotune.platform import Platform
 
 ADAMW = OptimizerChoice(name="AdamW", params={"lr": 1e-4}, implementation="DeepSpeedCPUAdam")

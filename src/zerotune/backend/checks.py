@@ -10,8 +10,8 @@ import attrs
 import torch
 
 from zerotune.errors import VerificationError
-from zerotune.plan.model import OptimizerChoice, SchedulerChoice
-from zerotune.plan.schedules import betas_at, lr_at
+from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.curves import betas_at, lr_at
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup

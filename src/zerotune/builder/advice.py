@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Final
 
 import attrs
 
 from zerotune.builder.forms import FormState, read_plan
 from zerotune.builder.preview import Machines, Setup, read_setup
-from zerotune.errors import InvalidValueError, NothingFitsError, ZeroTuneError
-from zerotune.optim import normalise_optimizer_name
-from zerotune.plan import AUTO, Candidate, DeepSpeedPlan
+from zerotune.errors import InvalidValueError, NothingFitsError
+from zerotune.plan import Candidate, DeepSpeedPlan
 from zerotune.plan.model import PRECISIONS
 from zerotune.plan.text import FOREMOST, candidate_data, foremost, seconds_words
 
@@ -78,9 +76,8 @@ def _wishes(state: FormState) -> dict[str, Any]:
             wishes[name] = value
     if plan.precision in PRECISIONS:
         wishes["precision"] = plan.precision
-    if plan.optimizer is not None and plan.optimizer.type not in (None, AUTO):
-        with contextlib.suppress(ZeroTuneError):
-            wishes["optimizer"] = normalise_optimizer_name(plan.optimizer.type)
+    if plan.optimizer_name is not None:
+        wishes["optimizer"] = plan.optimizer_name
     return wishes
 
 

@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
+from zerotune._util.text import squash
 from zerotune.builder.fields import ZERO
 from zerotune.builder.forms import to_wire
 from zerotune.errors import UNSET, ZeroTuneError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS, Parameter
+from zerotune.optimizers.catalogue import BY_WORD
 from zerotune.plan.model import REMOVED, REMOVED_ZERO, ZERO_ALIASES, join
 from zerotune.plan.schema import Parameter as SchemaParameter
 from zerotune.plan.schema import known_paths, schema_parameters
@@ -23,6 +25,7 @@ def catalogue() -> dict[str, Any]:
         "optimizers": [
             {
                 "name": entry.name,
+                "spellings": [word for word, name in BY_WORD.items() if name == entry.name],
                 "family": entry.family,
                 "summary": entry.summary,
                 "requires": list(entry.requires),
@@ -33,6 +36,7 @@ def catalogue() -> dict[str, Any]:
         "schedulers": [
             {
                 "name": entry.name,
+                "spellings": [squash(entry.name)],
                 "family": entry.source,
                 "summary": entry.summary,
                 "requires": [],

@@ -23,6 +23,7 @@ from zerotune.checkpoint.records import now, version
 from zerotune.checkpoint.save import Filing, Writing
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorSpec, file_size
 from zerotune.errors import CheckpointError
+from zerotune.optimizers.catalogue import canonical
 
 _ADAM: Final = ("exp_avg", "exp_avg_sq")
 _FRESH: Final = EngineState(
@@ -135,6 +136,7 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     # A script that made its own optimizer has none in the configuration; Adam's states are
     # unmistakable.
     name = optimizer.get("type") or ("AdamW" if native.states == _ADAM else "unknown")
+    params = optimizer.get("params") or {}
     halves = [half for half in ("bf16", "fp16") if (config.get(half) or {}).get("enabled")]
     return PlanRecord(
         engine="deepspeed",
@@ -145,7 +147,7 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
         gradient_accumulation_steps=native.accumulation,
         digest="",
         config=config,
-        optimizer={"name": name, "params": optimizer.get("params") or {}},
+        optimizer={"name": canonical(name, params) or name, "params": params},
         scheduler=None,
     )
 

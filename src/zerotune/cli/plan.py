@@ -566,7 +566,7 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
 def _advise(arguments: argparse.Namespace) -> int:
     """Advise; 0 when something fits, else 1."""
     from zerotune.errors import NothingFitsError
-    from zerotune.optim.catalogue import parse_optimizer_name
+    from zerotune.optimizers.catalogue import parse_optimizer_name
     from zerotune.plan import DeepSpeedPlan
 
     optimizer = parse_optimizer_name(arguments.optimizer, key="--optimizer").canonical

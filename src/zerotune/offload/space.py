@@ -17,8 +17,8 @@ from zerotune.errors import OffloadError
 from zerotune.offload.choosing import Target
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot
+from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.fill import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
-from zerotune.plan.memory.states import states_per_element
 
 if TYPE_CHECKING:
     from zerotune.plan.api import ResolvedPlan
@@ -105,7 +105,7 @@ class _Counter:
         element = 2 if self._half_masters() else 4
         choice = self.resolved.optimizer
         name, params = (None, None) if choice is None else (choice.name, choice.params)
-        states = math.ceil(states_per_element(name, params))
+        states = math.ceil(entry_of(name).states_per_weight(params))
         groups = self._files(numel * element for numel in self._sub_groups())
         parts = self.model.trainable_parts(self.resolved.world_size)
         return groups.times(1 + states) + self._files(part * element for part in parts)

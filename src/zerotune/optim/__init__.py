@@ -1,4 +1,4 @@
-"""Optimizers and schedules: names, facts, and what will really run.
+"""Optimizers and schedules: what can run where, and what will; the names are ``optimizers``.
 
 Pure: neither torch nor deepspeed is imported.
 """

@@ -2,16 +2,16 @@
 
 from zerotune.optim.capability import Capability as Capability
 from zerotune.optim.capability import CapabilityTable as CapabilityTable
-from zerotune.optim.catalogue import OPTIMIZERS as OPTIMIZERS
-from zerotune.optim.catalogue import normalise_optimizer_name as normalise_optimizer_name
 from zerotune.optim.groups import MUON_DEFAULTS as MUON_DEFAULTS
 from zerotune.optim.groups import MuonPatterns as MuonPatterns
 from zerotune.optim.groups import ParameterGroup as ParameterGroup
 from zerotune.optim.groups import ParameterGroups as ParameterGroups
-from zerotune.optim.parameters import OptimizerEntry as OptimizerEntry
-from zerotune.optim.parameters import Parameter as Parameter
 from zerotune.optim.resolver import OptimizerResolution as OptimizerResolution
 from zerotune.optim.resolver import OptimizerResolver as OptimizerResolver
-from zerotune.optim.schedule import SCHEDULERS as SCHEDULERS
-from zerotune.optim.schedule import SchedulerEntry as SchedulerEntry
-from zerotune.optim.schedule import normalise_scheduler_name as normalise_scheduler_name
+from zerotune.optimizers.catalogue import OPTIMIZERS as OPTIMIZERS
+from zerotune.optimizers.catalogue import normalise_optimizer_name as normalise_optimizer_name
+from zerotune.optimizers.parameters import OptimizerEntry as OptimizerEntry
+from zerotune.optimizers.parameters import Parameter as Parameter
+from zerotune.optimizers.schedules import SCHEDULERS as SCHEDULERS
+from zerotune.optimizers.schedules import SchedulerEntry as SchedulerEntry
+from zerotune.optimizers.schedules import normalise_scheduler_name as normalise_scheduler_name

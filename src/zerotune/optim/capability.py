@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import attrs
 
 from zerotune._util.versions import installed_version, release_of
-from zerotune.optim.catalogue import ADAM, DEFAULT_OPTIMIZER, TORCH_NAMES
-from zerotune.optim.parameters import OptimizerEntry
-from zerotune.plan.model import ONE_BIT, OptimizerSource, WeightDecay
+from zerotune.optimizers.catalogue import DEFAULT_OPTIMIZER
+from zerotune.optimizers.choices import OptimizerSource, WeightDecay
+from zerotune.optimizers.entries import ADAM
+from zerotune.optimizers.parameters import OptimizerEntry
 
 if TYPE_CHECKING:
     from zerotune.plan.api import ResolvedPlan
@@ -259,9 +260,6 @@ _OFFLOADED_CLASS: Final = {"Adagrad": "DeepSpeedCPUAdagrad", "Lion": "DeepSpeedC
 _RESIDENT_CLASS: Final = {
     "Adagrad": "Adagrad",
     "Lion": "FusedLion",
-    "OneBitAdam": "OnebitAdam",
-    "OneBitLamb": "OnebitLamb",
-    "ZeroOneAdam": "ZeroOneAdam",
 }
 
 
@@ -431,11 +429,6 @@ def _by_rules(entry: OptimizerEntry, situation: Situation) -> Capability:
 
 Rule = Callable[[OptimizerEntry, Situation], Capability | None]
 
-_DOES_NOT_SUIT: Final[Mapping[str, tuple[str, str]]] = {
-    "LBFGS": ("it needs a closure that recomputes the loss, which no engine here gives it", "SGD"),
-    "SparseAdam": ("it takes sparse gradients only, which diffusion models do not have", "Adam"),
-}
-
 LOW_BIT: Final = frozenset({"AdamW8bit", "TorchAOAdamW8bit", "TorchAOAdamW4bit"})
 
 TORCHAO_BLOCKS: Final = (
@@ -444,25 +437,12 @@ TORCHAO_BLOCKS: Final = (
 )
 
 
-def _cannot(reason: str, alternative: str = DEFAULT_OPTIMIZER, **kwargs: Any) -> Capability:
+def _cannot(reason: str, alternative: str | None = DEFAULT_OPTIMIZER, **kwargs: Any) -> Capability:
     return Capability(status="cannot", reason=reason, alternative=alternative, **kwargs)
 
 
-def _not_for_diffusion(entry: OptimizerEntry, situation: Situation) -> Capability | None:  # noqa: ARG001
-    if entry.name not in _DOES_NOT_SUIT:
-        return None
-    return _cannot(*_DOES_NOT_SUIT[entry.name])
-
-
-def _one_bit(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    if entry.name not in ONE_BIT:
-        return None
-    if not situation.uses_deepspeed:
-        return _cannot("its compression is DeepSpeed's, and DeepSpeed is off")
-    return _cannot(
-        "DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it are "
-        "0.18.x, at stage 0"
-    )
+def _runs_nowhere(entry: OptimizerEntry, situation: Situation) -> Capability | None:  # noqa: ARG001
+    return None if entry.refusal is None else _cannot(entry.refusal, entry.instead)
 
 
 def _package_missing(entry: OptimizerEntry, situation: Situation) -> Capability | None:
@@ -520,13 +500,6 @@ def _one_pace_for_all(entry: OptimizerEntry, situation: Situation) -> Capability
     return None
 
 
-def _only_deepspeed_has_it(entry: OptimizerEntry, situation: Situation) -> Capability | None:
-    known = entry.name in TORCH_NAMES or entry.name in _OWN or entry.package is not None
-    if situation.uses_deepspeed or known:
-        return None
-    return _cannot("DeepSpeed is off, and torch.optim has no optimizer of this name")
-
-
 def _no_cpu_kernel(entry: OptimizerEntry, situation: Situation) -> Capability | None:
     if entry.name != "Adagrad" or not situation.offloaded:
         return None
@@ -574,13 +547,11 @@ def _handed_over(entry: OptimizerEntry, situation: Situation) -> Capability | No
 
 
 _RULES: Final[tuple[Rule, ...]] = (
-    _not_for_diffusion,
-    _one_bit,
+    _runs_nowhere,
     _package_missing,
     _eight_bits_on_the_cpu,
     _low_bits_are_not_swapped,
     _one_pace_for_all,
-    _only_deepspeed_has_it,
     _no_cpu_kernel,
     _factored_moments_need_matrices,
     _handed_over,

@@ -16,8 +16,10 @@ import attrs
 from zerotune._util.text import did_you_mean
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.parameters import OptimizerEntry, reject_unknown
-from zerotune.plan.model import GroupChoice, ModelFacts, OptimizerChoice, ParameterFacts
+from zerotune.optim.arguments import check, reject_unknown
+from zerotune.optimizers.choices import GroupChoice, OptimizerChoice
+from zerotune.optimizers.parameters import OptimizerEntry
+from zerotune.plan.model import ModelFacts, ParameterFacts
 
 REGEX: Final = "re:"
 """What a regular expression begins with; every other pattern is a glob or a subtree."""
@@ -403,7 +405,7 @@ def _group(
                 value=value,
                 fix="write it under optimizer.params",
             )
-        own[key] = parameter.check(value, section=section)
+        own[key] = check(parameter, value, section=section)
     if rule.lr_scale is not None:
         own["lr"] = choice.lr * rule.lr_scale
     shown = {key: choice.params[key] for key in ("lr", "weight_decay") if key in choice.params}

@@ -14,28 +14,14 @@ from zerotune._util.numbers import as_number
 from zerotune._util.table import Block, Column, Line, Page, Table
 from zerotune.decisions import Decision, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
+from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
-from zerotune.optim.catalogue import (
-    DEFAULT_OPTIMIZER,
-    OPTIMIZER_TYPE,
-    OPTIMIZERS,
-    normalise_optimizer_name,
-    parse_optimizer_name,
-)
-from zerotune.optim.curves import ScheduleCurve, plot_curve, schedule_curve
 from zerotune.optim.groups import (
     MuonPatterns,
     ParameterGroups,
     describe,
     group_parameters,
     muon_groups,
-)
-from zerotune.optim.parameters import Suggestion
-from zerotune.optim.schedule import (
-    DEFAULT_SCHEDULER,
-    SCHEDULER_TYPE,
-    SCHEDULERS,
-    normalise_scheduler_name,
 )
 from zerotune.optim.settle import (
     Policy,
@@ -46,9 +32,23 @@ from zerotune.optim.settle import (
     settle,
     settle_schedule,
 )
-from zerotune.plan.model import OptimizerChoice, SchedulerChoice, is_auto
+from zerotune.optimizers.catalogue import (
+    DEFAULT_OPTIMIZER,
+    OPTIMIZER_TYPE,
+    OPTIMIZERS,
+    normalise_optimizer_name,
+    parse_optimizer_name,
+)
+from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.curves import ScheduleCurve, lr_at, plot_curve, schedule_curve
+from zerotune.optimizers.schedules import (
+    DEFAULT_SCHEDULER,
+    SCHEDULER_TYPE,
+    SCHEDULERS,
+    normalise_scheduler_name,
+)
+from zerotune.plan.model import is_auto
 from zerotune.plan.read import SHORT_NAMES, settings_by_path
-from zerotune.plan.schedules import lr_at
 
 if TYPE_CHECKING:
     from zerotune.plan.api import ResolvedPlan

@@ -15,6 +15,7 @@ import attrs
 from zerotune._util.mistakes import noted, together
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
+from zerotune.optim.arguments import Filled, Sources, Suggestion, fill, reject_unknown
 from zerotune.optim.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
@@ -26,33 +27,26 @@ from zerotune.optim.capability import (
     implementation_of,
     missing_package,
 )
-from zerotune.optim.catalogue import (
-    ADAM,
+from zerotune.optimizers.catalogue import (
+    DECAY_SPELLINGS,
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OPTIMIZERS,
     OptimizerName,
 )
-from zerotune.optim.parameters import (
-    Filled,
-    OptimizerEntry,
-    Parameter,
-    Sources,
-    Suggestion,
-    fill,
-    reject_unknown,
-)
-from zerotune.optim.schedule import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
+from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.curves import ONE_CYCLE_BETA2
+from zerotune.optimizers.entries import ADAM
+from zerotune.optimizers.parameters import OptimizerEntry, Parameter
+from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
 from zerotune.plan.fill import clipping_in_optimizer
-from zerotune.plan.model import OptimizerChoice, RunFacts, SchedulerChoice, is_auto
-from zerotune.plan.schedules import ONE_CYCLE_BETA2
+from zerotune.plan.model import RunFacts, is_auto
 
 Policy = Literal["fallback", "error"]
 
 OPTIMIZER: Final = "optimizer.params"
 SCHEDULER: Final = "scheduler.params"
 
-_DECAY_SPELLINGS: Final = ("adamw_mode", "decoupled_weight_decay")
 _TRANSLATABLE: Final = ("lr", "betas", "eps", "weight_decay")
 _EVERY_ARGUMENT: Final = frozenset(
     name for entry in OPTIMIZERS.values() for name in entry.parameter_names
@@ -193,7 +187,7 @@ def _respell_decay(request: Request, log: Filled) -> Request:
     params = dict(request.params)
     if request.entry.name not in ADAM:
         return request
-    for spelling in _DECAY_SPELLINGS:
+    for spelling in DECAY_SPELLINGS[1:]:
         if spelling in params:
             value = params.pop(spelling)
             log.record(
@@ -203,10 +197,7 @@ def _respell_decay(request: Request, log: Filled) -> Request:
                 "DeepSpeed's configuration calls it adam_w_mode",
             )
             params.setdefault("adam_w_mode", value)
-    name = request.name
-    if name.implementation and params.get("adam_w_mode") is False:
-        # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
-        name = attrs.evolve(name, canonical="Adam")
+    name = attrs.evolve(request.name, canonical=request.name.under(params))
     return attrs.evolve(request, name=name, params=params)
 
 

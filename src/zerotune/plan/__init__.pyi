@@ -1,5 +1,7 @@
 # All that the package exports: for type checkers, and for ``zerotune._util.lazy`` at run time.
 
+from zerotune.optimizers.choices import OptimizerChoice as OptimizerChoice
+from zerotune.optimizers.choices import SchedulerChoice as SchedulerChoice
 from zerotune.plan.advise import Budget as Budget
 from zerotune.plan.api import Advice as Advice
 from zerotune.plan.api import Candidate as Candidate
@@ -24,11 +26,9 @@ from zerotune.plan.model import Fp16Section as Fp16Section
 from zerotune.plan.model import LaunchSection as LaunchSection
 from zerotune.plan.model import ModelFacts as ModelFacts
 from zerotune.plan.model import OffloadSection as OffloadSection
-from zerotune.plan.model import OptimizerChoice as OptimizerChoice
 from zerotune.plan.model import OptimizerSection as OptimizerSection
 from zerotune.plan.model import ParameterFacts as ParameterFacts
 from zerotune.plan.model import RunFacts as RunFacts
-from zerotune.plan.model import SchedulerChoice as SchedulerChoice
 from zerotune.plan.model import SchedulerSection as SchedulerSection
 from zerotune.plan.model import ZeroSection as ZeroSection
 from zerotune.plan.rules import Finding as Finding

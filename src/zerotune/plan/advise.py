@@ -26,7 +26,6 @@ from zerotune.plan.model import (
     ZeroSection,
 )
 from zerotune.plan.resolve import resolve
-from zerotune.plan.rules import SHARED_OUT, stepped_by
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -428,7 +427,7 @@ def _activations(request: Request) -> Iterator[tuple[bool, bool]]:
 
 
 def _sensible(request: Request, layout: Layout) -> bool:
-    if layout.fills_device and stepped_by(request.plan) not in SHARED_OUT:
+    if layout.fills_device and request.plan.optimizer_name != "AdamW":
         return False
     # The CPU accelerator has no memory of its own to spare, and nothing to pin.
     if request.platform.accelerator == "cpu":
@@ -529,9 +528,8 @@ def _nothing_fits(request: Request, candidates: list[CandidateValue]) -> Nothing
 
 def _smaller_states(request: Request, nearest: CandidateValue) -> str:
     resolved = nearest.estimate.resolved
-    written = resolved.plan.optimizer
-    adam = written is None or str(written.type).lower() == "adamw"
-    if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adam:
+    adamw = resolved.plan.optimizer_name == "AdamW"
+    if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adamw:
         return ""
     saved = format_size(4 * request.model.trainable_numel)
     return f"; optimizer='AdamWBF16States' takes {saved} less of host memory"

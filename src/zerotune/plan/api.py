@@ -469,7 +469,7 @@ class DeepSpeedPlan(Readable, PlanValue):
     def normalised(self) -> DeepSpeedPlan:
         """The plan in canonical spelling, as reading gives it; what changes is recorded.
 
-        Names of optimizers and schedulers stay as written: only ``zerotune.optim`` knows them.
+        Names of optimizers and schedulers stay as written, until ``zerotune.optim`` settles.
         """
         return read.normalised_plan(self)
 

@@ -10,7 +10,8 @@ import attrs
 
 from zerotune._util.table import Code, Column, Line, Page, Table
 from zerotune.errors import UNSET, InvalidValueError
-from zerotune.plan.model import OptimizerChoice, PlanValue, ResolvedValue, SchedulerChoice, join
+from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.plan.model import PlanValue, ResolvedValue, join
 from zerotune.plan.resolve import written
 
 ChangeKind = Literal["added", "removed", "changed"]

@@ -1,6 +1,6 @@
 """Everything that is wrong with a plan: what rules find, what resolving and settling refuse.
 
-The rules are this layer's; which optimizers and schedules exist is known to ``zerotune.optim``,
+The rules are this layer's; what optimizer and schedule will run is settled by ``zerotune.optim``,
 which lies above it. So whoever asks hands over how they are settled, and whatever the rules
 refuse, the optimizer and the schedule are looked at as well.
 """

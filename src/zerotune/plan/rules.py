@@ -18,6 +18,8 @@ from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import UNSET, PlanConflictError, PlanError
+from zerotune.optimizers.catalogue import ONE_BIT, entry_of
+from zerotune.optimizers.schedules import canonical_schedule
 from zerotune.plan import model as known_keys
 from zerotune.plan.fill import (
     ACCUMULATION,
@@ -40,7 +42,6 @@ from zerotune.plan.fill import (
 )
 from zerotune.plan.model import (
     AUTO,
-    ONE_BIT,
     Context,
     Names,
     OffloadSection,
@@ -241,12 +242,6 @@ def zero_extra(plan: PlanValue, key: str) -> Any:
     """A key of ``zero_optimization`` that zerotune passes through; ``None``: not written."""
     zero = plan.zero_optimization
     return zero.extra.get(key) if zero else None
-
-
-def optimizer_name(plan: PlanValue) -> str:
-    """Letters of the optimizer's name in lower case; empty when none is written."""
-    name = plan.optimizer.type if plan.optimizer else None
-    return re.sub(r"[^a-z]", "", (name or "").lower())
 
 
 def number(value: Any) -> float | None:
@@ -456,16 +451,6 @@ def partial_offload_steps_twice(plan: PlanValue, _context: Context, report: Repo
         )
 
 
-SHARED_OUT: Final = frozenset({"adamw", AUTO})
-"""Names, in small letters, of optimizers of which a part may stay on the device."""
-
-
-def stepped_by(plan: PlanValue) -> str:
-    """What the plan names, in small letters; AdamW where it names none."""
-    written = plan.optimizer
-    return "adamw" if written is None or written.type is None else str(written.type).lower()
-
-
 @rule("partial-offload-optimizer", "error")
 def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 works with AdamW in host memory alone; DeepSpeed asserts it.
@@ -479,8 +464,9 @@ def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report
         return
     if section is not None and section.device == "nvme":
         told = "DeepSpeed offloads a part of the optimizer to host memory, not to NVMe"
-    elif stepped_by(plan) not in SHARED_OUT:
-        told = f"DeepSpeed offloads a part of AdamW only, not of {stepped_by(plan)}"
+    elif plan.optimizer_name != "AdamW":
+        name = plan.optimizer_name or (plan.optimizer and plan.optimizer.type)
+        told = f"DeepSpeed offloads a part of AdamW only, not of {name}"
     else:
         return
     yield report(
@@ -590,11 +576,10 @@ def one_bit(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
     Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
     """
-    name = plan.optimizer.type if plan.optimizer else None
-    if optimizer_name(plan) in map(str.lower, ONE_BIT):
+    if plan.optimizer is not None and plan.optimizer_name in ONE_BIT:
         yield report(
             "optimizer.type",
-            name,
+            plan.optimizer.type,
             "DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with ZeRO",
             'write "AdamW" (or "Lamb")',
         )
@@ -607,7 +592,7 @@ def muon_reduce_scatter(plan: PlanValue, _context: Context, report: Report) -> F
     Set ``reduce_scatter`` to false, or use stage 1 or 2.
     """
     zero = plan.zero_optimization
-    if optimizer_name(plan) != "muon" or zero is None or plan.stage != 3:
+    if plan.optimizer_name != "Muon" or zero is None or plan.stage != 3:
         return
     if zero.reduce_scatter is not False:
         yield report(
@@ -626,14 +611,13 @@ def muon_convolutions(plan: PlanValue, context: Context, report: Report) -> Find
     matrices and cannot broadcast kernels. Checked where the model is known.
     """
     model = context.model
-    if optimizer_name(plan) != "muon" or model is None or plan.stage not in (2, 3):
+    if plan.optimizer_name != "Muon" or model is None or plan.stage not in (2, 3):
         return
     wide = next((p for p in model.trainable if len(p.shape) > 2), None)
     if wide is not None:
-        name = plan.optimizer.type if plan.optimizer else None
         yield report(
             "optimizer.type",
-            name,
+            plan.optimizer.type if plan.optimizer else None,
             "Muon's update is of matrices and fails on weights of more than two dimensions, such"
             f" as {wide.name}",
             'write "AdamW"',
@@ -850,9 +834,9 @@ def _params(plan: PlanValue) -> Mapping[str, Any]:
     return (plan.scheduler.params if plan.scheduler else None) or {}
 
 
-def _name(plan: PlanValue) -> str:
+def _schedule(plan: PlanValue) -> str | None:
     name = plan.scheduler.type if plan.scheduler else None
-    return (name or "").lower()
+    return canonical_schedule(name) if name else None
 
 
 @rule("scheduler-no-warmup", "warning", only_deepspeed=False, left_to="the optimizer")
@@ -904,7 +888,7 @@ def scheduler_total(plan: PlanValue, context: Context, report: Report) -> Findin
     total, run = number(_params(plan).get("total_num_steps")), context.run.total_steps
     if total is None or run is None or total == run:
         return
-    end = "0" if _name(plan) == "warmupdecaylr" else "its smallest value"
+    end = "0" if _schedule(plan) == "WarmupDecayLR" else "its smallest value"
     effect = (
         f"the learning rate stays at {end} for the last {run - total:g} steps"
         if total < run
@@ -934,7 +918,7 @@ def scheduler_cycle(plan: PlanValue, context: Context, report: Report) -> Findin
     is not written) at most the optimizer steps of the run.
     """
     run = context.run.total_steps
-    if _name(plan) != "onecycle" or run is None:
+    if _schedule(plan) != "OneCycle" or run is None:
         return
     written = _params(plan).get("cycle_first_step_size")
     first = _CYCLE_DEFAULT if written is None else number(written)
@@ -956,7 +940,7 @@ def range_test(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
     Read a learning rate off its losses, and train with another schedule.
     """
-    if _name(plan) == "lrrangetest":
+    if _schedule(plan) == "LRRangeTest":
         yield report(
             "scheduler.type",
             plan.scheduler.type if plan.scheduler else None,
@@ -973,13 +957,13 @@ _LARGE_POOL = 4 * 1024**3
 """Bytes of pinned swap buffers that deserve a warning."""
 
 
-def _adam_swap_buffers(plan: PlanValue) -> int | None:
+def _swap_buffers(plan: PlanValue) -> int | None:
     """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
     section = offload_section(plan, "optimizer")
-    name = (plan.optimizer.type if plan.optimizer else None) or "AdamW"
-    if plan.stage != 3 or section is None or section.device != "nvme" or "adam" not in name.lower():
+    if plan.stage != 3 or section is None or section.device != "nvme":
         return None
-    return integer(section.buffer_count)
+    two = entry_of(plan.optimizer_name).states_per_weight() >= 2
+    return integer(section.buffer_count) if two else None
 
 
 @rule("nvme-optimizer-below-stage-3", "error")
@@ -1020,11 +1004,11 @@ def nvme_path_unset(plan: PlanValue, _context: Context, report: Report) -> Findi
 
 @rule("nvme-optimizer-buffers", "error")
 def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """The swap pool of an Adam optimizer needs four buffers.
+    """The swap pool of an optimizer with two moments needs four buffers.
 
     Write at least 4, or ``"auto"``.
     """
-    written = _adam_swap_buffers(plan)
+    written = _swap_buffers(plan)
     if written is not None and written < OPTIMIZER_BUFFERS:
         yield report(
             "zero_optimization.offload_optimizer.buffer_count",
@@ -1042,7 +1026,7 @@ def nvme_pipeline_buffers(plan: PlanValue, _context: Context, report: Report) ->
     Write 8 with one of ``pipeline_read`` and ``pipeline_write``, 12 with both, or ``"auto"``.
     """
     section = offload_section(plan, "optimizer")
-    written = _adam_swap_buffers(plan)
+    written = _swap_buffers(plan)
     if section is None or written is None:
         return
     need = optimizer_buffers(section)

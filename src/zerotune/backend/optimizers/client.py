@@ -11,9 +11,9 @@ import torch
 
 from zerotune.backend.optimizers import OWN
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
+from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
+from zerotune.optimizers.curves import betas_at, lr_at
 from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.model import OptimizerChoice, SchedulerChoice
-from zerotune.plan.schedules import betas_at, lr_at
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 _EXTRAS: Final = {"mup": "mup"}
@@ -139,7 +139,7 @@ def _from_package(choice: OptimizerChoice, package: str) -> Callable[..., Any]:
 
 
 class CurveScheduler:
-    """Sets the learning rate of every group from ``plan.schedules.lr_at``.
+    """Sets the learning rate of every group from ``zerotune.optimizers.curves.lr_at``.
 
     A group whose rate is a multiple of the optimizer's keeps that multiple all along. Used by the
     engine without DeepSpeed, and under DeepSpeed for curves it does not have and for groups

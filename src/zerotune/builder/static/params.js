@@ -23,9 +23,7 @@ export function setCatalogue(catalogue) {
 }
 
 const squash = (name) => String(name).toLowerCase().replace(/[^a-z0-9]/g, "");
-const find = (what, name) =>
-  lists[what].find((entry) => entry.name === name) ??
-  lists[what].find((entry) => squash(entry.name) === squash(name));
+const find = (what, name) => lists[what].find((entry) => entry.spellings.includes(squash(name)));
 
 function pick(what, name) {
   const before = find(what, read("config", `${what}.type`));

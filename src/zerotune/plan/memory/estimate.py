@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import Any, Final, TypedDict
 
 import attrs
 
 from zerotune._util.numbers import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
+from zerotune.optimizers.catalogue import entry_of
+from zerotune.optimizers.entries import ADAM
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.fill import Swapping, pins_exactly, pins_natively, sub_groups
 from zerotune.plan.memory.model import (
@@ -22,7 +24,6 @@ from zerotune.plan.memory.model import (
     Place,
     Workload,
 )
-from zerotune.plan.memory.states import states_per_element
 from zerotune.plan.model import (
     AioSection,
     Context,
@@ -34,10 +35,6 @@ from zerotune.plan.model import (
     pins,
 )
 from zerotune.plan.resolve import resolve
-
-if TYPE_CHECKING:
-    pass
-
 
 MIB: Final = 1024**2
 GIB: Final = 1024**3
@@ -121,13 +118,11 @@ class Costing:
     @property
     def states(self) -> float:
         """fp32 numbers per element that the optimizer keeps."""
-        choice = self.resolved.optimizer
+        plan, choice = self.resolved.plan, self.resolved.optimizer
         if choice is not None:
-            return states_per_element(choice.name, choice.params)
-        written = self.resolved.plan.optimizer
-        if written is None:
-            return states_per_element(None)
-        return states_per_element(written.type, written.params)
+            return entry_of(choice.name).states_per_weight(choice.params)
+        params = plan.optimizer.params if plan.optimizer else None
+        return entry_of(plan.optimizer_name).states_per_weight(params)
 
     @property
     def master_bytes(self) -> int:
@@ -158,16 +153,13 @@ class Costing:
     def steps_in_one_pass(self) -> bool:
         """Whether Adam in host memory goes over it once; of what is not settled yet, by name."""
         resolved, choice = self.resolved, self.resolved.optimizer
-        if not resolved.host_step:
-            return False
-        if not resolved.uses_deepspeed and resolved.offload_optimizer == "none":
+        if not resolved.host_step or resolved.offload_optimizer == "none":
             return False
         if choice is not None:
-            plainly = not resolved.uses_deepspeed and choice.implementation in ("Adam", "AdamW")
+            plainly = not resolved.uses_deepspeed and choice.implementation in ADAM
             return plainly or choice.implementation in _STEPPED_IN_ONE_PASS
-        written = resolved.plan.optimizer
-        name = "adamw" if written is None else str(written.type).lower()
-        return name in ("adam", "adamw") and resolved.offload_optimizer != "none"
+        name = entry_of(resolved.plan.optimizer_name).name
+        return name in ADAM or name in _STEPPED_IN_ONE_PASS
 
     @property
     def checks_gradients(self) -> bool:

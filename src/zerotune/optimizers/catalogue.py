@@ -1,7 +1,8 @@
 """Every optimizer by name: the entries, other spellings, and where a written name comes from.
 
-Facts only: whether one can run *here*, and which class does the work, is said by
-``capability.py``.
+``canonical`` is what the plan, its rules and its estimates ask; nobody compares spellings. Facts
+only: whether one can run *here*, and which class does the work, is said by
+``zerotune.optim.capability``.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import attrs
 
 from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.entries import DEEPSPEED_ENTRIES, OWN_ENTRIES, PACKAGE_ENTRIES, TORCH_ENTRIES
-from zerotune.optim.parameters import OptimizerEntry
+from zerotune.optimizers.entries import (
+    DEEPSPEED_ENTRIES,
+    OWN_ENTRIES,
+    PACKAGE_ENTRIES,
+    TORCH_ENTRIES,
+)
+from zerotune.optimizers.parameters import OptimizerEntry
 
 OPTIMIZER_TYPE: Final = "optimizer.type"
 
 DEFAULT_OPTIMIZER: Final = "AdamW"
 
-ADAM: Final = frozenset({"Adam", "AdamW"})
-"""The two whose decay one of DeepSpeed's switches decides."""
+DECAY_SPELLINGS: Final = ("adam_w_mode", "adamw_mode", "decoupled_weight_decay")
+"""Adam's switch in DeepSpeed's configuration, and as DeepSpeed's classes and torch spell it."""
 
 OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
     {
@@ -31,6 +37,9 @@ OPTIMIZERS: Final[Mapping[str, OptimizerEntry]] = MappingProxyType(
     }
 )
 """All entries by canonical name."""
+
+ONE_BIT: Final = frozenset({entry.name for entry in DEEPSPEED_ENTRIES if entry.refusal is not None})
+"""Those of DeepSpeed's that send what they have compressed to one bit."""
 
 TORCH_NAMES: Final[frozenset[str]] = frozenset(
     {entry.name for entry in TORCH_ENTRIES} | {"Adam", "AdamW", "Adagrad", "Muon"}
@@ -76,11 +85,12 @@ IMPLEMENTATION_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 """Names of classes: DeepSpeed picks the class itself, so they stand for an optimizer name."""
 
 
-_BY_WORD: Final[Mapping[str, str]] = {
+BY_WORD: Final[Mapping[str, str]] = {
     **{squash(name): name for name in OPTIMIZERS},
     **SPELLINGS,
     **IMPLEMENTATION_NAMES,
 }
+"""Canonical names by everything that stands for them, as ``squash`` leaves it."""
 
 Origin = Literal["plain", "torch", "deepspeed", "package"]
 
@@ -103,6 +113,38 @@ class OptimizerName:
     """The prefix it carried: none, ``torch.optim.``, ``deepspeed.`` or a package's."""
     implementation: bool = False
     """Whether a class was named (``FusedAdam``) instead of an optimizer."""
+
+    def under(self, params: Mapping[str, Any]) -> str:
+        """Canonical name that it stands for with these arguments."""
+        decoupled = next((params[key] for key in DECAY_SPELLINGS if key in params), True)
+        if self.implementation and self.canonical == "AdamW" and decoupled is False:
+            # FusedAdam(adam_w_mode=False) is L2 Adam, and AdamW would ignore the switch.
+            return "Adam"
+        return self.canonical
+
+
+def canonical(name: str, params: Mapping[str, Any] | None = None) -> str | None:
+    """Canonical name of the optimizer that a configuration asks for.
+
+    Args:
+        name: As written, in any spelling that ``normalise_optimizer_name`` takes.
+        params: Its arguments: ``FusedAdam`` with ``adam_w_mode`` false is Adam.
+
+    Returns:
+        A key of ``OPTIMIZERS``; ``None`` when nobody knows the name.
+    """
+    parsed = _parsed(name)
+    return None if parsed is None else parsed.under(params or {})
+
+
+def entry_of(name: str | None) -> OptimizerEntry:
+    """The entry of what runs where ``name`` is asked for: AdamW's for what never runs.
+
+    Args:
+        name: A canonical name; ``None`` for one that nobody knows.
+    """
+    entry = None if name is None else OPTIMIZERS.get(name)
+    return OPTIMIZERS[DEFAULT_OPTIMIZER] if entry is None or entry.refusal else entry
 
 
 def normalise_optimizer_name(name: str) -> str:
@@ -137,17 +179,23 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
         raise InvalidValueError(
             "an optimizer is named by text", key=key, value=name, fix='write for example "AdamW"'
         )
+    parsed = _parsed(name)
+    if parsed is None:
+        raise _unknown(name, key)
+    return parsed
+
+
+def _parsed(name: str) -> OptimizerName | None:
     prefix, _, last = name.strip().rpartition(".")
     origin = _origin(prefix)
-    canonical = last if last in OPTIMIZERS else _BY_WORD.get(squash(last))
-    known = canonical is not None and _belongs(canonical, origin)
-    if origin is None or canonical is None or not known:
-        raise _unknown(name, last, prefix, key)
+    found = last if last in OPTIMIZERS else BY_WORD.get(squash(last))
+    if origin is None or found is None or not _belongs(found, origin):
+        return None
     return OptimizerName(
-        canonical=canonical,
+        canonical=found,
         written=name,
         origin=origin,
-        implementation=last != canonical and squash(last) in IMPLEMENTATION_NAMES,
+        implementation=last != found and squash(last) in IMPLEMENTATION_NAMES,
     )
 
 
@@ -161,17 +209,18 @@ def _origin(prefix: str) -> Origin | None:
     return None
 
 
-def _belongs(canonical: str, origin: str | None) -> bool:
+def _belongs(name: str, origin: Origin) -> bool:
     """Whether a prefix may stand before the name: torch.optim has no OneBitAdam."""
     if origin == "torch":
-        return canonical in TORCH_NAMES
-    family = OPTIMIZERS[canonical].family
+        return name in TORCH_NAMES
+    family = OPTIMIZERS[name].family
     if family == "zerotune":
         return origin == "plain"
     return origin != "package" or family == "package"
 
 
-def _unknown(name: str, last: str, prefix: str, key: str) -> OptimizerError:
+def _unknown(name: str, key: str) -> OptimizerError:
+    prefix, _, last = name.strip().rpartition(".")
     close = did_you_mean(last, OPTIMIZERS)
     known = ", ".join(sorted(OPTIMIZERS))
     where = f" in {prefix}" if prefix else ""

@@ -10,8 +10,8 @@ import attrs
 
 from zerotune._util.text import did_you_mean, squash
 from zerotune.errors import InvalidValueError, OptimizerError
-from zerotune.optim.parameters import Entry, Parameter, flag, integer, number
-from zerotune.plan.model import SchedulerSource
+from zerotune.optimizers.choices import SchedulerSource
+from zerotune.optimizers.parameters import Entry, Parameter, flag, integer, number
 
 DEFAULT_SCHEDULER: Final = "WarmupLR"
 
@@ -178,6 +178,15 @@ _FOREIGN: Final[Mapping[str, str]] = {
 """torch's and transformers' names, and the schedule that comes closest."""
 
 
+def canonical_schedule(name: str) -> str | None:
+    """Canonical name of a schedule, whatever its spelling; ``None`` when nobody knows it."""
+    return _BY_WORD.get(_word(name))
+
+
+def _word(name: str) -> str:
+    return squash(name.rpartition(".")[2])
+
+
 def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
     """Canonical name of a schedule, whatever the case and punctuation of ``name``.
 
@@ -194,15 +203,15 @@ def normalise_scheduler_name(name: Any, *, key: str = SCHEDULER_TYPE) -> str:
         raise InvalidValueError(
             "a schedule is named by text", key=key, value=name, fix='write for example "WarmupLR"'
         )
-    word = squash(name.rpartition(".")[2])
-    if word in _BY_WORD:
-        return _BY_WORD[word]
-    if word in _FOREIGN:
+    canonical = canonical_schedule(name)
+    if canonical is not None:
+        return canonical
+    if _word(name) in _FOREIGN:
         raise OptimizerError(
             "it is a schedule of torch, whose classes DeepSpeed's engine does not step under ZeRO",
             key=key,
             value=name,
-            fix=f"write {_FOREIGN[word]}",
+            fix=f"write {_FOREIGN[_word(name)]}",
         )
     close = did_you_mean(name, SCHEDULERS)
     known = ", ".join(SCHEDULERS)

@@ -11,7 +11,7 @@ from zerotune.optim import (
     normalise_optimizer_name,
     normalise_scheduler_name,
 )
-from zerotune.optim.catalogue import parse_optimizer_name
+from zerotune.optimizers.catalogue import parse_optimizer_name
 
 DEEPSPEED_NAMES = (
     "AdamW", "Adam", "Adagrad", "Lamb", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam",

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS
-from zerotune.optim.parameters import Parameter
+from zerotune.optim.arguments import check
+from zerotune.optimizers.parameters import Parameter
 
 ADAMW = OPTIMIZERS["AdamW"]
 
 
-def check(name, value, entry=ADAMW):
-    return entry.parameter(name).check(value, section="optimizer.params")
+def checked(name, value, entry=ADAMW):
+    return check(entry.parameter(name), value, section="optimizer.params")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def check(name, value, entry=ADAMW):
 )
 def test_a_bad_value_names_the_key_and_the_value(name, value):
     with pytest.raises(InvalidValueError) as error:
-        check(name, value)
+        checked(name, value)
     assert error.value.key == f"optimizer.params.{name}"
     assert error.value.value is value
 
@@ -63,28 +64,24 @@ def test_a_bad_value_names_the_key_and_the_value(name, value):
     ],
 )
 def test_values_come_out_in_their_type(name, value, result):
-    checked = check(name, value)
-    assert checked == result
-    assert type(checked) is type(result)
+    found = checked(name, value)
+    assert found == result
+    assert type(found) is type(result)
 
 
 def test_a_count_accepts_a_whole_float_and_refuses_a_fraction():
     steps = next(
         item for item in SCHEDULERS["WarmupLR"].parameters if item.name == "warmup_num_steps"
     )
-    assert steps.check(5e2, section="scheduler.params") == 500
-    assert isinstance(steps.check("5e2", section="scheduler.params"), int)
+    assert check(steps, 5e2, section="scheduler.params") == 500
+    assert isinstance(check(steps, "5e2", section="scheduler.params"), int)
     with pytest.raises(InvalidValueError, match=r"scheduler\.params\.warmup_num_steps = 1\.5"):
-        steps.check(1.5, section="scheduler.params")
+        check(steps, 1.5, section="scheduler.params")
 
 
-def test_a_range_reads_as_words():
-    assert ADAMW.parameter("lr").range == "a number > 0"
-    assert ADAMW.parameter("betas").range == "2 numbers >= 0 and < 1"
-    assert ADAMW.parameter("torch_adam").range == "true or false"
+def test_a_word_comes_out_as_deepspeed_spells_it():
     kind = Parameter(name="warmup_type", type="str", choices=("log", "linear"))
-    assert kind.range == "one of 'log', 'linear'"
-    assert kind.check(" Linear", section="scheduler.params") == "linear"
+    assert check(kind, " Linear", section="scheduler.params") == "linear"
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
@@ -93,7 +90,7 @@ def test_every_default_passes_its_own_check(name):
         if parameter.optional:
             continue
         for value in (parameter.default, parameter.unwritten):
-            assert parameter.check(value, section="optimizer.params") == value
+            assert check(parameter, value, section="optimizer.params") == value
 
 
 JSON = st.recursive(
@@ -107,10 +104,10 @@ JSON = st.recursive(
 def test_anything_json_can_hold_is_accepted_in_range_or_refused(value, name):
     parameter = ADAMW.parameter(name)
     try:
-        checked = parameter.check(value, section="optimizer.params")
+        accepted = check(parameter, value, section="optimizer.params")
     except InvalidValueError:
         return
-    numbers = checked if isinstance(checked, tuple) else (checked,)
+    numbers = accepted if isinstance(accepted, tuple) else (accepted,)
     for number in numbers:
         if isinstance(number, float):
             assert math.isfinite(number)

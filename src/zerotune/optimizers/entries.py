@@ -1,15 +1,15 @@
 """The optimizers themselves: what each takes, keeps and asks for, as data.
 
-Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``; its 1-bit optimizers from 0.18),
-``torch.optim`` of torch 2.13 and the packages' own constructors. Written down, so that none of
-them is needed to read a plan; a test compares the entries with the real constructors.
+Sources: DeepSpeed 0.19.8 (``runtime/engine.py``, ``ops/``), ``torch.optim`` of torch 2.13 and the
+packages' own constructors. Written down, so that none of them is needed to read a plan; a test
+compares the entries with the real constructors.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
-from zerotune.optim.parameters import OptimizerEntry, Parameter, flag, integer, number
+from zerotune.optimizers.parameters import OptimizerEntry, Parameter, flag, integer, number
 
 ADAM_LR: Final = 1e-4
 """Peak learning rate for Adam's relatives on diffusion models, as diffusers' examples use it;
@@ -18,7 +18,8 @@ the others keep their own class's default."""
 FUSED_ADAM: Final = frozenset({"FusedAdam"})
 CPU_ADAM: Final = frozenset({"DeepSpeedCPUAdam", "ZenFlowCPUAdam"})
 DEEPSPEED_ADAM: Final = FUSED_ADAM | CPU_ADAM
-TORCH_ADAM: Final = frozenset({"AdamW", "Adam"})
+ADAM: Final = frozenset({"AdamW", "Adam"})
+"""The two whose decay one of DeepSpeed's switches decides; torch calls its classes the same."""
 
 
 def lr(default: float) -> Parameter:
@@ -61,24 +62,11 @@ _ADAM_SWITCHES: Final = (
     flag("torch_adam"),
     flag("fp32_optimizer_states", default=True, only=CPU_ADAM),
     flag("set_grad_none", optional=True, default=True, only=FUSED_ADAM),
-    flag("amsgrad", only=TORCH_ADAM),
-    *torch_switches("foreach", "fused", "maximize", "capturable", only=TORCH_ADAM),
+    flag("amsgrad", only=ADAM),
+    *torch_switches("foreach", "fused", "maximize", "capturable", only=ADAM),
 )
 
 _MUP = "the package mup, and base shapes set on the model before the engine starts"
-_ONE_BIT = "a DeepSpeed release before 0.19, ZeRO stage 0, CUDA with cupy"
-
-_ONE_BIT_COMMON: Final = (
-    lr(ADAM_LR),
-    betas(),
-    eps(),
-    weight_decay(),
-    flag("bias_correction", default=True),
-    flag("eps_inside_sqrt"),
-    flag("cuda_aware"),
-    Parameter(name="comm_backend_name", type="str", default="nccl"),
-)
-
 _LAMB_COEFFICIENTS: Final = (number("max_coeff", 10.0), number("min_coeff", 0.01))
 
 
@@ -181,6 +169,8 @@ _OTHERS: Final = (
             ),
         ),
         states=("momentum_buffer",),
+        # One moment for matrices, two for what Muon leaves to Adam; the larger stands for both.
+        fp32_per_weight=2.0,
         requires=("the names and shapes of the model's parameters",),
         renamed={"adam_lr": "lr"},
         lr_scale="about a hundred times larger",
@@ -223,48 +213,25 @@ _MUP_FAMILY: Final = (
     ),
 )
 
-_ONE_BIT_FAMILY: Final = (
+_ONE_BIT_ARGUMENTS: Final = (
+    "lr", "betas", "eps", "weight_decay", "bias_correction", "eps_inside_sqrt", "cuda_aware",
+    "comm_backend_name", "freeze_step", "var_freeze_step", "var_update_scaler",
+    "local_step_scaler", "local_step_clipper", "max_coeff", "min_coeff", "coeff_beta",
+    "factor_max", "factor_min", "factor_threshold",
+)  # fmt: skip
+
+_ONE_BIT_FAMILY: Final = tuple(
     OptimizerEntry(
-        name="OneBitAdam",
+        name=name,
         family="deepspeed",
-        summary="Adam with momentum compressed to one bit after a warm-up",
-        parameters=(*_ONE_BIT_COMMON, integer("freeze_step", 100_000)),
-        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
-        adam_like=True,
-        requires=(_ONE_BIT,),
-    ),
-    OptimizerEntry(
-        name="OneBitLamb",
-        family="deepspeed",
-        summary="Lamb with momentum compressed to one bit after a warm-up",
-        parameters=(
-            *_ONE_BIT_COMMON,
-            integer("freeze_step", 100_000),
-            *_LAMB_COEFFICIENTS,
-            number("coeff_beta", 0.9, high=1, high_open=True),
-            number("factor_max", 4.0),
-            number("factor_min", 0.5),
-            number("factor_threshold", 0.1),
-        ),
-        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
-        requires=(_ONE_BIT,),
-        lr_scale="larger",
-    ),
-    OptimizerEntry(
-        name="ZeroOneAdam",
-        family="deepspeed",
-        summary="0/1 Adam: one-bit compression and fewer synchronisations",
-        parameters=(
-            *_ONE_BIT_COMMON,
-            integer("var_freeze_step", 100_000),
-            integer("var_update_scaler", 16),
-            integer("local_step_scaler", 32_678),
-            integer("local_step_clipper", 16),
-        ),
-        states=("exp_avg", "exp_avg_sq", "worker_error", "server_error"),
-        adam_like=True,
-        requires=(_ONE_BIT,),
-    ),
+        summary=f"{base} with momentum compressed to one bit; removed from DeepSpeed",
+        parameters=tuple(Parameter(name=each, optional=True) for each in _ONE_BIT_ARGUMENTS),
+        lr_scale="larger" if base == "Lamb" else None,
+        refusal="DeepSpeed removed it in the 0.19 series (PR #8490); the last releases with it "
+        "are 0.18.x, at stage 0",
+        instead="AdamW",
+    )
+    for name, base in (("OneBitAdam", "Adam"), ("OneBitLamb", "Lamb"), ("ZeroOneAdam", "Adam"))
 )
 
 DEEPSPEED_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
@@ -395,6 +362,7 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             weight_decay(),
             *torch_switches("foreach", "maximize"),
         ),
+        fp32_per_weight=0.01,
         requires=("whole matrices, which ZeRO's flat partitions are not",),
     ),
     OptimizerEntry(
@@ -402,15 +370,16 @@ TORCH_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         family="torch",
         summary="Quasi-Newton method that evaluates the loss several times per step",
         parameters=(lr(1.0),),
-        requires=("a closure that recomputes the loss",),
+        refusal="it needs a closure that recomputes the loss, which no engine here gives it",
+        instead="SGD",
     ),
     OptimizerEntry(
         name="SparseAdam",
         family="torch",
         summary="Adam for sparse gradients",
         parameters=(lr(ADAM_LR), betas(), eps(), *torch_switches("maximize")),
-        states=("exp_avg", "exp_avg_sq"),
-        requires=("sparse gradients",),
+        refusal="it takes sparse gradients only, which diffusion models do not have",
+        instead="Adam",
     ),
 )
 
@@ -435,6 +404,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
             flag("is_paged", optional=True),
         ),
         states=("state1", "state2"),
+        fp32_per_weight=0.52,
         adam_like=True,
         requires=("the package bitsandbytes", "from 0.50 on without CUDA or with offload"),
         package="bitsandbytes.optim",
@@ -454,6 +424,7 @@ PACKAGE_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
                 integer("block_size", optional=True),
                 flag("bf16_stochastic_round", optional=True),
             ),
+            # Only tensors of whole blocks are stored in few bits; a ZeRO partition rarely is one.
             states=("exp_avg", "exp_avg_sq"),
             adam_like=True,
             requires=("the package torchao",),
@@ -522,6 +493,7 @@ OWN_ENTRIES: Final[tuple[OptimizerEntry, ...]] = (
         summary="AdamW with fp32 master weights and its moments in bf16, stochastically rounded",
         parameters=(lr(ADAM_LR), betas(), eps(), weight_decay(1e-2)),
         states=("exp_avg", "exp_avg_sq"),
+        fp32_per_weight=1.0,
         adam_like=True,
     ),
 )

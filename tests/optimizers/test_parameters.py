@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from zerotune.optimizers.catalogue import OPTIMIZERS
+from zerotune.optimizers.parameters import Parameter
+
+ADAMW = OPTIMIZERS["AdamW"]
+
+
+def test_a_range_reads_as_words():
+    assert ADAMW.parameter("lr").range == "a number > 0"
+    assert ADAMW.parameter("betas").range == "2 numbers >= 0 and < 1"
+    assert ADAMW.parameter("torch_adam").range == "true or false"
+    kind = Parameter(name="warmup_type", type="str", choices=("log", "linear"))
+    assert kind.range == "one of 'log', 'linear'"
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "states"),
+    [
+        ("AdamW", {}, 2),
+        ("AdamW", {"amsgrad": True}, 3),
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("RMSprop", {"momentum": 0.9, "centered": True}, 3),
+        # One moment for matrices, Adam's two for the rest.
+        ("Muon", {}, 2),
+        # Two of two bytes each.
+        ("AdamWBF16States", {}, 1),
+        # Small only in tensors of whole blocks, which a ZeRO partition rarely is.
+        ("TorchAOAdamW4bit", {}, 2),
+    ],
+)
+def test_what_an_optimizer_keeps_for_each_weight(name, params, states):
+    assert OPTIMIZERS[name].states_per_weight(params) == states
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "AdamW8bit"])
+def test_factored_and_8_bit_states_are_small(name):
+    assert 0 < OPTIMIZERS[name].states_per_weight() < 1

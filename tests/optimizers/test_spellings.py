@@ -1,0 +1,122 @@
+"""However an optimizer is spelt: the same findings, estimate, seconds and settled choice."""
+
+from __future__ import annotations
+
+import pytest
+
+from zerotune import DeepSpeedPlan, OptimizerResolver, Platform
+from zerotune.errors import OptimizerError
+from zerotune.optimizers.catalogue import BY_WORD, OPTIMIZERS, TORCH_NAMES
+from zerotune.plan import Workload, family
+from zerotune.plan.rules import RuleContext, check_plan
+
+CUDA = Platform.synthetic("cuda", vram=24 << 30, ram=256 << 30)
+PARAMS = {"lr": 1e-4, "weight_decay": 0.0}
+MODEL = family("sdxl")
+WORK = Workload(batch=1, height=1024, width=1024)
+CONTEXT = RuleContext(platform=CUDA, model=MODEL)
+
+
+def plan(name, *, stage=2, device="cpu", params=PARAMS, **section):
+    return DeepSpeedPlan.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": name, "params": params},
+            "zero_optimization": {
+                "stage": stage,
+                "offload_optimizer": {"device": device, **section},
+            },
+        }
+    )
+
+
+def host(name, **options):
+    return plan(name, **options).estimate("sdxl", platform=CUDA).host
+
+
+def rules(name, **options):
+    return {finding.rule for finding in check_plan(plan(name, **options), CONTEXT)}
+
+
+def test_the_class_of_an_optimizer_takes_the_memory_of_the_optimizer():
+    assert host("FusedLion") == host("Lion") < host("AdamW")
+
+
+def test_a_torch_prefix_changes_no_estimate():
+    assert host("torch.optim.SGD") == host("SGD") < host("Lion")
+
+
+def test_adamw_with_states_in_bf16_is_priced_as_it_steps():
+    resolved = plan("AdamWBF16States").resolve(platform=CUDA, model=family("flux"))
+    seconds = resolved.estimate(WORK).step_time().seconds
+    assert seconds == OptimizerResolver().settled(resolved).estimate(WORK).step_time().seconds
+    assert seconds < plan("AdamW").estimate("flux", platform=CUDA).step_time().seconds
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam", "torch.optim.AdamW", "adam_w"])
+def test_a_part_of_adamw_may_stay_on_the_device_whatever_it_is_called(name):
+    assert "partial-offload-optimizer" not in rules(name, stage=3, ratio=0.5)
+
+
+def test_fused_adam_with_l2_is_not_adamw():
+    l2 = {**PARAMS, "adam_w_mode": False}
+    assert "partial-offload-optimizer" in rules("FusedAdam", stage=3, ratio=0.5, params=l2)
+
+
+@pytest.mark.parametrize("name", ["torch.optim.Muon", "MuonWithAuxAdam", "muon"])
+def test_muons_rules_hold_for_every_spelling(name):
+    assert {"muon-reduce-scatter", "muon-convolutions"} <= rules(name, stage=3)
+
+
+def test_what_never_runs_is_counted_as_what_runs_in_its_place():
+    assert host("OneBitAdam") == host("1-bit adam") == host("AdamW")
+
+
+# -- Of all of them.
+
+
+PLACES = {
+    "stage 2": {"stage": 2},
+    "a part on the device": {"stage": 3, "ratio": 0.5},
+    "swapped with few buffers": {"stage": 3, "device": "nvme", "buffer_count": 3},
+    "not offloaded": {"stage": 1, "device": "none"},
+}
+
+
+def meaning(name, place):
+    """All that is found, counted and settled of an optimizer, but for how it was spelt."""
+    findings = check_plan(plan(name, **place), CONTEXT)
+    found = {finding.rule for finding in findings}
+    if any(finding.severity == "error" for finding in findings):
+        return found, None
+    resolved = plan(name, **place).resolve(platform=CUDA, model=MODEL)
+    before = resolved.estimate(WORK)
+    said = found, before.items, before.step_time().seconds
+    try:
+        settled = OptimizerResolver().settled(resolved)
+    except OptimizerError as error:  # What cannot run there: the value is the spelling.
+        return *said, (error.key, error.fix)
+    after = settled.estimate(WORK)
+    return *said, settled.optimizer, after.items, after.step_time().seconds
+
+
+def spellings(name):
+    yield from (word for word, stands_for in BY_WORD.items() if stands_for == name)
+    yield f" {name[:2].upper()}_{name[2:]} "
+    # torch.optim.Adam decays by L2 and DeepSpeed's does not: they are two optimizers.
+    if name in TORCH_NAMES - {"Adam"}:
+        yield f"torch.optim.{name}"
+    if OPTIMIZERS[name].family == "deepspeed":
+        yield f"deepspeed.ops.{name}"
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_spelling_means_the_same(monkeypatch, name, place):
+    # Which packages are installed here is none of it.
+    monkeypatch.setattr("zerotune.optim.capability.find_spec", lambda _name: True)
+    where = PLACES[place]
+    expected = meaning(name, where)
+    assert [each for each in spellings(name) if meaning(each, where) != expected] == []
