@@ -14,9 +14,11 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -24,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 
+import zerotune
 from tests.backend.acts import (
     ACTS,
     BACKWARD,
@@ -41,6 +44,7 @@ from tests.support.ranks import RanksFailed, run_ranks
 from zerotune.errors import ZeroTuneError
 
 State = dict[str, np.ndarray[Any, Any]]
+OURS = str(Path(zerotune.__file__).parent)
 EVERY = {**ACTS, **LONG_ACTS}
 AFTER = 20
 """Steps after the last time something is done."""
@@ -285,14 +289,20 @@ def do(act: Act, context: Context, moment: str) -> None:
     if context.step not in act.at or moment not in moments_of(act, context.step):
         return
     context.moment = moment
-    act.do(context.engine, context.engine.module, context)
+    try:
+        act.do(context.engine, context.engine.module, context)
+    except (Oops, ZeroTuneError):
+        raise
+    except Exception as error:
+        if any(f.filename.startswith(OURS) for f in traceback.extract_tb(error.__traceback__)):
+            raise
+        # Others refuse it, and the user goes on.
+        context.look(f"{type(error).__name__} ")
     context.times += moment == moments_of(act, context.step)[-1]
 
 
 def described(error: BaseException) -> tuple[str, bool, str]:
     """Type, whether it is ours, and message with the place it came from."""
-    import traceback
-
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     places = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames))
     return type(error).__name__, isinstance(error, ZeroTuneError), f"{str(error)[:300]} ({places})"
@@ -328,7 +338,7 @@ def differs(mine: State, theirs: State) -> str | None:
     """The first tensor that is not the same to the bit, and how far it is."""
     if mine.keys() != theirs.keys():
         return f"has other tensors: {sorted(mine.keys() ^ theirs.keys())[:4]}"
-    apart = {
+    far = {
         name: float(np.abs(value - theirs[name]).max())
         if value.shape == theirs[name].shape
         else float("inf")
@@ -336,10 +346,30 @@ def differs(mine: State, theirs: State) -> str | None:
         if value.shape != theirs[name].shape
         or not np.array_equal(value, theirs[name], equal_nan=True)
     }
-    if not apart:
+    if not far:
         return None
-    worst = max(apart, key=lambda name: apart[name])
-    return f"{len(apart)} of {len(mine)} tensors differ, {worst} by {apart[worst]:.2g}"
+    worst = max(far, key=lambda name: far[name])
+    return f"{len(far)} of {len(mine)} tensors differ, {worst} by {far[worst]:.2g}"
+
+
+def apart(mine: Played, theirs: Played, *, ema: bool) -> str | None:
+    """The first thing that is not equal to the bit."""
+    for step, (one, other) in enumerate(zip(mine.losses, theirs.losses, strict=False)):
+        if one != other and not (one != one and other != other):
+            return f"loss of step {step}: {one:.7g}, not {other:.7g}"
+    if len(mine.losses) != len(theirs.losses):
+        return f"{len(mine.losses)} losses, not {len(theirs.losses)}"
+    if mine.seen != theirs.seen:
+        first = next(
+            ((a, b) for a, b in zip(mine.seen, theirs.seen, strict=False) if a != b),
+            (f"{len(mine.seen)} looks", f"{len(theirs.seen)}"),
+        )
+        return f"saw {first[0]}, not {first[1]}"
+    if what := differs(mine.states[-1], theirs.states[-1]):
+        return f"in the end {what}"
+    if ema and (what := differs(mine.ema, theirs.ema)):
+        return f"average: {what}"
+    return None
 
 
 def judge(mine: Played, theirs: Played, *, ema: bool, ends: bool = False) -> str:
@@ -358,22 +388,11 @@ def judge(mine: Played, theirs: Played, *, ema: bool, ends: bool = False) -> str
         return refused(mine, theirs)
     if (mine.error or [None])[0] != (theirs.error or [None])[0]:
         return f"FAIL step {mine.steps}: {mine.error}, the oracle: {theirs.error}"
-    for step, (one, other) in enumerate(zip(mine.losses, theirs.losses, strict=False)):
-        if one != other and not (one != one and other != other):
-            return f"FAIL loss of step {step}: {one:.7g}, not {other:.7g}"
-    if len(mine.losses) != len(theirs.losses):
-        return f"FAIL {len(mine.losses)} losses, not {len(theirs.losses)}"
-    if mine.seen != theirs.seen:
-        first = next(
-            ((a, b) for a, b in zip(mine.seen, theirs.seen, strict=False) if a != b),
-            (f"{len(mine.seen)} looks", f"{len(theirs.seen)}"),
-        )
-        return f"FAIL saw {first[0]}, not {first[1]}"
-    if what := differs(mine.states[-1], theirs.states[-1]):
-        return f"FAIL in the end {what}"
-    if ema and (what := differs(mine.ema, theirs.ema)):
-        return f"FAIL average: {what}"
-    return "equal" if mine.error is None else f"raises {mine.error[0]}"
+    if what := apart(mine, theirs, ema=ema):
+        return f"FAIL {what}"
+    if mine.error is None:
+        return "equal"
+    return f"{'refused by all:' if mine.error[1] else 'raises'} {mine.error[0]}"
 
 
 def refused(mine: Played, theirs: Played) -> str:

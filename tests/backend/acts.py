@@ -152,10 +152,6 @@ def trained(model: Any) -> list[torch.nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def dtype_of(model: Any) -> torch.dtype:
-    return model.scale.dtype
-
-
 @act("nothing")
 def _(engine, model, context): ...
 
@@ -353,10 +349,6 @@ def _normed(model: Any, _context: Any) -> None:
 def _(engine, model, context):
     if context.kind.stage != 3:
         context.look(model.mix.weight)
-
-
-def _spectral(model: Any, _context: Any) -> None:
-    torch.nn.utils.parametrizations.orthogonal(model.mix, orthogonal_map="cayley")
 
 
 def _empty(model: Any, _context: Any) -> None:
@@ -704,8 +696,8 @@ def _(engine, model, context):
 
 @act("compile a layer", at=(2,))
 def _(engine, model, context):
+    # Of a layer of torch's own dynamo makes a graph only where it has hooks.
     model.mix.compile(backend=counting(context))
-    context.predict = looking_at_graphs(context, context.predict)
 
 
 @act("compile a layer's forward", at=(2,))
@@ -1231,10 +1223,8 @@ REVERSIBLE: Final = (
     "vector_to_parameters",
     "freeze and unfreeze",
     "freeze between backward and step",
-    "unfreeze what was frozen at the start",
     "swap in an average of one's own with copy_",
     "swap in the average",
-    "no_grad mul_",
     "edit the masters",
     "clip gradients by hand",
     "zero_grad by hand",

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from tests.backend.act_runs import AFTER, MODES, ORACLE, Played, cell, modes_of, play, verdict
-from tests.backend.acts import ACTS, KINDS, LONG_ACTS
+from tests.backend.acts import ACTS, KINDS
 from tests.support.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.deepspeed
