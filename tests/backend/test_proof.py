@@ -345,7 +345,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proof | str | None]]:
     """What the next processes of a proof leave; ``None`` and text: nothing, and what they say."""
     planned: list[Proof | str | None] = []
 
-    def run(_patience_s: float) -> str | None:
+    def run(_accelerator: str) -> str | None:
         left = planned.pop(0)
         if isinstance(left, Proof):
             store_proof(left)
@@ -424,7 +424,7 @@ def test_nothing_runs_by_itself_on_a_cpu(runs: Any) -> None:
 def test_two_processes_prove_once(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
-    def slow(_patience_s: float) -> None:
+    def slow(_accelerator: str) -> None:
         begun.append(threading.current_thread().name)
         time.sleep(0.3)
         store_proof(passed())
@@ -440,7 +440,7 @@ def test_two_processes_prove_once(runs: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_only_the_first_rank_of_a_machine_proves(runs: Any) -> None:
     waited = []
-    group: Any = SimpleNamespace(local_rank=1, barrier=waited.append)
+    group: Any = SimpleNamespace(local_rank=1, barrier=lambda purpose, **_: waited.append(purpose))
     (decision,) = proofs.prove_first("cuda", group)
     assert len(waited) == 1
     assert "nothing is proven yet" in decision.reason
@@ -467,7 +467,7 @@ def test_a_process_that_does_not_end_is_ended_with_its_children(
     script.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {mark}\nwait\n")
     script.chmod(0o755)
     monkeypatch.setattr(proofs.sys, "executable", str(script))
-    assert proofs._run_command(3.0) == "no end within 3 s"
+    assert proofs._run_command("cuda", 3.0) == "no end within 3 s"
     child = int(mark.read_text())
     ended = psutil.Process(child) if psutil.pid_exists(child) else None
     assert ended is None or ended.status() == "zombie", "a rank of it was left running"
@@ -480,7 +480,7 @@ def test_what_a_process_says_last_is_recorded(
     script.write_text("#!/bin/sh\necho first\necho no driver here\nexit 3\n")
     script.chmod(0o755)
     monkeypatch.setattr(proofs.sys, "executable", str(script))
-    assert proofs._run_command(30.0) == "exit code 3: no driver here"
+    assert proofs._run_command("cuda", 30.0) == "exit code 3: no driver here"
 
 
 # -- Faults that a proof must find.
@@ -665,6 +665,23 @@ def test_a_check_that_breaks_is_a_failure_with_its_traceback(
     outcome = outcome_of("uploads")
     assert (outcome.passed, outcome.detail[:17]) == (False, "ZeroDivisionError")
     assert "Traceback" in outcome.evidence
+
+
+def test_what_cannot_be_compiled_leaves_the_other_paths_their_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proving, "_import", lambda _platform: "there is no C++ compiler")
+    proof = proving.prove()
+    assert proof.failed == ()
+    assert "there is no C++ compiler" in str(proof.obstacle("hidden step"))
+    assert proof.obstacle("activation offload") is None
+
+
+def test_no_engine_of_a_proof_begins_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    check = proving.Check(name="hidden step", run=lambda _bench: seen.append(proof_setting()))
+    assert proving.run_check(check, [recorded()]).passed
+    assert (seen, proof_setting()) == (["off"], "first")
 
 
 def test_no_check_begins_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

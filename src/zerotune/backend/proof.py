@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -61,6 +62,11 @@ _NONE_YET: Final = (
 )
 _PATIENCE_S: Final = 300.0
 """For the process of a proof: imports, ops that are compiled first, 30 s of checks."""
+_ALLOWED: Final[Mapping[str, tuple[str, ...]]] = {
+    "rocm": ("--allow-rocm",),
+    "mps": ("--allow-mps",),
+}
+"""What a start on such a device has been allowed already."""
 _LARGEST: Final = 2**20
 _LAUNCHERS: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_", "ROLE_",
@@ -126,15 +132,18 @@ def _device_name(kind: str) -> str:
 
 
 def _driver(kind: str) -> str:
-    read = MachineProbe().read_text
-    match kind:
-        case "cuda":
-            for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
-                if text := read(path):
-                    return text.strip().splitlines()[0]
-        case "xpu" if torch.xpu.is_available():
-            return str(torch.xpu.get_device_properties().driver_version)
-    return f"{sys.platform} {os.uname().release}" if kind != "cpu" else "none"
+    if kind == "cpu":
+        return "none"
+    if kind == "xpu" and torch.xpu.is_available():
+        return str(torch.xpu.get_device_properties().driver_version)
+    if kind == "cuda":
+        for path in ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version"):
+            if text := (MachineProbe().read_text(path) or "").strip():
+                return text.splitlines()[0]
+        asked: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
+        if asked is not None and torch.cuda.is_available():
+            return str(asked())
+    return platform.platform()
 
 
 @cache
@@ -274,7 +283,7 @@ def _surroundings() -> dict[str, Any]:
     return {
         "packages": installed_versions(packages),
         "python": sys.version,
-        "system": " ".join(os.uname()[i] for i in (0, 2, 3, 4)),
+        "system": platform.platform(),
         "torch": torch.__config__.show(),
         "environment": {n: v for n, v in sorted(os.environ.items()) if n.startswith(_REPORTED)},
     }
@@ -378,8 +387,8 @@ def prove_first(accelerator: Accelerator, group: ProcessGroup) -> tuple[Decision
     setting = proof_setting()
     if accelerator != "cpu" and setting in ("first", "always"):
         if group.local_rank == 0:
-            _prove_here(Combination.here(accelerator), anew=setting == "always")
-        group.barrier("wait for the proof of the fast paths")
+            _prove_here(accelerator, anew=setting == "always")
+        group.barrier("wait for the proof of the fast paths", timeout_s=2 * _PATIENCE_S)
     return proof_decisions(accelerator)
 
 
@@ -394,7 +403,8 @@ _proven_anew: Final[set[Combination]] = set()
 """What this process has proven anew, which is once enough."""
 
 
-def _prove_here(combination: Combination, *, anew: bool) -> None:
+def _prove_here(accelerator: Accelerator, *, anew: bool) -> None:
+    combination = Combination.here(accelerator)
     anew = anew and combination not in _proven_anew
     if not anew and isinstance(load_proof(combination), Proof):
         return
@@ -409,7 +419,7 @@ def _prove_here(combination: Combination, *, anew: bool) -> None:
             "first start on %s: its fast paths are proven, which takes up to half a minute and "
             "what imports and compilers take (%s=off|ask)", combination.device, VARIABLE,
         )  # fmt: skip
-        problem = _run_command(_PATIENCE_S)
+        problem = _run_command(accelerator)
         proof = load_proof(combination)
         if isinstance(proof, str):
             store_proof(Proof(combination=combination, error=problem or proof))
@@ -430,9 +440,9 @@ def _one_at_a_time() -> Iterator[None]:
         yield
 
 
-def _run_command(patience_s: float) -> str | None:
+def _run_command(accelerator: Accelerator, patience_s: float = _PATIENCE_S) -> str | None:
     """Prove in a process of its own; what went wrong, if it did not end well."""
-    command = [sys.executable, "-m", *COMMAND.split()]
+    command = [sys.executable, "-m", *COMMAND.split(), *_ALLOWED.get(accelerator, ())]
     try:
         with subprocess.Popen(
             command,
@@ -452,7 +462,7 @@ def _run_command(patience_s: float) -> str | None:
         return f"no end within {patience_s:g} s"
     except OSError as error:
         return f"no process could be started: {error}"
-    if process.returncode in (0, 1):
+    if not process.returncode:
         return None
     last = output.decode(errors="replace").strip().splitlines()[-1:]
     return f"exit code {process.returncode}: {''.join(last)}"[:500]

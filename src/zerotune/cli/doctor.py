@@ -146,6 +146,8 @@ def _prove(platform: Platform) -> bool:
 
 
 def _proof_data(platform: Platform) -> dict[str, Any]:
+    if "torch" not in platform.versions:
+        return {}
     from zerotune.backend.proof import PATHS, Combination, load_proof, why_unproven
 
     proof = load_proof(Combination.here(platform.accelerator))
@@ -155,6 +157,8 @@ def _proof_data(platform: Platform) -> dict[str, Any]:
 
 
 def _proof_rows(platform: Platform) -> list[tuple[str, str]]:
+    if "torch" not in platform.versions:
+        return []
     data = _proof_data(platform)
     if "problem" in data:
         return [("proof", next(iter(data["unproven"].values())))]

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
@@ -29,12 +30,12 @@ from zerotune.backend.deepspeed.host_adam import SlabStep, torch_rounds_alike
 from zerotune.backend.deepspeed.pending_step import Piece, StreamUpload, Upload
 from zerotune.backend.ops.build import build_op
 from zerotune.backend.ops.host_step import load_host_step
-from zerotune.backend.proof import Combination, Outcome, Proof, describe_error
+from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof, describe_error
 from zerotune.backend.streams import Recorder
 from zerotune.backend.upstream import require_accelerate, require_deepspeed
 from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
 from zerotune.ema import EMAShadow
-from zerotune.errors import EngineError, PlatformError
+from zerotune.errors import ZeroTuneError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.fill import pins_natively
@@ -454,26 +455,20 @@ def _exchange(bench: Bench) -> float:
         raise NotRunError("DeepSpeed does not run here")
     if bench.platform.accelerator != "cpu" and len(bench.platform.devices) < _RANKS:
         raise NotRunError("there is one device")
-    answers = _on_ranks(_rank, _RANKS)
+    answers = _on_ranks(partial(_rank, bench.platform), _RANKS)
     for rank, (mine, theirs, _) in enumerate(answers):
         _same(mine, theirs, where=f"stage 2, rank {rank}")
     return float(max(seconds for _, _, seconds in answers))
 
 
-def _rank() -> tuple[dict[str, str], dict[str, str], float]:
-    bench = _bench_of_rank()
-    began = time.perf_counter()
-    mine, theirs = (_take(bench, Run(stage=2, hidden=hidden)) for hidden in (True, False))
-    return mine, theirs, time.perf_counter() - began
-
-
-def _bench_of_rank() -> Bench:
-    platform = detect_platform(log=False)
+def _rank(platform: Platform) -> tuple[dict[str, str], dict[str, str], float]:
     if platform.accelerator != "cpu":
         module: Any = torch.get_device_module(DEEPSPEED_NAMES[platform.accelerator])
         module.set_device(int(os.environ["LOCAL_RANK"]))
     _import(platform)
-    return Bench.on(platform, recorded=False)
+    bench, began = Bench.on(platform, recorded=False), time.perf_counter()
+    mine, theirs = (_take(bench, Run(stage=2, hidden=hidden)) for hidden in (True, False))
+    return mine, theirs, time.perf_counter() - began
 
 
 def _on_ranks(function: Callable[[], Any], count: int) -> list[Any]:
@@ -534,22 +529,24 @@ class Check:
     """May say itself how many seconds of it count."""
     on_streams: bool = False
     """Run on recorded streams too."""
+    needs_ops: bool = False
+    """Whether the step in host memory is part of it."""
 
 
 CHECKS: Final[Sequence[Check]] = (
-    Check(name="bf16 rounding", run=_rounding),
+    Check(name="bf16 rounding", run=_rounding, needs_ops=True),
     Check(name="page-locked copies", run=_page_locked, on_streams=True),
     Check(name="native page-locking", run=_natively),
     Check(name="uploads", run=_uploads, on_streams=True),
     Check(name="activations", run=_activations, on_streams=True),
-    Check(name="hidden step", run=_hidden),
-    Check(name="one pass", run=_one_pass),
-    Check(name="exchange", run=_exchange),
+    Check(name="hidden step", run=_hidden, needs_ops=True),
+    Check(name="one pass", run=_one_pass, needs_ops=True),
+    Check(name="exchange", run=_exchange, needs_ops=True),
 )
 
 
 def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proof:
-    """Run every check that this machine can run. Takes the random state of no one.
+    """Run every check that this machine can run.
 
     What is imported and compiled first does not count as time of the checks.
 
@@ -562,29 +559,31 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
     """
     platform = platform or detect_platform(log=False)
     combination = Combination.here(platform.accelerator)
+    missing = _import(platform)
+    benches = _benches(platform)
     outcomes: dict[str, Outcome] = {}
-    try:
-        _import(platform)
-        benches = _benches(platform)
-        for check in CHECKS:
-            spent = sum(each.seconds for each in outcomes.values())
-            outcomes[check.name] = (
-                run_check(check, benches)
-                if spent < seconds
-                else Outcome(passed=None, detail=f"the checks before it took {spent:.0f} s")
-            )
-    except (PlatformError, EngineError) as error:
-        return Proof(combination=combination, checks=outcomes, error=describe_error(error))
+    for check in CHECKS:
+        spent = sum(each.seconds for each in outcomes.values())
+        obstacle = missing if check.needs_ops else None
+        if spent >= seconds:
+            obstacle = f"the checks before it took {spent:.0f} s"
+        outcomes[check.name] = (
+            run_check(check, benches) if obstacle is None else Outcome(passed=None, detail=obstacle)
+        )
     return Proof(combination=combination, checks=outcomes)
 
 
-def _import(platform: Platform) -> None:
-    """Import and compile what engines need."""
-    load_host_step()
-    require_accelerate()
-    if platform.deepspeed.available:
-        require_deepspeed(accelerator=DEEPSPEED_NAMES[platform.accelerator])
-        build_op("cpu_adam")
+def _import(platform: Platform) -> str | None:
+    """Import and compile what engines need; what is missing, if anything is."""
+    try:
+        load_host_step()
+        require_accelerate()
+        if platform.deepspeed.available:
+            require_deepspeed(accelerator=DEEPSPEED_NAMES[platform.accelerator])
+            build_op("cpu_adam")
+    except ZeroTuneError as error:
+        return describe_error(error)
+    return None
 
 
 def _benches(platform: Platform) -> tuple[Bench, ...]:
@@ -605,7 +604,7 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
     detail = evidence = ""
     try:
         for bench in benches if check.on_streams else benches[-1:]:
-            with _deterministic():
+            with _settings():
                 counted = check.run(bench)
     except NotRunError as reason:
         passed, detail = None, str(reason)
@@ -622,14 +621,14 @@ def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    """Have the device compute the same twice, and leave this process's settings as they were."""
+def _settings() -> Iterator[None]:
+    """Have the device compute the same twice, and no engine begin a proof of its own."""
     before = torch.are_deterministic_algorithms_enabled()
     only_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with environment(CUBLAS_WORKSPACE_CONFIG=workspace):
+        with environment(**{"CUBLAS_WORKSPACE_CONFIG": workspace, VARIABLE: "off"}):
             yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warning)
