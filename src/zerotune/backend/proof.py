@@ -319,7 +319,7 @@ def why_unproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
     if isinstance(proof, str):
         return f"{proof}; `{COMMAND}` proves it within half a minute"
     obstacle = proof.obstacle(path)
-    return None if obstacle is None else f"{obstacle}; {_what_to_do(proof)}"
+    return None if obstacle is None else "; ".join((obstacle, *_what_to_do(proof)))
 
 
 def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
@@ -329,13 +329,14 @@ def why_disproven(path: FastPath, *, accelerator: Accelerator) -> str | None:
     proof = load_proof(Combination.here(accelerator))
     if isinstance(proof, str) or not set(PATHS[path]) & set(proof.failed):
         return None
-    return f"{proof.obstacle(path)}; {_what_to_do(proof)}"
+    return "; ".join((str(proof.obstacle(path)), *_what_to_do(proof)))
 
 
-def _what_to_do(proof: Proof) -> str:
+def _what_to_do(proof: Proof) -> tuple[str, ...]:
+    """About a failure; nothing where a check has only nothing to check here."""
     if proof.failed:
-        return f"report it with the file {report_path(proof.combination)}"
-    return f"`{COMMAND}` proves it anew"
+        return (f"report it with the file {report_path(proof.combination)}",)
+    return () if proof.error is None else (f"`{COMMAND}` proves it anew",)
 
 
 def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
@@ -352,16 +353,14 @@ def proof_decisions(accelerator: Accelerator) -> tuple[Decision, ...]:
     proven = [path for path in PATHS if proof.obstacle(path) is None]
     obstacles = dict.fromkeys(filter(None, (proof.obstacle(path) for path in PATHS)))
     said = [f"{len(proof.checks)} checks in {proof.seconds:.0f} s, {proof.finished}", *obstacles]
-    wrong = bool(proof.failed) or proof.error is not None
-    if wrong:
-        said.append(_what_to_do(proof))
+    said += _what_to_do(proof)
     return (
         Decision(
             key=KEY,
             before=None,
             after=", ".join(proven) or "nothing, plain paths",
             reason="; ".join(said),
-            severity="warning" if wrong else "note",
+            severity="warning" if _what_to_do(proof) else "note",
         ),
     )
 

@@ -36,6 +36,7 @@ _STYLES: Final = {
     "absent": "faint",
 }
 _LABEL: Final = 16
+_PATH: Final = 21
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
         _build(arguments.build, platform)
         if arguments.build_missing is not None and platform.deepspeed.available:
             _build(_missing(arguments.build_missing), platform)
+        proven = _prove(platform) if arguments.prove else True
         from zerotune.cli.checkup import Checkup
 
         checkup = Checkup.of(platform)
         measured = _measure(platform) if arguments.rates else None
-        proven = _prove(platform) if arguments.prove else True
     rates = known_rates(platform)
     if arguments.json:
         print_json(
@@ -165,7 +166,12 @@ def _proof_rows(platform: Platform) -> list[tuple[str, str]]:
     from zerotune.backend.proof import PATHS
 
     rows = [(path, data["unproven"].get(path, "proven")) for path in PATHS]
-    return [*rows, ("proof", f"{len(data['checks'])} checks, {data['finished']}")]
+    of = data["combination"]
+    return [
+        *rows,
+        ("proof", f"{len(data['checks'])} checks, {data['finished']}"),
+        ("proof of", f"{of['device']}, driver {of['driver']}, torch {of['torch']}"),
+    ]
 
 
 def _rates_data(rates: Rates) -> dict[str, Any]:
@@ -198,7 +204,7 @@ def _print(checkup: Checkup, rates: Rates | None = None) -> None:
         "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
         "DeepSpeed ops": _ops_table(checkup.ops),
         "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
-        "Fast paths": _table(_proof_rows(platform)),
+        "Fast paths": _table(_proof_rows(platform), label=_PATH),
         "Rates": _table([] if rates is None else _rate_rows(rates)),
         "Decisions": _table(decisions),
     }
@@ -211,9 +217,9 @@ def _print(checkup: Checkup, rates: Rates | None = None) -> None:
     print_page(Page(blocks=tuple(blocks)))
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> Table:
+def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL) -> Table:
     return Table(
-        columns=(Column(name="label", width=_LABEL), Column(name="value", gap=0)),
+        columns=(Column(name="label", width=label), Column(name="value", gap=0)),
         rows=tuple(rows),
     )
 

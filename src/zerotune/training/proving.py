@@ -30,7 +30,14 @@ from zerotune.backend.deepspeed.host_adam import SlabStep, torch_rounds_alike
 from zerotune.backend.deepspeed.pending_step import Piece, StreamUpload, Upload
 from zerotune.backend.ops.build import build_op
 from zerotune.backend.ops.host_step import load_host_step
-from zerotune.backend.proof import VARIABLE, Combination, Outcome, Proof, describe_error
+from zerotune.backend.proof import (
+    COMMAND,
+    VARIABLE,
+    Combination,
+    Outcome,
+    Proof,
+    describe_error,
+)
 from zerotune.backend.streams import Recorder
 from zerotune.backend.upstream import require_accelerate, require_deepspeed
 from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
@@ -192,7 +199,7 @@ def _page_locked(bench: Bench) -> None:
 def _natively(bench: Bench) -> None:
     """The same of memory that DeepSpeed page-locks itself."""
     if not pins_natively(bench.platform):
-        raise NotRunError("torch page-locks exact sizes itself, or DeepSpeed cannot")
+        raise NotRunError("not needed: torch keeps exact sizes itself, or DeepSpeed may not lock")
     accelerator = require_deepspeed(
         accelerator=DEEPSPEED_NAMES[bench.platform.accelerator]
     ).accelerator.get_accelerator()
@@ -566,7 +573,10 @@ def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proo
         spent = sum(each.seconds for each in outcomes.values())
         obstacle = missing if check.needs_ops else None
         if spent >= seconds:
-            obstacle = f"the checks before it took {spent:.0f} s"
+            obstacle = (
+                f"the checks before it took {spent:.0f} s; `{COMMAND}` proves it anew, on a "
+                "machine with less to do"
+            )
         outcomes[check.name] = (
             run_check(check, benches) if obstacle is None else Outcome(passed=None, detail=obstacle)
         )

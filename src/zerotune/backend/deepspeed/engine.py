@@ -252,8 +252,9 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         rounded = plan.precision != "fp32" and any(
             dtype_at_rest(p) == torch.float32 for _, p in named
         )
-        read = read_weights(deepspeed, plan, model)
+        # Before anything takes memory of the device.
         proven = prove_offload(plan, self._group)
+        read = read_weights(deepspeed, plan, model)
         pinned = pin_exactly(plan, resources=self.resources)
         arguments = initialize_arguments(plan, model)
         self._expected_groups = expected_groups(
