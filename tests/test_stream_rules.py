@@ -16,8 +16,8 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, unet_loss
-from tests.support.streams import RecordedStream, Recorder
 from zerotune.backend.deepspeed.pending_step import Piece, StreamUpload
+from zerotune.backend.streams import RecordedStream, Recorder
 from zerotune.diffusion import ActivationOffload
 from zerotune.diffusion.activations import StreamTransfers
 from zerotune.ema import BackgroundEMA, EMAShadow
@@ -169,9 +169,7 @@ def offload(kind: type[StreamTransfers]) -> tuple[Recorder, ActivationOffload]:
 
     model = text_unet().to(DEVICE).train()
     recorder = Recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "get_device_module", lambda _device: recorder)
-        transfers = kind(torch.device(DEVICE))
+    transfers = kind(torch.device(DEVICE), streams=recorder)
     offloading = ActivationOffload(smallest=1, transfers=transfers)
     inputs = {
         "sample": torch.randn(2, 4, 16, 16, device=DEVICE),

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -477,29 +476,6 @@ def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
     assert (before, after) == (threads, left)
     assert ("left to what the next forward" in reason) == (left < threads)
     assert f"{len(os.sched_getaffinity(0))} hardware thread(s)" in reason
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "ranks", "asked", "hides"),
-    [
-        ("cpu", 1, None, False),
-        ("cpu", 2, True, True),
-        ("cuda", 1, None, True),
-        ("cuda", 1, False, False),
-        ("cuda", 2, None, False),
-        ("cuda", 2, True, True),
-    ],
-)
-def test_who_takes_the_pass(accelerator, ranks, asked, hides):
-    done: list[str] = []
-    step = SimpleNamespace(
-        why_at_once=lambda: None, needs_a_thread=ranks > 1, hide=lambda: done.append("hidden")
-    )
-    plan = SimpleNamespace(platform=SimpleNamespace(accelerator=accelerator), hidden_step=asked)
-    decision = pending_step.choose_when(step, plan)
-    assert bool(done) == hides == ("thread" in decision.after)
-    if not hides and asked is None and accelerator == "cuda":
-        assert "hidden=True" in decision.reason
 
 
 def one_sided(how: str) -> dict[str, Any]:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 _held: dict[str, tuple[int, str | None]] = {}
 """For each held variable how many blocks hold it, and what it was before the first."""
+
+
+def user_cache() -> Path:
+    """Where this user's files lie that can be made again; not made here."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "zerotune"
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from zerotune.backend.master_weights import MasterLayout, MasterWeights
 from zerotune.backend.ops.host_step import HostStepOp
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
+from zerotune.backend.proof import prove_offload
 from zerotune.backend.running import StartedEngine, gradient_norm, naming_the_lost
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
@@ -111,6 +112,7 @@ class PlainEngine(StartedEngine):
         self.resources.callback(self._group.close)
         check_model_dtype(model, plan)
         check_alike(plan, model, self._group)
+        proven = prove_offload(plan, self._group)
         bring_weights(model, device=self._accelerator.device)
         model.to(self._accelerator.device)
         named = require_trainable(model)
@@ -124,7 +126,7 @@ class PlainEngine(StartedEngine):
             optimizer=self._torch_optimizer,
             masters=None if self._host is None else self._parameters,
         )
-        self._decisions = self._take_over_step(plan, layout)
+        self._decisions = (*proven, *self._take_over_step(plan, layout))
         self._optimizer = self._accelerator.prepare_optimizer(self._torch_optimizer)
         schedule = curve(plan)
         self._scheduler = None if schedule is None else schedule(self._torch_optimizer)

@@ -36,6 +36,7 @@ _STYLES: Final = {
     "absent": "faint",
 }
 _LABEL: Final = 16
+_PATH: Final = 21
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         " it for predictions",
     )
     parser.add_argument(
+        "--prove",
+        action="store_true",
+        help="run each fast path beside the plain one on small models, for up to half a minute,"
+        " and keep the outcome: fast paths are the default on a device only once proven there",
+    )
+    parser.add_argument(
         "--allow-rocm", action="store_true", help="let DeepSpeed run on ROCm, untested"
     )
     parser.add_argument(
@@ -69,7 +76,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine the machine; 0 when DeepSpeed runs and can offload the optimizer, else 1."""
+    """Examine the machine; 0 when DeepSpeed runs and can offload the optimizer, else 1.
+
+    1 as well where a proof was asked for and something differs.
+    """
     # DeepSpeed and its builders print; what we print on stdout may be read by a program.
     with redirect_stdout(sys.stderr):
         platform = detect_platform(
@@ -78,18 +88,21 @@ def run(arguments: argparse.Namespace) -> int:
         _build(arguments.build, platform)
         if arguments.build_missing is not None and platform.deepspeed.available:
             _build(_missing(arguments.build_missing), platform)
+        proven = _prove(platform) if arguments.prove else True
         from zerotune.cli.checkup import Checkup
 
         checkup = Checkup.of(platform)
         measured = _measure(platform) if arguments.rates else None
     rates = known_rates(platform)
     if arguments.json:
-        print_json(checkup.to_dict() | {"rates": _rates_data(rates)})
+        print_json(
+            checkup.to_dict() | {"rates": _rates_data(rates), "proof": _proof_data(platform)}
+        )
     else:
         _print(checkup, rates if arguments.rates else None)
     if measured is not None:
         sys.stderr.write(f"rates kept in {measured}\n")
-    return 0 if checkup.healthy else 1
+    return 0 if checkup.healthy and proven else 1
 
 
 def _missing(wanted: list[str]) -> list[str]:
@@ -117,6 +130,48 @@ def _measure(platform: Platform) -> Path:
 
     sys.stderr.write("measuring rates for some seconds ...\n")
     return store_rates(platform, measure_rates())
+
+
+def _prove(platform: Platform) -> bool:
+    """Run the checks and keep what comes of them; whether no fast path differs."""
+    from zerotune.backend.proof import report_path, store_proof
+    from zerotune.training.proving import prove
+
+    sys.stderr.write("proving the fast paths for up to half a minute ...\n")
+    proof = prove(platform=platform)
+    kept = store_proof(proof)
+    sys.stderr.write(f"proof kept in {kept}\n" if kept else "the proof could not be kept\n")
+    if proof.failed or proof.error is not None:
+        sys.stderr.write(f"report it with the file {report_path(proof.combination)}\n")
+    return not proof.failed and proof.error is None
+
+
+def _proof_data(platform: Platform) -> dict[str, Any]:
+    if "torch" not in platform.versions:
+        return {}
+    from zerotune.backend.proof import PATHS, Combination, load_proof, why_unproven
+
+    proof = load_proof(Combination.here(platform.accelerator))
+    unproven = {path: why_unproven(path, accelerator=platform.accelerator) for path in PATHS}
+    said = {"problem": proof} if isinstance(proof, str) else proof.to_dict()
+    return {**said, "unproven": {path: why for path, why in unproven.items() if why is not None}}
+
+
+def _proof_rows(platform: Platform) -> list[tuple[str, str]]:
+    if "torch" not in platform.versions:
+        return []
+    data = _proof_data(platform)
+    if "problem" in data:
+        return [("proof", next(iter(data["unproven"].values())))]
+    from zerotune.backend.proof import PATHS
+
+    rows = [(path, data["unproven"].get(path, "proven")) for path in PATHS]
+    of = data["combination"]
+    return [
+        *rows,
+        ("proof", f"{len(data['checks'])} checks, {data['finished']}"),
+        ("proof of", f"{of['device']}, driver {of['driver']}, torch {of['torch']}"),
+    ]
 
 
 def _rates_data(rates: Rates) -> dict[str, Any]:
@@ -149,6 +204,7 @@ def _print(checkup: Checkup, rates: Rates | None = None) -> None:
         "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
         "DeepSpeed ops": _ops_table(checkup.ops),
         "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
+        "Fast paths": _table(_proof_rows(platform), label=_PATH),
         "Rates": _table([] if rates is None else _rate_rows(rates)),
         "Decisions": _table(decisions),
     }
@@ -161,9 +217,9 @@ def _print(checkup: Checkup, rates: Rates | None = None) -> None:
     print_page(Page(blocks=tuple(blocks)))
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> Table:
+def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL) -> Table:
     return Table(
-        columns=(Column(name="label", width=_LABEL), Column(name="value", gap=0)),
+        columns=(Column(name="label", width=label), Column(name="value", gap=0)),
         rows=tuple(rows),
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import attrs
 import torch
@@ -20,8 +20,10 @@ from typing_extensions import override
 
 from zerotune._util.closing import Closable
 from zerotune._util.text import parse_size
-from zerotune.decisions import Decision
+from zerotune.backend.proof import why_unproven
+from zerotune.decisions import Decision, announce
 from zerotune.errors import InvalidValueError, TrainingError
+from zerotune.platform import Accelerator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,6 +109,35 @@ class KeptTransfers:
         """Nothing was taken."""
 
 
+class WaitingTransfers:
+    """Copies that the host waits for, in the computation's own order.
+
+    Args:
+        reason: Why they do not run beside it.
+    """
+
+    def __init__(self, *, reason: str) -> None:
+        self.reason = reason
+
+    def store(self, tensor: torch.Tensor) -> Stored:
+        """Copy, and return once it is complete."""
+        return Stored(tensor=tensor.detach().to("cpu", copy=True), device=tensor.device)
+
+    def settle(self, stored: Stored) -> None:
+        """Nothing is under way."""
+
+    def load(self, stored: Stored) -> Loading:
+        """Copy back, and return once it is complete."""
+        return Loading(tensor=stored.tensor.to(stored.device, copy=True))
+
+    def finish(self, loading: Loading) -> torch.Tensor:
+        """The device's tensor."""
+        return loading.tensor
+
+    def release(self, stored: Stored) -> None:
+        """Nothing was taken but memory of its own."""
+
+
 class BlockPool:
     """Host blocks that are used again, by size.
 
@@ -159,11 +190,12 @@ class StreamTransfers:
 
     Args:
         device: A device with streams, CUDA or XPU.
+        streams: Has its streams and events; torch's module of the device when not given.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, streams: Any = None) -> None:
         self._device = device
-        self._streams: Any = torch.get_device_module(device)
+        self._streams: Any = streams or torch.get_device_module(device)
         self._side = self._streams.Stream(device)
         self.pool = BlockPool(
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -241,8 +273,11 @@ def _dense_parts(
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """What moves tensors of ``device``: a side stream where it has any."""
-    return StreamTransfers(device) if device.type in ("cuda", "xpu") else KeptTransfers()
+    """What moves tensors of ``device``: a side stream where it has any, and that is proven."""
+    if device.type not in ("cuda", "xpu"):
+        return KeptTransfers()
+    unproven = why_unproven("activation offload", accelerator=cast(Accelerator, device.type))
+    return StreamTransfers(device) if unproven is None else WaitingTransfers(reason=unproven)
 
 
 # -- Which tensors leave, and when they return.
@@ -328,8 +363,11 @@ class ActivationOffload(Closable):
         if isinstance(self._transfers, KeptTransfers):
             why = "this device's memory is the host's, so there is nothing to copy"
             return (Decision(key=KEY, before="device", after="device", reason=why),)
-        why = "inputs of checkpointed blocks wait there for the backward pass"
-        return (Decision(key=KEY, before="device", after="host", reason=why),)
+        why, where = "inputs of checkpointed blocks wait there for the backward pass", "host"
+        if isinstance(self._transfers, WaitingTransfers):
+            where = "host, each copy waited for"
+            why += f"; {self._transfers.reason}"
+        return (Decision(key=KEY, before="device", after=where, reason=why),)
 
     def attach(self, model: torch.nn.Module) -> Self:
         """Switch gradient checkpointing of ``model`` on, with offload.
@@ -423,6 +461,7 @@ class ActivationOffload(Closable):
             return tensor
         if self._transfers is None:
             self._transfers = transfers_for(tensor.device)
+            announce(self.decisions)
         # Blocks share some inputs, and the graph may still hold this one.
         known = self._known.get(tensor)  # type: ignore[no-untyped-call]
         saved: _Saved | None = None if known is None else known()

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from zerotune._util.text import format_size
+from zerotune.backend.proof import prove_first
 from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
@@ -326,8 +327,13 @@ def keep_activations(
             activations = ActivationOffload()
         elif advice.gradient_checkpointing:
             model.enable_gradient_checkpointing()
+    proven: tuple[Decision, ...] = ()
     if activations is not None:
+        # Engines that offload nothing have not asked for it.
+        before = engine.decisions
+        proven = prove_first(engine.plan.platform.accelerator, engine.group)
+        proven = tuple(decision for decision in proven if decision not in before)
         if not activations.attached:
             activations.attach(model)
         engine.resources.callback(activations.detach)
-    return () if advice is None else advice.decisions
+    return (*proven, *(() if advice is None else advice.decisions))

@@ -128,6 +128,7 @@ def pin_on_old_torch() -> Any:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         old_torch(monkeypatch)
+        monkeypatch.setattr(pinning, "why_unproven", lambda *_, **__: None)
         plan = resolved()
         plan = attrs.evolve(plan, platform=old_platform())
         before = os.environ.get("DS_PIN_MEMORY_BACKEND")

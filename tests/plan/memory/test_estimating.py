@@ -77,7 +77,8 @@ def test_what_ranks_exchange_behind_the_next_forward_is_counted():
     # 2 bytes of 1/64 of all weights, whoever holds them.
     assert exchanged(2, True) == pytest.approx(2 * N / 64, rel=1e-3)
     assert exchanged(8, True) == pytest.approx(2 * N / 64, rel=1e-3)
-    assert exchanged(1, True) == exchanged(2, None) == exchanged(2, False) == 0
+    assert exchanged(2, None) == exchanged(2, True), "the default where it is proven"
+    assert exchanged(1, True) == exchanged(2, False) == 0
 
 
 def test_the_plain_engine_leaves_master_weights_gradients_and_moments_to_the_host():

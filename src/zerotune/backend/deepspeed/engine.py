@@ -53,6 +53,7 @@ from zerotune.backend.engine import EngineState, StepOutcome
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
+from zerotune.backend.proof import prove_offload
 from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm, naming_the_lost
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
@@ -278,6 +279,8 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         rounded = plan.precision != "fp32" and any(
             dtype_at_rest(p) == torch.float32 for _, p in named
         )
+        # Before anything takes memory of the device.
+        proven = prove_offload(plan, self._group)
         read = read_weights(deepspeed, plan, model)
         pinned = pin_exactly(plan, resources=self.resources)
         arguments = initialize_arguments(plan, model)
@@ -290,6 +293,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         self._decisions = (
             *read,
             *(_rounding(plan) if rounded else ()),
+            *proven,
             *pinned,
             *built,
             *doubtful_leaf_modules(plan, model),

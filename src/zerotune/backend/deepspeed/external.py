@@ -33,6 +33,7 @@ from zerotune.backend.optimizers.client import (
     own_scheduler,
     parameter_groups,
 )
+from zerotune.backend.proof import prove_offload
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError
@@ -403,7 +404,9 @@ class AttachedEngine(ZeROEngine):
         untouched = fresh and engine.micro_steps == 0
         stepping: tuple[Decision, ...] = ()
         if untouched:
-            self._host_step, stepping = take_over_step(engine, plan, self._group)
+            stepping = prove_offload(plan, self._group)
+            self._host_step, decided = take_over_step(engine, plan, self._group)
+            stepping += decided
         self._decisions = (
             *self._decided,
             *(undo_dummy_step(engine) if fresh else ()),

@@ -33,6 +33,7 @@ from zerotune.backend.deepspeed.layouts import trainable_parameters
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout
 from zerotune.backend.ops.host_step import Average, HostStepOp, load_host_step
+from zerotune.backend.proof import FastPath, why_disproven, why_unproven
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, PlatformError
 from zerotune.plan.api import ResolvedPlan
@@ -780,6 +781,11 @@ class DeferredSteps(ABC):
         return self._op
 
     @property
+    def group(self) -> ProcessGroup:
+        """The processes that train together."""
+        return self._group
+
+    @property
     def hidden(self) -> bool:
         """Whether passes are taken behind what comes after their steps."""
         return self._thread is not None
@@ -1040,6 +1046,7 @@ def op_or_reason(
     op: HostStepOp | None = None
     if not plan.host_step:
         obstacle = "the plan was resolved with host_step=False"
+    obstacle = obstacle or why_disproven("one pass", accelerator=plan.platform.accelerator)
     if obstacle is None:
         try:
             op = load_host_step()
@@ -1075,30 +1082,43 @@ def shares_cores(step: DeferredSteps) -> Decision:
 
 
 def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
-    """Choose who takes the pass, and when."""
+    """Choose who takes the pass, and when. Collective.
+
+    On a device nothing is taken later unless that is proven there, or asked for.
+    """
     at_once = step.why_at_once()
     on_cpu = plan.platform.accelerator == "cpu"
+    unproven = None if on_cpu else _why_unproven(step, plan)
+    after = "taken before the step returns"
     if at_once is not None:
-        after, reason = "taken before the step returns", at_once
+        reason = at_once
         step.take_at_once(at_once)
-    elif plan.hidden_step or (plan.hidden_step is None and not on_cpu and not step.needs_a_thread):
+    elif plan.hidden_step or (plan.hidden_step is None and not on_cpu and unproven is None):
         after = "taken in a thread, behind the next forward"
-        reason = "asked for" if plan.hidden_step else "the cores have nothing else to do meanwhile"
+        reason = "the cores have nothing else to do meanwhile, and it is proven on this device"
+        if plan.hidden_step:
+            reason = "asked for" if unproven is None else f"asked for, unproven: {unproven}"
         step.hide()
     else:
-        after = "taken before the step returns"
-        if not step.needs_a_thread:
+        if unproven is not None:
+            step.take_at_once(unproven)
+        elif not step.needs_a_thread:
             after += ", or together with the averages"
         if plan.hidden_step is False:
             reason = "the plan was resolved with hidden=False"
-        elif on_cpu:
+        elif unproven is None:
             reason = "model and optimizer share these cores, so nothing is gained beside each other"
         else:
-            reason = (
-                "exchanging weights beside the ranks' other collectives has not been tried on "
-                "devices yet; plan.resolve(hidden=True) asks for it"
-            )
+            reason = f"{unproven}; plan.resolve(hidden=True) asks for it all the same"
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
+
+
+def _why_unproven(step: DeferredSteps, plan: ResolvedPlan) -> str | None:
+    """Why a pass is not hidden by default on some rank; the ranks must do the same."""
+    path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
+    unproven = why_unproven(path, accelerator=plan.platform.accelerator)
+    elsewhere = step.group.any(unproven is not None, purpose="choose when a pass is taken")
+    return unproven or ("it is not proven on another rank's device" if elsewhere else None)
 
 
 # -- What is compiled.

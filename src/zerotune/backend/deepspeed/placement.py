@@ -30,6 +30,7 @@ from zerotune._util.environment import held
 from zerotune._util.text import format_size
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.ops.build import building
+from zerotune.backend.proof import why_unproven
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
@@ -333,6 +334,9 @@ def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
 def _native_obstacle(plan: ResolvedPlan) -> str | None:
     if not pins_natively(plan.platform):
         return "DeepSpeed itself needs no limit on locked memory (ulimit -l)"
+    unproven = why_unproven("native page-locking", accelerator=plan.platform.accelerator)
+    if unproven is not None:
+        return f"DeepSpeed's own page-locking is not proven here ({unproven})"
     try:
         with building():
             importlib.import_module("deepspeed.utils.pin_memory").get_native_pinned_memory()

@@ -62,6 +62,12 @@ class Costing:
     workload: Workload
 
     @property
+    def may_hide(self) -> bool:
+        """Whether the step is hidden where it is asked for, or else proven on the device."""
+        wanted = self.resolved.hidden_step
+        return not self.on_cpu if wanted is None else wanted
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the accelerator is the CPU, so that the device's memory is the host's."""
         return self.resolved.platform.accelerator == "cpu"
@@ -437,7 +443,7 @@ def _offloaded(case: Costing, zero: ZeroSection, pin: bool) -> Iterator[MemoryIt
         TRAINING,
         _split(case, "fp32" if case.state_bytes == 4 else "bf16"),
     )
-    if case.resolved.hidden_step and case.ranks > 1 and case.steps_in_one_pass:
+    if case.may_hide and case.ranks > 1 and case.steps_in_one_pass:
         exchanged = min(part, max(LEAST_EXCHANGED, part // EXCHANGED_PARTS))
         note = "a part of every rank's weights, exchanged behind the next forward"
         yield case.item("buckets", case.device, element * case.ranks * exchanged, TRAINING, note)

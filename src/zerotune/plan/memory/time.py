@@ -144,12 +144,11 @@ def step_time(estimate: EstimateValue, rates: Rates) -> StepTime | None:
 
 
 def _hides(case: Costing) -> bool:
-    """Whether Adam in host memory is taken behind the next forward, as the backend decides it."""
+    """Whether Adam in host memory is taken behind the next forward, where that is proven."""
     resolved = case.resolved
-    wanted = resolved.hidden_step or (resolved.hidden_step is None and not case.on_cpu)
     in_files = "nvme" in (resolved.offload_optimizer, resolved.offload_param)
     alone = resolved.stage == 3 or case.ranks == 1
-    return wanted and alone and case.steps_in_one_pass and not in_files and not case.stays
+    return case.may_hide and alone and case.steps_in_one_pass and not in_files and not case.stays
 
 
 def _passes(case: Costing, facts: ArithmeticFacts, rates: Rates) -> Iterator[TimePart]:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
+from unittest import mock
 
 import attrs
 import torch
@@ -20,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Place = Literal["device", "locked", "pageable"]
+Doing = Literal["read", "written"]
 Clock = dict[str, int]
 
 _READ_NUMBER = "aten::_local_scalar_dense"
@@ -32,7 +34,7 @@ _ALLOCATES = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::em
 class _Access:
     """Bytes of a storage that were read or written, by whom and when."""
 
-    what: Literal["read", "written"]
+    what: Doing
     low: int
     high: int
     who: str
@@ -116,16 +118,18 @@ class RecordedStream:
             self.real.synchronize()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Stands in for the streams of a device, and watches all that torch does.
 
     Args:
         otherwise: Where tensors lie that nobody has said anything of, without a GPU.
+        simulated: Whether to leave a GPU alone that is there.
     """
 
-    def __init__(self, *, otherwise: Place = "device") -> None:
-        super().__init__()
-        self.real: Any = torch.cuda if torch.cuda.is_available() else None
+    def __init__(self, *, otherwise: Place = "device", simulated: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        there = torch.cuda.is_available() and not simulated
+        self.real: Any = torch.cuda if there else None
         self.faults: list[str] = []
         """What is not in order, in words."""
         self.waits: list[str] = []
@@ -142,13 +146,13 @@ class Recorder(TorchDispatchMode):
 
     # -- What code asks of a device's module, or of DeepSpeed's accelerator.
 
-    def Stream(self, *_: Any, **__: Any) -> RecordedStream:
+    def Stream(self, *_: Any, **__: Any) -> RecordedStream:  # noqa: N802 - as torch has it
         """A new one."""
         self._streams += 1
         real = self.real.Stream() if self.real else None
         return RecordedStream(self, f"stream {self._streams}", real)
 
-    def Event(self, **options: Any) -> RecordedEvent:
+    def Event(self, **options: Any) -> RecordedEvent:  # noqa: N802 - as torch has it
         """A new one."""
         return RecordedEvent(self, **options)
 
@@ -190,17 +194,15 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def page_locking(self) -> Iterator[None]:
         """Have ``is_pinned`` tell what the recorder knows; a GPU knows it itself."""
-        asked = torch.Tensor.is_pinned
 
         def is_pinned(tensor: torch.Tensor, *_: Any) -> bool:
             return self._of(tensor).place == "locked"
 
-        if self.real is None:
-            torch.Tensor.is_pinned = is_pinned  # type: ignore[method-assign,assignment]
-        try:
+        if self.real is not None:
             yield
-        finally:
-            torch.Tensor.is_pinned = asked  # type: ignore[method-assign]
+            return
+        with mock.patch.object(torch.Tensor, "is_pinned", is_pinned):
+            yield
 
     @contextmanager
     def threads(self) -> Iterator[None]:
@@ -224,13 +226,12 @@ class Recorder(TorchDispatchMode):
             if not thread.is_alive():
                 _learn(recorder.clock(_host()), getattr(thread, "_left", {}))
 
-        threading.Thread.start, threading.Thread.join = started, joined  # type: ignore[method-assign]
-        threading.Thread.run = running  # type: ignore[method-assign]
-        try:
+        with (
+            mock.patch.object(threading.Thread, "start", started),
+            mock.patch.object(threading.Thread, "join", joined),
+            mock.patch.object(threading.Thread, "run", running),
+        ):
             yield
-        finally:
-            threading.Thread.start, threading.Thread.join = start, join  # type: ignore[method-assign]
-            threading.Thread.run = run  # type: ignore[method-assign]
 
     # -- Clocks.
 
@@ -295,7 +296,8 @@ class Recorder(TorchDispatchMode):
             # Work is queued by the host, after all that it knows.
             _learn(self.clock(timeline), self.clock(_host()))
         now = self._tick(timeline)
-        for what, tensors in (("read", read), ("written", written)):
+        touched: tuple[tuple[Doing, Any], ...] = (("read", read), ("written", written))
+        for what, tensors in touched:
             for tensor in tensors:
                 self._access(name, tensor, _Access(what, *_bytes(tensor), timeline, now))
         crossing = on_device and len(places) > 1 and copies
@@ -334,6 +336,7 @@ class Recorder(TorchDispatchMode):
     def _of(self, tensor: torch.Tensor) -> _Memory:
         key = self._key(tensor)
         if key not in self._memory:
+            place: Place
             if tensor.device.type != "cpu":
                 place = "device"
             elif self.real is None:
@@ -341,7 +344,7 @@ class Recorder(TorchDispatchMode):
             else:
                 place = "locked" if tensor.is_pinned() else "pageable"
             home = self.current_stream().name
-            weak = StorageWeakRef(tensor.untyped_storage())
+            weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._memory[key] = _Memory(weak=weak, place=place, home=home)
         return self._memory[key]
 
@@ -350,11 +353,11 @@ class Recorder(TorchDispatchMode):
         return int(tensor.untyped_storage()._cdata)
 
 
-class _InThread(TorchDispatchMode):
+class _InThread(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A recorder, in another thread than it was entered in."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -378,8 +381,8 @@ def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of the storage that a tensor covers, and the one after the last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
-    low = tensor.storage_offset() * tensor.itemsize
-    return low, low + (last + 1) * tensor.itemsize
+    low = int(tensor.storage_offset()) * tensor.itemsize
+    return low, low + int(last + 1) * tensor.itemsize
 
 
 def _does_not_wait(args: Any, kwargs: Any) -> bool:

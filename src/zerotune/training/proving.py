@@ -1,0 +1,644 @@
+"""Runs the checks of a ``Proof``: each fast path beside the plain one, on small models.
+
+On a device its own streams are used, with work of random length in front of what is queued there,
+so that whatever nobody waits for comes too late. On recorded streams, which need no device, each
+access to memory is judged by what orders it after the one it depends on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Final
+from unittest import mock
+
+import attrs
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from zerotune._util.environment import environment
+from zerotune.backend.build import build_engine
+from zerotune.backend.deepspeed.host_adam import SlabStep, torch_rounds_alike
+from zerotune.backend.deepspeed.pending_step import Piece, StreamUpload, Upload
+from zerotune.backend.ops.build import build_op
+from zerotune.backend.ops.host_step import load_host_step
+from zerotune.backend.proof import (
+    COMMAND,
+    VARIABLE,
+    Combination,
+    Outcome,
+    Proof,
+    describe_error,
+)
+from zerotune.backend.streams import Recorder
+from zerotune.backend.upstream import require_accelerate, require_deepspeed
+from zerotune.diffusion.activations import ActivationOffload, StreamTransfers
+from zerotune.ema import EMAShadow
+from zerotune.errors import ZeroTuneError
+from zerotune.optim import OptimizerResolver
+from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.fill import pins_natively
+from zerotune.plan.model import ModelFacts
+from zerotune.platform import Platform, detect_platform
+from zerotune.platform.facts import DEEPSPEED_NAMES
+
+SECONDS: Final = 30.0
+_PLAIN: Final = 0
+"""In the place of a stage: the plain engine."""
+_WIDTH: Final = 512
+"""A layer of so many features has as many weights as a part of a step."""
+_LAYERS: Final = 6
+_STEPS: Final = 5
+_ROUNDS: Final = 40
+_ELEMENTS: Final = 2**16
+_DELAY: Final = 2**22
+"""Elements of what delays a stream."""
+_RANKS: Final = 2
+_RANKS_S: Final = 150.0
+"""For what two processes import, and for their steps."""
+
+
+class DifferenceError(Exception):
+    """A fast path has left something else than the plain one."""
+
+
+class NotRunError(Exception):
+    """A check has nothing to check here."""
+
+
+# -- Where checks run.
+
+
+class DelayedStreams:
+    """A device's streams, with work of random length in front of what is queued on them.
+
+    Args:
+        device: With streams.
+        chance: Draws the lengths.
+    """
+
+    def __init__(self, device: torch.device, chance: random.Random) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._chance = chance
+        # Not a product of matrices: of several streams, cuBLAS makes other bits.
+        self._work = torch.ones(_DELAY, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        """Queue work there inside the block, late."""
+        with self._module.stream(stream):
+            self.delay()
+            yield
+
+    def delay(self) -> None:
+        """Queue work of random length on the current stream."""
+        for _ in range(self._chance.randrange(20) if self._chance.random() < 0.3 else 0):
+            self._work.mul_(1.0)
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """Some steps of a small model."""
+
+    stage: int
+    hidden: bool
+    host_step: bool = True
+
+    def __str__(self) -> str:
+        return "the plain engine" if self.stage == _PLAIN else f"stage {self.stage}"
+
+
+@attrs.frozen(kw_only=True)
+class Bench:
+    """Where the checks run, and on what."""
+
+    platform: Platform
+    device: torch.device
+    chance: random.Random
+    recorder: Recorder | None
+    """Stands in for the device's streams."""
+    streams: Any
+    """Of the device, or recorded."""
+    left: dict[Run, dict[str, str]] = attrs.field(factory=dict)
+    """What runs have left that several checks compare with."""
+
+    @classmethod
+    def on(cls, platform: Platform, *, recorded: bool) -> Bench:
+        """On the accelerator of this process, or on recorded streams."""
+        chance = random.Random(0)  # noqa: S311 - lengths of delays
+        if recorded or platform.accelerator == "cpu":
+            recorder = Recorder(simulated=True)
+            device = torch.device("cpu")
+            return cls(
+                platform=platform, device=device, chance=chance, recorder=recorder, streams=recorder
+            )
+        module: Any = torch.get_device_module(DEEPSPEED_NAMES[platform.accelerator])
+        kind = DEEPSPEED_NAMES[platform.accelerator]
+        device = torch.device(kind, module.current_device())
+        streams = DelayedStreams(device, chance)
+        return cls(platform=platform, device=device, chance=chance, recorder=None, streams=streams)
+
+    def delay(self) -> None:
+        """Have host and device come too late now and then."""
+        if self.chance.random() < 0.2:
+            time.sleep(self.chance.random() * 1e-3)
+        if self.recorder is None:
+            self.streams.delay()
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Judge the order of what is done inside the block, where streams are recorded.
+
+        Raises:
+            DifferenceError: Something is not ordered after what it depends on.
+        """
+        if self.recorder is None:
+            yield
+            return
+        self.recorder.faults.clear()
+        with self.recorder, self.recorder.page_locking():
+            yield
+        if self.recorder.faults:
+            raise DifferenceError(self.recorder.faults[0])
+
+
+# -- Checks of bytes and streams.
+
+
+def _rounding(bench: Bench) -> None:
+    """bf16 of every kind of number is the same on device and host, and in the op."""
+    high = torch.arange(2**16, dtype=torch.int32).mul_(2**16)
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    wide = (high[:, None] + low).view(-1).view(torch.float32)
+    wide = wide[wide.isfinite()]
+    rounded = wide.bfloat16()
+    if not torch.equal(
+        wide.to(bench.device).bfloat16().cpu().view(torch.int16), rounded.view(torch.int16)
+    ):
+        raise DifferenceError(f"{bench.device.type} rounds fp32 to bf16 otherwise than the host")
+    if not torch_rounds_alike(load_host_step()):
+        raise DifferenceError("torch rounds otherwise than the op host_step")
+
+
+def _page_locked(bench: Bench) -> None:
+    """What is copied through page-locked memory without waiting arrives whole."""
+    _copies(bench, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+
+
+def _natively(bench: Bench) -> None:
+    """The same of memory that DeepSpeed page-locks itself."""
+    if not pins_natively(bench.platform):
+        raise NotRunError("not needed: torch keeps exact sizes itself, or DeepSpeed may not lock")
+    accelerator = require_deepspeed(
+        accelerator=DEEPSPEED_NAMES[bench.platform.accelerator]
+    ).accelerator.get_accelerator()
+    with environment(DS_PIN_MEMORY_BACKEND="native"):
+        _copies(bench, lambda n: accelerator.pin_memory(torch.zeros(n, dtype=torch.uint8)))
+
+
+def _copies(bench: Bench, allocate: Callable[[int], torch.Tensor]) -> None:
+    with bench.judged():
+        side, wrong = bench.streams.Stream(), torch.zeros((), device=bench.device)
+        blocks = [allocate(_ELEMENTS), allocate(_ELEMENTS)]
+        for step in range(_ROUNDS):
+            source = torch.full((_ELEMENTS,), step % 251, dtype=torch.uint8, device=bench.device)
+            block = blocks[step % 2]
+            side.wait_stream(bench.streams.current_stream())
+            with bench.streams.stream(side):
+                block.copy_(source, non_blocking=True)
+            event = side.record_event()
+            event.synchronize()
+            if int(block.min()) != step % 251 or int(block.max()) != step % 251:
+                raise DifferenceError(f"round {step}: a copy to the host is not what was sent")
+            back = torch.zeros(_ELEMENTS, dtype=torch.uint8, device=bench.device)
+            side.wait_stream(bench.streams.current_stream())
+            with bench.streams.stream(side):
+                back.copy_(block, non_blocking=True)
+            bench.streams.current_stream().wait_event(side.record_event())
+            wrong += (back != source).sum()
+            del source, back
+        if int(wrong):
+            raise DifferenceError(f"{int(wrong)} bytes that came back are not what was sent")
+
+
+def _uploads(bench: Bench) -> None:
+    """Weights that are sent behind the computation are there when it uses them, not earlier."""
+    lengths, numbers = range(0, _ELEMENTS, _ELEMENTS // 4), torch.arange(_ELEMENTS).float()
+    if bench.recorder is not None:
+        bench.recorder.lie("pageable", numbers)
+    with bench.judged():
+        targets = [torch.zeros(_ELEMENTS, device=bench.device) for _ in range(2)]
+        sources = [torch.zeros(_ELEMENTS, pin_memory=True) for _ in range(2)]
+        upload = StreamUpload(
+            targets=targets,
+            sources=sources,
+            stream=bench.streams.Stream(),
+            accelerator=bench.streams,
+        )
+        wrong = torch.zeros((), device=bench.device)
+        ramp = torch.arange(_ELEMENTS, device=bench.device).float()
+        for step in range(_ROUNDS):
+            upload.begin()
+            sent = []
+            for start in bench.chance.sample(lengths, len(lengths)):
+                stop = start + _ELEMENTS // 4
+                pieces = [Piece(slab=slab, start=start, stop=stop) for slab in range(2)]
+                for piece in pieces:
+                    part = slice(piece.start, piece.stop)
+                    torch.add(numbers[part], step + piece.slab, out=sources[piece.slab][part])
+                sent.append(upload.send(pieces))
+                bench.delay()
+            for each in sent:
+                upload.receive(each)
+            bench.delay()
+            for slab, target in enumerate(targets):
+                wrong += (target != ramp + (step + slab)).sum()
+        if int(wrong):
+            raise DifferenceError(
+                f"{int(wrong)} weights of {_ROUNDS} steps came too late or too early"
+            )
+
+
+def _activations(bench: Bench) -> None:
+    """Gradients of blocks whose inputs wait in host memory are those of blocks that keep them."""
+    model = _Chain(width=64).to(bench.device)
+    if bench.recorder is not None:
+        bench.recorder.lie("device", *model.parameters())
+    transfers = StreamTransfers(bench.device, streams=bench.streams)
+    offload = ActivationOffload(smallest=1, transfers=transfers)
+
+    def kept(block: torch.nn.Module, x: torch.Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=False)
+
+    wanted = [_gradients(bench, model, kept, step) for step in range(_STEPS)]
+    with bench.judged():
+        found = [_gradients(bench, model, offload.checkpoint, step) for step in range(_STEPS)]
+    if not offload.counts.stored:
+        raise DifferenceError("no activation left the device")
+    for step, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for name in theirs:
+            if not torch.equal(mine[name], theirs[name]):
+                raise DifferenceError(
+                    f"step {step}: {name} is another one than with kept activations"
+                )
+
+
+def _gradients(
+    bench: Bench, model: _Chain, run: Callable[..., Any], step: int
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(32, 64, generator=generator).to(bench.device).requires_grad_()
+    if bench.recorder is not None:
+        bench.recorder.lie("device", x)
+    model.zero_grad(set_to_none=True)
+    for layer in model.layers:
+        bench.delay()
+        x = run(layer, x)
+    loss = x.square().mean()
+    torch.autograd.backward(loss)
+    return {"the loss": loss.detach(), **{
+        f"the gradient of {name}": parameter.grad.clone()
+        for name, parameter in model.named_parameters() if parameter.grad is not None
+    }}  # fmt: skip
+
+
+class _Chain(torch.nn.Module):
+    """Layers of equal width, the same at every call."""
+
+    def __init__(self, *, width: int = _WIDTH) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh())
+                for _ in range(_LAYERS)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+# -- Checks of whole engines.
+
+
+def _left_by(bench: Bench, run: Run) -> dict[str, str]:
+    """What a run leaves, by name: losses, and digests of weights, moments and averages."""
+    if run not in bench.left:
+        bench.left[run] = _take(bench, run)
+    return bench.left[run]
+
+
+def _take(bench: Bench, run: Run) -> dict[str, str]:
+    model = _Chain()
+    engine = _engine(bench, model, run)
+    ema = EMAShadow(decay=0.9).attach(engine)
+    losses: list[torch.Tensor] = []
+    try:
+        with _late(bench, model) if run.hidden else nullcontext():
+            for step in range(_STEPS):
+                generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
+                x = torch.randn(4, _WIDTH, generator=generator).to(engine.device, engine.dtype)
+                loss = engine(x).float().square().mean()
+                losses.append(loss.detach())
+                engine.backward(loss)
+                engine.step()
+                ema.step()
+        left = {f"loss {step}": float(loss).hex() for step, loss in enumerate(losses)}
+        for fragment in engine.master_weights.read():
+            left[f"weight {fragment.address.key}"] = _digest(fragment.value)
+            for name, state in sorted(fragment.states.items()):
+                left[f"{name} of {fragment.address.key}"] = _digest(state)
+        for name, value in ema.state_dict().items():
+            left[f"average {name}"] = _digest(value)
+        if run.stage < 3:
+            for name, parameter in engine.module.named_parameters():
+                left[f"the model's {name}"] = _digest(parameter.detach())
+    finally:
+        engine.close()
+    return left
+
+
+def _engine(bench: Bench, model: torch.nn.Module, run: Run) -> Any:
+    platform = bench.platform
+    overrides: dict[str, Any] = {}
+    if run.stage == 3:
+        overrides["stage3_param_persistence_threshold"] = _WIDTH
+    plan = DeepSpeedPlan.build(
+        stage=run.stage or 2,
+        offload="cpu",
+        precision="bf16" if platform.bf16 else "fp32",
+        micro_batch_size=4,
+        gradient_clipping=0.5,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        **overrides,
+    )
+    resolved = plan.resolve(
+        platform=platform,
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        deepspeed=run.stage != _PLAIN,
+        hidden=run.hidden,
+        host_step=run.host_step,
+    )
+    return build_engine(model=model, plan=OptimizerResolver().apply(resolved), timeout_s=60.0)
+
+
+@contextmanager
+def _late(bench: Bench, model: torch.nn.Module) -> Iterator[None]:
+    """Random delays in the pass, around its uploads, and in the forward beside it."""
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bench.delay()
+            returned = method(*args, **kwargs)
+            bench.delay()
+            return returned
+
+        return call
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(lambda *_: bench.delay()).remove)
+        stack.enter_context(mock.patch.object(SlabStep, "run", slow(SlabStep.run)))
+        stack.enter_context(mock.patch.object(Upload, "send", slow(Upload.send)))
+        yield
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.contiguous().cpu().view(-1).view(torch.uint8)
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()[:16]
+
+
+def _compare(bench: Bench, mine: Run, theirs: Run) -> None:
+    _same(_left_by(bench, mine), _left_by(bench, theirs), where=str(mine))
+
+
+def _same(mine: Mapping[str, str], theirs: Mapping[str, str], *, where: str) -> None:
+    names = [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]
+    if names:
+        shown = ", ".join(f"{name}: {mine.get(name)} and {theirs.get(name)}" for name in names)
+        raise DifferenceError(f"{where}: {names[0]} and {len(names) - 1} others differ\n{shown}")
+
+
+def _stages(bench: Bench) -> tuple[int, ...]:
+    return (_PLAIN, 2, 3) if bench.platform.deepspeed.available else (_PLAIN,)
+
+
+def _one_pass(bench: Bench) -> None:
+    """The step in one pass leaves what DeepSpeed's chain and torch's own step leave."""
+    for stage in _stages(bench):
+        _compare(
+            bench,
+            Run(stage=stage, hidden=False),
+            Run(stage=stage, hidden=False, host_step=False),
+        )
+
+
+def _hidden(bench: Bench) -> None:
+    """A step behind the next forward leaves what one leaves that is taken before it returns."""
+    for stage in _stages(bench):
+        _compare(bench, Run(stage=stage, hidden=True), Run(stage=stage, hidden=False))
+
+
+# -- Several ranks.
+
+
+def _exchange(bench: Bench) -> float:
+    """The same where ranks exchange weights beside their other collectives; its seconds."""
+    if not bench.platform.deepspeed.available:
+        raise NotRunError("DeepSpeed does not run here")
+    if bench.platform.accelerator != "cpu" and len(bench.platform.devices) < _RANKS:
+        raise NotRunError("there is one device")
+    answers = _on_ranks(partial(_rank, bench.platform), _RANKS)
+    for rank, (mine, theirs, _) in enumerate(answers):
+        _same(mine, theirs, where=f"stage 2, rank {rank}")
+    return float(max(seconds for _, _, seconds in answers))
+
+
+def _rank(platform: Platform) -> tuple[dict[str, str], dict[str, str], float]:
+    if platform.accelerator != "cpu":
+        module: Any = torch.get_device_module(DEEPSPEED_NAMES[platform.accelerator])
+        module.set_device(int(os.environ["LOCAL_RANK"]))
+    _import(platform)
+    bench, began = Bench.on(platform, recorded=False), time.perf_counter()
+    mine, theirs = (_take(bench, Run(stage=2, hidden=hidden)) for hidden in (True, False))
+    return mine, theirs, time.perf_counter() - began
+
+
+def _on_ranks(function: Callable[[], Any], count: int) -> list[Any]:
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+    processes, answers, deadline = [], [], time.monotonic() + _RANKS_S
+    try:
+        for rank in range(count):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_serve, args=(function, rank, count, port, send), daemon=True
+            )
+            process.start()
+            send.close()
+            processes.append((process, receive))
+        for rank, (_, receive) in enumerate(processes):
+            if not receive.poll(max(0.0, deadline - time.monotonic())):
+                raise DifferenceError(f"rank {rank} of {count} did not come to an end")
+            answer = receive.recv()
+            if isinstance(answer, str):
+                raise DifferenceError(f"rank {rank} of {count} failed: {answer}")
+            answers.append(answer)
+    except EOFError as error:
+        raise DifferenceError(f"one of {count} ranks died") from error
+    finally:
+        for process, receive in processes:
+            process.join(5 if len(answers) == count else 0)
+            process.kill()
+            receive.close()
+    return answers
+
+
+def _serve(function: Callable[[], Any], rank: int, count: int, port: int, send: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    try:
+        send.send(function())
+    except Exception as error:  # noqa: BLE001 - said by the process that began this one
+        send.send(f"{describe_error(error)}\n{traceback.format_exc()}")
+    finally:
+        send.close()
+
+
+# -- All of them.
+
+
+@attrs.frozen(kw_only=True)
+class Check:
+    """One kind of fast path beside the plain one."""
+
+    name: str
+    """As ``zerotune.backend.proof.PATHS`` has it."""
+    run: Callable[[Bench], float | None]
+    """May say itself how many seconds of it count."""
+    on_streams: bool = False
+    """Run on recorded streams too."""
+    needs_ops: bool = False
+    """Whether the step in host memory is part of it."""
+
+
+CHECKS: Final[Sequence[Check]] = (
+    Check(name="bf16 rounding", run=_rounding, needs_ops=True),
+    Check(name="page-locked copies", run=_page_locked, on_streams=True),
+    Check(name="native page-locking", run=_natively),
+    Check(name="uploads", run=_uploads, on_streams=True),
+    Check(name="activations", run=_activations, on_streams=True),
+    Check(name="hidden step", run=_hidden, needs_ops=True),
+    Check(name="one pass", run=_one_pass, needs_ops=True),
+    Check(name="exchange", run=_exchange, needs_ops=True),
+)
+
+
+def prove(*, platform: Platform | None = None, seconds: float = SECONDS) -> Proof:
+    """Run every check that this machine can run.
+
+    What is imported and compiled first does not count as time of the checks.
+
+    Args:
+        platform: This machine; detected when not given.
+        seconds: After which no further check begins.
+
+    Returns:
+        What came of it; to be kept with ``store_proof``.
+    """
+    platform = platform or detect_platform(log=False)
+    combination = Combination.here(platform.accelerator)
+    missing = _import(platform)
+    benches = _benches(platform)
+    outcomes: dict[str, Outcome] = {}
+    for check in CHECKS:
+        spent = sum(each.seconds for each in outcomes.values())
+        obstacle = missing if check.needs_ops else None
+        if spent >= seconds:
+            obstacle = (
+                f"the checks before it took {spent:.0f} s; `{COMMAND}` proves it anew, on a "
+                "machine with less to do"
+            )
+        outcomes[check.name] = (
+            run_check(check, benches) if obstacle is None else Outcome(passed=None, detail=obstacle)
+        )
+    return Proof(combination=combination, checks=outcomes)
+
+
+def _import(platform: Platform) -> str | None:
+    """Import and compile what engines need; what is missing, if anything is."""
+    try:
+        load_host_step()
+        require_accelerate()
+        if platform.deepspeed.available:
+            require_deepspeed(accelerator=DEEPSPEED_NAMES[platform.accelerator])
+            build_op("cpu_adam")
+    except ZeroTuneError as error:
+        return describe_error(error)
+    return None
+
+
+def _benches(platform: Platform) -> tuple[Bench, ...]:
+    """The device of this process, and recorded streams before it, where it is no CPU."""
+    here = Bench.on(platform, recorded=False)
+    return (here,) if here.recorder else (Bench.on(platform, recorded=True), here)
+
+
+def run_check(check: Check, benches: Sequence[Bench]) -> Outcome:
+    """Run one check, whatever it meets.
+
+    Args:
+        check: Of ``CHECKS``.
+        benches: Where; most checks have nothing to do on recorded streams, and use the last.
+    """
+    began, counted = time.perf_counter(), None
+    passed: bool | None = True
+    detail = evidence = ""
+    try:
+        for bench in benches if check.on_streams else benches[-1:]:
+            with _settings():
+                counted = check.run(bench)
+    except NotRunError as reason:
+        passed, detail = None, str(reason)
+    except DifferenceError as difference:
+        passed, (detail, _, evidence) = False, str(difference).partition("\n")
+    except Exception as error:  # noqa: BLE001 - a path that fails is not taken, whatever it meets
+        passed, detail, evidence = False, describe_error(error), traceback.format_exc()
+    return Outcome(
+        passed=passed,
+        detail=detail,
+        evidence=evidence,
+        seconds=time.perf_counter() - began if counted is None else counted,
+    )
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Have the device compute the same twice, and no engine begin a proof of its own."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with environment(**{"CUBLAS_WORKSPACE_CONFIG": workspace, VARIABLE: "off"}):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warning)

@@ -1,0 +1,704 @@
+"""Fast paths are the default on a device only once they are proven there."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import psutil
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from zerotune.backend import proof as proofs
+from zerotune.backend.deepspeed import pending_step, placement
+from zerotune.backend.deepspeed.host_adam import SlabStep
+from zerotune.backend.deepspeed.pending_step import StreamUpload, Upload
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.proof import (
+    PATHS,
+    VARIABLE,
+    Combination,
+    Outcome,
+    Proof,
+    load_proof,
+    proof_path,
+    proof_setting,
+    report_path,
+    store_proof,
+)
+from zerotune.diffusion import activations
+from zerotune.diffusion.activations import (
+    ActivationOffload,
+    StreamTransfers,
+    WaitingTransfers,
+    transfers_for,
+)
+from zerotune.errors import InvalidValueError
+from zerotune.plan import DeepSpeedPlan, ModelFacts
+from zerotune.platform import Platform, detect_platform
+from zerotune.training import proving
+
+CARD = Combination(device="Card", driver="1", processor="P", torch="2", deepspeed="0", zerotune="0")
+CHECKS = tuple(check.name for check in proving.CHECKS)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own, on a machine with a card that is not there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(Combination, "here", classmethod(lambda *_: CARD))
+    return tmp_path
+
+
+def passed(**failed: str) -> Proof:
+    """A proof in which checks fail with these words; ``None`` in them: was not run."""
+    checks = {name: Outcome(passed=True, seconds=1.0) for name in CHECKS}
+    for name, detail in failed.items():
+        checks[name.replace("_", " ")] = Outcome(passed=False, detail=detail, evidence="everything")
+    return Proof(combination=CARD, checks=checks)
+
+
+# -- The file.
+
+
+def test_a_proof_is_kept_and_read_again() -> None:
+    assert "nothing is proven yet" in str(load_proof(CARD))
+    proof = passed()
+    assert store_proof(proof) == proof_path(CARD)
+    assert load_proof(CARD) == proof
+    assert [path.suffix for path in proof_path(CARD).parent.iterdir()] == [".json"]
+
+
+def test_every_check_has_a_path_and_every_path_its_checks() -> None:
+    assert {name for names in PATHS.values() for name in names} == set(CHECKS)
+
+
+@pytest.mark.parametrize("field", [each.name for each in attrs.fields(Combination)])
+def test_a_proof_of_another_combination_does_not_count(field: str) -> None:
+    store_proof(passed())
+    other = attrs.evolve(CARD, **{field: "another"})
+    assert "nothing is proven yet" in str(load_proof(other))
+    proof_path(CARD).rename(proof_path(other))
+    assert "of another combination" in str(load_proof(other))
+
+
+def _cut(values: Any) -> str:
+    return json.dumps(values)[:-20]
+
+
+def _another_format(values: Any) -> str:
+    return json.dumps(values | {"format": 99})
+
+
+def _no_answer(values: Any) -> str:
+    values["checks"]["uploads"]["passed"] = "yes"
+    return json.dumps(values)
+
+
+def _a_list(values: Any) -> str:
+    return json.dumps([values])
+
+
+def _one_field_more(values: Any) -> str:
+    return json.dumps(values | {"more": 1})
+
+
+def _too_deep(_values: Any) -> str:
+    return "[" * 100_000
+
+
+def _empty(_values: Any) -> str:
+    return ""
+
+
+@pytest.mark.parametrize(
+    "damage", [_cut, _another_format, _no_answer, _a_list, _one_field_more, _too_deep, _empty]
+)
+def test_a_damaged_proof_does_not_count_and_that_is_said(damage: Callable[[Any], str]) -> None:
+    store_proof(passed())
+    path = proof_path(CARD)
+    path.write_text(damage(json.loads(path.read_text())))
+    assert "is damaged or of another format" in str(load_proof(CARD))
+    (decision,) = proofs.proof_decisions("cuda")
+    assert "plain paths" in decision.after
+    assert str(path) in decision.reason
+
+
+def test_a_folder_in_the_place_of_a_proof_is_no_crash() -> None:
+    proof_path(CARD).mkdir(parents=True)
+    assert "cannot be read" in str(load_proof(CARD))
+
+
+def test_a_write_that_fails_leaves_the_proof_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    store_proof(passed())
+
+    def fail(path: Path, _content: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(proofs, "write_atomically", fail)
+    failed = passed(uploads="too late")
+    assert store_proof(failed) is None
+    assert load_proof(CARD) == failed, "it counts for this process"
+    proofs._unsaved.clear()
+    assert load_proof(CARD) == passed()
+
+
+def test_a_failure_is_reported_in_one_file_and_a_success_removes_it() -> None:
+    store_proof(passed(hidden_step="stage 2: weight x differs"))
+    report = json.loads(report_path(CARD).read_text())
+    assert report["proof"]["checks"]["hidden step"]["evidence"] == "everything"
+    assert report["proof"]["combination"]["device"] == "Card"
+    assert {"packages", "python", "system", "torch", "environment"} <= report.keys()
+    store_proof(passed())
+    assert not report_path(CARD).exists()
+
+
+# -- What is the default.
+
+
+def hides(
+    *, asked: bool | None = None, accelerator: str = "cuda", ranks: int = 1, elsewhere: bool = False
+) -> tuple[Any, list[str]]:
+    """The decision on a step of that device, and what was done."""
+    done: list[str] = []
+    step = SimpleNamespace(
+        why_at_once=lambda: None,
+        needs_a_thread=ranks > 1,
+        hide=lambda: done.append("hidden"),
+        take_at_once=lambda _reason: done.append("at once"),
+        group=SimpleNamespace(any=lambda flag, **_: flag or elsewhere),
+    )
+    plan = SimpleNamespace(platform=SimpleNamespace(accelerator=accelerator), hidden_step=asked)
+    decision = pending_step.choose_when(step, plan)  # type: ignore[arg-type]
+    assert ("thread" in decision.after) == ("hidden" in done)
+    return decision, done
+
+
+def test_a_step_is_hidden_by_default_with_its_proof() -> None:
+    store_proof(passed())
+    decision, done = hides()
+    assert done == ["hidden"]
+    assert "proven on this device" in decision.reason
+    assert hides(ranks=2)[1] == ["hidden"]
+
+
+def test_nothing_unproven_is_hidden_or_deferred_by_default() -> None:
+    decision, done = hides()
+    assert done == ["at once"], "not even together with the averages, on a stream of its own"
+    assert "nothing is proven yet" in decision.reason
+    assert "zerotune doctor --prove" in decision.reason
+    assert "hidden=True" in decision.reason
+
+
+def test_what_failed_is_not_hidden_and_says_how_to_report_it() -> None:
+    store_proof(passed(uploads="3 weights came too late"))
+    decision, done = hides()
+    assert done == ["at once"]
+    assert "uploads failed on this device (3 weights came too late)" in decision.reason
+    assert str(report_path(CARD)) in decision.reason
+
+
+def test_several_ranks_need_the_proof_of_their_exchange() -> None:
+    store_proof(passed(exchange="rank 1 differs"))
+    assert hides()[1] == ["hidden"]
+    assert hides(ranks=2)[1] == ["at once"]
+
+
+def test_ranks_do_the_same_where_one_has_no_proof() -> None:
+    store_proof(passed())
+    decision, done = hides(elsewhere=True)
+    assert done == ["at once"]
+    assert "another rank" in decision.reason
+
+
+def test_who_asks_gets_it_unproven_and_is_told_so() -> None:
+    decision, done = hides(asked=True)
+    assert done == ["hidden"]
+    assert "asked for, unproven: nothing is proven yet" in decision.reason
+    store_proof(passed())
+    assert hides(asked=True)[0].reason == "asked for"
+    assert hides(asked=False)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "wanted"), [(None, 1, []), (None, 2, []), (True, 2, ["hidden"])]
+)
+def test_on_a_cpu_nothing_depends_on_a_proof(asked: Any, ranks: int, wanted: list[str]) -> None:
+    decision, done = hides(accelerator="cpu", asked=asked, ranks=ranks)
+    assert done == wanted
+    if asked is None:
+        assert ("together with the averages" in decision.after) == (ranks == 1)
+        assert "share these cores" in decision.reason
+
+
+def test_activations_are_copied_beside_the_computation_only_with_their_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    monkeypatch.setattr(activations, "StreamTransfers", made.append)
+    device = torch.device("cuda")
+    plain = transfers_for(device)
+    assert isinstance(plain, WaitingTransfers)
+    assert "nothing is proven yet" in plain.reason
+    store_proof(passed(activations="a gradient differs"))
+    assert isinstance(transfers_for(device), WaitingTransfers)
+    assert made == []
+    store_proof(passed(hidden_step="has nothing to do with it"))
+    transfers_for(device)
+    assert made == [device]
+
+
+def test_copies_that_are_waited_for_give_the_same_gradients_and_a_decision() -> None:
+    bench = proving.Bench.on(detect_platform(log=False), recorded=False)
+    model = proving._Chain(width=64)
+    offload = ActivationOffload(smallest=1, transfers=WaitingTransfers(reason="unproven here"))
+
+    def plain(block: torch.nn.Module, x: torch.Tensor) -> Any:
+        return block(x)
+
+    wanted = proving._gradients(bench, model, plain, 0)
+    found = proving._gradients(bench, model, offload.checkpoint, 0)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert offload.counts.stored > 3
+    (decision,) = offload.decisions
+    assert (decision.after, "unproven here" in decision.reason) == (
+        "host, each copy waited for",
+        True,
+    )
+
+
+def pin(resources: ExitStack) -> Any:
+    """What is decided on a machine whose torch rounds."""
+    plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu")
+    versions = {"torch": "2.9.0", "deepspeed": "0.19.8"}
+    resolved = plan.resolve(
+        platform=Platform.synthetic("cuda", versions=versions),
+        model=ModelFacts.from_shapes([("weight", (64, 64))]),
+    )
+    (decision,) = placement.pin_exactly(resolved, resources=resources, environ={})
+    return decision
+
+
+def test_deepspeed_page_locks_itself_only_with_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("get", "set"):
+        monkeypatch.delattr(torch._C, f"_accelerator_{name}AllocatorSettings", raising=False)
+    monkeypatch.setattr(placement, "_refuse_in_time", lambda _resources: None)
+    native = SimpleNamespace(get_native_pinned_memory=lambda: None)
+    monkeypatch.setitem(sys.modules, "deepspeed.utils.pin_memory", native)  # type: ignore[arg-type]
+    with ExitStack() as resources:
+        decision = pin(resources)
+        assert (decision.after, decision.severity) == (None, "warning")
+        assert "not proven here (nothing is proven yet" in decision.reason
+        assert "DS_PIN_MEMORY_BACKEND" not in os.environ
+    store_proof(passed())
+    with ExitStack() as resources:
+        assert pin(resources).after == "native"
+        assert os.environ["DS_PIN_MEMORY_BACKEND"] == "native"
+    store_proof(passed(native_page_locking="a byte differs"))
+    checks = {**passed().checks, "native page-locking": Outcome(passed=False, detail="a byte")}
+    store_proof(Proof(combination=CARD, checks=checks))
+    with ExitStack() as resources:
+        assert "a byte" in pin(resources).reason
+
+
+def test_one_pass_stays_without_a_proof_and_goes_with_a_failed_one() -> None:
+    plan = DeepSpeedPlan.build(stage=2, precision="bf16", offload="cpu").resolve(
+        model=ModelFacts.from_shapes([("weight", (64, 64))])
+    )
+
+    def chosen() -> Any:
+        return pending_step.op_or_reason(
+            plan, ProcessGroup.alone(), obstacle=None, rounds_alike=None
+        )
+
+    assert not isinstance(chosen(), str)
+    store_proof(passed(exchange="has nothing to do with it"))
+    assert not isinstance(chosen(), str)
+    store_proof(passed(one_pass="stage 3: a weight differs"))
+    assert "one pass failed on this device (stage 3: a weight differs)" in chosen()
+
+
+# -- The variable, and the first start.
+
+
+def test_the_variable_says_one_of_four_things() -> None:
+    assert [proof_setting({VARIABLE: value}) for value in ("", "off", " ASK ", "always")] == [
+        "first", "off", "ask", "always",
+    ]  # fmt: skip
+    with pytest.raises(InvalidValueError, match="ZEROTUNE_PROOF = 'yes'"):
+        proof_setting({VARIABLE: "yes"})
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Proof | str | None]]:
+    """What the next processes of a proof leave; ``None`` and text: nothing, and what they say."""
+    planned: list[Proof | str | None] = []
+
+    def run(_accelerator: str) -> str | None:
+        left = planned.pop(0)
+        if isinstance(left, Proof):
+            store_proof(left)
+            return None
+        return left
+
+    monkeypatch.setattr(proofs, "_run_command", run)
+    proofs._proven_anew.clear()
+    yield planned
+    proofs._proven_anew.clear()
+    proofs._unsaved.clear()
+
+
+def start(accelerator: Any = "cuda") -> Any:
+    (decision,) = proofs.prove_first(accelerator, ProcessGroup.alone())
+    return decision
+
+
+def test_the_first_start_proves_and_the_second_reads(runs: Any) -> None:
+    runs.append(passed())
+    assert start().after == ", ".join(PATHS)
+    assert start().after == ", ".join(PATHS)
+    assert runs == []
+
+
+def test_a_failure_is_a_warning_with_the_file_to_send(runs: Any) -> None:
+    runs.append(passed(uploads="too late"))
+    decision = start()
+    assert decision.severity == "warning"
+    assert decision.after == "one pass, activation offload, native page-locking"
+    assert str(report_path(CARD)) in decision.reason
+
+
+@pytest.mark.parametrize("left", [None, "exit code -9: killed"])
+def test_a_process_that_leaves_nothing_is_not_tried_at_every_start(runs: Any, left: Any) -> None:
+    runs.append(left)
+    decision = start()
+    assert (decision.after, decision.severity) == ("nothing, plain paths", "warning")
+    assert (left or "nothing is proven yet") in decision.reason
+    assert "zerotune doctor --prove" in start().reason
+    assert report_path(CARD).exists()
+
+
+@pytest.mark.parametrize(("setting", "says"), [("off", "=off"), ("ask", "zerotune doctor --prove")])
+def test_off_and_ask_run_nothing(
+    runs: Any, monkeypatch: pytest.MonkeyPatch, setting: str, says: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, setting)
+    decision = start()
+    assert (decision.after, says in decision.reason) == ("nothing, plain paths", True)
+    store_proof(passed())
+    assert (hides()[1] == ["hidden"]) == (setting == "ask"), "off takes plain paths all the same"
+    assert runs == []
+
+
+def test_always_proves_anew_once_per_process_and_counts_no_old_proof(
+    runs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "always")
+    store_proof(passed())
+    runs.append("exit code 3: it broke")
+    assert "it broke" in start().reason
+    assert "it broke" in start().reason
+    proofs._proven_anew.clear()
+    runs.append(passed())
+    assert start().severity == "note"
+
+
+def test_nothing_runs_by_itself_on_a_cpu(runs: Any) -> None:
+    assert proofs.prove_first("cpu", ProcessGroup.alone()) == ()
+    assert runs == []
+    store_proof(passed())
+    assert start("cpu").after == ", ".join(PATHS)
+
+
+def test_two_processes_prove_once(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def slow(_accelerator: str) -> None:
+        begun.append(threading.current_thread().name)
+        time.sleep(0.3)
+        store_proof(passed())
+
+    monkeypatch.setattr(proofs, "_run_command", slow)
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(begun) == 1
+
+
+def test_only_the_first_rank_of_a_machine_proves(runs: Any) -> None:
+    waited = []
+    group: Any = SimpleNamespace(local_rank=1, barrier=lambda purpose, **_: waited.append(purpose))
+    (decision,) = proofs.prove_first("cuda", group)
+    assert len(waited) == 1
+    assert "nothing is proven yet" in decision.reason
+    assert runs == []
+
+
+def test_a_process_is_begun_without_the_launchers_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    found = proofs._environment()
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & {*found}
+    assert found["CUDA_VISIBLE_DEVICES"] == "3"
+    assert found[VARIABLE] == "off", "it starts no proof of its own"
+
+
+def test_a_process_that_does_not_end_is_ended_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mark = tmp_path / "child"
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {mark}\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(proofs.sys, "executable", str(script))
+    assert proofs._run_command("cuda", 3.0) == "no end within 3 s"
+    child = int(mark.read_text())
+    ended = psutil.Process(child) if psutil.pid_exists(child) else None
+    assert ended is None or ended.status() == "zombie", "a rank of it was left running"
+
+
+def test_what_a_process_says_last_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho first\necho no driver here\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(proofs.sys, "executable", str(script))
+    assert proofs._run_command("cuda", 30.0) == "exit code 3: no driver here"
+
+
+# -- Faults that a proof must find.
+
+
+def outcome_of(name: str) -> Outcome:
+    (check,) = (each for each in proving.CHECKS if each.name == name)
+    return proving.run_check(check, [recorded()])
+
+
+def recorded() -> proving.Bench:
+    return proving.Bench.on(detect_platform(log=False), recorded=True)
+
+
+@pytest.mark.parametrize("name", ["page-locked copies", "uploads", "activations"])
+def test_what_is_in_order_passes(name: str) -> None:
+    outcome = outcome_of(name)
+    assert outcome.passed, outcome
+
+
+def _event_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamUpload, "receive", lambda *_: None)
+
+
+def _buffer_reused_early(patch: pytest.MonkeyPatch) -> None:
+    def begin(upload: Any) -> None:
+        upload.stream.wait_stream(upload.accelerator.current_stream())
+
+    patch.setattr(StreamUpload, "begin", begin)
+
+
+def _weights_written_while_they_are_read(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamUpload, "begin", lambda upload: upload.stream.synchronize())
+
+
+def _event_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    def send(upload: Any, pieces: Any) -> Any:
+        with upload.accelerator.stream(upload.stream):
+            sent = upload.accelerator.Event()
+            sent.record(upload.stream)
+            Upload.send(upload, pieces)
+        return sent
+
+    patch.setattr(StreamUpload, "send", send)
+
+
+def _sent_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    send = StreamUpload.send
+    waiting: list[Any] = []
+
+    def shifted(upload: Any, pieces: Any) -> Any:
+        waiting.append(pieces)
+        return send(upload, waiting.pop(0) if len(waiting) > 1 else pieces)
+
+    patch.setattr(StreamUpload, "send", shifted)
+
+
+def _sent_on_the_computations_stream_unfinished(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamUpload, "send", lambda upload, pieces: Upload.send(upload, pieces[:1]))
+    patch.setattr(StreamUpload, "receive", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        _event_not_waited_for,
+        _buffer_reused_early,
+        _weights_written_while_they_are_read,
+        _event_before_the_copy,
+        _sent_before_it_is_written,
+        _sent_on_the_computations_stream_unfinished,
+    ],
+)
+def test_a_planted_fault_of_an_upload_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    outcome = outcome_of("uploads")
+    assert outcome.passed is False
+    assert outcome.detail
+
+
+def _store_without_waiting(patch: pytest.MonkeyPatch) -> None:
+    store = StreamTransfers.store
+
+    def early(self: Any, tensor: torch.Tensor) -> Any:
+        with pytest.MonkeyPatch.context() as inside:
+            inside.setattr(self._side, "wait_stream", lambda _other: None)
+            return store(self, tensor)
+
+    patch.setattr(StreamTransfers, "store", early)
+
+
+def _finish_without_waiting(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamTransfers, "finish", lambda _self, loading: loading.tensor)
+
+
+def _block_reused_early(patch: pytest.MonkeyPatch) -> None:
+    store = StreamTransfers.store
+
+    def overwritten(self: Any, tensor: torch.Tensor) -> Any:
+        stored = store(self, tensor)
+        stored.buffer[:1].fill_(0)
+        return stored
+
+    patch.setattr(StreamTransfers, "store", overwritten)
+
+
+def _freed_before_it_has_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StreamTransfers, "settle", lambda *_: None)
+
+
+def _another_block_comes_back(patch: pytest.MonkeyPatch) -> None:
+    load, others = StreamTransfers.load, []
+
+    def swapped(self: Any, stored: Any) -> Any:
+        others.append(stored)
+        return load(self, others[0] if others[0].tensor.shape == stored.tensor.shape else stored)
+
+    patch.setattr(StreamTransfers, "load", swapped)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        _store_without_waiting,
+        _finish_without_waiting,
+        _block_reused_early,
+        _freed_before_it_has_left,
+        _another_block_comes_back,
+    ],
+)
+def test_a_planted_fault_of_activations_is_caught(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    outcome = outcome_of("activations")
+    assert outcome.passed is False
+    assert outcome.detail
+
+
+def faulty_engines() -> list[Outcome]:
+    """What the engines' checks say of the plain engine with a fault that only a thread has."""
+    platform = attrs.evolve(
+        detect_platform(log=False), deepspeed=Platform.synthetic(deepspeed=False).deepspeed
+    )
+    run = SlabStep.run
+
+    def forgets_averages(self: Any, start: int, stop: int, averages: Any = ()) -> None:
+        thread = threading.current_thread().name.startswith("zerotune-step")
+        run(self, start, stop, () if thread else averages)
+
+    def forgets_a_part(self: Any, start: int, stop: int, averages: Any = ()) -> None:
+        thread = threading.current_thread().name.startswith("zerotune-step")
+        if not thread or start:
+            run(self, start, stop, averages)
+
+    (check,) = (each for each in proving.CHECKS if each.name == "hidden step")
+    outcomes = []
+    for fault in (run, forgets_averages, forgets_a_part):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SlabStep, "run", fault)
+            bench = proving.Bench.on(platform, recorded=False)
+            outcomes.append(proving.run_check(check, [bench]))
+    return outcomes
+
+
+def test_a_planted_fault_of_a_hidden_step_is_caught() -> None:
+    ((right, averages, part),) = run_ranks(faulty_engines)
+    assert right.passed, right
+    assert averages.passed is False
+    assert "the plain engine: average" in averages.detail
+    assert part.passed is False
+    assert "loss" in part.detail
+    assert "weight" in part.evidence, "the report has all that differs"
+
+
+def test_a_check_that_breaks_is_a_failure_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StreamUpload, "begin", lambda _self: 1 // 0)
+    outcome = outcome_of("uploads")
+    assert (outcome.passed, outcome.detail[:17]) == (False, "ZeroDivisionError")
+    assert "Traceback" in outcome.evidence
+
+
+def test_what_cannot_be_compiled_leaves_the_other_paths_their_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proving, "_import", lambda _platform: "there is no C++ compiler")
+    proof = proving.prove()
+    assert proof.failed == ()
+    assert "there is no C++ compiler" in str(proof.obstacle("hidden step"))
+    assert proof.obstacle("activation offload") is None
+
+
+def test_no_engine_of_a_proof_begins_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    check = proving.Check(name="hidden step", run=lambda _bench: seen.append(proof_setting()))
+    assert proving.run_check(check, [recorded()]).passed
+    assert (seen, proof_setting()) == (["off"], "first")
+
+
+def test_no_check_begins_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving, "_import", lambda _platform: None)
+    proof = proving.prove(seconds=0.0)
+    assert {outcome.passed for outcome in proof.checks.values()} == {None}
+    assert proof.failed == ()
+    assert "was not run" in str(proof.obstacle("hidden step"))
+
+
+@pytest.mark.gpu
+@pytest.mark.deepspeed
+def test_a_gpu_proves_its_fast_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    (proof,) = run_ranks(proving.prove)
+    assert proof.error is None
+    assert proof.failed == (), proof
+    assert proof.obstacle("hidden step") is None
+    assert proof.obstacle("activation offload") is None
+    assert proof.seconds < 2 * proving.SECONDS

@@ -1,0 +1,85 @@
+"""``zerotune doctor --prove``, and where its outcome is seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, start
+from zerotune.backend import proof as proofs
+from zerotune.backend.proof import PATHS, Combination, Outcome, Proof, load_proof, store_proof
+from zerotune.cli import doctor, main
+from zerotune.platform import detect_platform
+from zerotune.training import proving
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(proofs.VARIABLE, raising=False)
+    return tmp_path
+
+
+def proof(**failed: str) -> Proof:
+    checks = {check.name: Outcome(passed=True, seconds=1.0) for check in proving.CHECKS}
+    checks |= {name: Outcome(passed=False, detail=detail) for name, detail in failed.items()}
+    return Proof(combination=Combination.here("cpu"), checks=checks)
+
+
+def explained() -> str:
+    from tests.support.models import tiny_unet
+
+    engine = start(Case(stage=2, offload="cpu", precision="bf16"), tiny_unet())
+    text: str = engine.explain()
+    engine.close()
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.deepspeed
+def test_a_cpu_proves_its_fast_paths_and_engines_say_so(cache: Path) -> None:
+    assert proofs._run_command("cpu") is None
+    found = load_proof(Combination.here("cpu"))
+    assert isinstance(found, Proof), found
+    assert (found.error, found.failed) == (None, ()), found
+    assert list(found.checks) == [check.name for check in proving.CHECKS]
+    for name in ("uploads", "activations", "page-locked copies"):
+        assert found.checks[name].passed
+    assert [path.suffix for path in (cache / "zerotune" / "proofs").iterdir()] == [".json"]
+    rows = dict(doctor._proof_rows(detect_platform(log=False)))
+    assert rows["activation offload"] == "proven"
+    (text,) = run_ranks(explained, env={"XDG_CACHE_HOME": str(cache)})
+    assert "proof: unset -> " in text
+    assert "8 checks in" in text
+
+
+@pytest.mark.parametrize(
+    ("failed", "status"), [({}, 0), ({"uploads": "3 weights came too late"}, 1)]
+)
+def test_the_command_keeps_what_came_of_it_and_fails_with_it(
+    failed: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(proving, "prove", lambda **_: proof(**failed))
+    assert main(["doctor", "--prove", "--json"]) == status
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)["proof"]
+    assert data["checks"]["uploads"]["passed"] is not bool(failed)
+    assert set(data["unproven"]) == ({"hidden step", "exchange"} if failed else set())
+    assert ("report it with the file" in printed.err) == bool(failed)
+    assert load_proof(Combination.here("cpu")).failed == tuple(failed)  # type: ignore[union-attr]
+
+
+def test_doctor_shows_what_is_proven_and_why_the_rest_is_not(capsys: Any) -> None:
+    main(["doctor"])
+    assert "nothing is proven yet" in " ".join(capsys.readouterr().out.split())
+    store_proof(proof(exchange="rank 1: loss 3 differs"))
+    main(["doctor"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Fast paths" in shown
+    assert "hidden step proven" in shown
+    assert "the check of exchange failed on this device (rank 1: loss 3 differs)" in shown
+    assert all(path in shown for path in PATHS)
