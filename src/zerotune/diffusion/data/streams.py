@@ -281,14 +281,18 @@ _MASK: Final = "_mask"
 
 
 def stack_samples(samples: list[Mapping[str, Any]]) -> Batch:
-    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``."""
-    words = {name for name, first in samples[0].items() if isinstance(first, str)}
-    tensors = stack_named([{n: v for n, v in each.items() if n not in words} for each in samples])
-    batch: dict[str, Any] = {}
-    for name in samples[0]:
-        spoken = name in words
-        batch[name] = Captions([each[name] for each in samples]) if spoken else tensors[name]
-    return batch
+    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``.
+
+    Numbers and arrays become tensors as in torch's ``default_collate``.
+    """
+    first = samples[0]
+    names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
+    batch: dict[str, Any] = stack_named([{n: each[n] for n in names} for each in samples])
+    for name in first.keys() - batch.keys():
+        values = [each[name] for each in samples]
+        spoken = isinstance(first[name], str)
+        batch[name] = Captions(values) if spoken else torch.utils.data.default_collate(values)
+    return {name: batch[name] for name in first}
 
 
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
