@@ -28,9 +28,9 @@ from zerotune.diffusion.data.folder import CaptionFiles, caption_files
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    BrokenPolicy,
     HeaderOnly,
-    SkipBroken,
+    OnBroken,
+    broken_policy,
     bytes_of,
     decode,
     need,
@@ -254,7 +254,7 @@ class ClipFolder:
         captions: Where captions are, as for ``ImageFolder``: ``cat.txt`` is that of ``cat.mp4``
             and of the folder ``cat``.
         check: ``WholeClip()`` decodes every frame at the start, ``FirstFrame()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken clips out, ``RefuseBroken()`` stops.
+        on_broken: ``"skip"``, the default, leaves broken clips out, ``"error"`` stops.
 
     Attributes:
         broken: What was left out, and why.
@@ -273,7 +273,7 @@ class ClipFolder:
         frame_rate: float = 24.0,
         captions: CaptionFiles | None = None,
         check: ClipCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         place, rate = Path(root), _rate(frame_rate, key="frame_rate")
         with system_errors(DataError, place, "clips cannot be read from it"):
@@ -282,7 +282,7 @@ class ClipFolder:
             raise DataError(
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of clips"
             )
-        policy = on_broken or SkipBroken()
+        policy = broken_policy(on_broken)
         found, strays = _clips_in(place)
         for stray in strays:
             policy.broken(stray)

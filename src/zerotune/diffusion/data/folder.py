@@ -18,10 +18,10 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    BrokenPolicy,
     ImageCheck,
-    SkipBroken,
+    OnBroken,
     WholeImage,
+    broken_policy,
 )
 from zerotune.diffusion.data.sources import (
     MASK,
@@ -204,7 +204,7 @@ class ImageFolder(EncodedSource):
         masks: What a mask's name has before its ending; ``None``: there are none.
         references: The same of what is edited. If one image has a reference, all must.
         check: ``WholeImage()`` decodes every file at the start, ``HeaderOnly()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken files out, ``RefuseBroken()`` stops. An image
+        on_broken: ``"skip"``, the default, leaves broken files out, ``"error"`` stops. An image
             that the metadata name and the folder lacks is broken too, and one whose mask is of
             another shape or whose reference is missing.
 
@@ -221,7 +221,7 @@ class ImageFolder(EncodedSource):
         masks: str | None = MASK,
         references: str | None = REFERENCE,
         check: ImageCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         self._root = Path(root)
         with system_errors(DataError, self._root, "images cannot be read from it"):
@@ -230,7 +230,7 @@ class ImageFolder(EncodedSource):
             raise DataError(
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of images"
             )
-        policy = on_broken or SkipBroken()
+        policy = broken_policy(on_broken)
         names, self._beside = _paired(_images_in(self._root), {MASK: masks, REFERENCE: references})
         counts = Counter(kind for others in self._beside.values() for kind in others)
         self.companions = frozenset(counts)

@@ -6,17 +6,17 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import attrs
 
 from zerotune._util.files import check_regular, reading_regular, system_errors, write_atomically
 from zerotune.diffusion.data.buckets import Size
-from zerotune.errors import DataError, MissingDependencyError
+from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -94,6 +94,36 @@ class RefuseBroken:
         raise DataError(
             image.reason, key=image.name, fix="repair or remove it, or pass SkipBroken()"
         )
+
+
+_POLICIES: Final[Mapping[str, type[SkipBroken] | type[RefuseBroken]]] = {
+    "skip": SkipBroken,
+    "error": RefuseBroken,
+    "refuse": RefuseBroken,
+}
+
+OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
+"""What becomes of a broken image."""
+
+
+def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
+    """A policy, also by its name; ``SkipBroken()`` when not given.
+
+    Raises:
+        InvalidValueError: It is neither.
+    """
+    if on_broken is None:
+        return SkipBroken()
+    if isinstance(on_broken, str) and on_broken in _POLICIES:
+        return _POLICIES[on_broken]()
+    if isinstance(on_broken, str) or not callable(getattr(on_broken, "broken", None)):
+        raise InvalidValueError(
+            "is no policy for broken images",
+            key="on_broken",
+            value=on_broken,
+            fix=f"write one of {', '.join(map(repr, _POLICIES))}, or pass an object with broken()",
+        )
+    return on_broken
 
 
 class ImageCheck(Protocol):

@@ -16,10 +16,10 @@ from zerotune.decisions import announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    BrokenPolicy,
     ImageCheck,
-    SkipBroken,
+    OnBroken,
     WholeImage,
+    broken_policy,
     reading,
 )
 from zerotune.diffusion.data.sources import (
@@ -66,7 +66,7 @@ class TarShards(EncodedSource):
         masks: What a mask's member has before its ending; ``None``: there are none.
         references: The same of what is edited. If one image has a reference, all must.
         check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
+        on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
     Raises:
         DataError: A shard is missing, compressed or cut off, or there is no image.
@@ -82,9 +82,9 @@ class TarShards(EncodedSource):
         masks: str | None = MASK,
         references: str | None = REFERENCE,
         check: ImageCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
-        policy = on_broken or SkipBroken()
+        policy = broken_policy(on_broken)
         samples: dict[str, dict[str, _Member]] = {}
         for shard in map(Path, shards):
             for key, ending, member in _index(shard):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from zerotune.decisions import announce
-from zerotune.diffusion.data.images import BrokenPolicy, ImageCheck, SkipBroken, WholeImage, need
+from zerotune.diffusion.data.images import ImageCheck, OnBroken, WholeImage, broken_policy, need
 from zerotune.diffusion.data.sources import (
     EncodedSource,
     ImageItem,
@@ -36,7 +36,7 @@ class HuggingFaceImages(EncodedSource):
         image: Name of the image column.
         caption: Name of the caption column; ``None`` for no captions. Rows may hold lists.
         check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
+        on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
     Raises:
         DataError: A column is missing, or no image can be read.
@@ -50,7 +50,7 @@ class HuggingFaceImages(EncodedSource):
         image: str = "image",
         caption: str | None = "text",
         check: ImageCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         library = need("datasets", package="datasets")
         for column in (image, caption):
@@ -69,7 +69,7 @@ class HuggingFaceImages(EncodedSource):
             map(str, range(len(plain))),
             lambda name: self._encoded(int(name)),
             check=check or WholeImage(),
-            on_broken=on_broken or SkipBroken(),
+            on_broken=broken_policy(on_broken),
         )
         self._items = [
             ImageItem(
@@ -114,7 +114,7 @@ class DatasetImages(EncodedSource):
         *,
         image: Callable[[Any], Image] | str | int,
         caption: Callable[[Any], Words] | str | int,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         first = dataset[0] if len(dataset) else None
         picture, words = _taker("image", image, first), _taker("caption", caption, first)
@@ -130,7 +130,7 @@ class DatasetImages(EncodedSource):
             map(str, range(len(dataset))),
             encoded,
             check=WholeImage(),
-            on_broken=on_broken or SkipBroken(),
+            on_broken=broken_policy(on_broken),
         )
         self._items = [
             ImageItem(name=name, size=size, **worded(captions[name]))
