@@ -129,7 +129,7 @@ def test_a_setting_of_peft_that_would_be_lost_is_named(settings, message):
 def test_a_kind_of_peft_that_cannot_be_trained_is_named():
     import peft
 
-    with pytest.raises(InvalidValueError, match="lora = 'IA3Config'.*LoraConfig"):
+    with pytest.raises(InvalidValueError, match=r"lora = 'IA3Config'.*LoraConfig"):
         add_lora(tiny_sd3(), peft.IA3Config())
 
 

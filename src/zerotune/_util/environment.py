@@ -1,13 +1,23 @@
-"""Environment variables that hold inside a block only."""
+"""Environment variables that hold inside a block only, and what is read from them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 _held: dict[str, tuple[int, str | None]] = {}
 """For each held variable how many blocks hold it, and what it was before the first."""
+
+
+def user_cache() -> Path:
+    """Where files lie that can be made again: ``zerotune`` in the user's cache.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 
 @contextmanager

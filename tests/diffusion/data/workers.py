@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from zerotune.diffusion.data import (
     PreparedClips,
     PreparedImages,
     TensorCache,
+    WholeImage,
     cache_latents,
 )
 from zerotune.training.validate import ValidationImages, ValidationLoss
@@ -82,6 +84,23 @@ def train(folder: str, checkpoint: str, resume: bool, steps: int) -> list[Any]:
         if not resume:
             trainer.save(checkpoint)
     return objective.seen
+
+
+class Counting(WholeImage):
+    """Writes a line for each file that it looks at, from whatever process."""
+
+    log: Path
+
+    def size(self, file: Any) -> Any:
+        with self.log.open("a") as lines:
+            lines.write("looked\n")
+        return super().size(file)
+
+
+def open_counted(folder: str, log: str) -> list[Any]:
+    Counting.log = Path(log)
+    source = ImageFolder(folder, check=Counting())
+    return [source.item(index) for index in range(len(source))]
 
 
 def validate(folder: str, cache: str) -> dict[str, list[tuple[int, float]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -23,7 +22,7 @@ from safetensors.torch import save
 
 from zerotune._util.files import check_regular, system_errors, write_atomically
 from zerotune._util.numbers import whole
-from zerotune._util.text import json_of
+from zerotune._util.text import is_reproducible, json_of
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw
@@ -43,7 +42,6 @@ FORMAT: Final = "1"
 """Part of every key: a change of what is stored makes older caches invisible."""
 
 _MOST_OPEN = 128
-_ADDRESS: Final = re.compile(r" at 0x[0-9A-Fa-f]+")
 
 
 @attrs.frozen(kw_only=True)
@@ -602,7 +600,7 @@ def _check_reproducible(preparation: Preparation) -> None:
         InvalidValueError: A ``repr`` holds a memory address.
     """
     for name, part in attrs.asdict(preparation, recurse=False).items():
-        if _ADDRESS.search(repr(part)):
+        if not is_reproducible(repr(part)):
             raise InvalidValueError(
                 "its repr, which is part of each image's key, holds a memory address, so that "
                 "every process would compute the whole cache again",

@@ -23,6 +23,7 @@ from zerotune.diffusion.data.images import (
     WholeImage,
     broken_policy,
 )
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
@@ -236,10 +237,14 @@ class ImageFolder(EncodedSource):
         self.companions = frozenset(counts)
         chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
+        closely = check or WholeImage()
+        index = SizeIndex("images", str(self._root.resolve()), masks, references, closely)
         sizes, broken = measure(
             names,
             self._root.joinpath,
-            check=check or WholeImage(),
+            index=index,
+            stamp=self._stamp,
+            check=closely,
             on_broken=policy,
             beside=self._files_beside,
             companions=self.companions,
@@ -257,6 +262,7 @@ class ImageFolder(EncodedSource):
         self.broken = (*broken, *missing)
         self.decisions = (
             *decisions,
+            *index.decisions,
             *scan_decisions(self.broken, self._items),
             *companion_decisions(counts, len(names)),
         )
@@ -269,6 +275,10 @@ class ImageFolder(EncodedSource):
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
         """The files beside an image."""
         return self._files_beside(self._items[index].name)
+
+    def _stamp(self, name: str) -> Stamp | None:
+        beside = sorted(self._beside.get(name, {}).values())
+        return stamp_of(self._root / file for file in (name, *beside))
 
     def _files_beside(self, name: str) -> Mapping[str, Path | bytes]:
         return {kind: self._root / file for kind, file in self._beside.get(name, {}).items()}

@@ -25,6 +25,7 @@ SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", 
 """Files with these endings, in either case, are images."""
 _SWAPPED = frozenset((5, 6, 7, 8))
 _ORIENTATION = 0x0112  # EXIF's tag
+_SCALED = frozenset(("JPEG", "MPO"))
 
 
 class AlphaPolicy(Protocol):
@@ -140,6 +141,13 @@ class WholeImage:
 
     def size(self, file: Path | bytes) -> Size:
         """Width and height of the upright image."""
+        with _open(file) as image:
+            if image.format in _SCALED and image.getexif().get(_ORIENTATION, 1) == 1:
+                width, height = image.size
+                # Every byte is decoded, but an eighth of the pixels along each side computed.
+                image.draft(None, (width // 8, height // 8))
+                image.load()
+                return width, height
         width, height = decode(file).size
         return width, height
 

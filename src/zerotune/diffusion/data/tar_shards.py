@@ -22,6 +22,7 @@ from zerotune.diffusion.data.images import (
     broken_policy,
     reading,
 )
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
@@ -107,10 +108,16 @@ class TarShards(EncodedSource):
                 self._beside[name] = {kind: one for kind, one in known.items() if one is not None}
         counts = Counter(kind for others in self._beside.values() for kind in others)
         self.companions = frozenset(counts)
+        closely = check or WholeImage()
+        paths = sorted(os.path.realpath(shard) for shard in shards)
+        index = SizeIndex("shards", paths, masks, references, closely)
+        changed = {shard: stamp_of([shard]) for shard in map(Path, shards)}
         sizes, unreadable = measure(
             self._images,
             lambda name: self._images[name].read(),
-            check=check or WholeImage(),
+            index=index,
+            stamp=lambda name: self._stamp(name, changed),
+            check=closely,
             on_broken=policy,
             beside=self._members_beside,
             companions=self.companions,
@@ -132,6 +139,7 @@ class TarShards(EncodedSource):
             for name, size in sizes.items()
         ]
         self.decisions = (
+            *index.decisions,
             *scan_decisions(self.broken, self._items),
             *companion_decisions(counts, len(self._images)),
         )
@@ -144,6 +152,15 @@ class TarShards(EncodedSource):
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
         """The members beside an image."""
         return self._members_beside(self._items[index].name)
+
+    def _stamp(self, name: str, changed: Mapping[Path, Stamp | None]) -> Stamp | None:
+        found: Stamp = []
+        for member in (self._images[name], *self._beside[name].values()):
+            shard = changed[member.shard]
+            if shard is None:
+                return None
+            found += [*shard, [member.offset, member.size]]
+        return found
 
     def _members_beside(self, name: str) -> Mapping[str, Path | bytes]:
         return {kind: member.read() for kind, member in self._beside[name].items()}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from zerotune._util.environment import user_cache
 from zerotune._util.numbers import is_number
 from zerotune._util.text import json_of
 from zerotune.errors import InvalidValueError
@@ -224,8 +224,7 @@ def _of_processor(platform: Platform) -> Rates:
 
 def rates_file() -> Path:
     """Where measured rates are kept: ``zerotune/rates.json`` in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "zerotune" / "rates.json"
+    return user_cache() / "rates.json"
 
 
 def hardware_key(platform: Platform) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zlib
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from zerotune.decisions import announce
 from zerotune.diffusion.data.images import ImageCheck, OnBroken, WholeImage, broken_policy, need
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     EncodedSource,
     ImageItem,
@@ -65,10 +67,14 @@ class HuggingFaceImages(EncodedSource):
         self._images = plain.select_columns([image]).cast_column(image, library.Image(decode=False))
         self._column = image
         words = plain[caption] if caption is not None else None
+        closely, known = check or WholeImage(), getattr(dataset, "_fingerprint", None)
+        index = SizeIndex("rows", known, image, closely) if known else SizeIndex()
         sizes, self.broken = measure(
             map(str, range(len(plain))),
             lambda name: self._encoded(int(name)),
-            check=check or WholeImage(),
+            index=index,
+            stamp=lambda name: self._stamp(int(name)),
+            check=closely,
             on_broken=broken_policy(on_broken),
         )
         self._items = [
@@ -77,12 +83,21 @@ class HuggingFaceImages(EncodedSource):
             )
             for name, size in sizes.items()
         ]
-        self.decisions = scan_decisions(self.broken, self._items)
+        self.decisions = (*index.decisions, *scan_decisions(self.broken, self._items))
         announce(self.decisions)
 
     def encoded(self, index: int) -> Path | bytes:
         """The image as it is stored."""
         return self._encoded(int(self._items[index].name))
+
+    def _stamp(self, row: int) -> Stamp | None:
+        try:
+            stored = self._encoded(row)
+        except ValueError:
+            return None
+        if isinstance(stored, Path):
+            return stamp_of([stored])
+        return [[zlib.crc32(stored), len(stored)]]
 
     def _encoded(self, row: int) -> Path | bytes:
         value = self._images[row][self._column]
