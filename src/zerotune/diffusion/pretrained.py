@@ -30,7 +30,7 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.families.declared import DECLARED
 from zerotune.diffusion.families.flux import Flux
 from zerotune.diffusion.families.pipeline_family import PipelineFamily
-from zerotune.diffusion.families.probe import probe
+from zerotune.diffusion.families.probe import probe, probe_texts
 from zerotune.diffusion.families.stable_diffusion import StableDiffusion
 from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
 from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
@@ -191,6 +191,9 @@ def load_pretrained(
     decisions = read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
         decisions += probe(chosen, model)
+        if kind not in DECLARED:  # Those are tested; encoders take their time on a host.
+            chosen, found = probe_texts(chosen)
+            decisions += found
     announce(decisions)
     return Pretrained(
         model=model.train(),
