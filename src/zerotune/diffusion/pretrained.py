@@ -362,7 +362,7 @@ def _same_noise(
     import diffusers
 
     kind = getattr(diffusers, stored, None)
-    own = None if kind is None else kind.from_config(config)
+    own: Any = None if kind is None else kind.from_config(config)
     if not hasattr(own, "alphas_cumprod"):
         raise _other_noise(
             "diffusers has no such scheduler"
