@@ -1,4 +1,4 @@
-"""Environment variables that hold inside a block only."""
+"""Environment variables that hold inside a block only, and what is read from them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ _held: dict[str, tuple[int, str | None]] = {}
 
 
 def user_cache() -> Path:
-    """Where this user's files lie that can be made again; not made here."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "zerotune"
+    """Where files lie that can be made again: ``zerotune`` in the user's cache.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 
 @contextmanager

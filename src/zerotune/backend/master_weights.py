@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -142,6 +143,16 @@ class Follower:
     weight: float
 
 
+class Average(Protocol):
+    """An average of the weights that can be asked for by name."""
+
+    name: str
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and full tensor of every trained parameter. Collective."""
+        ...
+
+
 class MasterLayout(ABC):
     """How one kind of engine lays out its master weights.
 
@@ -247,6 +258,8 @@ class MasterWeights:
         self._group = group
         self._device = device
         self._before_edit: list[Callable[[], None]] = []
+        self.averages: WeakSet[Average] = WeakSet()
+        """Averages that were attached to these weights, as long as somebody holds them."""
 
     @property
     def addresses(self) -> tuple[FragmentAddress, ...]:
