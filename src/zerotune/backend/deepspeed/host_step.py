@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.host_adam import (
@@ -365,7 +364,8 @@ class PartitionedStep(HostStep):
         super().hide()
         if self._group.world_size > 1:
             with self._group.naming("the start of the exchange of weights"):
-                self._beside = self._group.another(), dist.new_group()
+                beside = self._group.another()
+                self._beside = beside, beside.for_tensors()
 
     @override
     def close(self) -> None:
@@ -374,6 +374,7 @@ class PartitionedStep(HostStep):
         finally:
             if self._beside is not None:
                 self._beside[0].close()
+                self._beside = None
 
     @property
     @override
