@@ -8,6 +8,7 @@ plan that is already resolved needs none of that. See docs/engines.md for the me
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,12 @@ from zerotune.backend.deepspeed.fixes import (
     replay_adam_steps,
     undo_dummy_step,
 )
-from zerotune.backend.deepspeed.given_back import GivenBack, check_not_gone, remove_hooks
+from zerotune.backend.deepspeed.given_back import (
+    GivenBack,
+    check_not_gone,
+    end_threads,
+    remove_hooks,
+)
 from zerotune.backend.deepspeed.host_step import HostStep, take_over_step
 from zerotune.backend.deepspeed.layouts import (
     inner_optimizer,
@@ -273,7 +279,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         check_world(plan, self._group)
         check_alike(plan, model, self._group)
         named = require_trainable(model)
-        check_shapes(model)
+        check_shapes(plan, model)
         check_model_dtype(model, plan)
         check_quantized(model, plan)
         rounded = plan.precision != "fp32" and any(
@@ -287,7 +293,7 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         self._expected_groups = expected_groups(
             chosen_optimizer(plan), named, arguments["optimizer"]
         )
-        self._engine, built = initialize(deepspeed, plan, arguments)
+        self._engine, built = initialize(deepspeed, plan, arguments, self.resources)
         asking = ask_once(self._engine)
         self._host_step, stepping = take_over_step(self._engine, plan, self._group)
         self._decisions = (
@@ -320,9 +326,12 @@ class DeepSpeedEngine(StartedEngine, ZeROEngine):
         if self._plan.stage == 3:
             back = GivenBack(module=self._module, world_size=self._group.world_size)
         self._engine.destroy()
+        end_threads(self._engine)
         remove_hooks(self._module)
         if back is not None:
             back.finish()
+            # What stage 3 has made of each parameter holds itself, and a process group.
+            gc.collect()
 
 
 def _rounding(plan: ResolvedPlan) -> tuple[Decision, ...]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
 
 from zerotune._util.text import format_size
 from zerotune.errors import EngineError
@@ -49,6 +52,31 @@ _OF_MODULES: Final = frozenset(
 _SHARE: Final = 0.9
 """Of the free host memory, what weights from NVMe may take."""
 _GONE: Final = "_zerotune_gone"
+
+
+class ReplacedLinear:
+    """``torch.nn.functional.linear``, which stage 3 replaces for the whole process."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._before: Any = None
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within the block DeepSpeed may replace it; the last to leave one puts it back."""
+        if self._users == 0:
+            self._before = functional.linear
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            # What somebody else has put there since is not DeepSpeed's.
+            if self._users == 0 and functional.linear.__module__.startswith("deepspeed."):
+                functional.linear = self._before
+
+
+linear: Final = ReplacedLinear()
 
 
 class GivenBack:
@@ -90,6 +118,27 @@ def remove_hooks(module: torch.nn.Module) -> None:
         for key, hook in list(hooks.items()):
             if (getattr(hook, "__module__", None) or "").startswith("deepspeed."):
                 del hooks[key]
+
+
+def end_threads(engine: Any) -> None:
+    """Have a DeepSpeed engine that has ended hold no process groups and no files' queues.
+
+    Their threads and descriptors last as long as somebody holds them, which the engine's module
+    does too.
+    """
+    wrapper, parameters = engine.optimizer, list(engine.module.parameters())
+    for holder in (engine, wrapper, getattr(wrapper, "parameter_offload", None), *parameters):
+        attributes = getattr(holder, "__dict__", {})
+        for name, value in attributes.items():
+            if isinstance(value, dist.ProcessGroup):
+                attributes[name] = None
+            elif isinstance(value, list) and any(isinstance(e, dist.ProcessGroup) for e in value):
+                attributes[name] = [None] * len(value)
+    if getattr(wrapper, "optimizer_swapper", None) is not None:
+        wrapper.optimizer_swapper = None
+    for each in parameters:
+        if (swapper := getattr(each, "nvme_swapper", None)) is not None:
+            swapper.aio_read_handle = swapper.aio_write_handle = None
 
 
 def check_not_gone(module: torch.nn.Module) -> None:

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
 from typing_extensions import override
 
 from zerotune.backend.deepspeed.host_adam import (
@@ -380,7 +379,8 @@ class PartitionedStep(HostStep):
         super().hide()
         if self._group.world_size > 1:
             with self._group.naming("the start of the exchange of weights"):
-                self._beside = self._group.another(), dist.new_group()
+                beside = self._group.another()
+                self._beside = beside, beside.for_tensors()
 
     @override
     def close(self) -> None:
@@ -389,6 +389,7 @@ class PartitionedStep(HostStep):
         finally:
             if self._beside is not None:
                 self._beside[0].close()
+                self._beside = None
 
     @property
     @override

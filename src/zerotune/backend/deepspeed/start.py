@@ -5,6 +5,7 @@ Shared by the engine that initializes DeepSpeed itself and by the plan inside an
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
@@ -12,9 +13,15 @@ from typing import Any
 import torch
 
 from zerotune._util.environment import held
+from zerotune.backend.deepspeed.given_back import linear
 from zerotune.backend.deepspeed.layouts import full_shape, trainable_parameters
 from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
-from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.distributed import (
+    Launch,
+    ProcessGroup,
+    communication_backend,
+    deepspeed_groups,
+)
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.ops.build import building
 from zerotune.backend.optimizers.client import (
@@ -59,13 +66,21 @@ def check_plan(plan: ResolvedPlan) -> None:
             )
 
 
-def check_shapes(model: torch.nn.Module) -> None:
+def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """Whether DeepSpeed can hold every parameter.
 
     Raises:
-        EngineError: One has no dimensions.
+        EngineError: One has no dimensions, or, at stage 3, no elements.
     """
     for name, parameter in model.named_parameters():
+        if plan.stage == 3 and math.prod(full_shape(parameter)) == 0:
+            # DeepSpeed gathers it for ever; stages 0 to 2 leave it as it is.
+            raise EngineError(
+                "DeepSpeed cannot partition a parameter without elements",
+                key=f"model.{name}",
+                value=full_shape(parameter),
+                fix="remove it from the model, register it as a buffer, or train at stage 2",
+            )
         if not full_shape(parameter):
             # DeepSpeed broadcasts parameters as bytes, and torch cannot view 0-d tensors so.
             raise EngineError(
@@ -184,7 +199,7 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
 
 
 def initialize(
-    deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any]
+    deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any], resources: ExitStack
 ) -> tuple[Any, tuple[Decision, ...]]:
     """Let DeepSpeed build its engine, with the weights placed where the plan has room for them.
 
@@ -192,6 +207,7 @@ def initialize(
         deepspeed: The module.
         plan: A resolved plan.
         arguments: As ``initialize_arguments`` made them.
+        resources: Receives what DeepSpeed's engine itself leaves behind when it ends.
 
     Returns:
         DeepSpeed's engine, and what was decided on the way.
@@ -201,8 +217,15 @@ def initialize(
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
+    resources.enter_context(deepspeed_groups.using())
+    if plan.stage == 3:
+        resources.enter_context(linear.replaced())
     try:
-        with building(), flat_through_host(deepspeed, plan, device=device) as built:
+        with (
+            building(),
+            deepspeed_groups.making(),
+            flat_through_host(deepspeed, plan, device=device) as built,
+        ):
             if plan.stage == 3:
                 shard_from_host(deepspeed, arguments["model"], plan, device=device)
             engine, *_ = deepspeed.initialize(**arguments)
