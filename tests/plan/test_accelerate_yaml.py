@@ -16,7 +16,7 @@ from zerotune.errors import (
     UnknownKeyError,
 )
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.accelerate import TOP_LEVEL
+from zerotune.plan.accelerate import OF_THE_SCRIPT, TOP_LEVEL
 
 
 @pytest.fixture
@@ -32,7 +32,10 @@ def read(tmp_path):
 def test_reference_c(read, reference_c):
     plan = read(reference_c)
     assert plan.to_deepspeed() == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 4,
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 1},
     }
     assert plan.precision == "bf16"
@@ -61,6 +64,8 @@ num_processes: 2
 """
     )
     assert plan.to_deepspeed() == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.7,
         "zero_optimization": {
@@ -75,6 +80,20 @@ num_processes: 2
     assert lost.key == "zero_optimization.offload_optimizer.nvme_path"
     assert plan.launch.deepspeed_moe_layer_cls_names == "Block"
     assert plan.launch.extra["deepspeed_multinode_launcher"] == "standard"
+
+
+def test_a_block_leaves_to_the_script_what_it_does_not_say(read):
+    plan = read("deepspeed_config: {zero_stage: 2, gradient_clipping: null}")
+    assert plan.to_deepspeed() == {
+        **dict.fromkeys(OF_THE_SCRIPT, "auto"),
+        "zero_optimization": {"stage": 2},
+    }
+
+
+def test_a_named_file_leaves_nothing_to_the_script(read, tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    plan = read("deepspeed_config: {deepspeed_config_file: ds.json}")
+    assert plan.to_deepspeed() == {"zero_optimization": {"stage": 2}}
 
 
 def test_a_block_without_a_stage_is_stage_2_as_in_accelerate(read):
@@ -229,8 +248,10 @@ deepspeed_config:
 """
     )
     assert plan.to_deepspeed() == {
+        "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000},
     }
     assert any("discard" in decision.reason for decision in plan.decisions)

@@ -37,6 +37,12 @@ DEFAULT_STAGE = 2
 """The stage ``DeepSpeedPlugin`` takes when nothing is written."""
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 DEEPSPEED_IN_BLOCK = frozenset({"gradient_accumulation_steps", "gradient_clipping"})
+OF_THE_SCRIPT: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    *sorted(DEEPSPEED_IN_BLOCK),
+)
+"""Settings of DeepSpeed that accelerate leaves to the script where its block does not say them."""
 ZERO_IN_BLOCK = frozenset(
     {
         "zero_stage",
@@ -207,6 +213,9 @@ def _split(
         _lost_by_accelerate(block, decisions)
     if inline:
         config = _with_inline(config, inline, decisions, also_known)
+    if not _names_file(block):
+        said = {key: value for key, value in config.items() if value is not None}
+        config = {**dict.fromkeys(OF_THE_SCRIPT, AUTO), **said}
     return launched, config, source, inside
 
 

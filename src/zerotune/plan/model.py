@@ -1400,6 +1400,10 @@ class Fp16Section(Section):
     extra: Mapping[str, Any] = extra_keys()
 
 
+FP16_BESIDE: Final = Fp16Section(auto_cast=True)
+"""The section accelerate makes of a ``mixed_precision`` that no section of the configuration says."""
+
+
 @attrs.frozen(kw_only=True)
 class OptimizerSection(Section):
     """``optimizer`` as written; ``zerotune.optim`` decides what it becomes."""
