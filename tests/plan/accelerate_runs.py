@@ -22,7 +22,7 @@ ALONE = {
 }
 """What a launcher sets for the one process of a script."""
 MICRO, ACCUMULATION = 3, 4
-"""Samples of a batch of the script's data, and passes per step that its ``Accelerator`` is given."""
+"""Samples of a batch of the script's data, and passes per step that it asks for."""
 
 
 class _Reached(Exception):

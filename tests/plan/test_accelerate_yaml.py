@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from zerotune import cli
 from zerotune.errors import (
     InvalidValueError,
     PlanConflictError,
@@ -109,13 +110,65 @@ def test_the_default_stage_is_recorded(read, block):
     assert (found.before, found.after) == (None, 2)
 
 
-@pytest.mark.parametrize("written", [None, "MULTI_GPU", "NO"])
-def test_a_file_that_accelerate_would_not_use_deepspeed_for_says_so(read, written):
-    first = f"distributed_type: {written}\n" if written else ""
-    plan = read(first + "deepspeed_config: {zero_stage: 2}")
+def test_a_file_that_accelerate_refuses_for_its_missing_type_is_read_and_says_so(read):
+    plan = read("deepspeed_config: {zero_stage: 2}")
     (found,) = [d for d in plan.decisions if d.key == "launch.distributed_type"]
     assert found.severity == "warning"
     assert found.after == plan.launch.distributed_type == "DEEPSPEED"
+
+
+@pytest.mark.parametrize("block", ["{}", "{zero_stage: 3, offload_param_device: cpu}"])
+@pytest.mark.parametrize("written", ["MULTI_GPU", "'NO'", "NO", "FSDP"])
+def test_a_block_that_accelerate_does_not_look_at_means_no_deepspeed(read, written, block, cuda):
+    plan = read(
+        f"{{distributed_type: {written}, deepspeed_config: {block}, mixed_precision: bf16}}"
+    )
+    assert plan.to_deepspeed() == {}
+    assert (plan.stage, plan.precision) == (0, "bf16")
+    (found,) = plan.decisions
+    assert (found.key, found.severity) == ("deepspeed_config", "warning")
+    assert f"distributed_type is {written.strip(chr(39))}" in found.reason
+    assert plan.resolve(platform=cuda, deepspeed=False).uses_deepspeed is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "block", "written"),
+    [
+        ("mixed_precision: fp32", "zero_stage: 2", "mixed_precision = 'fp32'"),
+        ("mixed_precision: auto", "zero_stage: 2", "mixed_precision = 'auto'"),
+        ("mixed_precision: fp9", "zero_stage: 2", "mixed_precision = 'fp9'"),
+        ("mixed_precision: bf16", "zero_stage: auto", "deepspeed_config.zero_stage = 'auto'"),
+        ("mixed_precision: bf16", "zero_stage: nine", "deepspeed_config.zero_stage = 'nine'"),
+    ],
+)
+def test_what_accelerates_launcher_fails_on_is_refused_with_what_it_takes(
+    read, tmp_path, capsys, settings, block, written
+):
+    text = f"{{distributed_type: DEEPSPEED, {settings}, deepspeed_config: {{{block}}}}}"
+    with pytest.raises(InvalidValueError) as caught:
+        read(text)
+    (error,) = caught.value.each()
+    assert str(error).startswith(written)
+    assert not {"'auto'", '"auto"', "fp32"} & set(str(error.fix).replace(",", " ").split())
+    assert cli.main(["plan", "check", str(tmp_path / "accelerate.yaml")]) == 1
+    assert capsys.readouterr().out.count("[error]") == 1
+
+
+def test_a_no_without_quotes_is_read_with_a_warning_that_the_launcher_fails(read):
+    plan = read("{distributed_type: DEEPSPEED, mixed_precision: NO, deepspeed_config: {}}")
+    assert plan.precision == "fp32"
+    told = [d for d in plan.decisions if d.severity == "warning"]
+    assert [d.key for d in told] == ["launch.mixed_precision"]
+    assert "write 'no'" in told[0].reason
+
+
+@pytest.mark.parametrize("name", ["accelerate.yaml", "./accelerate.yaml", "other.yaml"])
+def test_a_file_that_names_itself_or_another_of_accelerate_is_told_so(read, tmp_path, name):
+    text = f"{{distributed_type: DEEPSPEED, deepspeed_config: {{deepspeed_config_file: {name}}}}}"
+    (tmp_path / "other.yaml").write_text(text)
+    with pytest.raises(InvalidValueError, match=r"names (this file itself|another file)") as caught:
+        read(text)
+    assert caught.value.key == "deepspeed_config.deepspeed_config_file"
 
 
 def test_a_precision_beside_a_named_file_is_kept_with_a_warning(read, tmp_path):

@@ -112,7 +112,8 @@ class _Counter:
 
     def _sub_groups(self) -> tuple[int, ...]:
         zero = self.resolved.plan.zero_optimization
-        size = _given(zero.sub_group_size if zero else None) or SUB_GROUP_NVME
+        size = _given(zero.sub_group_size if zero else None)
+        size = SUB_GROUP_NVME if size is None else size
         return sub_groups(self.model, self.resolved.world_size, size)
 
     def _half_masters(self) -> bool:

@@ -39,6 +39,7 @@ from zerotune.plan.source import (
     INIT_FLAG,
     MICRO_KEYS,
     TRAINER_KEYS,
+    is_off,
     parse_json,
     read_named,
     read_text,
@@ -796,7 +797,7 @@ def _put_config(
         block = {key: value for key, value in written.items() if key != INIT_FLAG}
         content[wrapper] = block
         return _put_config(plan, block, FILE, existing)
-    if not isinstance(written, str) or not written.strip():
+    if not isinstance(written, str) or is_off(written):
         content[wrapper] = config
         return {}
     if written.lstrip().startswith("{"):
