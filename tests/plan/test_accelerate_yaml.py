@@ -129,6 +129,9 @@ def test_a_block_that_accelerate_does_not_look_at_means_no_deepspeed(read, writt
     assert (found.key, found.severity) == ("deepspeed_config", "warning")
     assert f"distributed_type is {written.strip(chr(39))}" in found.reason
     assert plan.resolve(platform=cuda, deepspeed=False).uses_deepspeed is False
+    again = read(plan.to_yaml())
+    assert again == plan
+    assert again.launch.distributed_type == written.strip("'")
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def _names(block: Mapping[Any, Any], spelled: Mapping[str, str]) -> dict[str, st
 
 
 def _launchable(settings: Mapping[Any, Any], decisions: list[Decision]) -> dict[Any, Any]:
-    """The settings without those that accelerate's launcher would fail on, which are refused."""
+    """The settings without those that accelerate's launcher fails on, which are refused."""
     kept = dict(settings)
     for key, (path, kind) in _LAUNCHABLE.items():
         value = settings.get(key)
@@ -194,6 +194,8 @@ def _launchable(settings: Mapping[Any, Any], decisions: list[Decision]) -> dict[
             continue
         with noted():
             del kept[key]
+            if key == "zero_stage":  # or its default would be told beside the mistake
+                kept[key] = DEFAULT_STAGE
             refuse_template(kind, value, path)
             kind.read(value, path)
             kept[key] = value

@@ -527,9 +527,10 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     """
     decisions: list[Decision] = []
     plan = _settled_inside(plan, "accelerate", decisions)
-    block = _as_block(plan)
+    block = {} if _is_unused(plan) else _as_block(plan)
     refused: dict[str, Any] = {}
-    content: dict[str, Any] = {"distributed_type": "DEEPSPEED"}
+    started = plan.launch.distributed_type if plan.launch and _is_unused(plan) else "DEEPSPEED"
+    content: dict[str, Any] = {"distributed_type": started}
     launched = plan.launch.to_dict() if plan.launch else {}
     if block is None:
         plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", decisions)
@@ -538,7 +539,7 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
         launched = plan.launch.to_dict() if plan.launch else {}
         if "mixed_precision" in launched:
             refused["mixed_precision"] = launched.pop("mixed_precision")
-    else:
+    elif block:
         decisions += _left_to_script(plan)
     for key, value in launched.items():
         if key in _WHERE_READ:
@@ -552,6 +553,12 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     decisions += _given_up(plan, refused, "accelerate refuses it there", lossy)
     content["deepspeed_config"] = block
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
+
+
+def _is_unused(plan: PlanValue) -> bool:
+    """Whether the plan is that of a file of accelerate that trains without DeepSpeed."""
+    written = plan.launch.distributed_type if plan.launch else None
+    return written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
 
 
 def _left_to_script(plan: PlanValue) -> list[Decision]:
