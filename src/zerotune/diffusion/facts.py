@@ -251,13 +251,7 @@ def model_facts(
         facts = _facts_of_module(source, inputs=inputs, activations=activations)
     else:
         config = _configuration(source)
-        facts = _remembered(config) if inputs is None else None
-        if facts is None and activations and inputs is None:
-            facts = _remember(config, count_facts(config))
-        elif facts is None:
-            facts = _facts_of_module(_from_config(config), inputs=inputs, activations=activations)
-        elif not activations:
-            facts = attrs.evolve(facts, activations=None, arithmetic=None)
+        facts = _facts_of_config(config, inputs=inputs, activations=activations)
         facts = attrs.evolve(facts, name=str(config["_class_name"]))
     return facts if name is None else attrs.evolve(facts, name=name)
 
@@ -268,6 +262,17 @@ def count_facts(config: Mapping[str, Any]) -> ModelFacts:
         "counting the activations of %s, which takes up to two minutes", config.get("_class_name")
     )
     return _facts_of_module(_from_config(config), inputs=None, activations=True)
+
+
+def _facts_of_config(
+    config: Mapping[str, Any], *, inputs: MakeInputs | None, activations: bool
+) -> ModelFacts:
+    facts = None if inputs is not None else _remembered(config)
+    if facts is not None:
+        return facts if activations else attrs.evolve(facts, activations=None, arithmetic=None)
+    if activations and inputs is None:
+        return _remember(config, count_facts(config))
+    return _facts_of_module(_from_config(config), inputs=inputs, activations=activations)
 
 
 def _facts_of_module(
