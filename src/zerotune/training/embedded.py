@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,12 @@ from zerotune.backend.deepspeed.external import (
     embedded_accelerator,
 )
 from zerotune.backend.deepspeed.placement import shard_from_host
-from zerotune.backend.deepspeed.start import initialize_arguments, join, read_weights
+from zerotune.backend.deepspeed.start import (
+    compiling,
+    initialize_arguments,
+    join,
+    read_weights,
+)
 from zerotune.backend.distributed import Launch
 from zerotune.backend.stored import require_read
 from zerotune.checkpoint import load_checkpoint, save_checkpoint
@@ -99,6 +105,8 @@ class EmbeddedPlan(Closing):
     def _start(self, resolved: ResolvedPlan, offload: OffloadManager) -> None:
         self._deepspeed, _ = join(resolved, self.resources, timeout_s=self._timeout_s)
         self.plan = leased(resolved, offload, self.resources, self._timeout_s)
+        self._preparing = self.resources.enter_context(ExitStack())
+        self._preparing.enter_context(compiling(self.plan))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -227,6 +235,7 @@ class EmbeddedPlan(Closing):
             decided=tuple(self._decided),
         )
         self.resources.callback(self._engine.close)
+        self._preparing.close()
         return self._engine
 
     @property

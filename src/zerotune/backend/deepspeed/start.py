@@ -5,8 +5,10 @@ Shared by the engine that initializes DeepSpeed itself and by the plan inside an
 
 from __future__ import annotations
 
+import importlib
 import math
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -198,6 +200,27 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
     }
 
 
+@contextmanager
+def compiling(plan: ResolvedPlan) -> Iterator[None]:
+    """Inside the block DeepSpeed compiles what the plan needs, and nobody waits for a dead build.
+
+    Args:
+        plan: A resolved plan.
+    """
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    build = getattr(communication, "build_shm_op", None)
+    with building():
+        if plan.world_size > 1 or build is None:
+            yield
+            return
+        # One process exchanges nothing through shared memory, and the op takes minutes to compile.
+        communication.build_shm_op = lambda: None
+        try:
+            yield
+        finally:
+            communication.build_shm_op = build
+
+
 def initialize(
     deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any], resources: ExitStack
 ) -> tuple[Any, tuple[Decision, ...]]:
@@ -214,6 +237,7 @@ def initialize(
 
     Raises:
         EngineError: DeepSpeed refused the plan.
+        PlatformError: An op cannot be compiled or loaded here.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -222,7 +246,7 @@ def initialize(
         resources.enter_context(linear.replaced())
     try:
         with (
-            building(),
+            compiling(plan),
             deepspeed_groups.making(),
             flat_through_host(deepspeed, plan, device=device) as built,
         ):
@@ -232,6 +256,8 @@ def initialize(
     except PlatformError:
         raise  # An op that cannot be had, with its cure.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        if (refused := _refused_op(error)) is not None:
+            raise refused from error
         raise EngineError(
             f"DeepSpeed {deepspeed.__version__} refused the plan "
             f"({type(error).__name__}: {str(error).strip() or 'no message'})",
@@ -239,3 +265,10 @@ def initialize(
             fix="run `zerotune doctor` when an op could not be built, else change what it names",
         ) from error
     return engine, tuple(built)
+
+
+def _refused_op(error: BaseException | None) -> PlatformError | None:
+    """What an optimizer of DeepSpeed hides behind "failed to build/load"."""
+    while error is not None and not isinstance(error, PlatformError):
+        error = error.__cause__ or error.__context__
+    return error
