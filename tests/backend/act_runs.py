@@ -180,8 +180,8 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
 @contextmanager
 def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
     """Small parts, each of which naps in the thread; counts who takes them."""
-    from zerotune.backend.deepspeed import pending_step
-    from zerotune.backend.deepspeed.host_adam import SlabStep
+    from zerotune.backend.step import pending
+    from zerotune.backend.step.adams import SlabStep
 
     taken: Counter[str] = Counter()
     run = SlabStep.run
@@ -196,7 +196,7 @@ def slowed(near: Callable[[], float]) -> Iterator[Counter[str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlabStep, "run", slow)
         for name, value in (("_LEAST", 96), ("_PARTS", 10**9), ("_SHARED_PARTS", 10**9)):
-            patch.setattr(pending_step, name, value)
+            patch.setattr(pending, name, value)
         yield taken
 
 

@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +19,9 @@ from zerotune.backend.master_weights import MasterWeights
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
+
+GONE: Final = "_zerotune_gone"
+"""Attribute of a module whose weights went with its engine: why."""
 
 E = TypeVar("E", bound="RunningEngine")
 P = ParamSpec("P")
@@ -183,3 +186,26 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
     """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(found))
+
+
+def check_not_gone(module: torch.nn.Module) -> None:
+    """Whether a module still has its weights.
+
+    Raises:
+        EngineError: Its engine was closed and could not give them back.
+    """
+    for each in module.modules():
+        reason = vars(each).get(GONE)
+        if reason is not None:
+            raise gone(each, reason)
+
+
+def gone(module: torch.nn.Module, reason: str) -> EngineError:
+    """What whoever uses a module without its weights is told."""
+    return EngineError(
+        f"the engine that trained it at stage 3 is closed, and {reason}",
+        key="model",
+        value=type(module).__name__,
+        fix="save or export before closing (trainer.export(PATH), trainer.save(PATH)), and load "
+        "from there",
+    )

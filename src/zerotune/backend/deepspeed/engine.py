@@ -25,18 +25,9 @@ from zerotune.backend.deepspeed.fixes import (
     replay_adam_steps,
     undo_dummy_step,
 )
-from zerotune.backend.deepspeed.given_back import (
-    GivenBack,
-    check_not_gone,
-    end_threads,
-    remove_hooks,
-)
+from zerotune.backend.deepspeed.given_back import GivenBack, end_threads, remove_hooks
 from zerotune.backend.deepspeed.host_step import HostStep, take_over_step
-from zerotune.backend.deepspeed.layouts import (
-    inner_optimizer,
-    layout_of_deepspeed,
-    require_trainable,
-)
+from zerotune.backend.deepspeed.layouts import inner_optimizer, layout_of_deepspeed
 from zerotune.backend.deepspeed.leaf_modules import (
     called_twice,
     doubtful_leaf_modules,
@@ -56,11 +47,18 @@ from zerotune.backend.deepspeed.start import (
 from zerotune.backend.deepspeed.verify import compare
 from zerotune.backend.dtypes import check_model_dtype, check_quantized
 from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.layouts import require_trainable
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
 from zerotune.backend.proof import prove_offload
-from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm, naming_the_lost
+from zerotune.backend.running import (
+    RunningEngine,
+    StartedEngine,
+    check_not_gone,
+    gradient_norm,
+    naming_the_lost,
+)
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError

@@ -15,17 +15,12 @@ from zerotune.backend.checks import check_alike, expected_groups
 from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
 from zerotune.backend.deepspeed.host_step import take_over_step
-from zerotune.backend.deepspeed.layouts import (
-    ParameterLayout,
-    full_shape,
-    inner_optimizer,
-    layout_of_deepspeed,
-    trainable_parameters,
-)
+from zerotune.backend.deepspeed.layouts import inner_optimizer, layout_of_deepspeed
 from zerotune.backend.deepspeed.leaf_modules import reduce_by_parameter
 from zerotune.backend.deepspeed.start import check_plan, check_world
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.layouts import ParameterLayout, full_shape, trainable_parameters
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,

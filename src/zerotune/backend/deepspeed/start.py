@@ -16,7 +16,6 @@ import torch
 
 from zerotune._util.environment import held
 from zerotune.backend.deepspeed.given_back import linear
-from zerotune.backend.deepspeed.layouts import full_shape, trainable_parameters
 from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
 from zerotune.backend.distributed import (
     Launch,
@@ -25,6 +24,7 @@ from zerotune.backend.distributed import (
     deepspeed_groups,
 )
 from zerotune.backend.dtypes import DTYPES
+from zerotune.backend.layouts import full_shape, trainable_parameters
 from zerotune.backend.ops.build import building
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
