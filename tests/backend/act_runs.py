@@ -382,7 +382,7 @@ def judge(mine: Played, theirs: Played, *, ema: bool, ends: bool = False) -> str
         ends: Whether the oracle is to end with an error that is not ours.
     """
     foreign = theirs.error is not None and not theirs.error[1]
-    if foreign != ends:
+    if foreign != ends and (foreign or theirs.error is None):
         return f"FAIL the oracle ended with {theirs.error}: the table says otherwise"
     if mine.error is not None and mine.error[1] and (theirs.error is None or foreign):
         return refused(mine, theirs)
