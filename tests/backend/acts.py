@@ -417,7 +417,7 @@ def _(engine, model, context):
 @act("swap in the average", needs_ema=True)
 def _(engine, model, context):
     with context.ema.swapped_in(), engine.evaluating():
-        context.look(engine(context.batch(99)))
+        context.look(engine(context.batch(99)), averaged=True)
 
 
 @act("swap by load_state_dict", kinds=WHOLE)
@@ -1040,8 +1040,6 @@ def _(engine, model, context):
 
 @act("close the engine and start another", at=(3, 6))
 def _(engine, model, context):
-    if context.ema is not None:
-        context.look(len(context.ema.state_dict()))
     engine.close()
     other = Net()
     other.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
