@@ -173,6 +173,8 @@ class MasterLayout(ABC):
     ) -> None:
         self.addresses = addresses
         self.order = order
+        self.edited = False
+        """Somebody else wrote master weights, which the model follows with the next step."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -329,6 +331,9 @@ class MasterWeights:
             EngineError: They differ; names the parameter.
         """
         self.settle()
+        if self._layout.edited:
+            self._layout.edited = False
+            return
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
         pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import MethodType
 from typing import Any, Final, cast
 
 import torch
@@ -228,6 +229,7 @@ class PlainEngine(StartedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass under autocast."""
         if torch.is_grad_enabled():
+            self._check_trained()
             self._open_micro_batch()
             return self._wrapped(*args, **kwargs)
         with self._accelerator.autocast():
@@ -490,7 +492,8 @@ class PlainStep(DeferredSteps):
         setattr(adam, UNDER_WAY, self)
         # So hooks before and after an optimizer's step run, which is what tells of a change.
         step = torch.optim.Optimizer.profile_hook_step(self._step)
-        adam.step = partial(step, adam)  # type: ignore[method-assign, assignment]
+        # A method, since torch's schedules look into the function behind it.
+        adam.step = MethodType(step, adam)  # type: ignore[method-assign]
         self.settle_for_states()
 
     @override

@@ -116,17 +116,25 @@ class RunningEngine(Closing):
         Raises:
             EngineError: A parameter wants a gradient that nobody steps, or weights differ.
         """
+        self._check_trained()
+        self._master_weights.check_model(step)
+
+    def _check_trained(self) -> None:
+        """Does the optimizer step every parameter that wants a gradient?
+
+        Raises:
+            EngineError: Not this one.
+        """
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise EngineError(
-                    "wants a gradient, but was frozen or not there when the engine started, so "
+                    "wants a gradient, but was frozen or another one when the engine started, so "
                     "that nothing would train it",
                     key=f"model.{name}",
                     value="requires_grad=True",
                     fix="unfreeze or add it before the engine starts; what was trained from the "
                     "start may be frozen and unfrozen at any time",
                 )
-        self._master_weights.check_model(step)
 
     @abstractmethod
     def _checks(self) -> Checks:

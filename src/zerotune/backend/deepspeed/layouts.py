@@ -5,6 +5,7 @@ What is relied on is named in ``zerotune.backend.upstream.RELIED_ON`` too, and c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -231,6 +232,32 @@ class ShardedLayout(SteppedLayout):
         self._wrapper.empty_partition_cache()
         if persistent:
             persistent[0].all_gather(persistent)
+
+
+def note_edits(wrapper: Any, layout: MasterLayout) -> None:
+    """Have a layout know of master weights that are written through DeepSpeed itself.
+
+    ``safe_set_full_fp32_param`` and the like write them, and the model follows with the next step.
+
+    Args:
+        wrapper: DeepSpeed's optimizer, of any stage.
+        layout: Of its master weights.
+    """
+    setters = ("set_full_hp_param", "set_local_hp_param")
+    owners = [wrapper, *(p for group in getattr(wrapper, "bit16_groups", ()) for p in group)]
+    for owner in owners:
+        for name in setters:
+            if (setter := getattr(owner, name, None)) is not None:
+                setattr(owner, name, _noting(setter, layout))
+
+
+def _noting(setter: Any, layout: MasterLayout) -> Any:
+    @functools.wraps(setter)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        layout.edited = True
+        return setter(*args, **kwargs)
+
+    return call
 
 
 def layout_of_deepspeed(engine: Any, *, rank: int) -> MasterLayout:

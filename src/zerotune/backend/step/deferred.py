@@ -182,7 +182,13 @@ class DeferredSteps(ABC):
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages move with the pass under way; whether there is one they can move with."""
         self._averaged, pending = True, self._pending
-        if pending is None or not pending.follow(followers):
+        if pending is None:
+            return False
+        if pending.moved():
+            # Weights that were replaced meanwhile are what an average reads.
+            self.settle()
+            return False
+        if not pending.follow(followers):
             return False
         if self._thread is None:
             # It has waited for them, and nobody else takes it.

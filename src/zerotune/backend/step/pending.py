@@ -311,6 +311,7 @@ class PendingStep:
         self._over = False
         self._error: BaseException | None = None
         self._awaited: dict[int, Awaited] = {}
+        self._addresses: list[tuple[torch.Tensor, int]] = []
         self._writers: dict[str, list[int]] = {}
         for index, part in enumerate(parts):
             for name in part.names:
@@ -336,6 +337,7 @@ class PendingStep:
             content=tensor.data,
             edge=get_gradient_edge(tensor) if tensor.requires_grad else None,
         )
+        self._addresses.append((tensor, tensor.data_ptr()))
         tensor.data = tensor.data.new_empty(0)
         tensor.__class__ = awaited(kind)
         self._awaited[id(tensor)] = cast(Awaited, tensor)
@@ -351,6 +353,13 @@ class PendingStep:
                 return False
             self._followers.extend(followers)
             return True
+
+    def moved(self) -> bool:
+        """Whether a tensor that was held has other memory than the step writes."""
+        return any(
+            id(tensor) not in self._awaited and tensor.data_ptr() != address
+            for tensor, address in self._addresses
+        )
 
     def run(self) -> None:
         """Take all parts in order. An error is kept for whoever waits."""
