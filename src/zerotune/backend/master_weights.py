@@ -346,12 +346,16 @@ class MasterWeights:
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return
-        # As one tensor, so that a device is waited for once.
+        # As one tensor each, so that a device is waited for once.
         model = torch.cat([weights.float() for _, weights, _ in pairs]).cpu()
+        masters = torch.cat([master.float() for _, _, master in pairs]).cpu()
+        if torch.equal(model, masters):
+            return
         at = 0
-        for address, weights, master in pairs:
-            there, here = model[at : at + len(weights)], master.float().cpu()
-            at += len(weights)
+        for address, weights, _ in pairs:
+            part = slice(at, at + len(weights))
+            there, here = model[part], masters[part]
+            at = part.stop
             alike = (there == here) | (there.isnan() & here.isnan())
             if not alike.all():
                 worst = int((~alike).nonzero()[0])

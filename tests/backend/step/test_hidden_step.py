@@ -453,7 +453,7 @@ def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
 
     def note(step: Any, *arguments: Any) -> None:
         name = threading.current_thread().name.split("_")[0]
-        seen.add((name, step.op.threads, torch.get_num_threads()))
+        seen.add((name, engine._host_step.op.threads, torch.get_num_threads()))
         run(step, *arguments)
 
     with in_small_parts(), pytest.MonkeyPatch.context() as patch:
