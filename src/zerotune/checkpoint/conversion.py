@@ -14,14 +14,21 @@ from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.native_checkpoints import NativeCheckpoint
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState
-from zerotune.checkpoint.contents import BUFFER, Counters, Part, Piece, RankContents, RankShare
-from zerotune.checkpoint.contents import plain_data as plain
-from zerotune.checkpoint.export import ModelFolderReader, export_checkpoint
+from zerotune.checkpoint.contents import (
+    BUFFER,
+    Counters,
+    Part,
+    Piece,
+    RankContents,
+    now,
+    plain_data,
+    versions,
+)
+from zerotune.checkpoint.export.model import ModelFolderReader, export_checkpoint
 from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.manifest import MANIFEST, Manifest, PlanRecord, TensorRecord
-from zerotune.checkpoint.records import now, version
 from zerotune.checkpoint.save import Filing, Writing
-from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorSpec, file_size
+from zerotune.checkpoint.tensors import WEIGHTS, Subject
 from zerotune.errors import CheckpointError
 from zerotune.optimizers.catalogue import canonical
 
@@ -130,7 +137,7 @@ def _from_model(reader: ModelFolderReader, final: Path) -> Path:
 
 
 def _plan_of(native: NativeCheckpoint) -> PlanRecord:
-    config = plain(native.config, "ds_config")
+    config = plain_data(native.config, "ds_config")
     section = config.get("zero_optimization", {})
     optimizer = config.get("optimizer") or {}
     # A script that made its own optimizer has none in the configuration; Adam's states are
@@ -164,7 +171,7 @@ def _draft(
 ) -> Manifest:
     return Manifest(
         created=now(),
-        versions={"zerotune": version(), "torch": torch.__version__},
+        versions=versions(),
         origin=origin,
         world_size=1,
         plan=plan,
@@ -206,13 +213,7 @@ def _write(
         others={BUFFER + name: buffer for name, buffer in (buffers or {}).items()},
         metadata={"format": "pt", "rank": "0"},
     )
-    specs = [TensorSpec.of(key, tensor) for key, tensor in contents.others.items()]
-    share = RankShare(
-        parts=contents.parts,
-        counters=contents.counters,
-        rank_file=file_size(specs, contents.metadata),
-    )
-    filing = Filing.of([share], shapes)
+    filing = Filing.of([contents.share()], shapes)
     return Writing(
         group=ProcessGroup.alone(),
         final=final,

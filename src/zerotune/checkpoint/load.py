@@ -17,25 +17,30 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import numpy as np
 import torch
+from typing_extensions import override
 
+from zerotune._util.closing import Closable
 from zerotune._util.text import listing
-from zerotune.backend import stored as weights_in_files
-from zerotune.backend.stored import OpensFiles, StoredTensor, read_header
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
-from zerotune.checkpoint.contents import BUFFER, ShadowLike, persistent_buffers, shadow_key
+from zerotune.checkpoint.contents import (
+    BUFFER,
+    ShadowLike,
+    buffer_records,
+    persistent_buffers,
+    plan_record,
+    shadow_key,
+)
 from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
 from zerotune.checkpoint.randomness import PREFIX
-from zerotune.checkpoint.records import buffer_records, plan_record
-from zerotune.checkpoint.tensors import WEIGHTS, Subject
+from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
 from zerotune.checkpoint.verify import check_hashes
 from zerotune.decisions import Decision, announce
 from zerotune.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
-    shorten,
 )
 
 if TYPE_CHECKING:
@@ -43,11 +48,7 @@ if TYPE_CHECKING:
     from zerotune.backend.master_weights import EditableFragment, FragmentAddress
 
 
-_PIECE = 2**22
-"""Elements brought to another device at a time."""
-
-
-class CheckpointReader(OpensFiles):
+class CheckpointReader(Closable):
     """Reads exactly the bytes that are asked for, from the files of a checkpoint.
 
     Args:
@@ -59,133 +60,46 @@ class CheckpointReader(OpensFiles):
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(os.O_RDONLY)
         self._folder = folder
         self._manifest = manifest
-        self._places: dict[Subject, dict[str, tuple[str, StoredTensor]]] = {}
-        self._texts: dict[str, dict[str, str]] = {}
+        self._readers: dict[Subject, TensorReader] = {}
 
-    def names(self, subject: Subject) -> tuple[str, ...]:
-        """Names of the tensors of a subject."""
-        return tuple(self._tensors(subject))
-
-    def stored(self, subject: Subject, name: str) -> StoredTensor:
-        """Dtype and full shape of a tensor."""
-        return self._place(subject, name)[1]
-
-    def fill(self, into: torch.Tensor, subject: Subject, name: str, start: int = 0) -> None:
-        """Copy a part of a tensor.
-
-        Args:
-            into: 1-D, on any device, of the dtype that was saved.
-            subject: What the tensor is.
-            name: Its name.
-            start: First element in the flattened tensor.
-        """
-        file, stored = self._place(subject, name)
-        if start + into.numel() > math.prod(stored.shape):
-            raise CheckpointCorruptError(
-                f"has {math.prod(stored.shape)} elements and {start} to {start + into.numel()} "
-                "are wanted",
-                key=f"{file}: {name}",
-                fix="use another checkpoint",
-            )
-        offset = stored.offset + start * stored.dtype.itemsize
-        if into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype:
-            self._read(file, into, offset)
-            return
-        for piece in torch.split(into, _PIECE):
-            buffer = torch.empty(piece.numel(), dtype=stored.dtype)
-            self._read(file, buffer, offset)
-            piece.copy_(buffer)
-            offset += buffer.nbytes
+    def of(self, subject: Subject) -> TensorReader:
+        """What reads the tensors of a subject; their headers are read at the first use."""
+        if subject not in self._readers:
+            records = self._manifest.files_of(subject.kind, subject.of)
+            files = [self._folder / record.name for record in records]
+            self._readers[subject] = TensorReader(files, subject=subject)
+        return self._readers[subject]
 
     def tensor(self, subject: Subject, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU."""
-        stored = self.stored(subject, name)
-        flat = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
-        self.fill(flat, subject, name)
-        return flat.view(stored.shape)
+        return self.of(subject).tensor(name)
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
         """A rank's buffers, by dotted name."""
-        subject = _rank(rank)
-        named = [name for name in self.names(subject) if name.startswith(BUFFER)]
-        return {name.removeprefix(BUFFER): self.tensor(subject, name) for name in named}
+        reader = self.of(_rank(rank))
+        named = [name for name in reader.tensors if name.startswith(BUFFER)]
+        return {name.removeprefix(BUFFER): reader.tensor(name) for name in named}
 
-    def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
-        """A rank's generator states, under the names they were saved by, and metadata."""
-        subject = _rank(rank)
-        named = [name for name in self.names(subject) if name.startswith(PREFIX)]
-        texts = [self._texts[f.name] for f in self._manifest.files_of(subject.kind, subject.of)]
-        if len(texts) != 1:
+    def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], str]:
+        """A rank's generator states, under the names they were saved by, and the text beside."""
+        reader = self.of(_rank(rank))
+        if len(reader.metadata) != 1:
             raise CheckpointCorruptError(
-                f"has {len(texts)} files instead of one",
-                key=subject.prefix,
+                f"has {len(reader.metadata)} files instead of one",
+                key=_rank(rank).prefix,
                 fix="use another checkpoint",
             )
-        return {name: self.tensor(subject, name) for name in named}, texts[0]
+        named = [name for name in reader.tensors if name.startswith(PREFIX)]
+        text = reader.metadata[0].get(randomness.TEXT, "")
+        return {name: reader.tensor(name) for name in named}, text
 
-    def shadow(
-        self, name: str, addresses: Sequence[FragmentAddress], *, rank: int
-    ) -> ShadowTensors:
-        """The tensors of a shadow for these fragments, read when they are looked up.
-
-        Args:
-            name: The shadow.
-            addresses: The fragments this rank owns now.
-            rank: Whose file tells what belongs to no fragment.
-        """
-        return ShadowTensors(self, name, addresses, rank=rank)
-
-    def check(self, subject: Subject, name: str, shape: Sequence[int]) -> None:
-        """Check that a tensor of the weights, a state or a shadow is there, as saving stores it.
-
-        Raises:
-            CheckpointCorruptError: It is missing, or has another dtype or shape.
-        """
-        file, stored = self._place(subject, name)
-        if (stored.dtype, stored.shape) != (torch.float32, tuple(shape)):
-            raise CheckpointCorruptError(
-                f"is {stored.dtype} {stored.shape} instead of torch.float32 {tuple(shape)}",
-                key=f"{file}: {shorten(name)}",
-                fix="use another checkpoint",
-            )
-
-    def _tensors(self, subject: Subject) -> dict[str, tuple[str, StoredTensor]]:
-        if subject not in self._places:
-            places: dict[str, tuple[str, StoredTensor]] = {}
-            for file in self._manifest.files_of(subject.kind, subject.of):
-                tensors, self._texts[file.name] = read_header(self._folder / file.name)
-                if twice := [name for name in tensors if name in places]:
-                    raise CheckpointCorruptError(
-                        f"is in {places[twice[0]][0]} too",
-                        key=f"{file.name}: {shorten(twice[0])}",
-                        fix="use another checkpoint",
-                    )
-                places.update({name: (file.name, stored) for name, stored in tensors.items()})
-            self._places[subject] = places
-        return self._places[subject]
-
-    def _place(self, subject: Subject, name: str) -> tuple[str, StoredTensor]:
-        found = self._tensors(subject).get(name)
-        if found is None:
-            raise CheckpointCorruptError(
-                "is in no file", key=f"{subject.prefix}/{name}", fix="use another checkpoint"
-            )
-        return found
-
-    def _read(self, file: str, into: torch.Tensor, offset: int) -> None:
-        path = self._folder / file
-        if not into.numel():
-            return
-        try:
-            view = memoryview(into.detach().view(torch.uint8).numpy().data)
-            done = weights_in_files.read_at(self._descriptor(path), view, offset)
-        except OSError as error:
-            raise _unreadable(path, str(error)) from error
-        if done != into.nbytes:
-            raise _unreadable(path, f"it ends {into.nbytes - done} bytes too early")
+    @override
+    def close(self) -> None:
+        """Close the files."""
+        for reader in self._readers.values():
+            reader.close()
 
 
 class ShadowTensors(Mapping[str, torch.Tensor]):
@@ -199,28 +113,25 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         *,
         rank: int,
     ) -> None:
-        self._reader = reader
-        self._subject = Subject(kind="shadow", of=shadow)
-        self._rank = _rank(rank)
+        self._shared = reader.of(Subject(kind="shadow", of=shadow))
+        self._alone = reader.of(_rank(rank))
         prefix = shadow_key(shadow, "")
-        others = [name for name in reader.names(self._rank) if name.startswith(prefix)]
+        others = [name for name in self._alone.tensors if name.startswith(prefix)]
         self._others = {name.removeprefix(prefix): name for name in others}
-        saved = set(reader.names(self._subject))
-        self._addresses = {a.key: a for a in addresses if a.name in saved}
+        self._addresses = {a.key: a for a in addresses if a.name in self._shared.tensors}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self._others:
-            return self._reader.tensor(self._rank, self._others[key])
+            return self._alone.tensor(self._others[key])
         address = self._addresses[key]
-        dtype = self._reader.stored(self._subject, address.name).dtype
-        into = torch.empty(address.numel, dtype=dtype)
-        self._reader.fill(into, self._subject, address.name, address.start)
+        into = torch.empty(address.numel, dtype=self._shared.stored(address.name).dtype)
+        self._shared.fill(into, address.name, address.start)
         return into
 
     def holds(self, key: str, like: torch.Tensor) -> bool:
         """Whether there is a tensor of this name for another one to be filled from; reads none."""
         if key in self._others:
-            stored = self._reader.stored(self._rank, self._others[key])
+            stored = self._alone.stored(self._others[key])
             return (stored.dtype, math.prod(stored.shape)) == (like.dtype, like.numel())
         return key in self._addresses and self._addresses[key].numel == like.numel()
 
@@ -234,12 +145,6 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
 
 def _rank(rank: int) -> Subject:
     return Subject(kind="rank", of=str(rank))
-
-
-def _unreadable(path: Path, reason: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"cannot be read ({reason})", key=str(path), fix="use another checkpoint"
-    )
 
 
 # -- Weights and optimizer states from a checkpoint into the fragments of an engine.
@@ -266,13 +171,13 @@ class Filler:
         """Overwrite a fragment's weights and states."""
         address = fragment.address
         record = self._records[address.name]
-        self._reader.fill(fragment.value, WEIGHTS, address.name, address.start)
+        self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
         saved = record.states if self._states else ()
         states = fragment.ensure_states(saved) if saved else fragment.states
         for name, state in states.items():
             if name in saved:
-                subject = Subject(kind="optimizer", of=name)
-                self._reader.fill(state, subject, address.name, address.start)
+                reader = self._reader.of(Subject(kind="optimizer", of=name))
+                reader.fill(state, address.name, address.start)
             else:
                 state.zero_()
         if saved and record.scalars:
@@ -303,7 +208,7 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
         CheckpointMismatchError: Lists what is missing, unexpected or of another shape, by name.
     """
     running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
-    saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine))
+    saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine.module))
     saved_buffers = _shapes(manifest.buffers)
     if manifest.plan is None:
         # A model folder does not tell what of it is trained; the engine does.
@@ -705,35 +610,28 @@ class _Load:
         """Look at all that the files' headers say, before the first weight is written."""
         with self._reader() as reader:
             for record in self.manifest.parameters:
-                reader.check(WEIGHTS, record.name, record.shape)
-                for state in record.states:
-                    reader.check(Subject(kind="optimizer", of=state), record.name, record.shape)
+                states = (Subject(kind="optimizer", of=state) for state in record.states)
+                for subject in (WEIGHTS, *states):
+                    reader.of(subject).check(record.name, torch.float32, record.shape)
             shapes = {record.name: record.shape for record in self.manifest.parameters}
             for shadow in self.manifest.shadows:
-                subject = Subject(kind="shadow", of=shadow)
-                for name in reader.names(subject):
-                    reader.check(subject, name, shapes.get(name, ()))
-            self._judge_own(reader, rng=rng)
+                averaged = reader.of(Subject(kind="shadow", of=shadow))
+                for name in averaged.tensors:
+                    averaged.check(name, torch.float32, shapes.get(name, ()))
+            self._judge_rank(reader, rng=rng)
 
-    def _judge_own(self, reader: CheckpointReader, *, rng: bool) -> None:
+    def _judge_rank(self, reader: CheckpointReader, *, rng: bool) -> None:
         """Look at what this rank alone takes up: buffers and generators."""
-        own = reader.names(_rank(self._like))
+        alone, weights = reader.of(_rank(self._like)), reader.of(WEIGHTS)
         saved = {record.name: record.dtype for record in self.manifest.buffers}
         for name, buffer in persistent_buffers(self._engine.module).items():
-            mine = BUFFER + name in own
-            place = (_rank(self._like), BUFFER + name) if mine else (WEIGHTS, name)
-            stored = reader.stored(*place)
-            wanted = (saved.get(name) if mine else "float32", tuple(buffer.shape))
-            found = (str(stored.dtype).removeprefix("torch."), stored.shape)
-            if found != wanted:
-                raise CheckpointCorruptError(
-                    f"is {found[0]} {found[1]} instead of {wanted[0]} {wanted[1]}",
-                    key=f"{place[0].prefix}/{shorten(place[1])}",
-                    fix="use another checkpoint",
-                )
+            if BUFFER + name in alone.tensors:
+                dtype = getattr(torch, saved.get(name, ""), None)
+                alone.check(BUFFER + name, dtype, buffer.shape)
+            else:
+                weights.check(name, torch.float32, buffer.shape)
         if rng and self.manifest.rng:
-            tensors, metadata = reader.generators(self._like)
-            randomness.check(tensors, metadata.get(randomness.TEXT, ""))
+            randomness.check(*reader.generators(self._like))
 
     def compare_shadows(self) -> None:
         """Refuse a shadow of other parameters."""
@@ -770,13 +668,12 @@ class _Load:
             with torch.no_grad():
                 for name, buffer in persistent_buffers(self._engine.module).items():
                     # In a checkpoint made of a model folder they lie among the weights.
-                    given = saved[name] if name in saved else reader.tensor(WEIGHTS, name)
-                    buffer.copy_(given)
+                    buffer.copy_(saved[name] if name in saved else reader.tensor(WEIGHTS, name))
             for name, shadow in self._shadows.items():
                 shadow.load_state_dict(self._shadow(reader, name))
             if rng and self.manifest.rng:
-                tensors, metadata = reader.generators(self._like)
-                randomness.restore(tensors, metadata.get(randomness.TEXT, ""))
+                tensors, text = reader.generators(self._like)
+                randomness.restore(tensors, text)
                 if rank != self._like:
                     restart_generators(tensors, rank=rank)
 
@@ -791,7 +688,7 @@ class _Load:
 
     def _shadow(self, reader: CheckpointReader, name: str) -> ShadowTensors:
         addresses = self._engine.master_weights.addresses
-        return reader.shadow(name, addresses, rank=self._like)
+        return ShadowTensors(reader, name, addresses, rank=self._like)
 
     def _left_out(self) -> tuple[Decision, ...]:
         return tuple(

@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune.backend.adapter_layouts import LORA_FILE, PEFT_CONFIG
-from zerotune.checkpoint.exported import check_replaceable, files_of_export
+from zerotune.checkpoint.folders import check_replaceable, files_of_export
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError, MissingDependencyError
 from zerotune.plan.api import ResolvedPlan
