@@ -117,12 +117,7 @@ class RankContents:
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Look at this rank's share of an engine; reads no weights but brings in NVMe shards.
-
-        Raises:
-            CheckpointError: An optimizer state cannot be stored by fragment.
-            ZeroTuneError: A shadow cannot be saved now.
-        """
+        """Look at this rank's share of an engine; reads no weights but brings in NVMe shards."""
         others = {
             BUFFER + name: buffer for name, buffer in persistent_buffers(engine.module).items()
         }
@@ -233,11 +228,7 @@ def _checked_states(fragment: Fragment) -> tuple[str, ...]:
 
 
 def plain_data(value: Any, key: str) -> Any:
-    """``value`` as JSON gives it back: dicts with text keys, lists, text, finite numbers.
-
-    Raises:
-        CheckpointError: Something in it would not survive; the message names where it is.
-    """
+    """``value`` as JSON gives it back: dicts with text keys, lists, text, finite numbers."""
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
@@ -264,11 +255,7 @@ def plain_data(value: Any, key: str) -> Any:
 def draft(
     engine: Engine, *, shadows: Mapping[str, Any], rng: bool, extra: Mapping[str, Any]
 ) -> Manifest:
-    """The manifest of an engine as it is now, with neither parameters nor files.
-
-    Raises:
-        CheckpointError: A schedule or loss scale cannot be stored.
-    """
+    """The manifest of an engine as it is now, with neither parameters nor files."""
     state = attrs.evolve(
         engine.state,
         scheduler=plain_data(engine.state.scheduler, "scheduler"),

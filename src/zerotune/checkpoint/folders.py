@@ -51,11 +51,7 @@ def step_folder(root: str | os.PathLike[str], step: int) -> Path:
 
 
 def checked_path(directory: str | os.PathLike[str]) -> Path:
-    """An absolute path at which a checkpoint may lie.
-
-    Raises:
-        CheckpointError: It is a symbolic link, or one of the names used while writing.
-    """
+    """An absolute path at which a checkpoint may lie."""
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - Path.absolute keeps "..".
     with system_errors(CheckpointError, path, "cannot be the name of a checkpoint"):
         linked = path.is_symlink()
@@ -77,9 +73,6 @@ class Staging:
 
     The process that made it holds a lock on it, so that others can tell work in progress from
     what a killed process left behind.
-
-    Raises:
-        CheckpointError: ``final`` exists and is no checkpoint.
     """
 
     def __init__(self, final: Path) -> None:
@@ -134,9 +127,6 @@ class ExportStaging(Staging):
     """The same for an export, which has nobody who finds it under another name meanwhile.
 
     So the two swap their names in one step, where the file system can.
-
-    Raises:
-        CheckpointError: ``final`` exists and is no export, or was changed.
     """
 
     @override
@@ -159,11 +149,7 @@ class ExportStaging(Staging):
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Check that ``nbytes`` more fit on the disk of ``folder``.
-
-    Raises:
-        CheckpointError: They do not.
-    """
+    """Check that ``nbytes`` more fit on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
@@ -178,10 +164,6 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
 
     Usually ``directory`` itself. When a process was killed between the two renames that replace a
     checkpoint, the newest whole one beside it.
-
-    Raises:
-        CheckpointError: There is no checkpoint of this name.
-        CheckpointCorruptError: Its manifest cannot be read.
     """
     path = checked_path(directory)
     if (located := _located(path)) is not None:
@@ -294,11 +276,7 @@ def _remove_stand_ins(path: Path) -> bool:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there, with its size.
-
-    Raises:
-        CheckpointCorruptError: Names the first that is not.
-    """
+    """Check that every file is there, with its size."""
     for record in manifest.files:
         path = folder / record.name
         try:
@@ -361,11 +339,7 @@ def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing when there is none.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """What lies in a folder; nothing when there is none."""
     try:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -432,12 +406,12 @@ def _retire(former: Path, successor: Path) -> None:
     """Remove a replaced checkpoint; what is not part of it goes to the one in its place."""
     if former.name.startswith(f"{successor.name}.old-") and _is_folder(successor):
         for path in _foreign(former):
-            kept = successor / path.relative_to(former)
-            if os.path.lexists(kept):
-                kept = kept.with_name(f"{kept.name}.former-{secrets.token_hex(6)}")
-            logger.info("%s is no part of what it lies in and is kept", kept)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(kept)
+            target = successor / path.relative_to(former)
+            if os.path.lexists(target):
+                target = target.with_name(f"{target.name}.former-{secrets.token_hex(6)}")
+            logger.info("%s is no part of what it lies in and is kept", target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
     _remove(former)
 
 
@@ -468,14 +442,14 @@ def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
 def _lock(folder: Path) -> int | None:
     """A lock on a folder that ends with this process; ``None`` where folders cannot be locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    held = False
+    locked = False
     try:
         with suppress(OSError):
-            held = try_lock(descriptor, exclusive=True)
+            locked = try_lock(descriptor, exclusive=True)
     finally:
-        if not held:
+        if not locked:
             os.close(descriptor)
-    return descriptor if held else None
+    return descriptor if locked else None
 
 
 @contextmanager
@@ -537,11 +511,7 @@ class Mark:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that nothing is lost when an export takes the place of ``path``.
-
-    Raises:
-        CheckpointError: It is not all of what an earlier export wrote there.
-    """
+    """Check that nothing is lost when an export takes the place of ``path``."""
     if not os.path.lexists(path) or (_is_folder(path) and not any(path.iterdir())):
         return
     changed: str | None = None
@@ -560,11 +530,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def check_apart(path: Path, base: Path) -> None:
-    """Check that an export does not take the place of what it is made from.
-
-    Raises:
-        CheckpointError: It would.
-    """
+    """Check that an export does not take the place of what it is made from."""
     if path.resolve() == base.resolve():
         raise CheckpointError(
             "exists and is not replaced: the export is made from it",

@@ -36,7 +36,7 @@ from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, 
 from zerotune.checkpoint.randomness import PREFIX
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
 from zerotune.checkpoint.verify import check_hashes
-from zerotune.decisions import Decision, announce
+from zerotune.decisions import Decision, Severity, announce
 from zerotune.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -54,9 +54,6 @@ class CheckpointReader(Closable):
     Args:
         folder: The checkpoint.
         manifest: Its manifest.
-
-    Raises:
-        CheckpointCorruptError: A tensor is missing or a file is not in safetensors format.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -202,19 +199,15 @@ _MOST_NAMES = 10
 
 
 def check_model(manifest: Manifest, engine: Engine) -> None:
-    """Check that the trainable parameters and the buffers are those that were saved.
-
-    Raises:
-        CheckpointMismatchError: Lists what is missing, unexpected or of another shape, by name.
-    """
+    """Check that the trainable parameters and the buffers are those that were saved."""
     running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
     saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine.module))
     saved_buffers = _shapes(manifest.buffers)
     if manifest.plan is None:
-        # A model folder does not tell what of it is trained; the engine does.
+        # A model folder does not say what of it is trained; the engine does.
         saved_buffers = {name: shape for name, shape in saved.items() if name in buffers}
-        known = set(engine.module.state_dict(keep_vars=True)) - set(running)
-        saved = {name: shape for name, shape in saved.items() if name not in known}
+        untrained = set(engine.module.state_dict(keep_vars=True)) - set(running)
+        saved = {name: shape for name, shape in saved.items() if name not in untrained}
     differences = [
         *_differences("parameter", saved, running),
         *_differences("buffer", saved_buffers, buffers),
@@ -229,11 +222,7 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
 
 
 def check_accumulation(engine: Engine) -> None:
-    """Refuse an engine in the midst of a group of micro batches: their gradients would stay.
-
-    Raises:
-        CheckpointError: Micro batches are accumulated.
-    """
+    """Refuse an engine in the midst of a group of micro batches: their gradients would stay."""
     steps = engine.plan.gradient_accumulation_steps
     if left := engine.state.micro_step % steps:
         raise CheckpointError(
@@ -250,45 +239,25 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     saved, running = manifest.plan, plan_record(engine)
     if saved is None:
         return ()
-    return (*_sharding(manifest, engine), *_values(saved, running))
-
-
-def _sharding(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
-    """Differences that decide which rank holds which part, in which form."""
-    if manifest.plan is None:
-        return ()
-    saved = {**manifest.plan.sharding, "world_size": manifest.world_size}
-    running = {**plan_record(engine).sharding, "world_size": engine.group.world_size}
-    return tuple(
-        Decision(
-            key=key,
-            before=value,
-            after=running[key],
-            reason="the checkpoint was saved under another plan and is divided anew",
-        )
-        for key, value in saved.items()
-        if running[key] != value
+    # What decides which rank holds which part, in which form.
+    sharding = _pairs(
+        "",
+        {**saved.sharding, "world_size": manifest.world_size},
+        {**running.sharding, "world_size": engine.group.world_size},
     )
-
-
-def _values(saved: PlanRecord, running: PlanRecord) -> tuple[Decision, ...]:
-    pairs = _pairs("scheduler", _flat(saved.scheduler), _flat(running.scheduler))
-    # A script that made its own optimizer has told DeepSpeed's checkpoint nothing of it.
-    told = saved.optimizer["params"]
-    if told and saved.optimizer["name"] == running.optimizer["name"]:
-        pairs += _pairs("optimizer.params", told, running.optimizer["params"])
+    pairs = _pairs("scheduler.", _flat(saved.scheduler), _flat(running.scheduler))
+    # DeepSpeed's checkpoint has none of an optimizer that a script made itself.
+    params = saved.optimizer["params"]
+    if params and saved.optimizer["name"] == running.optimizer["name"]:
+        pairs += _pairs("optimizer.params.", params, running.optimizer["params"])
     batches = (saved.config.get("train_batch_size"), running.config.get("train_batch_size"))
     if batches[0] is not None and batches[0] != batches[1]:
         pairs.append(("train_batch_size", *batches))
-    return tuple(
-        Decision(
-            key=key,
-            before=before,
-            after=after,
-            reason="the checkpoint was saved with another value; the running plan's is used",
-            severity="warning",
-        )
-        for key, before, after in pairs
+    divided = "the checkpoint was saved under another plan and is divided anew"
+    changed = "the checkpoint was saved with another value; the running plan's is used"
+    return (
+        *(_decision(*each, divided) for each in sharding),
+        *(_decision(*each, changed, warning=True) for each in pairs),
     )
 
 
@@ -306,12 +275,12 @@ def _differences(
         for name in saved
         if name in running and saved[name] != running[name]
     ]
-    groups = (
-        (f"{what}s missing from it", missing),
-        (f"{what}s only in it", unexpected),
-        (f"{what}s of another shape", reshaped),
-    )
-    return [f"{title}: {listing(names, most=_MOST_NAMES)}" for title, names in groups if names]
+    groups = {"missing from it": missing, "only in it": unexpected, "of another shape": reshaped}
+    return [
+        f"{what}s {title}: {listing(names, most=_MOST_NAMES)}"
+        for title, names in groups.items()
+        if names
+    ]
 
 
 def _flat(scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -325,7 +294,7 @@ def _pairs(
     prefix: str, saved: Mapping[str, Any], running: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
     return [
-        (f"{prefix}.{key}", saved.get(key), running.get(key))
+        (f"{prefix}{key}", saved.get(key), running.get(key))
         for key in {**saved, **running}
         if saved.get(key) != running.get(key)
     ]
@@ -404,17 +373,17 @@ def world_decisions(manifest: Manifest, engine: Engine, *, rng: bool) -> tuple[D
     saved, running = manifest.world_size, engine.group.world_size
     if saved == running:
         return ()
-    found = []
+    decisions = []
     if rng and manifest.rng:
         reason = (
             "the first processes go on with their random numbers, further ones are seeded from "
             "those of rank 0: the run cannot be that of the other number of processes"
         )
-        found.append(_decision("rng", saved, running, reason, warning=True))
+        decisions.append(_decision("rng", saved, running, reason, warning=True))
     if manifest.buffers:
         reason = "each process has buffers of its own; further ones begin with those of rank 0"
-        found.append(_decision("buffers", saved, running, reason))
-    return tuple(found)
+        decisions.append(_decision("buffers", saved, running, reason))
+    return tuple(decisions)
 
 
 def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
@@ -483,13 +452,8 @@ def _optimizer(plan: PlanRecord | None) -> str | None:
 
 
 def _decision(key: str, before: Any, after: Any, reason: str, *, warning: bool = False) -> Decision:
-    return Decision(
-        key=key,
-        before=before,
-        after=after,
-        reason=reason,
-        severity="warning" if warning else "note",
-    )
+    severity: Severity = "warning" if warning else "note"
+    return Decision(key=key, before=before, after=after, reason=reason, severity=severity)
 
 
 # -- ``load_checkpoint``: everything is checked before anything is changed.
@@ -541,9 +505,9 @@ def load_checkpoint(
     group, shadows = engine.group, dict(shadows or {})
     group.barrier(f"loading checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
     load = _Load(engine=engine, shadows=shadows)
-    found = together(group, "find the checkpoint", lambda: load.find(directory))
-    if any(arguments != found[0] for arguments in found):
-        group.agree(found[group.rank], "arguments of load_checkpoint")
+    agreed = together(group, "find the checkpoint", lambda: load.find(directory))
+    if any(arguments != agreed[0] for arguments in agreed):
+        group.agree(agreed[group.rank], "arguments of load_checkpoint")
     decisions = together(group, "compare the checkpoint", lambda: load.compare(rng=rng))[0]
     together(group, "verify the checkpoint", load.verify)
     together(group, "look at the files' headers", lambda: load.judge(rng=rng))
@@ -691,14 +655,9 @@ class _Load:
         return ShadowTensors(reader, name, addresses, rank=self._like)
 
     def _left_out(self) -> tuple[Decision, ...]:
+        reason = "the checkpoint holds this shadow and load_checkpoint was not given one"
         return tuple(
-            Decision(
-                key=f"shadows.{name}",
-                before="saved",
-                after=None,
-                reason="the checkpoint holds this shadow and load_checkpoint was not given one",
-                severity="warning",
-            )
+            _decision(f"shadows.{name}", "saved", None, reason, warning=True)
             for name in self.manifest.shadows
             if name not in self._shadows
         )

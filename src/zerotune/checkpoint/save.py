@@ -77,9 +77,6 @@ class Filing:
             shares: Of each rank.
             shapes: Full shape of every trained parameter, in the order they are written.
             shard_size: Most bytes of a file.
-
-        Raises:
-            CheckpointError: An element is held by no rank, or by two.
         """
         parts = _merged(shares)
         parts.setdefault(WEIGHTS, {})

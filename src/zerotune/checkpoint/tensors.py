@@ -137,11 +137,7 @@ class TensorFile:
         *,
         metadata: Mapping[str, str] = _METADATA,
     ) -> TensorFile:
-        """Lay out a file of these tensors, one after the other.
-
-        Raises:
-            CheckpointError: Two tensors share a name, or the format has no such dtype.
-        """
+        """Lay out a file of these tensors, one after the other."""
         named: dict[str, TensorSpec] = {}
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         begins: dict[str, int] = {}
@@ -238,9 +234,6 @@ class TensorWriter(OpensFiles):
                 which is widened.
             subject: What the tensor is.
             start: First element in the flattened tensor.
-
-        Raises:
-            CheckpointError: No file has room for it.
         """
         file = self._files.get((subject, name))
         spec = None if file is None else file.specs[name]
@@ -328,9 +321,6 @@ def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileR
 
     Returns:
         Its record for the manifest.
-
-    Raises:
-        CheckpointCorruptError: Something else is on the disk than was written.
     """
     path = folder / file.name
     header = Written(file=file.name, offset=0, nbytes=len(file.header), crc=zlib.crc32(file.header))
@@ -374,9 +364,6 @@ class TensorReader(OpensFiles):
     Args:
         files: Where the tensors are.
         subject: What they are, for messages.
-
-    Raises:
-        CheckpointCorruptError: A file is not in safetensors format, or a tensor is in two.
     """
 
     def __init__(self, files: Iterable[Path], *, subject: Subject = EXPORT) -> None:
@@ -400,11 +387,7 @@ class TensorReader(OpensFiles):
             self.metadata.append(metadata)
 
     def stored(self, name: str) -> StoredTensor:
-        """Dtype and full shape of a tensor.
-
-        Raises:
-            CheckpointCorruptError: It is in no file.
-        """
+        """Dtype and full shape of a tensor."""
         if name not in self.tensors:
             raise CheckpointCorruptError(
                 "is in no file",
@@ -414,11 +397,7 @@ class TensorReader(OpensFiles):
         return self.tensors[name]
 
     def check(self, name: str, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
-        """Check that a tensor is there, as saving stores it.
-
-        Raises:
-            CheckpointCorruptError: It is missing, or has another dtype or shape.
-        """
+        """Check that a tensor is there, as saving stores it."""
         stored = self.stored(name)
         if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
             raise CheckpointCorruptError(
@@ -434,9 +413,6 @@ class TensorReader(OpensFiles):
             into: 1-D, on any device.
             name: The tensor's.
             start: First element in the flattened tensor.
-
-        Raises:
-            CheckpointCorruptError: It is missing, shorter, or cannot be read.
         """
         stored = self.stored(name)
         numel = math.prod(stored.shape)

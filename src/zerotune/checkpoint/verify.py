@@ -89,11 +89,7 @@ def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptErro
 
 
 def check_hashes(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Check the content of files, several at a time.
-
-    Raises:
-        CheckpointCorruptError: One is not what was written, or cannot be read.
-    """
+    """Check the content of files, several at a time."""
     for damage in _damages(partial(check_hash, folder), records):
         raise damage
 
@@ -117,11 +113,7 @@ def _damages(
 
 
 def check_hash(folder: Path, record: FileRecord) -> None:
-    """Check a file's content.
-
-    Raises:
-        CheckpointCorruptError: It is not what was written, or cannot be read.
-    """
+    """Check a file's content."""
     path = folder / record.name
     try:
         same = hash_of(path) == record.sha256

@@ -114,9 +114,6 @@ class Judgement:
             name: Its name in the engine.
             tensor: In fp32.
             written: As it goes into the file.
-
-        Raises:
-            CheckpointCorruptError: It is empty, or not finite.
         """
         if not written.numel():
             raise CheckpointCorruptError("is empty", key=name, value=tuple(written.shape))
@@ -134,12 +131,7 @@ class Judgement:
         self._moved[layer] = self._moved.get(layer, False) or moved
 
     def conclude(self) -> tuple[Decision, ...]:
-        """What is remarkable.
-
-        Raises:
-            CheckpointCorruptError: All adapters of a component have learned nothing, after
-                steps that should have taught them.
-        """
+        """What is remarkable."""
         still = [layer for layer, moved in self._moved.items() if not moved or layer in self._zero]
         if not still:
             return ()
@@ -249,7 +241,7 @@ def export_adapters(
             ``"comfyui"``, a file of ``diffusion_model.*`` tensors; ``"kohya"``, a file as kohya's
             trainers write it. The last two are read back through diffusers' own converters, and
             hold the adapters in memory while they are written.
-        component: What the pipeline calls a single model: told from its class when not given.
+        component: What the pipeline calls a single model; by its class when not given.
             The parts of ``TrainedParts`` have their names.
         pipeline: The pipeline or its class, to check that it loads adapters for these components.
         timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
@@ -309,12 +301,7 @@ class AdapterOutline:
 
     @classmethod
     def of(cls, engine: Engine, *, component: str | None = None) -> AdapterOutline:
-        """Look at an engine.
-
-        Raises:
-            CheckpointMismatchError: It trains no adapters, or something besides them.
-            InvalidValueError: A component's name is wrong, or cannot be told.
-        """
+        """Look at an engine."""
         adapters = {
             name: (prefix, module, adapter)
             for name, (prefix, module) in components(engine.module, component).items()
@@ -333,12 +320,7 @@ class AdapterOutline:
         )
 
     def check_layout(self, layout: Layout) -> None:
-        """Check that the format can hold adapters of this kind.
-
-        Raises:
-            CheckpointMismatchError: It cannot.
-            InvalidValueError: It names no layers of such a model.
-        """
+        """Check that the format can hold adapters of this kind."""
         if layout == "peft" and len(self.adapters) > 1:
             raise CheckpointMismatchError(
                 "a folder of peft's holds the adapters of one model",
@@ -525,12 +507,7 @@ class _Foreign(_Draft):
 
     @override
     def _complete(self) -> tuple[Decision, ...]:
-        """Write what was kept; not yet under its name.
-
-        Raises:
-            CheckpointMismatchError: A layer or tensor has no place in the format.
-            CheckpointCorruptError: diffusers reads something else than was trained.
-        """
+        """Write what was kept; not yet under its name."""
         tensors: dict[str, torch.Tensor] = {}
         exact = True
         for component, layers in self._layers.items():
@@ -556,7 +533,9 @@ class _Foreign(_Draft):
         wrapped = {f"{prefix}{name}": layer for name, layer in adapter_layers(module)}
         scales = {name: float(wrapped[name].scaling[adapter]) for name in layers}
         if any("lora_A.weight" not in tensors for tensors in layers.values()):
-            _refuse_factors(layers)
+            for layer, tensors in layers.items():
+                if any(name.startswith("lora_") for name in tensors):
+                    raise _homeless(layer, "adapts an embedding")
             return write_lycoris(
                 layers,
                 model=module,
@@ -565,7 +544,9 @@ class _Foreign(_Draft):
                 scales=scales,
                 dtype=self._dtype,
             ), True
-        _refuse_extras(layers)
+        for layer, tensors in layers.items():
+            if extra := sorted(tensors.keys() - {"lora_A.weight", "lora_B.weight"}):
+                raise _homeless(layer, f"has {', '.join(extra)}")
         factors = {
             name: Factors(
                 down=tensors["lora_A.weight"], up=tensors["lora_B.weight"], scale=scales[name]
@@ -605,22 +586,7 @@ class _Foreign(_Draft):
         )
 
 
-def _refuse_extras(layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    for layer, tensors in layers.items():
-        extra = sorted(tensors.keys() - {"lora_A.weight", "lora_B.weight"})
-        if extra:
-            raise CheckpointMismatchError(
-                f"has {', '.join(extra)}, for which the format has no place",
-                key=layer,
-                fix='layout="diffusers"',
-            )
-
-
-def _refuse_factors(layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    for layer, tensors in layers.items():
-        if any(name.startswith("lora_") for name in tensors):
-            raise CheckpointMismatchError(
-                "adapts an embedding, for which the format has no place",
-                key=layer,
-                fix='layout="diffusers"',
-            )
+def _homeless(layer: str, what: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{what}, for which the format has no place", key=layer, fix='layout="diffusers"'
+    )

@@ -88,10 +88,6 @@ def meet(
 
     Returns:
         The weights that are meant.
-
-    Raises:
-        CollectiveError: A rank did not come, or the arguments differ.
-        InvalidValueError: No such average is attached to the engine.
     """
     label = weights if isinstance(weights, str) or weights is None else type(weights).__name__
     engine.group.barrier(f"{purpose} {os.fspath(path)}", timeout_s=timeout_s)
@@ -134,9 +130,6 @@ def export_together(
 
     Returns:
         What ``publish`` of the draft returned, on every rank.
-
-    Raises:
-        ZeroTuneError: Something failed on rank 0.
     """
     drafts: list[Draft[T]] = []
     failures: list[Exception] = []
@@ -193,9 +186,6 @@ class ExportWriter:
         metadata: What the headers say besides.
         shard_size: Most bytes of tensors in a file; all in one when not given.
         whole: What it becomes a part of.
-
-    Raises:
-        CheckpointError: The path is taken by something else, or the disk is too small.
     """
 
     def __init__(
@@ -241,9 +231,6 @@ class ExportWriter:
 
         Returns:
             The files of tensors.
-
-        Raises:
-            CheckpointCorruptError: A tensor is missing, or the disk holds something else.
         """
         records = self._writer.confirm(self._files, self._writer.written)
         self._writer.close()

@@ -71,12 +71,7 @@ class Fold:
     """Peft's configuration of the whole adapter."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """Fold.
-
-        Raises:
-            CheckpointMismatchError: The shapes do not fit, or the result is not finite.
-            MissingDependencyError: peft is not installed.
-        """
+        """Fold."""
         plain = weight.detach().to("cpu", torch.float32)
         try:
             wrapped = self._wrapped(plain)

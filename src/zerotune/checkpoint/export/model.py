@@ -51,12 +51,7 @@ CONFIG: Final = "config.json"
 
 
 class ModelFolderReader(TensorReader):
-    """Reads a diffusers model folder, or a single safetensors file, tensor by tensor.
-
-    Raises:
-        CheckpointError: There is no model here.
-        CheckpointCorruptError: A file is missing or cannot be read.
-    """
+    """Reads a diffusers model folder, or a single safetensors file, tensor by tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,9 +96,6 @@ def model_writer(
         specs: Every tensor.
         shard_size: Most bytes of tensors in a file.
         whole: What it becomes a part of.
-
-    Raises:
-        CheckpointError: The path is taken by something else, or the disk is too small.
     """
     single = Path(path).suffix == ".safetensors"
     return ExportWriter(
@@ -211,11 +203,7 @@ def export_model(
 
 
 def refuse_adapters(engine: Engine) -> None:
-    """Refuse an engine that trains adapters.
-
-    Raises:
-        CheckpointMismatchError: It does.
-    """
+    """Refuse an engine that trains adapters."""
     for name in engine.master_weights.parameters:
         if AdapterParameter.parse(name) is not None:
             raise CheckpointMismatchError(
