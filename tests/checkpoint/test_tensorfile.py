@@ -161,3 +161,13 @@ def test_an_existing_file_is_never_overwritten(tmp_path):
     with pytest.raises(FileExistsError):
         laid_out(tmp_path / "x", [])
     assert (tmp_path / "x").read_text() == "precious"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_exports_are_cast_as_torch_casts(dtype, tmp_path):
+    tensor = torch.randn(5, 7).double()
+    file = laid_out(tmp_path / "x.safetensors", [TensorSpec.of("a", tensor.to(dtype))])
+    with TensorWriter(tmp_path, [file]) as writer:
+        writer.write("a", tensor)
+        writer.confirm([file], writer.written)
+    assert same(load_file(tmp_path / "x.safetensors")["a"], tensor.to(dtype))

@@ -78,8 +78,11 @@ class Filing:
             shapes: Full shape of every trained parameter, in the order they are written.
             shard_size: Most bytes of a file.
         """
-        parts = _merged(shares)
-        parts.setdefault(WEIGHTS, {})
+        merged: dict[Subject, dict[str, list[Part]]] = {WEIGHTS: {}}
+        for subject, some in (item for share in shares for item in share.parts.items()):
+            for part in some:
+                merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
+        parts = dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
         files: list[TensorFile] = []
         for subject, named in parts.items():
             wanted = shapes if subject == WEIGHTS else [name for name in shapes if name in named]
@@ -98,15 +101,6 @@ class Filing:
             parameters=_records(shapes, parts, shares),
             nbytes=sum(file.nbytes for file in files) + sum(share.nbytes for share in shares),
         )
-
-
-def _merged(shares: Iterable[RankShare]) -> dict[Subject, dict[str, list[Part]]]:
-    merged: dict[Subject, dict[str, list[Part]]] = {}
-    for share in shares:
-        for subject, parts in share.parts.items():
-            for part in parts:
-                merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
-    return dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
 
 
 def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> None:
@@ -361,7 +355,15 @@ class Save:
         agreed = together(group, "check the arguments", check)
         if any(arguments != agreed[0] for arguments in agreed):
             group.agree(agreed[group.rank], "arguments of save_checkpoint")
-        self._file(together(group, "look at the weights", lambda: self._inspect(shadows, rng)))
+
+        def inspect() -> RankShare:
+            self._contents = RankContents.of(self._engine, shadows=shadows, rng=rng)
+            return self._contents.share()
+
+        shares = together(group, "look at the weights", inspect)
+        # Every rank comes to the same layout, or to the same error.
+        self._filing = Filing.of(shares, self._engine.master_weights.parameters)
+        self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
 
     def copy(self) -> None:
         """Copy everything into host memory, so that training may go on meanwhile."""
@@ -404,15 +406,6 @@ class Save:
                     value=name,
                 )
         self._final = checked_path(directory)
-
-    def _inspect(self, shadows: Mapping[str, ShadowLike], rng: bool) -> RankShare:
-        self._contents = RankContents.of(self._engine, shadows=shadows, rng=rng)
-        return self._contents.share()
-
-    def _file(self, shares: Sequence[RankShare]) -> None:
-        # Every rank comes to the same layout, or to the same error.
-        self._filing = Filing.of(shares, self._engine.master_weights.parameters)
-        self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
 
 
 # -- Checkpoints written while training goes on.

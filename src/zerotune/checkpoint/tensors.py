@@ -231,7 +231,7 @@ class TensorWriter(OpensFiles):
         Args:
             name: The tensor's.
             tensor: The part, of any shape, on any device, of the dtype that was laid out; or bf16,
-                which is widened.
+                which is widened. Exports cast from any other.
             subject: What the tensor is.
             start: First element in the flattened tensor.
         """
@@ -240,7 +240,7 @@ class TensorWriter(OpensFiles):
         if (
             file is None
             or spec is None
-            or tensor.dtype not in (spec.dtype, torch.bfloat16)
+            or (subject != EXPORT and tensor.dtype not in (spec.dtype, torch.bfloat16))
             or (start + tensor.numel()) * spec.dtype.itemsize > spec.nbytes
         ):
             raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
+from typing_extensions import override
 
 from zerotune._util.files import system_errors
 from zerotune.backend.adapter_layouts import adapter_settings, find_adapters
@@ -26,7 +27,7 @@ from zerotune.backend.adapters import (
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
 from zerotune.backend.unpartitioned import whole_parameter
-from zerotune.checkpoint.contents import model_config, persistent_buffers
+from zerotune.checkpoint.contents import persistent_buffers
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
     Gatherable,
@@ -34,7 +35,7 @@ from zerotune.checkpoint.export.driver import (
     export_together,
     meet,
 )
-from zerotune.checkpoint.export.model import ModelFolderReader, model_writer
+from zerotune.checkpoint.export.model import ModelDraft, ModelFolderReader, model_writer
 from zerotune.checkpoint.folders import check_apart
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.errors import (
@@ -356,7 +357,7 @@ class _Merged:
         yield from self.buffers.items()
 
 
-class _MergeDraft:
+class _MergeDraft(ModelDraft):
     """The model as rank 0 writes it: trained tensors are kept until their layers come."""
 
     def __init__(
@@ -367,14 +368,13 @@ class _MergeDraft:
         dtype: torch.dtype,
         shard_size: int,
     ) -> None:
+        specs = merged.specs(dtype)
+        super().__init__(path, merged.module, specs=specs, shard_size=shard_size)
         self._merged = merged
         self._folds: dict[str, Fold] = {}
         self._trained: dict[str, torch.Tensor] = {}
-        config = model_config(merged.module)
-        self._writer = model_writer(
-            path, config=config, specs=merged.specs(dtype), shard_size=shard_size
-        )
 
+    @override
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
         """Keep a trained tensor, or write one of the base with its adapter folded in."""
         merged = self._merged
@@ -393,15 +393,6 @@ class _MergeDraft:
                 layer=parsed.layer, scaling=merged.scales[parsed.layer], settings=merged.settings
             )
             self._folds.setdefault(parsed.layer, empty).tensors[parsed.kind] = tensor.clone()
-
-    def publish(self) -> Path:
-        """Read it back and give it its name."""
-        self._writer.publish()
-        return self._writer.path
-
-    def abandon(self) -> None:
-        """Remove what has not got its name."""
-        self._writer.abandon()
 
 
 def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[str, Fold]:
