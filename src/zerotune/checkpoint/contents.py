@@ -291,19 +291,21 @@ def plan_record(engine: Engine) -> PlanRecord:
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         digest=plan.digest(),
         config=plan.to_deepspeed(),
-        optimizer=_as_plain(plan.optimizer),
-        scheduler=None if plan.scheduler is None else _as_plain(plan.scheduler),
+        optimizer=plain_data(attrs.asdict(plan.optimizer), "optimizer"),
+        scheduler=plan.scheduler and plain_data(attrs.asdict(plan.scheduler), "scheduler"),
     )
 
 
 def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
     """What the manifest says of the model's buffers."""
-    return tuple(_record(name, b) for name, b in persistent_buffers(module).items())
+    return tuple(tensor_record(name, b) for name, b in persistent_buffers(module).items())
 
 
 def frozen_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
     """What the manifest says of the parameters that are not trained."""
-    return tuple(_record(name, p) for name, p in module.named_parameters() if not p.requires_grad)
+    return tuple(
+        tensor_record(name, p) for name, p in module.named_parameters() if not p.requires_grad
+    )
 
 
 def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
@@ -339,12 +341,8 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
-def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
+def tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
+    """What the manifest says of a tensor."""
     # ZeRO-3 keeps the full shape beside a partitioned parameter.
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     return TensorRecord(name=name, shape=shape, dtype=str(tensor.dtype).removeprefix("torch."))
-
-
-def _as_plain(choice: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = plain_data(attrs.asdict(choice), "optimizer")
-    return plain

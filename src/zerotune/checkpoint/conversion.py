@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
 import torch
 
 from zerotune._util.files import system_errors
@@ -22,6 +21,7 @@ from zerotune.checkpoint.contents import (
     RankContents,
     now,
     plain_data,
+    tensor_record,
     versions,
 )
 from zerotune.checkpoint.export.model import ModelFolderReader, export_checkpoint
@@ -95,16 +95,7 @@ def _native_folder(folder: Path) -> Path | None:
 
 
 def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
-    plan = _plan_of(native)
     counters = Counters(step=native.step, scalars={})
-    draft = _draft(
-        origin=f"DeepSpeed {native.version}",
-        state=native.state,
-        plan=plan,
-        aliases=native.aliases,
-        frozen=[TensorRecord(name=name, shape=shape) for name, shape in native.frozen.items()],
-        buffers=native.buffers,
-    )
 
     def pieces() -> Iterator[Piece]:
         for each in native.parts():
@@ -114,7 +105,11 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
 
     return _write(
         final,
-        draft=draft,
+        origin=f"DeepSpeed {native.version}",
+        state=native.state,
+        plan=_plan_of(native),
+        aliases=native.aliases,
+        frozen=[TensorRecord(name=name, shape=shape) for name, shape in native.frozen.items()],
         shapes=native.parameters,
         states=native.states,
         counters=dict.fromkeys(native.parameters, counters),
@@ -125,7 +120,6 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
 
 def _from_model(reader: ModelFolderReader, final: Path) -> Path:
     shapes = {name: stored.shape for name, stored in reader.tensors.items()}
-    draft = _draft(origin="a model folder", state=_FRESH, plan=None, model=reader.config)
 
     def pieces() -> Iterator[Piece]:
         for name in shapes:
@@ -133,7 +127,7 @@ def _from_model(reader: ModelFolderReader, final: Path) -> Path:
             part = Part(name=name, start=0, numel=tensor.numel())
             yield Piece(subject=WEIGHTS, part=part, tensor=tensor)
 
-    return _write(final, draft=draft, shapes=shapes, pieces=pieces)
+    return _write(final, origin="a model folder", model=reader.config, shapes=shapes, pieces=pieces)
 
 
 def _plan_of(native: NativeCheckpoint) -> PlanRecord:
@@ -159,17 +153,36 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     )
 
 
-def _draft(
+def _write(
+    final: Path,
     *,
     origin: str,
-    state: EngineState,
-    plan: PlanRecord | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    pieces: Callable[[], Iterator[Piece]],
+    state: EngineState = _FRESH,
+    plan: PlanRecord | None = None,
     model: Mapping[str, Any] | None = None,
     aliases: Mapping[str, str] | None = None,
-    frozen: list[TensorRecord] | None = None,
+    frozen: Sequence[TensorRecord] = (),
+    states: tuple[str, ...] = (),
+    counters: Mapping[str, Counters] | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
-) -> Manifest:
-    return Manifest(
+) -> Path:
+    """Write a checkpoint of what one process reads."""
+    buffers = buffers or {}
+    whole = tuple(
+        Part(name=name, start=0, numel=torch.Size(shape).numel()) for name, shape in shapes.items()
+    )
+    subjects = (WEIGHTS, *(Subject(kind="optimizer", of=state_name) for state_name in states))
+    contents = RankContents(
+        parts=dict.fromkeys(subjects, whole),
+        counters=counters or {},
+        shadows={},
+        others={BUFFER + name: buffer for name, buffer in buffers.items()},
+        metadata={"format": "pt", "rank": "0"},
+    )
+    filing = Filing.of([contents.share()], shapes)
+    draft = Manifest(
         created=now(),
         versions=versions(),
         origin=origin,
@@ -177,47 +190,19 @@ def _draft(
         plan=plan,
         state=state,
         model=model,
-        parameters=(),
-        frozen=frozen or (),
+        parameters=filing.parameters,
+        frozen=frozen,
         aliases=aliases or {},
-        buffers=[
-            TensorRecord(name=n, shape=b.shape, dtype=str(b.dtype).removeprefix("torch."))
-            for n, b in (buffers or {}).items()
-        ],
+        buffers=[tensor_record(name, buffer) for name, buffer in buffers.items()],
         files=(),
         shadows=(),
         rng=False,
         extra={},
     )
-
-
-def _write(
-    final: Path,
-    *,
-    draft: Manifest,
-    shapes: Mapping[str, tuple[int, ...]],
-    pieces: Callable[[], Iterator[Piece]],
-    states: tuple[str, ...] = (),
-    counters: Mapping[str, Counters] | None = None,
-    buffers: Mapping[str, torch.Tensor] | None = None,
-) -> Path:
-    """Write a checkpoint of what one process reads."""
-    whole = tuple(
-        Part(name=name, start=0, numel=torch.Size(shape).numel()) for name, shape in shapes.items()
-    )
-    subjects = (WEIGHTS, *(Subject(kind="optimizer", of=state) for state in states))
-    contents = RankContents(
-        parts=dict.fromkeys(subjects, whole),
-        counters=counters or {},
-        shadows={},
-        others={BUFFER + name: buffer for name, buffer in (buffers or {}).items()},
-        metadata={"format": "pt", "rank": "0"},
-    )
-    filing = Filing.of([contents.share()], shapes)
     return Writing(
         group=ProcessGroup.alone(),
         final=final,
-        draft=attrs.evolve(draft, parameters=filing.parameters),
+        draft=draft,
         filing=filing,
         contents=contents,
         pieces=pieces,
