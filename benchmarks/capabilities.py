@@ -28,8 +28,7 @@ from zerotune.backend.build import build_engine
 from zerotune.errors import ZeroTuneError
 from zerotune.optim import OPTIMIZERS, CapabilityTable, OptimizerResolver
 from zerotune.optim.capability import Cell
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import detect_platform
 
 ROOT = Path(__file__).resolve().parents[1]

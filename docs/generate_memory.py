@@ -13,7 +13,7 @@ from typing import Any
 
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.api import Advice
+from zerotune.plan.advise import Advice
 from zerotune.plan.families import model_family
 
 TARGET = Path(__file__).parent / "fits.md"

@@ -249,7 +249,7 @@ class NothingFitsError(PlanError):
     """No plan fits into the memory there is.
 
     Attributes:
-        nearest: The candidate that is over the budget by least (``zerotune.plan.api.Candidate``).
+        nearest: The candidate that is over the budget by least (``zerotune.plan.Candidate``).
     """
 
     def __init__(self, reason: str, *, nearest: Any, key: str, value: Any, fix: str) -> None:

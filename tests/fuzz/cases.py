@@ -20,10 +20,10 @@ from zerotune.plan.model import (
     ZERO,
     AioSection,
     Bf16Section,
+    DeepSpeedPlan,
     Fp16Section,
     LaunchSection,
     OffloadSection,
-    PlanValue,
     Section,
     ZeroSection,
     modelled,
@@ -86,7 +86,7 @@ KEYS: Final = sorted(
         *TOP_LEVEL, *ZERO, *LAUNCH, "deepspeed_config", "deepspeed_config_file", "zero_stage",
         "cpu_offload", "lr", "betas", "warmup_num_steps", "total_num_steps", "max_grad_norm",
         "--mixed_precision", "zero3_save_16bit_model", "<<", "", "a.b", "\x00", "é", "_note",
-        *(each.name for each in modelled(PlanValue)),
+        *(each.name for each in modelled(DeepSpeedPlan)),
         *(each.name for each in modelled(LaunchSection)),
         *(each.name for cls in SECTIONS.values() for each in modelled(cls)),
     }
@@ -165,7 +165,7 @@ def _key(chance: random.Random) -> str:
 
 def _made_up(chance: random.Random) -> Case:
     """Known keys in their places, with values that may be right."""
-    config = _section(chance, PlanValue, TOP_LEVEL)
+    config = _section(chance, DeepSpeedPlan, TOP_LEVEL)
     for name in ("optimizer", "scheduler"):
         if chance.random() < 0.7:
             known = OPTIMIZERS if name == "optimizer" else SCHEDULERS

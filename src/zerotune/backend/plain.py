@@ -54,8 +54,7 @@ from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
-from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.model import pins
+from zerotune.plan.model import ResolvedPlan, pins
 
 # `accelerate launch` passes its own configuration through these; the resolved plan has already
 # taken what it wants from it, and a second reader would decide behind its back.

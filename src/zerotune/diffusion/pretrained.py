@@ -41,12 +41,12 @@ from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
 from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import DeepSpeedPlan
 
 FAMILIES: Final[dict[str, type[TextToImage]]] = {
     family.pipeline: family

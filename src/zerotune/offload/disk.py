@@ -29,7 +29,8 @@ from zerotune.plan.model import AUTO, AioSection, evolved
 
 if TYPE_CHECKING:
     from zerotune.backend.ops.aio import AioSample, AioSettings
-    from zerotune.plan.api import MemoryEstimate, ResolvedPlan
+    from zerotune.plan.memory.model import MemoryEstimate
+    from zerotune.plan.model import ResolvedPlan
     from zerotune.platform import Platform
 
 

@@ -23,7 +23,7 @@ from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 
 @attrs.frozen(kw_only=True)

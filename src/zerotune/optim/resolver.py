@@ -51,8 +51,7 @@ from zerotune.plan.model import is_auto
 from zerotune.plan.read import SHORT_NAMES, settings_by_path
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
-    from zerotune.plan.model import RunFacts
+    from zerotune.plan.model import ResolvedPlan, RunFacts
     from zerotune.platform import Platform
 
 

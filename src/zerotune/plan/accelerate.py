@@ -21,10 +21,10 @@ from zerotune.plan import model as known_keys
 from zerotune.plan.model import (
     AUTO,
     Choice,
+    DeepSpeedPlan,
     Integer,
     LaunchSection,
     Names,
-    PlanValue,
     as_tuple,
     modelled,
     read_launch,
@@ -471,8 +471,8 @@ def _known(
 
 
 def _plan_keys() -> frozenset[str]:
-    names = {attribute.name for attribute in modelled(PlanValue)}
-    return frozenset(names | PlanValue.passed_through | PlanValue.aliases.keys())
+    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
 
 
 # -- The environment that ``accelerate launch`` leaves to a script, read as a plan.
@@ -571,7 +571,7 @@ def _from_block(
     return attrs.evolve(found, decisions=kept)
 
 
-def missing_folders(plan: PlanValue) -> list[Decision]:
+def missing_folders(plan: DeepSpeedPlan) -> list[Decision]:
     """One warning for each swap folder that a plan of the environment lacks."""
     zero = plan.zero_optimization
     sections = {

@@ -11,8 +11,7 @@ import attrs
 from zerotune._util.text import json_of
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import OFFLOAD_DEVICES
+from zerotune.plan.model import OFFLOAD_DEVICES, DeepSpeedPlan
 from zerotune.plan.read import override_plan
 
 _FILE: Final = "deepspeed_config"

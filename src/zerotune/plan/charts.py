@@ -28,7 +28,7 @@ from zerotune._util.palette import (
     ink_on,
 )
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.model import EstimateValue
+from zerotune.plan.memory.model import MemoryEstimate
 from zerotune.plan.text import (
     PLACE_NAMES,
     Fit,
@@ -167,7 +167,7 @@ _FONT: Final = 9
 
 
 def plot_memory(
-    estimate: EstimateValue, path: str | os.PathLike[str], *, budget: RankBudget | None = None
+    estimate: MemoryEstimate, path: str | os.PathLike[str], *, budget: RankBudget | None = None
 ) -> Path:
     """Write the peak of each place as a stacked bar, by component, as PNG, PDF or SVG.
 
@@ -197,7 +197,7 @@ def plot_memory(
 
 
 def memory_figure(
-    estimate: EstimateValue,
+    estimate: MemoryEstimate,
     *,
     budget: RankBudget | None = None,
     measured: RankBudget | None = None,
@@ -276,7 +276,7 @@ class _Panel:
 
 
 def _panel(
-    estimate: EstimateValue, fit: Fit, unit: tuple[str, int], measure: Measure, *, seen: int | None
+    estimate: MemoryEstimate, fit: Fit, unit: tuple[str, int], measure: Measure, *, seen: int | None
 ) -> _Panel:
     peak = estimate.peak(fit.place)
     full = max(fit.needed, fit.available or 0, seen or 0) * 1.02
@@ -320,7 +320,7 @@ def _figure() -> tuple[Any, Measure]:
 _TEXT: Final[dict[str, Any]] = {"fontsize": _FONT, "color": INK, "parse_math": False}
 
 
-def _write_heading(figure: Any, estimate: EstimateValue, lines: list[str], height: float) -> None:
+def _write_heading(figure: Any, estimate: MemoryEstimate, lines: list[str], height: float) -> None:
     left, right, top = _MARGIN / _WIDTH, 1 - _MARGIN / _WIDTH, 1 - 0.38 / height
     figure.text(left, top, "Memory per rank", **_TEXT | {"fontsize": 13}, fontweight="bold")
     figure.text(right, top, describe(estimate.resolved), ha="right", **_TEXT)

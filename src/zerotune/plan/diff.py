@@ -11,7 +11,7 @@ import attrs
 from zerotune._util.table import Code, Column, Line, Page, Table
 from zerotune.errors import UNSET, InvalidValueError
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
-from zerotune.plan.model import PlanValue, ResolvedValue, join
+from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, join
 from zerotune.plan.resolve import written
 
 ChangeKind = Literal["added", "removed", "changed"]
@@ -104,7 +104,7 @@ class PlanDifference:
         return f"{self.before} -> {self.after}: {counted}"
 
 
-def diff_plans(before: PlanValue, after: PlanValue) -> PlanDifference:
+def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
     """What the second plan says otherwise; equal plans have no difference.
 
     Raises:
@@ -118,7 +118,7 @@ def diff_plans(before: PlanValue, after: PlanValue) -> PlanDifference:
     )
 
 
-def diff_resolved(before: ResolvedValue, after: ResolvedValue) -> PlanDifference:
+def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
     """What will run otherwise: the rendered configuration, the engine, optimizer and schedule.
 
     Reasons are not compared. Neither plan need be complete.
@@ -145,14 +145,14 @@ def _check_kind(before: object, after: object) -> None:
         )
 
 
-def _plan_settings(plan: PlanValue) -> dict[str, Any]:
+def _plan_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
     settings = plan.to_dict()
     if plan.launch is not None:
         settings["launch"] = plan.launch.to_dict()
     return settings
 
 
-def _resolved_settings(resolved: ResolvedValue) -> dict[str, Any]:
+def _resolved_settings(resolved: ResolvedPlan) -> dict[str, Any]:
     settings = written(resolved)
     settings["world_size"] = resolved.world_size
     settings["uses_deepspeed"] = resolved.uses_deepspeed

@@ -28,11 +28,11 @@ from zerotune.plan.model import (
     BlockFacts,
     Choice,
     Context,
+    DeepSpeedPlan,
     Fp16Section,
     ModelFacts,
     OffloadSection,
     ParameterFacts,
-    PlanValue,
     RunFacts,
     Section,
     ZeroSection,
@@ -70,13 +70,15 @@ class _Known(NamedTuple):
     train: int | None
     micro: int | None
     accumulation: int | None
-    plan: PlanValue
+    plan: DeepSpeedPlan
     run: RunFacts
     world_size: int
     decisions: list[Decision]
 
 
-def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Batch, list[Decision]]:
+def solve_batch(
+    plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
+) -> tuple[Batch, list[Decision]]:
     """Solve the batch triple of ``plan`` at ``world_size``.
 
     Written numbers always stand. Missing ones come from the others, then from ``run``, then
@@ -188,7 +190,7 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
     )
 
 
-def _fill_accumulation(plan: PlanValue, run: RunFacts, decisions: list[Decision]) -> int:
+def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, decisions: list[Decision]) -> int:
     launched = plan.launch.gradient_accumulation_steps if plan.launch else None
     value, reason = _first(
         (run.gradient_accumulation_steps, "the run says so"),
@@ -246,7 +248,7 @@ class Clipping(NamedTuple):
     reason: str
 
 
-def clipping_sources(plan: PlanValue, run: RunFacts) -> tuple[tuple[Any, str], ...]:
+def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> tuple[tuple[Any, str], ...]:
     """Everything that may say how gradients are clipped; the first number stands."""
     params = (plan.optimizer.params if plan.optimizer else None) or {}
     return (
@@ -272,7 +274,7 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
     )
 
 
-def clipping(plan: PlanValue, run: RunFacts) -> Clipping:
+def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
     """How gradients are clipped, and why."""
     for value, reason in clipping_sources(plan, run):
         if is_number(value):
@@ -287,7 +289,7 @@ _RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 
 
 def decide_precision(
-    plan: PlanValue, *, run: RunFacts, platform: Platform
+    plan: DeepSpeedPlan, *, run: RunFacts, platform: Platform
 ) -> tuple[str, list[Decision]]:
     """The precision that trains: ``"bf16"``, ``"fp16"`` or ``"fp32"``, and why.
 
@@ -335,7 +337,7 @@ def _what_it_computes(platform: Platform) -> str:
 
 
 def fill_precision(
-    plan: PlanValue, precision: str, filler: Filler
+    plan: DeepSpeedPlan, precision: str, filler: Filler
 ) -> tuple[Bf16Section, Fp16Section]:
     """The ``bf16`` and ``fp16`` sections, every key explicit."""
     bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
@@ -352,7 +354,7 @@ def fill_precision(
     return bf16, fp16
 
 
-def _casts_inputs(plan: PlanValue) -> bool:
+def _casts_inputs(plan: DeepSpeedPlan) -> bool:
     launched = plan.launch.mixed_precision if plan.launch else None
     return launched == "fp16" and plan.fp16 is None and _written(plan)["bf16"] is not True
 
@@ -384,7 +386,7 @@ def _asked_by_run(run: RunFacts) -> str | None:
     return str(_RUN_KIND.read(run.mixed_precision, "run.mixed_precision")[0])
 
 
-def _written(plan: PlanValue) -> dict[str, Any]:
+def _written(plan: DeepSpeedPlan) -> dict[str, Any]:
     return {
         "bf16": plan.bf16.enabled if plan.bf16 else None,
         "fp16": plan.fp16.enabled if plan.fp16 else None,

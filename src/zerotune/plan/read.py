@@ -1,7 +1,4 @@
-"""Readers: dicts, JSON, trainers' files, accelerate's YAML and environment, overrides.
-
-Each takes the class of plan to make: any whose fields are those of ``PlanValue``.
-"""
+"""Readers: dicts, JSON, trainers' files, accelerate's YAML and environment, overrides."""
 
 from __future__ import annotations
 
@@ -25,11 +22,10 @@ from zerotune.plan.model import (
     PRECISION_SYNONYMS,
     PRECISIONS,
     Choice,
+    DeepSpeedPlan,
     Integer,
     LaunchSection,
     Nested,
-    PlanT,
-    PlanValue,
     Section,
     ZeroSection,
     is_auto,
@@ -91,17 +87,15 @@ _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
 @all_at_once
 def plan_from_mapping(
-    cls: type[PlanT],
     config: Any,
     *,
     source: str,
     also_known: Collection[str] = (),
     folder: Path | None = None,
-) -> PlanT:
+) -> DeepSpeedPlan:
     """Read a configuration; see ``DeepSpeedPlan.from_dict``.
 
     Args:
-        cls: The class of plan to make.
         config: The configuration, or an object that holds one.
         source: Name used in messages.
         also_known: Paths of further keys to pass through.
@@ -114,15 +108,13 @@ def plan_from_mapping(
     wrapper = wrapper_of(config)
     if wrapper is not None:
         if accelerate.is_accelerate(config) and isinstance(config[wrapper], Mapping):
-            return plan_from_settings(
-                cls, config, source=source, also_known=also_known, folder=folder
-            )
-        return _unwrapped(cls, config, wrapper, source=source, also_known=also_known, folder=folder)
+            return plan_from_settings(config, source=source, also_known=also_known, folder=folder)
+        return _unwrapped(config, wrapper, source=source, also_known=also_known, folder=folder)
     _refuse_something_else(config, source, also_known)
     decisions: list[Decision] = []
     raw = normalise_top_level(config, decisions)
     launch = _launcher_flag(raw, decisions)
-    plan = read_section(cls, raw, key="", decisions=decisions, also_known=also_known)
+    plan = read_section(DeepSpeedPlan, raw, key="", decisions=decisions, also_known=also_known)
     return with_launch(attrs.evolve(plan, decisions=decisions, source=source), launch)
 
 
@@ -169,14 +161,14 @@ def _refuse_something_else(
 
 
 def _plan_keys() -> frozenset[str]:
-    names = {attribute.name for attribute in modelled(PlanValue)}
-    return frozenset({*names, *PlanValue.passed_through, *PlanValue.aliases})
+    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    return frozenset({*names, *DeepSpeedPlan.passed_through, *DeepSpeedPlan.aliases})
 
 
 @all_at_once
 def plan_from_json(
-    cls: type[PlanT], path_or_text: str | os.PathLike[str], *, also_known: Collection[str] = ()
-) -> PlanT:
+    path_or_text: str | os.PathLike[str], *, also_known: Collection[str] = ()
+) -> DeepSpeedPlan:
     """Read JSON; see ``DeepSpeedPlan.from_json``."""
     if isinstance(path_or_text, str) and path_or_text.lstrip("\ufeff \t\r\n").startswith(
         ("{", "//", "/*", "#", "[")
@@ -187,19 +179,18 @@ def plan_from_json(
         path = Path(path_or_text)
         value, sentences = parse_file(read_text(path), path)
         source, folder = str(path), path.parent
-    plan = plan_from_mapping(cls, value, source=source, also_known=also_known, folder=folder)
+    plan = plan_from_mapping(value, source=source, also_known=also_known, folder=folder)
     return attrs.evolve(plan, decisions=(*tolerated(sentences, source), *plan.decisions))
 
 
 def _unwrapped(
-    cls: type[PlanT],
     config: Mapping[Any, Any],
     wrapper: str,
     *,
     source: str,
     also_known: Collection[str],
     folder: Path | None,
-) -> PlanT:
+) -> DeepSpeedPlan:
     decisions: list[Decision] = []
     written = config[wrapper]
     beside: Mapping[Any, Any] = {}
@@ -226,7 +217,7 @@ def _unwrapped(
         raise InvalidValueError(
             "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
         )
-    plan = plan_from_mapping(cls, written, source=source, also_known=also_known, folder=folder)
+    plan = plan_from_mapping(written, source=source, also_known=also_known, folder=folder)
     with noted():
         plan = _with_micro_batch(plan, config, decisions)
     written_as = {TRAINER_KEYS[undashed(key)]: key for key in config if _beside(config, key)}
@@ -278,7 +269,9 @@ def _switched_off(wrapper: str, written: str | None) -> Decision:
     )
 
 
-def _with_micro_batch(plan: PlanT, around: Mapping[Any, Any], decisions: list[Decision]) -> PlanT:
+def _with_micro_batch(
+    plan: DeepSpeedPlan, around: Mapping[Any, Any], decisions: list[Decision]
+) -> DeepSpeedPlan:
     """Read a trainer's batch size as it means it: the samples of one pass on one rank."""
     written = next(
         (key for key in around if undashed(key) in MICRO_KEYS and around[key] is not None), None
@@ -322,17 +315,15 @@ def _plain_auto(value: Any) -> Any:
 
 @all_at_once
 def plan_from_settings(
-    cls: type[PlanT],
     content: Mapping[Any, Any],
     *,
     source: str,
     also_known: Collection[str] = (),
     folder: Path | None = None,
-) -> PlanT:
+) -> DeepSpeedPlan:
     """Read the settings of ``accelerate config``.
 
     Args:
-        cls: The class of plan to make.
         content: The settings.
         source: Name used in messages.
         also_known: Paths of further keys to pass through.
@@ -342,13 +333,13 @@ def plan_from_settings(
         PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
     """
     found = accelerate.translate(content, source=source, also_known=also_known, folder=folder)
-    return _translated(cls, found, also_known)
+    return _translated(found, also_known)
 
 
 @all_at_once
 def plan_from_yaml(
-    cls: type[PlanT], path: str | os.PathLike[str], *, also_known: Collection[str] = ()
-) -> PlanT:
+    path: str | os.PathLike[str], *, also_known: Collection[str] = ()
+) -> DeepSpeedPlan:
     """Read an accelerate YAML; see ``DeepSpeedPlan.from_yaml``."""
     file = Path(path)
     content = parse_yaml(read_text(file), source=str(file))
@@ -359,7 +350,7 @@ def plan_from_yaml(
             fix="make one with `accelerate config`",
         )
     read = plan_from_mapping if _is_plain(content) else plan_from_settings
-    return read(cls, content, source=str(file), also_known=also_known, folder=file.parent)
+    return read(content, source=str(file), also_known=also_known, folder=file.parent)
 
 
 def _is_plain(content: Mapping[Any, Any]) -> bool:
@@ -374,21 +365,19 @@ def _is_plain(content: Mapping[Any, Any]) -> bool:
 
 @all_at_once
 def plan_from_environment(
-    cls: type[PlanT], environ: Mapping[str, str] | None, *, also_known: Collection[str] = ()
-) -> PlanT:
+    environ: Mapping[str, str] | None, *, also_known: Collection[str] = ()
+) -> DeepSpeedPlan:
     """Read accelerate's variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
     environ = os.environ if environ is None else environ
-    plan = _translated(cls, accelerate.translate_environment(environ), also_known)
+    plan = _translated(accelerate.translate_environment(environ), also_known)
     missing = accelerate.missing_folders(plan)
     return attrs.evolve(plan, decisions=(*plan.decisions, *missing))
 
 
-def _translated(
-    cls: type[PlanT], found: accelerate.Translated, also_known: Collection[str]
-) -> PlanT:
+def _translated(found: accelerate.Translated, also_known: Collection[str]) -> DeepSpeedPlan:
     with reworded(rename(found.names)):
         plan = plan_from_mapping(
-            cls, found.config, source=found.source, also_known=also_known, folder=found.folder
+            found.config, source=found.source, also_known=also_known, folder=found.folder
         )
     decisions = renamed((*found.decisions, *plan.decisions), found.names)
     plan = attrs.evolve(plan, decisions=decisions, names=found.names)
@@ -399,17 +388,17 @@ def _translated(
 
 
 @all_at_once
-def normalised_plan(plan: PlanT) -> PlanT:
+def normalised_plan(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
     decisions: list[Decision] = []
     known = passed_paths(plan)
     launch = read_launch(plan.launch.to_dict() if plan.launch else {}, decisions, known)
-    again = plan_from_mapping(type(plan), plan.to_dict(), source=plan.source, also_known=known)
+    again = plan_from_mapping(plan.to_dict(), source=plan.source, also_known=known)
     found = (*plan.decisions, *decisions, *again.decisions)
     return with_launch(attrs.evolve(again, decisions=found), launch)
 
 
-def passed_paths(plan: PlanValue) -> frozenset[str]:
+def passed_paths(plan: DeepSpeedPlan) -> frozenset[str]:
     """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
     launched = _passed(plan.launch, "launch") if plan.launch else ()
     return frozenset({*_passed(plan, ""), *launched})
@@ -547,7 +536,9 @@ Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
 
 
 @all_at_once
-def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _REASON) -> PlanT:
+def override_plan(
+    plan: DeepSpeedPlan, overrides: Mapping[str, Any], *, reason: str = _REASON
+) -> DeepSpeedPlan:
     """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
 
     Args:
@@ -568,7 +559,7 @@ def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _R
     read: list[Decision] = []
     known = passed_paths(plan)
     section = read_launch(config.pop(_LAUNCH, {}), read, known)
-    new = plan_from_mapping(type(plan), config, source=plan.source, also_known=known)
+    new = plan_from_mapping(config, source=plan.source, also_known=known)
     found = (*plan.decisions, *decisions, *read, *new.decisions)
     return with_launch(attrs.evolve(new, decisions=found), section)
 
@@ -620,7 +611,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
             yield path, value
 
 
-def _written_out(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
+def _written_out(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
     if name in _PRECISION_NAMES:
         return _precision_settings(plan, name, value)
     if name == _NVME_PATH:
@@ -646,7 +637,7 @@ def _place(name: str, value: Any) -> str:
 def _canonical(path: str) -> str:
     """A path with every part in the spelling of its section."""
     first, _, rest = path.partition(".")
-    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else PlanValue
+    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
     parts = path.split(".")
     done = [parts.pop(0)] if cls is LaunchSection else []
     for part in parts:
@@ -663,7 +654,7 @@ def _zero_keys() -> frozenset[str]:
     return frozenset({*names, *ZeroSection.aliases, *ZeroSection.passed_through})
 
 
-def _precision_settings(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
+def _precision_settings(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))
@@ -679,7 +670,7 @@ def _precision_settings(plan: PlanValue, name: str, value: Any) -> list[tuple[st
     ]
 
 
-def _swap_folders(plan: PlanValue, value: Any) -> list[tuple[str, Any]]:
+def _swap_folders(plan: DeepSpeedPlan, value: Any) -> list[tuple[str, Any]]:
     devices = {"optimizer": plan.offload_optimizer_device, "param": plan.offload_param_device}
     swapped = [part for part, device in devices.items() if device == "nvme"]
     if not swapped:

@@ -30,10 +30,9 @@ from zerotune.plan.fill import (
 from zerotune.plan.model import (
     AUTO,
     Context,
+    DeepSpeedPlan,
     OffloadSection,
-    PlanValue,
-    ResolvedT,
-    ResolvedValue,
+    ResolvedPlan,
     RunFacts,
     SectionT,
     ZeroSection,
@@ -45,13 +44,12 @@ if TYPE_CHECKING:
     from zerotune.platform import Platform
 
 
-def resolve(requested: PlanValue, context: Context, *, into: type[ResolvedT]) -> ResolvedT:
+def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
     """See ``DeepSpeedPlan.resolve``.
 
     Args:
         requested: The plan.
         context: Where it is to run; a platform that is not given is detected.
-        into: The class of resolved plan to make.
     """
     platform = context.platform or _this_machine()
     asked = not context.uses_deepspeed
@@ -69,7 +67,7 @@ def resolve(requested: PlanValue, context: Context, *, into: type[ResolvedT]) ->
     if not uses_deepspeed and filler.precision == "fp16":
         plan = _without_host_optimizer(plan, decisions)
     plan = _filled(plan, filler, context)
-    return into(
+    return ResolvedPlan(
         requested=requested,
         plan=plan,
         platform=platform,
@@ -88,7 +86,7 @@ def _this_machine() -> Platform:
     return detect_platform()
 
 
-def _filler(plan: PlanValue, context: Context) -> Filler:
+def _filler(plan: DeepSpeedPlan, context: Context) -> Filler:
     precision, why = decide_precision(plan, run=context.run, platform=context.machine)
     return Filler(
         stage=int(plan.stage),
@@ -99,8 +97,8 @@ def _filler(plan: PlanValue, context: Context) -> Filler:
 
 
 def _without_deepspeed(
-    plan: PlanValue, platform: Platform, *, asked: bool, decisions: list[Decision]
-) -> PlanValue:
+    plan: DeepSpeedPlan, platform: Platform, *, asked: bool, decisions: list[Decision]
+) -> DeepSpeedPlan:
     support = platform.deepspeed
     why = "DeepSpeed was switched off" if asked else support.reason
     if not asked and support.fix:
@@ -165,7 +163,7 @@ def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSect
     return OffloadSection(device="cpu", pin_memory=pin and on_device)
 
 
-def _without_host_optimizer(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
+def _without_host_optimizer(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
     zero = plan.zero_optimization
     if zero is None or zero.offload_optimizer is None:
         return plan
@@ -182,7 +180,7 @@ def _without_host_optimizer(plan: PlanValue, decisions: list[Decision]) -> PlanV
     return attrs.evolve(plan, zero_optimization=None)
 
 
-def _without_inactive_offload(plan: PlanValue) -> PlanValue:
+def _without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     zero = plan.zero_optimization
     if zero is None:
         return plan
@@ -193,7 +191,9 @@ def _without_inactive_offload(plan: PlanValue) -> PlanValue:
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _repaired(plan: PlanValue, findings: Iterable[Finding], decisions: list[Decision]) -> PlanValue:
+def _repaired(
+    plan: DeepSpeedPlan, findings: Iterable[Finding], decisions: list[Decision]
+) -> DeepSpeedPlan:
     """``plan`` with what the rules make of it; what they refuse is raised."""
     findings = tuple(findings)
     raise_all([finding.as_error() for finding in findings if finding.severity == "error"])
@@ -211,7 +211,7 @@ def _put(section: SectionT, path: list[str], value: Any) -> SectionT:
     return evolved(section, **{name: new})
 
 
-def _filled(plan: PlanValue, filler: Filler, context: Context) -> PlanValue:
+def _filled(plan: DeepSpeedPlan, filler: Filler, context: Context) -> DeepSpeedPlan:
     batch, why = solve_batch(plan, run=context.run, world_size=filler.world_size)
     filler.decisions.extend(why)
     clipping = _clipping(plan, filler, context.run)
@@ -243,7 +243,7 @@ def _filled(plan: PlanValue, filler: Filler, context: Context) -> PlanValue:
     return plan
 
 
-def _refuse_automatic(plan: PlanValue) -> None:
+def _refuse_automatic(plan: DeepSpeedPlan) -> None:
     left = attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()
     for path in automatic_paths(left):
         raise UnresolvedPlanError(
@@ -251,7 +251,7 @@ def _refuse_automatic(plan: PlanValue) -> None:
         )
 
 
-def _clipping(plan: PlanValue, filler: Filler, run: RunFacts) -> float:
+def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
     key = "gradient_clipping"
     written, asked = plan.gradient_clipping, run.gradient_clipping
     norm, reason = clipping(plan, run)
@@ -296,7 +296,7 @@ _KEEPS_AUTO = (
 """Beginnings of pass-through keys for which ``"auto"`` is a value DeepSpeed understands."""
 
 
-def render(resolved: ResolvedValue, *, folders: bool = True) -> dict[str, Any]:
+def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
     """The configuration DeepSpeed receives.
 
     Args:
@@ -318,7 +318,7 @@ def render(resolved: ResolvedValue, *, folders: bool = True) -> dict[str, Any]:
     return config
 
 
-def written(resolved: ResolvedValue) -> dict[str, Any]:
+def written(resolved: ResolvedPlan) -> dict[str, Any]:
     """The configuration as far as it is known; unlike ``render``, it asks for nothing."""
     config = resolved.plan.to_dict()
     _render_choices(resolved, config)
@@ -351,7 +351,7 @@ def _may_be_automatic(value: Any) -> bool:
     return value == AUTO if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
 
 
-def _render_choices(resolved: ResolvedValue, config: dict[str, Any]) -> None:
+def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
     optimizer = resolved.optimizer
     if optimizer is None:
         return
@@ -382,7 +382,7 @@ def _render_choices(resolved: ResolvedValue, config: dict[str, Any]) -> None:
     )
 
 
-def _render_folders(resolved: ResolvedValue, config: dict[str, Any], *, folders: bool) -> None:
+def _render_folders(resolved: ResolvedPlan, config: dict[str, Any], *, folders: bool) -> None:
     for part, folder in resolved.nvme_paths.items():
         section = config["zero_optimization"][f"offload_{part}"]
         if not folders:

@@ -43,9 +43,9 @@ from zerotune.plan.fill import (
 from zerotune.plan.model import (
     AUTO,
     Context,
+    DeepSpeedPlan,
     Names,
     OffloadSection,
-    PlanValue,
     Section,
     in_words_of,
     join,
@@ -118,7 +118,7 @@ class Finding:
         return f"[{self.severity}] {self.rule}: {self.as_error()}"
 
 
-_Check = Callable[["PlanValue", Context], Iterator[Finding]]
+_Check = Callable[["DeepSpeedPlan", Context], Iterator[Finding]]
 
 
 @attrs.frozen(kw_only=True)
@@ -137,7 +137,7 @@ class Rule:
     left_to: str = ""
     """Who does or refuses what it says, where resolving does not."""
 
-    def __call__(self, plan: PlanValue, context: Context) -> list[Finding]:
+    def __call__(self, plan: DeepSpeedPlan, context: Context) -> list[Finding]:
         """What this rule finds."""
         if self.only_deepspeed and not context.uses_deepspeed:
             return []
@@ -186,7 +186,7 @@ class Report:
         )
 
 
-_Function = Callable[["PlanValue", Context, Report], Iterator[Finding]]
+_Function = Callable[["DeepSpeedPlan", Context, Report], Iterator[Finding]]
 
 
 def rule(
@@ -226,7 +226,7 @@ def rule(
 Findings = Iterator[Finding]
 
 
-def offload_section(plan: PlanValue, part: str) -> OffloadSection | None:
+def offload_section(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
     """``offload_optimizer`` or ``offload_param`` as written."""
     zero = plan.zero_optimization
     section: OffloadSection | None = getattr(zero, f"offload_{part}") if zero else None
@@ -238,7 +238,7 @@ def active(section: OffloadSection | None) -> bool:
     return section is not None and section.device not in (None, "none", AUTO)
 
 
-def zero_extra(plan: PlanValue, key: str) -> Any:
+def zero_extra(plan: DeepSpeedPlan, key: str) -> Any:
     """A key of ``zero_optimization`` that zerotune passes through; ``None``: not written."""
     zero = plan.zero_optimization
     return zero.extra.get(key) if zero else None
@@ -254,12 +254,12 @@ def integer(value: Any) -> int | None:
     return int(value) if is_integer(value) else None
 
 
-def clips(plan: PlanValue, context: Context) -> bool:
+def clips(plan: DeepSpeedPlan, context: Context) -> bool:
     """Whether gradients are clipped: unless something says 0, zerotune clips."""
     return clipping(plan, context.run).norm != 0
 
 
-def set_twice(plan: PlanValue, report: Report, key: str, places: dict[str, Any]) -> Findings:
+def set_twice(plan: DeepSpeedPlan, report: Report, key: str, places: dict[str, Any]) -> Findings:
     """A finding for each of ``places`` that contradicts the top-level ``key``."""
     first = getattr(plan, key)
     for place, second in places.items():
@@ -283,7 +283,7 @@ def older_than_removal(context: Context) -> bool:
 
 
 @rule("batch-triple", "error", only_deepspeed=False)
-def batch_triple(plan: PlanValue, context: Context, report: Report) -> Findings:
+def batch_triple(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Train batch = micro batch x accumulation x world size must hold.
 
     Write two of the three, or change one so that the product holds at this world size.
@@ -295,7 +295,7 @@ def batch_triple(plan: PlanValue, context: Context, report: Report) -> Findings:
 
 
 @rule("accumulation-set-twice", "warning", only_deepspeed=False)
-def accumulation_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def accumulation_twice(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Accumulation is written both in the DeepSpeed block and outside of it.
 
     Keep the one in the DeepSpeed block, which is used.
@@ -305,7 +305,7 @@ def accumulation_twice(plan: PlanValue, _context: Context, report: Report) -> Fi
 
 
 @rule("world-size", "warning", only_deepspeed=False)
-def world_size(plan: PlanValue, context: Context, report: Report) -> Findings:
+def world_size(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The launcher's file asks for another number of processes than train.
 
     Start as many as the file says, or correct the file: every batch size depends on it.
@@ -323,7 +323,7 @@ def world_size(plan: PlanValue, context: Context, report: Report) -> Findings:
 
 
 @rule("micro-batch-unset", "note", only_deepspeed=False)
-def micro_batch_unset(plan: PlanValue, context: Context, report: Report) -> Findings:
+def micro_batch_unset(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Nothing says how many samples one pass takes.
 
     Write ``train_micro_batch_size_per_gpu``; without it the micro batch is 1.
@@ -343,7 +343,7 @@ _NOTEWORTHY = 1024**3
 
 
 @rule("offload-at-stage-0", "warning")
-def offload_at_stage_0(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def offload_at_stage_0(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Nothing is offloaded at stage 0.
 
     Set ``zero_optimization.stage`` to 2 to offload the optimizer; the section is left out.
@@ -363,7 +363,7 @@ def offload_at_stage_0(plan: PlanValue, _context: Context, report: Report) -> Fi
 
 
 @rule("offload-param-below-stage-3", "warning")
-def offload_param(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def offload_param(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Parameters can be offloaded only where they are partitioned, at stage 3.
 
     Set ``zero_optimization.stage`` to 3; below it DeepSpeed ignores the section, and it is left
@@ -381,7 +381,7 @@ def offload_param(plan: PlanValue, _context: Context, report: Report) -> Finding
 
 
 @rule("offload-without-device", "warning")
-def offload_without_device(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def offload_without_device(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An offload section without a device offloads nothing: DeepSpeed's default is ``"none"``.
 
     Name a device, or remove the section.
@@ -400,7 +400,7 @@ def offload_without_device(plan: PlanValue, _context: Context, report: Report) -
 
 
 @rule("param-offload-alone", "note")
-def param_offload_alone(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def param_offload_alone(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Parameters are offloaded while the larger optimizer states stay on the device.
 
     Offload the optimizer too, or first.
@@ -416,7 +416,7 @@ def param_offload_alone(plan: PlanValue, _context: Context, report: Report) -> F
 
 
 @rule("partial-offload-below-stage-3", "error")
-def partial_offload(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def partial_offload(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 is refused by DeepSpeed below stage 3.
 
     Write 1.0, or use stage 3.
@@ -433,7 +433,7 @@ def partial_offload(plan: PlanValue, _context: Context, report: Report) -> Findi
 
 
 @rule("partial-offload", "note")
-def partial_offload_steps_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def partial_offload_steps_twice(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 leaves part of the optimizer on the device, with another AdamW.
 
     Nothing need be done. DeepSpeed steps that part with torch's AdamW, which would keep its first
@@ -452,7 +452,7 @@ def partial_offload_steps_twice(plan: PlanValue, _context: Context, report: Repo
 
 
 @rule("partial-offload-optimizer", "error")
-def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def partial_offload_optimizer(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 works with AdamW in host memory alone; DeepSpeed asserts it.
 
     Write 1.0, or use AdamW. What stays on the device is stepped by torch's AdamW: of Adam with L2
@@ -478,7 +478,7 @@ def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report
 
 
 @rule("super-offload-accelerator", "error")
-def super_offload_accelerator(plan: PlanValue, context: Context, report: Report) -> Findings:
+def super_offload_accelerator(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """SuperOffload runs on NVIDIA CUDA devices only; DeepSpeed asserts it.
 
     Remove ``super_offload``.
@@ -496,7 +496,7 @@ def super_offload_accelerator(plan: PlanValue, context: Context, report: Report)
 
 
 @rule("super-offload", "warning")
-def super_offload(plan: PlanValue, context: Context, report: Report) -> Findings:
+def super_offload(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """SuperOffload works at stage 3 only, and overlaps nothing while gradients are clipped.
 
     Leave it out, or set ``gradient_clipping`` to 0 if training stays stable without.
@@ -521,13 +521,13 @@ def super_offload(plan: PlanValue, context: Context, report: Report) -> Findings
         )
 
 
-def _super_offload(plan: PlanValue) -> bool:
+def _super_offload(plan: DeepSpeedPlan) -> bool:
     section = offload_section(plan, "optimizer")
     return section is not None and active(section) and section.extra.get("super_offload") is True
 
 
 @rule("pinned-memory-rounding", "note")
-def pinned_memory(plan: PlanValue, context: Context, report: Report) -> Findings:
+def pinned_memory(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """An older torch rounds each pinned block up to a power of two: 16 GiB for SDXL at stage 2.
 
     Install torch 2.13, where zerotune switches that off, or DeepSpeed 0.19.8, which page-locks to
@@ -571,7 +571,7 @@ _CLIPPING: Final = "gradient_clipping"
 
 
 @rule("one-bit-optimizer", "warning")
-def one_bit(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def one_bit(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.
 
     Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
@@ -586,7 +586,7 @@ def one_bit(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
 
 @rule("muon-reduce-scatter", "warning")
-def muon_reduce_scatter(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def muon_reduce_scatter(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed raises.
 
     Set ``reduce_scatter`` to false, or use stage 1 or 2.
@@ -604,7 +604,7 @@ def muon_reduce_scatter(plan: PlanValue, _context: Context, report: Report) -> F
 
 
 @rule("muon-convolutions", "warning")
-def muon_convolutions(plan: PlanValue, context: Context, report: Report) -> Findings:
+def muon_convolutions(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Muon fails on the weights of convolutions at stages 2 and 3.
 
     Use AdamW, or leave convolutions to Muon's auxiliary Adam. Its compiled update multiplies
@@ -625,7 +625,7 @@ def muon_convolutions(plan: PlanValue, context: Context, report: Report) -> Find
 
 
 @rule("clipping-set-twice", "warning", only_deepspeed=False)
-def clipping_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def clipping_twice(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Clipping is written both at the top level and elsewhere.
 
     Keep ``gradient_clipping``, which is used.
@@ -640,7 +640,7 @@ def clipping_twice(plan: PlanValue, _context: Context, report: Report) -> Findin
 
 
 @rule("clipping-in-optimizer", "error", only_deepspeed=False, left_to="the optimizer")
-def clipping_in_the_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def clipping_in_the_optimizer(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """``max_grad_norm`` stands among the arguments of the optimizer, where DeepSpeed refuses it.
 
     Write ``gradient_clipping`` at the top level.
@@ -651,7 +651,7 @@ def clipping_in_the_optimizer(plan: PlanValue, _context: Context, report: Report
 
 
 @rule("clipping-unset", "note", only_deepspeed=False)
-def clipping_unset(plan: PlanValue, context: Context, report: Report) -> Findings:
+def clipping_unset(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Nothing says how gradients are clipped, and DeepSpeed's default moved from 0 to 1.0.
 
     Write ``gradient_clipping``; 0 switches clipping off.
@@ -671,7 +671,7 @@ def clipping_unset(plan: PlanValue, context: Context, report: Report) -> Finding
 
 
 @rule("precision-conflict", "error", only_deepspeed=False)
-def precision_conflict(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def precision_conflict(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """At most one of bf16 and fp16 may be on, and the launcher must agree.
 
     Switch one off, and let the launcher's ``mixed_precision`` say the same.
@@ -708,7 +708,7 @@ def precision_conflict(plan: PlanValue, _context: Context, report: Report) -> Fi
 
 
 @rule("precision-unsupported", "error", only_deepspeed=False)
-def precision_unsupported(plan: PlanValue, context: Context, report: Report) -> Findings:
+def precision_unsupported(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The platform cannot compute in the precision asked for.
 
     Ask for one it has, or write ``"auto"``. Checked where a platform is known.
@@ -721,14 +721,14 @@ def precision_unsupported(plan: PlanValue, context: Context, report: Report) -> 
         yield report.error(error)
 
 
-def _contradicts_itself(plan: PlanValue) -> bool:
+def _contradicts_itself(plan: DeepSpeedPlan) -> bool:
     launched = plan.launch.mixed_precision if plan.launch else None
     sections = (plan.bf16, plan.fp16)
     return launched == "fp8" or all(section and section.enabled is True for section in sections)
 
 
 @rule("fp16-on-cpu", "warning", left_to="the choice of precision")
-def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
+def fp16_on_cpu(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """DeepSpeed's CPU accelerator takes fp16 only where torch has native fp16 arithmetic.
 
     Resolution trains in bf16 there, which takes the same memory and needs no loss scaling.
@@ -743,7 +743,7 @@ def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
 
 
 @rule("bf16-emulated", "note", only_deepspeed=False)
-def bf16_emulated(plan: PlanValue, context: Context, report: Report) -> Findings:
+def bf16_emulated(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """A CPU without bf16 arithmetic emulates it, many times slower than fp32.
 
     Train in fp32 there, unless it is a rehearsal of a bf16 run.
@@ -762,7 +762,7 @@ def bf16_emulated(plan: PlanValue, context: Context, report: Report) -> Findings
 
 
 @rule("fp16-fixed-loss-scale", "warning")
-def fixed_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def fixed_loss_scale(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """A fixed loss scale never adapts: what overflows once may overflow for ever.
 
     Write 0, which scales dynamically. ``LossScaler.update_scale`` only logs an overflow, and the
@@ -783,7 +783,7 @@ def fixed_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Find
 
 
 @rule("bf16-master-weights", "error")
-def bf16_master_weights(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def bf16_master_weights(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
 
     Offload the optimizer, or remove the key. In bf16 they may stay on the device when
@@ -830,17 +830,17 @@ _CYCLE_DEFAULT: Final = 2000
 """``cycle_first_step_size`` of DeepSpeed's ``OneCycle``."""
 
 
-def _params(plan: PlanValue) -> Mapping[str, Any]:
+def _params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
     return (plan.scheduler.params if plan.scheduler else None) or {}
 
 
-def _schedule(plan: PlanValue) -> str | None:
+def _schedule(plan: DeepSpeedPlan) -> str | None:
     name = plan.scheduler.type if plan.scheduler else None
     return canonical_schedule(name) if name else None
 
 
 @rule("scheduler-no-warmup", "warning", only_deepspeed=False, left_to="the optimizer")
-def no_warmup(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def no_warmup(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").
 
     Leave ``warmup_num_steps`` out, or write 1. ``OptimizerResolver`` writes 1 and starts at the
@@ -857,7 +857,7 @@ def no_warmup(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
 
 @rule("scheduler-warmup-too-long", "warning", only_deepspeed=False)
-def warmup_too_long(plan: PlanValue, context: Context, report: Report) -> Findings:
+def warmup_too_long(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The warm-up is as long as the schedule or the run, so the peak is never reached.
 
     Shorten the warm-up; steps are optimizer steps, not micro batches.
@@ -879,7 +879,7 @@ def warmup_too_long(plan: PlanValue, context: Context, report: Report) -> Findin
 
 
 @rule("scheduler-total", "warning", only_deepspeed=False)
-def scheduler_total(plan: PlanValue, context: Context, report: Report) -> Findings:
+def scheduler_total(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """``total_num_steps`` differs from the optimizer steps of the run.
 
     Write the number of optimizer steps, or ``"auto"``: a shorter schedule trains on at its end
@@ -911,7 +911,7 @@ def _confused_with(total: float, run: int, context: Context) -> str:
 
 
 @rule("scheduler-cycle", "warning", only_deepspeed=False)
-def scheduler_cycle(plan: PlanValue, context: Context, report: Report) -> Findings:
+def scheduler_cycle(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """A ``OneCycle`` longer than the run never comes down.
 
     Make ``cycle_first_step_size`` plus ``cycle_second_step_size`` (as long as the first when it
@@ -935,7 +935,7 @@ def scheduler_cycle(plan: PlanValue, context: Context, report: Report) -> Findin
 
 
 @rule("scheduler-range-test", "note", only_deepspeed=False)
-def range_test(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def range_test(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """``LRRangeTest`` raises the learning rate without end, to find one; it trains nothing.
 
     Read a learning rate off its losses, and train with another schedule.
@@ -957,7 +957,7 @@ _LARGE_POOL = 4 * 1024**3
 """Bytes of pinned swap buffers that deserve a warning."""
 
 
-def _swap_buffers(plan: PlanValue) -> int | None:
+def _swap_buffers(plan: DeepSpeedPlan) -> int | None:
     """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
     section = offload_section(plan, "optimizer")
     if plan.stage != 3 or section is None or section.device != "nvme":
@@ -967,7 +967,7 @@ def _swap_buffers(plan: PlanValue) -> int | None:
 
 
 @rule("nvme-optimizer-below-stage-3", "error")
-def nvme_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def nvme_optimizer(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage 3.
 
     Use stage 3, or device ``"cpu"``.
@@ -982,7 +982,7 @@ def nvme_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findin
 
 
 @rule("nvme-path-unset", "note")
-def nvme_path_unset(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def nvme_path_unset(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Something swaps to NVMe and no folder is written.
 
     Write ``nvme_path`` on a fast disk. Without it the run leases a folder of its own below the
@@ -1003,7 +1003,7 @@ def nvme_path_unset(plan: PlanValue, _context: Context, report: Report) -> Findi
 
 
 @rule("nvme-optimizer-buffers", "error")
-def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def nvme_optimizer_buffers(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """The swap pool of an optimizer with two moments needs four buffers.
 
     Write at least 4, or ``"auto"``.
@@ -1020,7 +1020,7 @@ def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -
 
 
 @rule("nvme-pipeline-buffers", "warning")
-def nvme_pipeline_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def nvme_pipeline_buffers(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Pipelined swapping needs four more buffers for reading ahead and four for writing back.
 
     Write 8 with one of ``pipeline_read`` and ``pipeline_write``, 12 with both, or ``"auto"``.
@@ -1040,7 +1040,7 @@ def nvme_pipeline_buffers(plan: PlanValue, _context: Context, report: Report) ->
 
 
 @rule("nvme-sub-group-size", "warning")
-def nvme_sub_group_size(plan: PlanValue, context: Context, report: Report) -> Findings:
+def nvme_sub_group_size(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The pool of NVMe swap buffers is host memory: buffers x largest sub-group x 4 bytes.
 
     Write 5e7 to 1e8, or ``"auto"``. DeepSpeed's default of 1e9 takes 15 GiB with four buffers
@@ -1068,7 +1068,7 @@ def nvme_sub_group_size(plan: PlanValue, context: Context, report: Report) -> Fi
 
 
 @rule("nvme-param-prefetch", "warning")
-def nvme_param_prefetch(plan: PlanValue, context: Context, report: Report) -> Findings:
+def nvme_param_prefetch(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Fetching parameters ahead from NVMe fails in the second step.
 
     Write 0 or ``"auto"``. Where the forward pass turns into the backward pass DeepSpeed 0.19.8
@@ -1089,7 +1089,7 @@ def nvme_param_prefetch(plan: PlanValue, context: Context, report: Report) -> Fi
         )
 
 
-def _filler(plan: PlanValue, context: Context) -> Filler:
+def _filler(plan: DeepSpeedPlan, context: Context) -> Filler:
     precision = plan.precision
     if context.platform is not None:
         # What contradicts itself is refused by the rules on precision.
@@ -1099,7 +1099,7 @@ def _filler(plan: PlanValue, context: Context) -> Filler:
 
 
 @rule("number-as-text", "note", only_deepspeed=False)
-def number_as_text(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def number_as_text(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An argument of the optimizer or the schedule is a number in quotes.
 
     Write it without quotes. It is read as the number; DeepSpeed alone would hand the text on.
@@ -1130,7 +1130,7 @@ _LARGE_BUCKET: Final = 512 * 1024**2
 
 
 @rule("stage-auto", "warning")
-def stage_auto(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def stage_auto(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """DeepSpeed reads a stage of ``"auto"`` as 0, in silence.
 
     Write a number. Resolution chooses 2, or 3 where what is offloaded needs it.
@@ -1152,7 +1152,7 @@ def stage_auto(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
 
 @rule("removed-section", "error")
-def removed_section(plan: PlanValue, context: Context, report: Report) -> Findings:
+def removed_section(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Sections DeepSpeed 0.19 removed are refused, unless an older DeepSpeed is installed.
 
     Remove the key: zerotune needs a newer DeepSpeed than those that had it.
@@ -1175,12 +1175,12 @@ def removed_section(plan: PlanValue, context: Context, report: Report) -> Findin
 
 
 @rule("unknown-key", "error", only_deepspeed=False)
-def unknown_keys(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def unknown_keys(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """DeepSpeed ignores unknown top-level keys in silence; reading a plan refuses them.
 
     Correct the spelling. Keys that begin with an underscore are kept as remarks.
     """
-    known = {attribute.name for attribute in modelled(type(plan))} | plan.passed_through
+    known = {attribute.name for attribute in modelled(DeepSpeedPlan)} | plan.passed_through
     for key, value in plan.extra.items():
         if key not in plan.passed_through and not key.startswith("_") and plan.source == "code":
             yield report.error(unknown_key(key, value, key, known))
@@ -1205,7 +1205,7 @@ _PARALLELISM_CONFIG: Final = {
 
 
 @rule("parallelism", "error", only_deepspeed=False)
-def parallelism(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def parallelism(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Every rank is a data-parallel one: sequences, matrices and layers are not split over ranks.
 
     Remove the key, or write 1. With ``sequence_parallel_size: 2`` DeepSpeed counts half as many
@@ -1234,7 +1234,7 @@ def parallelism(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
 
 @rule("passed-through", "error")
-def passed_through(plan: PlanValue, context: Context, report: Report) -> Findings:
+def passed_through(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Sections that are passed through must be what DeepSpeed's own models take.
 
     Write what the fix says. Names, types and ranges are those of the schema that was given to
@@ -1266,7 +1266,7 @@ def passed_through(plan: PlanValue, context: Context, report: Report) -> Finding
 
 
 @rule("dynamic-loss-scale", "error")
-def dynamic_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def dynamic_loss_scale(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """A dynamic loss scale needs a window and a floor above 0.
 
     Write at least 1. With fp16 off, or a fixed ``loss_scale``, DeepSpeed does not look at them.
@@ -1283,7 +1283,7 @@ def dynamic_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Fi
 
 
 @rule("legacy-stage-1", "error")
-def legacy_stage_1(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def legacy_stage_1(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine raises.
 
     Remove ``legacy_stage1``.
@@ -1298,7 +1298,7 @@ def legacy_stage_1(plan: PlanValue, _context: Context, report: Report) -> Findin
 
 
 @rule("gradient-norm", "error")
-def gradient_norm(plan: PlanValue, context: Context, report: Report) -> Findings:
+def gradient_norm(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload.
 
     Remove the key, or set ``gradient_clipping`` to 0 and keep the optimizer on the device.
@@ -1322,7 +1322,7 @@ def gradient_norm(plan: PlanValue, context: Context, report: Report) -> Findings
 
 
 @rule("gradient-scaling", "error")
-def gradient_scaling(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def gradient_scaling(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Scaling gradients before they are reduced is refused by stages 2 and 3.
 
     Remove ``prescale_gradients`` and ``gradient_predivide_factor``, or set ``reduce_scatter`` to
@@ -1343,7 +1343,7 @@ def gradient_scaling(plan: PlanValue, _context: Context, report: Report) -> Find
 
 
 @rule("gradient-sum", "error")
-def gradient_sum(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def gradient_sum(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Summing gradients over ranks is refused at stage 3, with ZenFlow and with DeepCompile.
 
     Remove ``gradient_allreduce_op``; the mean is the default.
@@ -1368,7 +1368,7 @@ def gradient_sum(plan: PlanValue, _context: Context, report: Report) -> Findings
 
 
 @rule("zenflow-convolutions", "error")
-def zenflow(plan: PlanValue, context: Context, report: Report) -> Findings:
+def zenflow(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """ZenFlow raises on, or scrambles, the weights of convolutions.
 
     Remove ``zenflow``: it selects columns of matrices (``num_row, num_col``) and treats every
@@ -1389,7 +1389,7 @@ def zenflow(plan: PlanValue, context: Context, report: Report) -> Findings:
 
 
 @rule("zero-plus-plus-below-stage-3", "warning")
-def zero_plus_plus(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def zero_plus_plus(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """ZeRO++ settings have no effect below stage 3.
 
     Use stage 3, or remove them; they are left out.
@@ -1410,7 +1410,7 @@ def zero_plus_plus(plan: PlanValue, _context: Context, report: Report) -> Findin
 
 
 @rule("stage-3-launch-flag", "note")
-def stage_3_flag(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def stage_3_flag(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """The launcher's ``zero3_init_flag`` has no effect below stage 3.
 
     Remove it, or use stage 3; accelerate sets it to false with a warning.
@@ -1427,7 +1427,7 @@ def stage_3_flag(plan: PlanValue, _context: Context, report: Report) -> Findings
 
 
 @rule("large-reduce-bucket", "note")
-def large_bucket(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def large_bucket(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """A reduce bucket is device memory: its elements, twice with ``overlap_comm`` below stage 3.
 
     Write 3e7 or ``"auto"``, which holds the largest tensor. DeepSpeed's 5e8 takes 0.93 GiB in
@@ -1455,7 +1455,7 @@ def large_bucket(plan: PlanValue, _context: Context, report: Report) -> Findings
 
 
 @rule("activation-checkpointing", "note")
-def activation_checkpointing(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def activation_checkpointing(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.
 
     Call the model's ``enable_gradient_checkpointing()``: diffusers uses torch's function, which
@@ -1547,7 +1547,7 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 def check_plan(
-    plan: PlanValue, context: Context, *, rules: tuple[Rule, ...] = RULES
+    plan: DeepSpeedPlan, context: Context, *, rules: tuple[Rule, ...] = RULES
 ) -> tuple[Finding, ...]:
     """Everything the rules find, errors first, otherwise in the order of the rules."""
     findings = [finding for each in rules for finding in each(plan, context)]

@@ -22,19 +22,19 @@ from zerotune._util.table import (
 )
 from zerotune._util.text import common_unit, counted, format_size
 from zerotune.errors import UNSET
-from zerotune.plan.advise import AdviceValue, Budget, CandidateValue, machine_needs
+from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
 from zerotune.plan.fill import DEEPSPEED_DEFAULT
 from zerotune.plan.memory.model import (
     PHASES,
     PLACES,
-    EstimateValue,
+    MemoryEstimate,
     MemoryItem,
     Phase,
     Place,
     Workload,
 )
 from zerotune.plan.memory.traffic import swap_traffic
-from zerotune.plan.model import Context, PlanValue, ResolvedValue
+from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
@@ -66,19 +66,21 @@ _PLACES = {
 }
 
 
-def plan_page(plan: PlanValue, *, world_size: int = 1, platform: Platform | None = None) -> Page:
+def plan_page(
+    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
+) -> Page:
     """What a plan asks for, what reading it changed, and what the rules find."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
     return _page(f"Plan from {plan.source}", _plan_settings(plan), plan.decisions, findings)
 
 
-def resolved_page(resolved: ResolvedValue) -> Page:
+def resolved_page(resolved: ResolvedPlan) -> Page:
     """What will run, and every decision with its reason."""
     title = f"Resolved plan from {resolved.requested.source}"
     return _page(title, _resolved_settings(resolved), resolved.decisions)
 
 
-def running_page(resolved: ResolvedValue, decisions: Iterable[Decision]) -> Page:
+def running_page(resolved: ResolvedPlan, decisions: Iterable[Decision]) -> Page:
     """What runs, on less than a screen: settings and warnings, and who knows the rest."""
     told, _ = told_and_defaults(decisions)
     warnings = [decision for decision in told if decision.severity == "warning"]
@@ -92,7 +94,7 @@ def running_page(resolved: ResolvedValue, decisions: Iterable[Decision]) -> Page
     )
 
 
-def resolved_markdown(resolved: ResolvedValue) -> str:
+def resolved_markdown(resolved: ResolvedPlan) -> str:
     """What ``resolved_page`` says, and what the rules find besides, as Markdown."""
     findings = check_plan(resolved.requested, resolved.context)
     page = resolved_page(resolved)
@@ -208,7 +210,7 @@ def told_and_defaults(
     return sorted(told, key=lambda decision: decision.severity != "warning"), defaults
 
 
-def _plan_settings(plan: PlanValue) -> list[Setting]:
+def _plan_settings(plan: DeepSpeedPlan) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
@@ -222,7 +224,7 @@ def _plan_settings(plan: PlanValue) -> list[Setting]:
     ]
 
 
-def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
+def _resolved_settings(resolved: ResolvedPlan) -> list[Setting]:
     """What will run, as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
@@ -253,7 +255,7 @@ def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
     return rows
 
 
-def describe_plan(plan: PlanValue) -> str:
+def describe_plan(plan: DeepSpeedPlan) -> str:
     """What a plan asks for, in one line."""
     optimizer = "" if plan.optimizer is None else f", {_show(plan.optimizer.type)}"
     return (
@@ -262,7 +264,7 @@ def describe_plan(plan: PlanValue) -> str:
     )
 
 
-def describe(resolved: ResolvedValue) -> str:
+def describe(resolved: ResolvedPlan) -> str:
     """A resolved plan in one line."""
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
@@ -275,7 +277,7 @@ def describe(resolved: ResolvedValue) -> str:
 
 
 def plan_data(
-    plan: PlanValue, *, world_size: int = 1, platform: Platform | None = None
+    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> dict[str, Any]:
     """What a plan asks for, as plain data that JSON can hold."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
@@ -296,7 +298,7 @@ def plan_data(
     }
 
 
-def resolved_data(resolved: ResolvedValue) -> dict[str, Any]:
+def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
     """What will run, as plain data that JSON can hold."""
     return {
         "uses_deepspeed": resolved.uses_deepspeed,
@@ -320,7 +322,7 @@ def _batch(train: Any, micro: Any, accumulation: Any, world: str) -> str:
     return f"{train} = micro {micro} x accumulation {accumulation} x {world}"
 
 
-def _asked_batch(plan: PlanValue) -> str:
+def _asked_batch(plan: DeepSpeedPlan) -> str:
     micro = _show(plan.train_micro_batch_size_per_gpu, "?")
     accumulation = _show(plan.gradient_accumulation_steps, "?")
     product = f"micro {micro} x accumulation {accumulation} x world size"
@@ -342,13 +344,13 @@ def _ranks(world_size: int) -> str:
     return "1 process" if world_size == 1 else f"{world_size} processes"
 
 
-def _folder(resolved: ResolvedValue, part: str) -> str:
+def _folder(resolved: ResolvedPlan, part: str) -> str:
     if part not in resolved.nvme_paths:
         return ""
     return f" under {resolved.nvme_paths[part] or 'a leased folder'}"
 
 
-def _optimizer(resolved: ResolvedValue) -> str:
+def _optimizer(resolved: ResolvedPlan) -> str:
     choice = resolved.optimizer
     if choice is None:
         return f"{_section(resolved.plan.optimizer)}, not settled yet"
@@ -356,7 +358,7 @@ def _optimizer(resolved: ResolvedValue) -> str:
     return f"{choice.name}({params}) run by {choice.implementation}"
 
 
-def _scheduler(resolved: ResolvedValue) -> str:
+def _scheduler(resolved: ResolvedPlan) -> str:
     if resolved.optimizer is None:
         return f"{_section(resolved.plan.scheduler)}, not settled yet"
     if resolved.scheduler is None:
@@ -414,7 +416,7 @@ class Fit:
         return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
 
 
-def fits(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[Fit, ...]:
+def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Every place that is used or limited, with its peak and its budget."""
     limits: RankBudget = budget or {}
     every = (
@@ -424,13 +426,13 @@ def fits(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[Fit
     return tuple(fit for fit in every if fit.needed or fit.available)
 
 
-def estimate_unit(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[str, int]:
+def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
     """The unit in which every number of an estimate is shown: its name and its bytes."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
 def memory_bars(
-    estimate: EstimateValue, *, budget: RankBudget | None = None, width: int = 100
+    estimate: MemoryEstimate, *, budget: RankBudget | None = None, width: int = 100
 ) -> str:
     """One bar of letters per place, at its peak.
 
@@ -461,7 +463,7 @@ def memory_bars(
 class MemoryBars:
     """Bars as a part of a page, as wide as the page is."""
 
-    estimate: EstimateValue
+    estimate: MemoryEstimate
     budget: RankBudget | None = None
 
     def lines(self, width: int | None) -> Iterator[Line]:
@@ -480,7 +482,7 @@ class MemoryBars:
         )
 
 
-def _html_bar(estimate: EstimateValue, fit: Fit, words: str) -> str:
+def _html_bar(estimate: MemoryEstimate, fit: Fit, words: str) -> str:
     full = max(fit.needed, fit.available or 0, 1)
     held = merged(estimate.peak(fit.place).items)
     colours = component_colours(name for name, _ in held)
@@ -499,7 +501,7 @@ def _html_bar(estimate: EstimateValue, fit: Fit, words: str) -> str:
     )
 
 
-def component_letters(estimate: EstimateValue) -> dict[str, str]:
+def component_letters(estimate: MemoryEstimate) -> dict[str, str]:
     """One letter for each component, an initial where possible, largest component first."""
     letters: dict[str, str] = {}
     for component, _ in merged(estimate.items):
@@ -557,7 +559,7 @@ PLACE_NAMES: Final[Mapping[Place, str]] = {
 """Each place as it is written in a sentence."""
 
 
-def estimate_data(estimate: EstimateValue) -> dict[str, Any]:
+def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
     """The estimate as plain data that JSON can hold; every size in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
@@ -584,7 +586,7 @@ def estimate_data(estimate: EstimateValue) -> dict[str, Any]:
     }
 
 
-def explain_estimate(estimate: EstimateValue, *, budget: RankBudget | None = None) -> str:
+def explain_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> str:
     """The estimate as text: one bar per place, then what each place holds.
 
     Args:
@@ -594,7 +596,7 @@ def explain_estimate(estimate: EstimateValue, *, budget: RankBudget | None = Non
     return estimate_page(estimate, budget=budget).text(_WIDTH)
 
 
-def estimate_page(estimate: EstimateValue, *, budget: RankBudget | None = None) -> Page:
+def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
     """What ``explain_estimate`` says, for a page of any width."""
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
@@ -613,7 +615,7 @@ def estimate_page(estimate: EstimateValue, *, budget: RankBudget | None = None) 
     return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in estimate.notes)))
 
 
-def markdown_estimate(estimate: EstimateValue, *, budget: RankBudget | None = None) -> str:
+def markdown_estimate(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> str:
     """The estimate as Markdown: a table of the places, and one of what each holds.
 
     Args:
@@ -629,7 +631,7 @@ def markdown_estimate(estimate: EstimateValue, *, budget: RankBudget | None = No
     return "\n\n".join(parts) + "\n"
 
 
-def _places_table(estimate: EstimateValue, budget: RankBudget | None) -> Table:
+def _places_table(estimate: MemoryEstimate, budget: RankBudget | None) -> Table:
     unit, size = estimate_unit(estimate)
 
     def shown(nbytes: int | None) -> str:
@@ -656,7 +658,7 @@ def _places_table(estimate: EstimateValue, budget: RankBudget | None) -> Table:
     )
 
 
-def _components_table(estimate: EstimateValue) -> Table:
+def _components_table(estimate: MemoryEstimate) -> Table:
     unit, size = estimate_unit(estimate)
     return Table(
         columns=(
@@ -679,20 +681,20 @@ def _held(phases: frozenset[Phase]) -> str:
     return "always" if len(held) == len(PHASES) else ", ".join(held)
 
 
-def describe_estimate(estimate: EstimateValue) -> str:
+def describe_estimate(estimate: MemoryEstimate) -> str:
     """The peak of each place in one line."""
     needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
     return f"{describe(estimate.resolved)}: {_sizes(pair for pair in needs if pair[1])} per rank"
 
 
-def subject(estimate: EstimateValue) -> str:
+def subject(estimate: MemoryEstimate) -> str:
     """The model and the workload in one line."""
     model = estimate.resolved.model
     named = f"{model.name} ({_millions(model.numel)} parameters), " if model else ""
     return named + describe_workload(estimate.workload)
 
 
-def peak_words(estimate: EstimateValue, place: Place) -> str:
+def peak_words(estimate: MemoryEstimate, place: Place) -> str:
     """When a place holds most, as an end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
@@ -720,7 +722,7 @@ def _millions(count: int) -> str:
     return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.1f} million"
 
 
-def _place_data(estimate: EstimateValue, place: Place) -> dict[str, Any]:
+def _place_data(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
     peak = estimate.peak(place)
     return {
         "peak": peak.nbytes,
@@ -740,16 +742,16 @@ def _place_data(estimate: EstimateValue, place: Place) -> dict[str, Any]:
     }
 
 
-def _totals(estimate: EstimateValue, place: Place) -> dict[Phase, int]:
+def _totals(estimate: MemoryEstimate, place: Place) -> dict[Phase, int]:
     return {phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES}
 
 
-def _all_at(estimate: EstimateValue, place: Place) -> list[MemoryItem]:
+def _all_at(estimate: MemoryEstimate, place: Place) -> list[MemoryItem]:
     items = [item for item in estimate.items if item.place == place]
     return sorted(items, key=lambda item: -item.nbytes)
 
 
-def _place_blocks(estimate: EstimateValue, place: Place) -> Iterator[Block]:
+def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
     unit, size = estimate_unit(estimate)
     peak = estimate.peak(place)
     yield Line(
@@ -763,7 +765,7 @@ def _place_blocks(estimate: EstimateValue, place: Place) -> Iterator[Block]:
         yield Line(f"by phase, {unit}: {by_phase}", indent=4)
 
 
-def _items_table(estimate: EstimateValue, place: Place) -> Table:
+def _items_table(estimate: MemoryEstimate, place: Place) -> Table:
     """What a place holds at its peak, with the letters of the bar, then what it holds else."""
     _, size = estimate_unit(estimate)
     letters = component_letters(estimate)
@@ -801,7 +803,7 @@ def _when(item: MemoryItem) -> str:
     return " and ".join(held) or "never"
 
 
-# -- AdviceValue in words, as Markdown and as data.
+# -- Advice in words, as Markdown and as data.
 
 
 Sizes = Mapping[Place, int]
@@ -813,7 +815,7 @@ _REASON: Final = 12
 _GIB: Final = 1024**3
 
 
-def advice_data(advice: AdviceValue) -> dict[str, Any]:
+def advice_data(advice: Advice) -> dict[str, Any]:
     """The advice as plain data that JSON can hold; every size in bytes."""
     return {
         "fits": True,
@@ -828,7 +830,7 @@ def advice_data(advice: AdviceValue) -> dict[str, Any]:
     }
 
 
-def candidate_data(candidate: CandidateValue) -> dict[str, Any]:
+def candidate_data(candidate: Candidate) -> dict[str, Any]:
     """One candidate as plain data that JSON can hold; every size in bytes."""
     return {
         "title": candidate.title,
@@ -870,12 +872,12 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-def _time_lines(advice: AdviceValue) -> Iterator[Line]:
+def _time_lines(advice: Advice) -> Iterator[Line]:
     if advice.chosen.time is not None:
         yield Line(time_words(advice.chosen.time), indent=2)
 
 
-def advice_page(advice: AdviceValue, *, most: int | None = None) -> Page:
+def advice_page(advice: Advice, *, most: int | None = None) -> Page:
     """What was chosen and why, what is left, and the other candidates.
 
     Args:
@@ -900,12 +902,12 @@ def advice_page(advice: AdviceValue, *, most: int | None = None) -> Page:
     )
 
 
-def explain_advice(advice: AdviceValue) -> str:
+def explain_advice(advice: Advice) -> str:
     """The advice as text: what was chosen and why, what is left, and the other candidates."""
     return advice_page(advice).text(_WIDTH)
 
 
-def markdown_advice(advice: AdviceValue) -> str:
+def markdown_advice(advice: Advice) -> str:
     """The advice as Markdown: what was chosen, and a table of the candidates."""
     parts = [
         f"# Advice for {markdown_cell(_budget_words(advice.budget))}",
@@ -918,7 +920,7 @@ def markdown_advice(advice: AdviceValue) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def nearest_page(candidate: CandidateValue, *, budget: Sizes) -> Page:
+def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
     """What comes nearest when nothing fits, and what it lacks.
 
     Args:
@@ -938,12 +940,12 @@ def nearest_page(candidate: CandidateValue, *, budget: Sizes) -> Page:
     )
 
 
-def explain_nearest(candidate: CandidateValue, *, budget: Sizes) -> str:
+def explain_nearest(candidate: Candidate, *, budget: Sizes) -> str:
     """What ``nearest_page`` says, as text."""
     return nearest_page(candidate, budget=budget).text(_WIDTH)
 
 
-def nearest_budget(candidate: CandidateValue, *, budget: Sizes) -> RankBudget:
+def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
     """What one rank of a candidate that does not fit may use.
 
     Args:
@@ -956,7 +958,7 @@ def nearest_budget(candidate: CandidateValue, *, budget: Sizes) -> RankBudget:
     return rank_budget({**budget, **usable}, candidate.estimate)
 
 
-def rank_budget(budget: Sizes, estimate: EstimateValue) -> RankBudget:
+def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     """What one rank may use: the ranks of a machine share its RAM and its files.
 
     Args:
@@ -967,7 +969,7 @@ def rank_budget(budget: Sizes, estimate: EstimateValue) -> RankBudget:
     return {place: size if place == "device" else size // ranks for place, size in budget.items()}
 
 
-def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
+def _candidates_table(advice: Advice, *, most: int | None = None) -> Table:
     """Candidates with their needs; in text, what each lacks and why stand below."""
     every = advice.candidates if most is None else foremost(advice, most)
 
@@ -1013,10 +1015,10 @@ def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
     )
 
 
-def foremost(advice: AdviceValue, most: int) -> tuple[CandidateValue, ...]:
+def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
     """The choice, what fits beside it, and what misses least, in order of preference."""
 
-    def lacking(candidate: CandidateValue) -> int:
+    def lacking(candidate: Candidate) -> int:
         return sum(candidate.shortfalls.values())
 
     others = [one for one in advice.candidates if one is not advice.chosen]
@@ -1028,12 +1030,12 @@ def foremost(advice: AdviceValue, most: int) -> tuple[CandidateValue, ...]:
     return tuple(one for one in advice.candidates if any(one is other for other in kept))
 
 
-def _how_many(advice: AdviceValue, shown: Sequence[CandidateValue]) -> str:
+def _how_many(advice: Advice, shown: Sequence[Candidate]) -> str:
     every = len(advice.candidates)
     return "Candidates" if len(shown) == every else f"{len(shown)} of {every} candidates"
 
 
-def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:
+def _candidate_lines(state: str, candidate: Candidate) -> Iterator[Line]:
     sizes = "".join(f"{size / _GIB:>9.2f}" for size in _places(candidate.estimate).values())
     start = f"{state:<8}{sizes}  "
     style = {"chosen": "passed", "fits": "good"}.get(state, "")
@@ -1045,7 +1047,7 @@ def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:
     yield Line("; ".join([*told, candidate.reason]), indent=_REASON, hang=0)
 
 
-def _state(candidate: CandidateValue, chosen: bool) -> str:
+def _state(candidate: Candidate, chosen: bool) -> str:
     if chosen:
         return "chosen"
     if candidate.fits:
@@ -1053,7 +1055,7 @@ def _state(candidate: CandidateValue, chosen: bool) -> str:
     return "too big" if _missing(candidate) else "refused"
 
 
-def _title(candidate: CandidateValue) -> str:
+def _title(candidate: Candidate) -> str:
     if "checkpointing" in candidate.title:
         return candidate.title
     kind = "with" if candidate.gradient_checkpointing else "without"
@@ -1068,16 +1070,16 @@ def _budget_words(budget: Budget) -> str:
     return f"{device} of device memory, {host} of host memory, {nvme}{kept}"
 
 
-def _places(sizes: Budget | EstimateValue) -> dict[Place, int]:
+def _places(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
     return {"device": sizes.device, "host": sizes.host, "nvme": sizes.nvme}
 
 
-def _headroom(advice: AdviceValue) -> list[tuple[Place, int]]:
+def _headroom(advice: Advice) -> list[tuple[Place, int]]:
     budget = _places(advice.budget)
     return [(place, advice.headroom[place]) for place in PLACES if budget[place]]
 
 
-def _missing(candidate: CandidateValue) -> list[tuple[Place, int]]:
+def _missing(candidate: Candidate) -> list[tuple[Place, int]]:
     short = candidate.shortfalls
     return [(place, short[place]) for place in PLACES if place in short]
 

@@ -27,9 +27,8 @@ from zerotune.plan.model import (
     FP16_BESIDE,
     PRECISIONS,
     Bf16Section,
+    DeepSpeedPlan,
     LaunchSection,
-    PlanT,
-    PlanValue,
     Section,
     as_tuple,
     evolved,
@@ -109,7 +108,7 @@ class SavedPlan:
 
 
 def plan_document(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     format: str = "deepspeed",  # noqa: A002
     *,
     existing: Path | None = None,
@@ -149,7 +148,7 @@ def plan_document(
     )
 
 
-def launchable(plan: PlanT, *, processes: int = 1) -> PlanT:
+def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
     """The plan as ``accelerate launch --config_file`` can start it once it is written as YAML.
 
     Without ``num_processes`` the launcher refuses a file; what it starts has no say in DeepSpeed's
@@ -176,7 +175,7 @@ def launchable(plan: PlanT, *, processes: int = 1) -> PlanT:
 
 
 def save_plan(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     path: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002
@@ -221,7 +220,7 @@ def format_of(path: Path) -> str:
     return "trainer"
 
 
-def deepspeed_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> PlanDocument:
+def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
     """DeepSpeed's own JSON; what a launcher's file says of training is said in its words.
 
     Raises:
@@ -303,14 +302,14 @@ _LAUNCHERS: Final = frozenset(
 """Settings of how and where processes are started, which no plan is resolved with."""
 
 
-def _launched(plan: PlanValue) -> dict[str, Any]:
+def _launched(plan: DeepSpeedPlan) -> dict[str, Any]:
     """The launch settings that must find a place."""
     launched = plan.launch.to_dict() if plan.launch else {}
     return {key: value for key, value in launched.items() if key not in _WHERE_READ}
 
 
 def _given_up(
-    plan: PlanValue, left: Mapping[str, Any], why: str, lossy: Collection[str]
+    plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str]
 ) -> list[Decision]:
     """One decision for each setting that is left over.
 
@@ -346,14 +345,14 @@ def _given_up(
     return decisions
 
 
-def _shares_a_batch(plan: PlanValue, key: str) -> bool:
+def _shares_a_batch(plan: DeepSpeedPlan, key: str) -> bool:
     """Whether the setting is needed to solve the batch sizes that are written."""
     parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
     written = is_integer(plan.train_batch_size)
     return key == _PROCESSES and written and not all(map(is_integer, parts))
 
 
-def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
+def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
     if key == INIT_FLAG:
         return plan.stage in (0, 1, 2)
     if key == "dynamo_config" and isinstance(value, Mapping):
@@ -368,13 +367,15 @@ def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
 # -- What stands beside a configuration, said inside it.
 
 
-def _settled_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+def _settled_inside(plan: DeepSpeedPlan, where: str, decisions: list[Decision]) -> DeepSpeedPlan:
     plan = _batch_settings_inside(plan, where, decisions)
     plan = _swap_folders_inside(plan, where, decisions)
     return _automatic_precision_inside(plan, where, decisions)
 
 
-def _batch_settings_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+def _batch_settings_inside(
+    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
+) -> DeepSpeedPlan:
     """Move what a trainer's file says beside its configuration into the configuration."""
     for key in ("gradient_accumulation_steps", "gradient_clipping"):
         launched = getattr(plan.launch, key) if plan.launch else None
@@ -395,12 +396,14 @@ def _batch_settings_inside(plan: PlanValue, where: str, decisions: list[Decision
     return plan
 
 
-def _accumulation_follows(plan: PlanValue) -> bool:
+def _accumulation_follows(plan: DeepSpeedPlan) -> bool:
     sizes = (plan.train_batch_size, plan.train_micro_batch_size_per_gpu)
     return plan.gradient_accumulation_steps in (None, AUTO) and all(map(is_integer, sizes))
 
 
-def _swap_folders_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+def _swap_folders_inside(
+    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
+) -> DeepSpeedPlan:
     """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
     launch = plan.launch
     if launch is None:
@@ -429,8 +432,8 @@ def _swap_folders_inside(plan: PlanValue, where: str, decisions: list[Decision])
 
 
 def _automatic_precision_inside(
-    plan: PlanValue, where: str, decisions: list[Decision]
-) -> PlanValue:
+    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
+) -> DeepSpeedPlan:
     launch = plan.launch
     if launch is None or launch.mixed_precision != AUTO:
         return plan
@@ -445,7 +448,7 @@ def _automatic_precision_inside(
     return plan
 
 
-def _precision_inside(plan: PlanValue, why: str, decisions: list[Decision]) -> PlanValue:
+def _precision_inside(plan: DeepSpeedPlan, why: str, decisions: list[Decision]) -> DeepSpeedPlan:
     """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
     launch = plan.launch
     asked = launch.mixed_precision if launch else None
@@ -514,7 +517,7 @@ _UNSAFE: Final = " ;<>"
 (``convert_dict_to_env_variables``); it drops the variable otherwise."""
 
 
-def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> PlanDocument:
+def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
     """The YAML that ``accelerate launch --config_file`` takes.
 
     accelerate's own keys are used where they can say the whole plan: a stage, offload to the
@@ -555,13 +558,13 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
 
 
-def _is_unused(plan: PlanValue) -> bool:
+def _is_unused(plan: DeepSpeedPlan) -> bool:
     """Whether the plan is that of a file of accelerate that trains without DeepSpeed."""
     written = plan.launch.distributed_type if plan.launch else None
     return written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
 
 
-def _left_to_script(plan: PlanValue) -> list[Decision]:
+def _left_to_script(plan: DeepSpeedPlan) -> list[Decision]:
     open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
     if not open_keys:
         return []
@@ -571,7 +574,7 @@ def _left_to_script(plan: PlanValue) -> list[Decision]:
     return [Decision(key=open_keys[0], before=None, after=AUTO, reason=reason)]
 
 
-def _as_block(plan: PlanValue) -> dict[str, Any] | None:
+def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
     """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
     config = plan.to_dict()
     zero = config.pop("zero_optimization", {})
@@ -615,7 +618,7 @@ def _as_block(plan: PlanValue) -> dict[str, Any] | None:
     return {key: value for key, value in block.items() if value is not None}
 
 
-def _config_text(plan: PlanValue) -> str:
+def _config_text(plan: DeepSpeedPlan) -> str:
     # Without this section accelerate raises; an empty one means the same to DeepSpeed as none.
     config = {"zero_optimization": {}, **plan.to_dict()}
     machines = plan.launch.num_machines if plan.launch else None
@@ -655,12 +658,12 @@ _STEP: Final = "    "
 _LONG: Final = 10_000
 
 
-def python_expression(plan: PlanValue) -> str:
+def python_expression(plan: DeepSpeedPlan) -> str:
     """An expression that is equal to ``plan`` where the names of ``zerotune.plan`` are known."""
     return _call(plan, "")
 
 
-def python_script(plan: PlanValue) -> str:
+def python_script(plan: DeepSpeedPlan) -> str:
     """A script that builds ``plan`` under the name ``plan``."""
     names = ", ".join(sorted(_names(plan)))
     single = f"from zerotune.plan import {names}"
@@ -746,7 +749,7 @@ _NEW_KEYS: Final = {
 
 
 def trainer_document(
-    plan: PlanValue, *, existing: Path | None = None, lossy: Collection[str] = ()
+    plan: DeepSpeedPlan, *, existing: Path | None = None, lossy: Collection[str] = ()
 ) -> PlanDocument:
     """A trainer's file that holds the plan.
 
@@ -795,7 +798,7 @@ def _lost_comments(sentences: list[str], existing: Path | None) -> list[Decision
 
 
 def _put_config(
-    plan: PlanValue, content: dict[str, Any], wrapper: str, existing: Path | None
+    plan: DeepSpeedPlan, content: dict[str, Any], wrapper: str, existing: Path | None
 ) -> dict[Path, str]:
     """Put the configuration where ``content`` has it; return the files it lies in."""
     config = _trainer_config(plan)
@@ -818,7 +821,7 @@ def _put_config(
     return {Path(named.source): _json(config, indent=2)}
 
 
-def _trainer_config(plan: PlanValue) -> dict[str, Any]:
+def _trainer_config(plan: DeepSpeedPlan) -> dict[str, Any]:
     """The configuration, with the launch setting that trainers keep in it."""
     flag = plan.launch.zero3_init_flag if plan.launch else None
     config = plan.to_dict()
@@ -826,7 +829,7 @@ def _trainer_config(plan: PlanValue) -> dict[str, Any]:
 
 
 def _put_launch(
-    plan: PlanValue, content: dict[str, Any], dashes: str, decisions: list[Decision]
+    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, decisions: list[Decision]
 ) -> dict[str, Any]:
     """Put the launch settings where ``content`` has them; return those without a place."""
     launched = _launched(plan)
@@ -849,7 +852,9 @@ def _put_launch(
     return launched
 
 
-def _put_micro_batch(plan: PlanValue, content: dict[str, Any], decisions: list[Decision]) -> None:
+def _put_micro_batch(
+    plan: DeepSpeedPlan, content: dict[str, Any], decisions: list[Decision]
+) -> None:
     micro = plan.train_micro_batch_size_per_gpu
     for key in [key for key in content if undashed(key) in MICRO_KEYS]:
         if is_integer(micro) and as_number(content[key]) != micro:

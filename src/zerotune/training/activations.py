@@ -33,7 +33,7 @@ from zerotune.training.memory import expected_memory, host_now
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.api import Advice
+    from zerotune.plan.advise import Advice
 
 _CLIP_DIMENSIONS: Final = 4
 """Channels, frames, height and width."""

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
-    from zerotune.plan.model import RunFacts
+    from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, RunFacts
     from zerotune.platform import Platform
 
 

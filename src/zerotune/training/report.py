@@ -33,8 +33,7 @@ from zerotune.training.plots import (
 )
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import MemoryEstimate
-    from zerotune.plan.memory.model import MemoryItem
+    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator

@@ -71,8 +71,7 @@ def test_a_later_release_takes_its_own_step(stage):
 def timers(host_step: bool) -> list[str]:
     from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
     plan = DeepSpeedPlan.from_dict({

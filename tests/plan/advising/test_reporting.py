@@ -6,9 +6,8 @@ import attrs
 import pytest
 
 from zerotune.plan import DeepSpeedPlan, ModelFacts
-from zerotune.plan.advise import Budget
-from zerotune.plan.api import Advice, Candidate, MemoryEstimate
-from zerotune.plan.memory.model import MemoryItem, Workload
+from zerotune.plan.advise import Advice, Budget, Candidate
+from zerotune.plan.memory.model import MemoryEstimate, MemoryItem, Workload
 from zerotune.plan.text import (
     advice_data,
     explain_advice,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.memory.traffic import SwapTraffic
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 
 MODEL = ModelFacts.from_shapes([(f"{i}.weight", (1536, 1536)) for i in range(12)])

@@ -64,7 +64,7 @@ from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 _BEFORE_THE_FIRST: Final = -1
 """``micro_step_id`` between two windows, where DeepSpeed's module does not name it."""

@@ -37,7 +37,7 @@ from zerotune.backend.proof import prove_offload
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 _PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 """accelerate's names."""

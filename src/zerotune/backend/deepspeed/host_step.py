@@ -53,7 +53,7 @@ from zerotune.backend.master_weights import MasterLayout
 from zerotune.backend.ops.host_step import HostStepOp
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.decisions import Decision
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 GRADIENTS_KEY: Final = "optimizer.step.gradients"
 _REASON: Final = (

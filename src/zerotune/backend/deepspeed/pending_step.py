@@ -36,8 +36,8 @@ from zerotune.backend.ops.host_step import Average, HostStepOp, load_host_step
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, PlatformError
-from zerotune.plan.api import ResolvedPlan
 from zerotune.plan.memory.estimate import EXCHANGED_PARTS, LEAST_EXCHANGED
+from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import MachineProbe
 from zerotune.platform.cgroups import cpu_quota
 from zerotune.platform.cores import affinity_here, describe_cpus, read_cpus

@@ -36,7 +36,7 @@ from zerotune.backend.stored import bring_weights, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 
 def check_plan(plan: ResolvedPlan) -> None:
