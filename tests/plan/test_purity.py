@@ -52,7 +52,8 @@ print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan."))
 import zerotune.plan.memory.model
 print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan.")))
 """
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     values, costs = (line.split() for line in result.stdout.splitlines())
     assert values == ["zerotune.plan.model"]
     assert costs == ["zerotune.plan.memory", "zerotune.plan.memory.model", "zerotune.plan.model"]
