@@ -279,6 +279,285 @@ def older_than_removal(context: Context) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) < (0, 19)
 
 
+# -- Rules on one setting: what it may not be, at which stage or beside what.
+
+
+def setting_rule(
+    rule_id: str,
+    severity: RuleSeverity,
+    settings: Mapping[str, Callable[[Any], bool]],
+    *,
+    summary: str,
+    reason: str,
+    fix: str,
+    stages: tuple[int, ...] = (),
+    when: Callable[[DeepSpeedPlan], bool] | None = None,
+    more: str = "",
+    after: Any = UNSET,
+    only_deepspeed: bool = True,
+    left_to: str = "",
+) -> Rule:
+    """A rule on settings, each judged by its value alone.
+
+    Args:
+        rule_id: The rule's name.
+        severity: What a finding means.
+        settings: Path to the test of a value that the rule reports.
+        summary: What is wrong, in one sentence.
+        reason: Why; ``{stage}`` is the plan's.
+        fix: What to write instead.
+        stages: The ZeRO stages it concerns; empty: every one.
+        when: What else must hold.
+        more: What the documentation adds.
+        after: What resolution makes of the setting.
+        only_deepspeed: As of ``rule``.
+        left_to: As of ``rule``.
+    """
+
+    def check(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
+        if (stages and plan.stage not in stages) or (when is not None and not when(plan)):
+            return
+        for path, refused in settings.items():
+            value = written_at(plan, path)
+            if refused(value):
+                shown = value.to_dict() if isinstance(value, Section) else value
+                yield report(path, shown, reason.format(stage=plan.stage), fix, after=after)
+
+    several = ", ".join(map(str, stages[:-1]))
+    why = reason.format(stage=f"{several} or {stages[-1]}" if several else "")
+    check.__doc__ = f"{summary}\n{_sentence(fix)} {_sentence(why)} {more}"
+    return rule(rule_id, severity, only_deepspeed=only_deepspeed, left_to=left_to)(check)
+
+
+def written_at(plan: DeepSpeedPlan, path: str) -> Any:
+    """What is written at a path; ``None``: nothing."""
+    value: Any = plan
+    for name in path.split("."):
+        if isinstance(value, Section):
+            kept: Mapping[str, Any] = getattr(value, "extra", {})
+            value = getattr(value, name) if hasattr(value, name) else kept.get(name)
+        else:
+            value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def is_one(*refused: Any) -> Callable[[Any], bool]:
+    """A test for these values; true is not 1."""
+    kinds = [(isinstance(each, bool), each) for each in refused]
+    return lambda value: (isinstance(value, bool), value) in kinds
+
+
+def is_other(*allowed: Any) -> Callable[[Any], bool]:
+    """A test for a value that is written, and none of these."""
+    return lambda value: value not in (None, *allowed)
+
+
+def is_below(limit: float) -> Callable[[Any], bool]:
+    """A test for a number."""
+    return lambda value: is_number(value) and value < limit
+
+
+def _scales(plan: DeepSpeedPlan) -> bool:
+    return plan.fp16 is not None and plan.fp16.enabled is True
+
+
+_ZERO: Final = "zero_optimization"
+_OPTIMIZER: Final = f"{_ZERO}.offload_optimizer"
+_PARAM: Final = f"{_ZERO}.offload_param"
+
+SETTING_RULES: Final = (
+    setting_rule(
+        "offload-at-stage-0",
+        "warning",
+        {_OPTIMIZER: active, _PARAM: active},
+        stages=(0,),
+        summary="Nothing is offloaded at stage 0.",
+        reason="DeepSpeed ignores offload at stage 0, so it is left out",
+        fix="set zero_optimization.stage to 2 to offload",
+        after=None,
+    ),
+    setting_rule(
+        "offload-param-below-stage-3",
+        "warning",
+        {_PARAM: active},
+        stages=(1, 2),
+        summary="Parameters can be offloaded only where they are partitioned, at stage 3.",
+        reason="DeepSpeed ignores offload_param below stage 3, here {stage}, so it is left out",
+        fix="set zero_optimization.stage to 3 to offload parameters",
+        after=None,
+    ),
+    setting_rule(
+        "param-offload-alone",
+        "note",
+        {f"{_PARAM}.device": is_one("cpu", "nvme")},
+        stages=(3,),
+        when=lambda plan: plan.offload_optimizer_device == "none",
+        summary="Parameters are offloaded while the larger optimizer states stay on the device.",
+        reason="the optimizer states, six times larger in mixed precision, stay on the device",
+        fix='set offload_optimizer.device to "cpu" to free more memory',
+    ),
+    setting_rule(
+        "partial-offload-below-stage-3",
+        "error",
+        {f"{_OPTIMIZER}.ratio": is_below(1)},
+        stages=(1, 2),
+        summary="An offload ratio below 1 is refused by DeepSpeed below stage 3.",
+        reason="DeepSpeed offloads a part of the optimizer only at stage 3, not at {stage}",
+        fix="set the ratio to 1.0, or zero_optimization.stage to 3",
+    ),
+    setting_rule(
+        "partial-offload",
+        "note",
+        {f"{_OPTIMIZER}.ratio": is_below(1)},
+        stages=(3,),
+        summary="An offload ratio below 1 leaves part of the optimizer on the device, with another"
+        " AdamW.",
+        reason="what stays on the device is stepped by torch's AdamW, the rest by DeepSpeed's",
+        fix="set the ratio to 1.0 for one implementation",
+        more="torch's AdamW would keep its first learning rate there, and its states would be in"
+        " no checkpoint (``backup_optimizer``); zerotune lets both share groups and states. The"
+        " two implementations round differently.",
+    ),
+    setting_rule(
+        "nvme-optimizer-below-stage-3",
+        "error",
+        {f"{_OPTIMIZER}.device": is_one("nvme")},
+        stages=(1, 2),
+        summary="DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage"
+        " 3.",
+        reason="needs stage 3; at stage {stage} DeepSpeed silently uses host memory",
+        fix='set zero_optimization.stage to 3, or device to "cpu"',
+    ),
+    setting_rule(
+        "zero-plus-plus-below-stage-3",
+        "warning",
+        {
+            f"{_ZERO}.zero_hpz_partition_size": is_other(AUTO, 1),
+            f"{_ZERO}.zero_quantized_weights": is_other(AUTO, False),
+            f"{_ZERO}.zero_quantized_nontrainable_weights": is_other(AUTO, False),
+            f"{_ZERO}.zero_quantized_gradients": is_other(AUTO, False),
+        },
+        stages=(0, 1, 2),
+        summary="ZeRO++ settings have no effect below stage 3.",
+        reason="DeepSpeed ignores ZeRO++ below stage 3, here {stage}, so it is left out",
+        fix="set zero_optimization.stage to 3, or remove the key",
+        after=None,
+    ),
+    setting_rule(
+        "stage-3-launch-flag",
+        "note",
+        {"launch.zero3_init_flag": is_one(True)},
+        stages=(0, 1, 2),
+        summary="The launcher's ``zero3_init_flag`` has no effect below stage 3.",
+        reason="it builds partitioned parameters, and at stage {stage} none are",
+        fix="remove it, or set zero_optimization.stage to 3",
+        more="accelerate sets it to false with a warning.",
+    ),
+    setting_rule(
+        "legacy-stage-1",
+        "error",
+        {f"{_ZERO}.legacy_stage1": is_one(True)},
+        stages=(1, 2, 3),
+        summary="The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine"
+        " raises.",
+        reason="DeepSpeed removed that implementation and stops at the key",
+        fix="remove this key",
+    ),
+    setting_rule(
+        "gradient-scaling",
+        "error",
+        {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
+        stages=(2, 3),
+        when=lambda plan: written_at(plan, f"{_ZERO}.reduce_scatter") is not False,
+        summary="Scaling gradients before they are reduced is refused by stages 2 and 3.",
+        reason="DeepSpeed refuses it at stage {stage} with reduce_scatter, its default",
+        fix="remove this key, or set zero_optimization.reduce_scatter to false",
+    ),
+    setting_rule(
+        "muon-reduce-scatter",
+        "warning",
+        {f"{_ZERO}.reduce_scatter": lambda value: value is not False},
+        stages=(3,),
+        when=lambda plan: plan.optimizer_name == "Muon",
+        summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed"
+        " raises.",
+        reason='DeepSpeed stops at stage 3 with "Muon and reduce scatter cannot be used together"',
+        fix="set reduce_scatter to false, or use stage 1 or 2",
+    ),
+    setting_rule(
+        "one-bit-optimizer",
+        "warning",
+        {"optimizer.type": is_other()},
+        when=lambda plan: plan.optimizer_name in ONE_BIT,
+        summary="1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.",
+        reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with"
+        " ZeRO",
+        fix='write "AdamW" (or "Lamb")',
+        more="``OptimizerResolver`` replaces them, or refuses, as its policy says.",
+    ),
+    setting_rule(
+        "fp16-fixed-loss-scale",
+        "warning",
+        {"fp16.loss_scale": lambda value: is_number(value) and value > 0},
+        when=_scales,
+        summary="A fixed loss scale never adapts: what overflows once may overflow for ever.",
+        reason="DeepSpeed skips a step whose gradients overflow, and a fixed scale is never lowered"
+        " after it",
+        fix="write 0 for dynamic loss scaling, or use bf16",
+    ),
+    setting_rule(
+        "dynamic-loss-scale",
+        "error",
+        {"fp16.loss_scale_window": is_one(0), "fp16.min_loss_scale": is_one(0)},
+        when=lambda plan: _scales(plan) and written_at(plan, "fp16.loss_scale") in (None, 0, AUTO),
+        summary="A dynamic loss scale needs a window and a floor above 0.",
+        reason="DeepSpeed refuses 0 with a dynamic loss scale",
+        fix="write 1",
+        more="With fp16 off, or a fixed ``loss_scale``, DeepSpeed does not look at them.",
+    ),
+    setting_rule(
+        "scheduler-no-warmup",
+        "warning",
+        {"scheduler.params.warmup_num_steps": is_below(1)},
+        only_deepspeed=False,
+        left_to="the optimizer",
+        summary='DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").',
+        reason="DeepSpeed's warm-up must be a positive number of steps",
+        fix="write 1, which is its shortest",
+        more="``OptimizerResolver`` writes 1 and starts at the peak.",
+    ),
+    setting_rule(
+        "scheduler-range-test",
+        "note",
+        {
+            "scheduler.type": lambda name: (
+                name is not None and canonical_schedule(name) == "LRRangeTest"
+            )
+        },
+        only_deepspeed=False,
+        summary="``LRRangeTest`` raises the learning rate without end, to find one; it trains"
+        " nothing.",
+        reason="it raises the learning rate until training diverges, which shows the largest usable"
+        " one",
+        fix='write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
+    ),
+    setting_rule(
+        "activation-checkpointing",
+        "note",
+        {"activation_checkpointing": bool},
+        summary="``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.",
+        reason="it has an effect only on models that call deepspeed.checkpointing, and those of"
+        " diffusers call torch's",
+        fix="remove it and call the model's enable_gradient_checkpointing()",
+    ),
+)
+"""Rules that need no function of their own, in the order they are checked."""
+
+
 # -- Rules on batch sizes, accumulation and the number of ranks.
 
 
@@ -342,44 +621,6 @@ _NOTEWORTHY = 1024**3
 """Bytes of host memory below which rounding is not worth a word."""
 
 
-@rule("offload-at-stage-0", "warning")
-def offload_at_stage_0(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """Nothing is offloaded at stage 0.
-
-    Set ``zero_optimization.stage`` to 2 to offload the optimizer; the section is left out.
-    """
-    if plan.stage != 0:
-        return
-    for part in ("optimizer", "param"):
-        section = offload_section(plan, part)
-        if section is not None and active(section):
-            yield report(
-                f"zero_optimization.offload_{part}",
-                section.to_dict(),
-                "DeepSpeed ignores offload at stage 0, so it is left out",
-                "set zero_optimization.stage to 2 to offload",
-                after=None,
-            )
-
-
-@rule("offload-param-below-stage-3", "warning")
-def offload_param(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """Parameters can be offloaded only where they are partitioned, at stage 3.
-
-    Set ``zero_optimization.stage`` to 3; below it DeepSpeed ignores the section, and it is left
-    out.
-    """
-    section = offload_section(plan, "param")
-    if plan.stage in (1, 2) and section is not None and active(section):
-        yield report(
-            "zero_optimization.offload_param",
-            section.to_dict(),
-            f"DeepSpeed ignores offload_param below stage 3, here {plan.stage}, so it is left out",
-            "set zero_optimization.stage to 3 to offload parameters",
-            after=None,
-        )
-
-
 @rule("offload-without-device", "warning")
 def offload_without_device(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An offload section without a device offloads nothing: DeepSpeed's default is ``"none"``.
@@ -397,58 +638,6 @@ def offload_without_device(plan: DeepSpeedPlan, _context: Context, report: Repor
                 after="none",
                 because="which is what DeepSpeed makes of it; name a device to offload",
             )
-
-
-@rule("param-offload-alone", "note")
-def param_offload_alone(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """Parameters are offloaded while the larger optimizer states stay on the device.
-
-    Offload the optimizer too, or first.
-    """
-    section = offload_section(plan, "param")
-    if plan.stage == 3 and active(section) and plan.offload_optimizer_device == "none":
-        yield report(
-            "zero_optimization.offload_param.device",
-            plan.offload_param_device,
-            "the optimizer states, six times larger in mixed precision, stay on the device",
-            'set offload_optimizer.device to "cpu" to free more memory',
-        )
-
-
-@rule("partial-offload-below-stage-3", "error")
-def partial_offload(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """An offload ratio below 1 is refused by DeepSpeed below stage 3.
-
-    Write 1.0, or use stage 3.
-    """
-    section = offload_section(plan, "optimizer")
-    ratio = section.ratio if section is not None else None
-    if plan.stage in (1, 2) and is_number(ratio) and float(ratio or 0) < 1:
-        yield report(
-            "zero_optimization.offload_optimizer.ratio",
-            ratio,
-            f"DeepSpeed offloads a part of the optimizer only at stage 3, not at {plan.stage}",
-            "set the ratio to 1.0, or zero_optimization.stage to 3",
-        )
-
-
-@rule("partial-offload", "note")
-def partial_offload_steps_twice(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """An offload ratio below 1 leaves part of the optimizer on the device, with another AdamW.
-
-    Nothing need be done. DeepSpeed steps that part with torch's AdamW, which would keep its first
-    learning rate and whose states would be in no checkpoint (``backup_optimizer``); zerotune lets
-    both share groups and states. The two implementations round differently.
-    """
-    section = offload_section(plan, "optimizer")
-    ratio = section.ratio if section is not None else None
-    if plan.stage == 3 and is_number(ratio) and float(ratio or 0) < 1:
-        yield report(
-            "zero_optimization.offload_optimizer.ratio",
-            ratio,
-            "what stays on the device is stepped by torch's AdamW, the rest by DeepSpeed's",
-            "set the ratio to 1.0 for one implementation",
-        )
 
 
 @rule("partial-offload-optimizer", "error")
@@ -568,39 +757,6 @@ def _power_of_two(nbytes: int) -> int:
 
 
 _CLIPPING: Final = "gradient_clipping"
-
-
-@rule("one-bit-optimizer", "warning")
-def one_bit(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.
-
-    Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
-    """
-    if plan.optimizer is not None and plan.optimizer_name in ONE_BIT:
-        yield report(
-            "optimizer.type",
-            plan.optimizer.type,
-            "DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with ZeRO",
-            'write "AdamW" (or "Lamb")',
-        )
-
-
-@rule("muon-reduce-scatter", "warning")
-def muon_reduce_scatter(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed raises.
-
-    Set ``reduce_scatter`` to false, or use stage 1 or 2.
-    """
-    zero = plan.zero_optimization
-    if plan.optimizer_name != "Muon" or zero is None or plan.stage != 3:
-        return
-    if zero.reduce_scatter is not False:
-        yield report(
-            "zero_optimization.reduce_scatter",
-            zero.reduce_scatter,
-            'DeepSpeed stops at stage 3 with "Muon and reduce scatter cannot be used together"',
-            "set reduce_scatter to false, or use stage 1 or 2",
-        )
 
 
 @rule("muon-convolutions", "warning")
@@ -761,27 +917,6 @@ def bf16_emulated(plan: DeepSpeedPlan, context: Context, report: Report) -> Find
         )
 
 
-@rule("fp16-fixed-loss-scale", "warning")
-def fixed_loss_scale(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """A fixed loss scale never adapts: what overflows once may overflow for ever.
-
-    Write 0, which scales dynamically. ``LossScaler.update_scale`` only logs an overflow, and the
-    step is skipped.
-    """
-    section = plan.fp16
-    if section is None or section.enabled is not True:
-        return
-    scale = number(section.loss_scale)
-    if scale is not None and scale > 0:
-        yield report(
-            "fp16.loss_scale",
-            section.loss_scale,
-            "DeepSpeed skips a step whose gradients overflow, and a fixed scale is never lowered"
-            " after it",
-            "write 0 for dynamic loss scaling, or use bf16",
-        )
-
-
 @rule("bf16-master-weights", "error")
 def bf16_master_weights(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
@@ -837,23 +972,6 @@ def _params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
 def _schedule(plan: DeepSpeedPlan) -> str | None:
     name = plan.scheduler.type if plan.scheduler else None
     return canonical_schedule(name) if name else None
-
-
-@rule("scheduler-no-warmup", "warning", only_deepspeed=False, left_to="the optimizer")
-def no_warmup(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").
-
-    Leave ``warmup_num_steps`` out, or write 1. ``OptimizerResolver`` writes 1 and starts at the
-    peak.
-    """
-    steps = number(_params(plan).get("warmup_num_steps"))
-    if steps is not None and steps < 1:
-        yield report(
-            f"{_PARAMS}.warmup_num_steps",
-            _params(plan)["warmup_num_steps"],
-            "DeepSpeed's warm-up must be a positive number of steps",
-            "write 1, which is its shortest",
-        )
 
 
 @rule("scheduler-warmup-too-long", "warning", only_deepspeed=False)
@@ -934,22 +1052,6 @@ def scheduler_cycle(plan: DeepSpeedPlan, context: Context, report: Report) -> Fi
         )
 
 
-@rule("scheduler-range-test", "note", only_deepspeed=False)
-def range_test(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """``LRRangeTest`` raises the learning rate without end, to find one; it trains nothing.
-
-    Read a learning rate off its losses, and train with another schedule.
-    """
-    if _schedule(plan) == "LRRangeTest":
-        yield report(
-            "scheduler.type",
-            plan.scheduler.type if plan.scheduler else None,
-            "it raises the learning rate until training diverges, which shows the largest usable"
-            " one",
-            'write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
-        )
-
-
 # -- Rules on NVMe.
 
 
@@ -964,21 +1066,6 @@ def _swap_buffers(plan: DeepSpeedPlan) -> int | None:
         return None
     two = entry_of(plan.optimizer_name).states_per_weight() >= 2
     return integer(section.buffer_count) if two else None
-
-
-@rule("nvme-optimizer-below-stage-3", "error")
-def nvme_optimizer(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage 3.
-
-    Use stage 3, or device ``"cpu"``.
-    """
-    if plan.stage in (1, 2) and plan.offload_optimizer_device == "nvme":
-        yield report(
-            "zero_optimization.offload_optimizer.device",
-            "nvme",
-            f"needs stage 3; at stage {plan.stage} DeepSpeed silently uses host memory",
-            'set zero_optimization.stage to 3, or device to "cpu"',
-        )
 
 
 @rule("nvme-path-unset", "note")
@@ -1119,12 +1206,6 @@ def number_as_text(plan: DeepSpeedPlan, _context: Context, report: Report) -> Fi
 # -- Rules on ``zero_optimization``, on removed and on unknown keys.
 
 
-_ZERO_PLUS_PLUS: Final = {
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-}
 _LARGE_BUCKET: Final = 512 * 1024**2
 """Bytes of reduce buckets that deserve a note; those sized by resolution take a tenth."""
 
@@ -1265,38 +1346,6 @@ def passed_through(plan: DeepSpeedPlan, context: Context, report: Report) -> Fin
                     yield report(*fault)
 
 
-@rule("dynamic-loss-scale", "error")
-def dynamic_loss_scale(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """A dynamic loss scale needs a window and a floor above 0.
-
-    Write at least 1. With fp16 off, or a fixed ``loss_scale``, DeepSpeed does not look at them.
-    """
-    section = plan.fp16
-    if section is None or section.enabled is not True or section.loss_scale not in (None, 0, AUTO):
-        return
-    for key in ("loss_scale_window", "min_loss_scale"):
-        value = getattr(section, key)
-        if value == 0:
-            yield report(
-                f"fp16.{key}", value, "DeepSpeed refuses 0 with a dynamic loss scale", "write 1"
-            )
-
-
-@rule("legacy-stage-1", "error")
-def legacy_stage_1(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine raises.
-
-    Remove ``legacy_stage1``.
-    """
-    if zero_extra(plan, "legacy_stage1") is True and plan.stage in (1, 2, 3):
-        yield report(
-            "zero_optimization.legacy_stage1",
-            True,
-            "DeepSpeed removed that implementation and stops at the key",
-            "remove this key",
-        )
-
-
 @rule("gradient-norm", "error")
 def gradient_norm(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload.
@@ -1319,27 +1368,6 @@ def gradient_norm(plan: DeepSpeedPlan, context: Context, report: Report) -> Find
                 "remove this key",
             )
             return
-
-
-@rule("gradient-scaling", "error")
-def gradient_scaling(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """Scaling gradients before they are reduced is refused by stages 2 and 3.
-
-    Remove ``prescale_gradients`` and ``gradient_predivide_factor``, or set ``reduce_scatter`` to
-    false.
-    """
-    zero = plan.zero_optimization
-    if plan.stage not in (2, 3) or zero is None or zero.reduce_scatter is False:
-        return
-    for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-        value = plan.extra.get(key, off)
-        if value != off:
-            yield report(
-                key,
-                value,
-                f"DeepSpeed refuses it at stage {plan.stage} with reduce_scatter, its default",
-                "remove this key, or set zero_optimization.reduce_scatter to false",
-            )
 
 
 @rule("gradient-sum", "error")
@@ -1388,44 +1416,6 @@ def zenflow(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
         )
 
 
-@rule("zero-plus-plus-below-stage-3", "warning")
-def zero_plus_plus(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """ZeRO++ settings have no effect below stage 3.
-
-    Use stage 3, or remove them; they are left out.
-    """
-    zero = plan.zero_optimization
-    if zero is None or plan.stage not in (0, 1, 2):
-        return
-    for name, off in _ZERO_PLUS_PLUS.items():
-        value = getattr(zero, name)
-        if value not in (None, AUTO, off):
-            yield report(
-                f"zero_optimization.{name}",
-                value,
-                f"DeepSpeed ignores ZeRO++ below stage 3, here {plan.stage}, so it is left out",
-                "set zero_optimization.stage to 3, or remove the key",
-                after=None,
-            )
-
-
-@rule("stage-3-launch-flag", "note")
-def stage_3_flag(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """The launcher's ``zero3_init_flag`` has no effect below stage 3.
-
-    Remove it, or use stage 3; accelerate sets it to false with a warning.
-    """
-    if plan.launch is None or plan.stage not in (0, 1, 2):
-        return
-    if plan.launch.zero3_init_flag is True:
-        yield report(
-            "launch.zero3_init_flag",
-            True,
-            f"it builds partitioned parameters, and at stage {plan.stage} none are",
-            "remove it, or set zero_optimization.stage to 3",
-        )
-
-
 @rule("large-reduce-bucket", "note")
 def large_bucket(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """A reduce bucket is device memory: its elements, twice with ``overlap_comm`` below stage 3.
@@ -1454,24 +1444,6 @@ def large_bucket(plan: DeepSpeedPlan, _context: Context, report: Report) -> Find
         )
 
 
-@rule("activation-checkpointing", "note")
-def activation_checkpointing(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
-    """``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.
-
-    Call the model's ``enable_gradient_checkpointing()``: diffusers uses torch's function, which
-    the section does not reach.
-    """
-    section = plan.extra.get("activation_checkpointing")
-    if section:
-        yield report(
-            "activation_checkpointing",
-            section,
-            "it has an effect only on models that call deepspeed.checkpointing, and those of"
-            " diffusers call torch's",
-            "remove it and call the model's enable_gradient_checkpointing()",
-        )
-
-
 # -- The rules, in the order they are checked.
 #
 # What a rule says of DeepSpeed was read in the code of 0.19.8, or seen when it ran.
@@ -1482,18 +1454,11 @@ RULES: Final = (
     accumulation_twice,
     world_size,
     micro_batch_unset,
-    offload_at_stage_0,
-    offload_param,
     offload_without_device,
-    param_offload_alone,
-    partial_offload,
-    partial_offload_steps_twice,
     partial_offload_optimizer,
     super_offload_accelerator,
     super_offload,
     pinned_memory,
-    one_bit,
-    muon_reduce_scatter,
     muon_convolutions,
     clipping_twice,
     clipping_in_the_optimizer,
@@ -1502,15 +1467,10 @@ RULES: Final = (
     precision_unsupported,
     fp16_on_cpu,
     bf16_emulated,
-    fixed_loss_scale,
-    dynamic_loss_scale,
     bf16_master_weights,
-    no_warmup,
     warmup_too_long,
     scheduler_total,
     scheduler_cycle,
-    range_test,
-    nvme_optimizer,
     nvme_path_unset,
     nvme_optimizer_buffers,
     nvme_pipeline_buffers,
@@ -1522,15 +1482,11 @@ RULES: Final = (
     unknown_keys,
     parallelism,
     passed_through,
-    legacy_stage_1,
     gradient_norm,
-    gradient_scaling,
     gradient_sum,
     zenflow,
-    zero_plus_plus,
-    stage_3_flag,
     large_bucket,
-    activation_checkpointing,
+    *SETTING_RULES,
 )
 """Every rule, in the order they are checked."""
 
