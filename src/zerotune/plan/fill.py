@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -42,6 +43,40 @@ from zerotune.plan.model import (
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
+
+
+# -- Who decides: what the configuration says, then the run, then the launcher, then a default.
+
+
+def precedence(
+    written: Any = None,
+    *,
+    run: Any = None,
+    launched: Any = None,
+    beside: tuple[Any, str] = (None, ""),
+) -> list[tuple[Any, str]]:
+    """Everything that is said about one setting, and who says it; the first of them stands.
+
+    Args:
+        written: In the configuration.
+        run: By the training script.
+        launched: In the launcher's file.
+        beside: Elsewhere, and where.
+    """
+    places = (
+        (written, "the configuration"),
+        (run, "the run"),
+        (launched, "the launcher's file"),
+        beside,
+    )
+    return [(value, who) for value, who in places if value is not None]
+
+
+def overruled(key: str, asked: Any, used: Any, reason: str) -> list[Decision]:
+    """The warning that something else stands before what was asked for, where it differs."""
+    if asked in (None, used):
+        return []
+    return [Decision(key=key, before=asked, after=used, reason=reason, severity="warning")]
 
 
 # -- The batch triple: train batch = micro batch x accumulation x world size.
@@ -135,7 +170,7 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
 def _solve_without_train(known: _Known) -> Batch:
     _, micro, accumulation, plan, run, world_size, decisions = known
     if micro is None:
-        micro, reason = _first((run.micro_batch_size, "the run says so"), default=1)
+        micro, reason = _number_said(run=run.micro_batch_size)
         decisions.append(_filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason))
     if accumulation is None:
         accumulation = _fill_accumulation(plan, run, decisions)
@@ -192,20 +227,15 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
 
 def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, decisions: list[Decision]) -> int:
     launched = plan.launch.gradient_accumulation_steps if plan.launch else None
-    value, reason = _first(
-        (run.gradient_accumulation_steps, "the run says so"),
-        (_number(launched), "the launcher's file says so"),
-        default=1,
-    )
+    value, reason = _number_said(run=run.gradient_accumulation_steps, launched=_number(launched))
     decisions.append(_filled(ACCUMULATION, plan.gradient_accumulation_steps, value, reason))
     return value
 
 
-def _first(*sources: tuple[int | None, str], default: int) -> tuple[int, str]:
-    for value, reason in sources:
-        if value is not None:
-            return value, reason
-    return default, "nothing says otherwise"
+def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str]:
+    for value, who in precedence(run=run, launched=launched):
+        return value, f"{who} says so"
+    return 1, "nothing says otherwise"
 
 
 def _overruled(batch: Batch, run: RunFacts) -> list[Decision]:
@@ -213,17 +243,8 @@ def _overruled(batch: Batch, run: RunFacts) -> list[Decision]:
         (MICRO, run.micro_batch_size, batch.micro),
         (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
     )
-    return [
-        Decision(
-            key=key,
-            before=asked,
-            after=used,
-            reason="the configuration's own numbers stand before those of the run",
-            severity="warning",
-        )
-        for key, asked, used in pairs
-        if asked is not None and asked != used
-    ]
+    reason = "the configuration's own numbers stand before those of the run"
+    return [decision for pair in pairs for decision in overruled(*pair, reason)]
 
 
 def _number(value: Any) -> int | None:
@@ -248,17 +269,14 @@ class Clipping(NamedTuple):
     reason: str
 
 
-def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> tuple[tuple[Any, str], ...]:
-    """Everything that may say how gradients are clipped; the first number stands."""
+def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]]:
+    """Everything that says how gradients are clipped; the first number stands."""
     params = (plan.optimizer.params if plan.optimizer else None) or {}
-    return (
-        (plan.gradient_clipping, "the configuration says so"),
-        (run.gradient_clipping, "the run says so"),
-        (
-            plan.launch.gradient_clipping if plan.launch else None,
-            "the launcher's file says so",
-        ),
-        (params.get("max_grad_norm"), "optimizer.params.max_grad_norm says so"),
+    return precedence(
+        plan.gradient_clipping,
+        run=run.gradient_clipping,
+        launched=plan.launch.gradient_clipping if plan.launch else None,
+        beside=(params.get("max_grad_norm"), "optimizer.params.max_grad_norm"),
     )
 
 
@@ -276,9 +294,9 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
 
 def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
     """How gradients are clipped, and why."""
-    for value, reason in clipping_sources(plan, run):
+    for value, who in clipping_sources(plan, run):
         if is_number(value):
-            return Clipping(float(value), reason)
+            return Clipping(float(value), f"{who} says so")
     return Clipping(DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
 
 
@@ -305,16 +323,17 @@ def decide_precision(
     launched = plan.launch.mixed_precision if plan.launch else None
     decisions: list[Decision] = []
     enabled = next((name for name, state in written.items() if state is True), None)
-    for asked, who in ((_asked_by_run(run), "run"), (launched, "launcher's file")):
-        if asked in (None, AUTO) or asked == enabled:
+    for asked, who in precedence(run=_asked_by_run(run), launched=launched):
+        if asked == AUTO:
             continue
         if enabled is not None or written.get(asked) is False:
-            decisions.append(_overruled_precision(asked, enabled or "fp32", who))
+            why = f"the configuration's own precision stands before that of {who}"
+            decisions.extend(overruled("precision", asked, enabled or "fp32", why))
             continue
-        decisions.append(_chosen(asked, f"the {who} asks for it"))
+        decisions.append(_chosen(asked, f"{who} asks for it"))
         return _adapt(asked, who, platform, decisions), decisions
     if enabled is not None:
-        return _adapt(enabled, "configuration", platform, decisions), decisions
+        return _adapt(enabled, "the configuration", platform, decisions), decisions
     if AUTO not in (*written.values(), launched, run.mixed_precision):
         decisions.append(_chosen("fp32", "no precision is on, which DeepSpeed reads as fp32"))
         return "fp32", decisions
@@ -393,16 +412,6 @@ def _written(plan: DeepSpeedPlan) -> dict[str, Any]:
     }
 
 
-def _overruled_precision(asked: str, used: str, who: str) -> Decision:
-    return Decision(
-        key="precision",
-        before=asked,
-        after=used,
-        reason=f"the configuration's own precision stands before that of the {who}",
-        severity="warning",
-    )
-
-
 def rehearses_in_bf16(platform: Platform) -> bool:
     """Whether fp16 becomes bf16 there: on a CPU that has the one and not the other."""
     return platform.accelerator == "cpu" and platform.bf16 and not platform.fp16
@@ -428,7 +437,7 @@ def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decisio
         return "bf16"
     possible = [name for name, can in works.items() if can]
     raise PlanConflictError(
-        f"the {who} asks for it, but this platform ({platform.accelerator}) cannot compute in it",
+        f"{who} asks for it, but this platform ({platform.accelerator}) cannot compute in it",
         key=f"{precision}.enabled",
         value=True,
         fix=f'use {" or ".join(possible)}, or write "{AUTO}"',
@@ -437,6 +446,27 @@ def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decisio
 
 def _chosen(precision: str, reason: str) -> Decision:
     return Decision(key="precision", before=None, after=precision, reason=reason)
+
+
+# -- A plan where it is to run.
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A plan, where it is to run, and what follows from both, each worked out once."""
+
+    plan: DeepSpeedPlan
+    context: Context
+
+    @cached_property
+    def batch(self) -> tuple[Batch, list[Decision]]:
+        """See ``solve_batch``."""
+        return solve_batch(self.plan, run=self.context.run, world_size=self.context.world_size)
+
+    @cached_property
+    def precision(self) -> tuple[str, list[Decision]]:
+        """See ``decide_precision``."""
+        return decide_precision(self.plan, run=self.context.run, platform=self.context.machine)
 
 
 # -- Buffer sizes from the shapes of the parameters, counted in elements.

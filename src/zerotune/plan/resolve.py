@@ -19,13 +19,13 @@ from zerotune.plan.fill import (
     ACCUMULATION,
     MICRO,
     TRAIN,
+    Case,
     Filler,
     clipping,
-    decide_precision,
     fill_aio,
     fill_precision,
     fill_zero,
-    solve_batch,
+    overruled,
 )
 from zerotune.plan.model import (
     AUTO,
@@ -38,7 +38,7 @@ from zerotune.plan.model import (
     ZeroSection,
     evolved,
 )
-from zerotune.plan.rules import FIRST, REPAIRS, Finding, check_plan
+from zerotune.plan.rules import FIRST, REPAIRS, Finding, check_case
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
@@ -61,12 +61,14 @@ def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
         plan = _without_deepspeed(plan, platform, asked=asked, decisions=decisions)
     for each in FIRST:
         plan = _repaired(plan, each(plan, context), decisions)
-    plan = _without_inactive_offload(plan)
-    plan = _repaired(plan, check_plan(plan, context, rules=REPAIRS), decisions)
-    filler = _filler(plan, context)
-    if not uses_deepspeed and filler.precision == "fp16":
+    case = Case(plan=_without_inactive_offload(plan), context=context)
+    plan = _repaired(case.plan, check_case(case, rules=REPAIRS), decisions)
+    # Repairs concern neither batch nor precision.
+    precision, why = case.precision
+    filler = Filler(stage=int(plan.stage), context=context, precision=precision, decisions=[*why])
+    if not uses_deepspeed and precision == "fp16":
         plan = _without_host_optimizer(plan, decisions)
-    plan = _filled(plan, filler, context)
+    plan = _filled(plan, filler, case)
     return ResolvedPlan(
         requested=requested,
         plan=plan,
@@ -84,16 +86,6 @@ def _this_machine() -> Platform:
     from zerotune.platform import detect_platform  # which imports torch, and takes seconds
 
     return detect_platform()
-
-
-def _filler(plan: DeepSpeedPlan, context: Context) -> Filler:
-    precision, why = decide_precision(plan, run=context.run, platform=context.machine)
-    return Filler(
-        stage=int(plan.stage),
-        context=context,
-        precision=precision,
-        decisions=why,
-    )
 
 
 def _without_deepspeed(
@@ -211,8 +203,9 @@ def _put(section: SectionT, path: list[str], value: Any) -> SectionT:
     return evolved(section, **{name: new})
 
 
-def _filled(plan: DeepSpeedPlan, filler: Filler, context: Context) -> DeepSpeedPlan:
-    batch, why = solve_batch(plan, run=context.run, world_size=filler.world_size)
+def _filled(plan: DeepSpeedPlan, filler: Filler, case: Case) -> DeepSpeedPlan:
+    context = case.context
+    batch, why = case.batch
     filler.decisions.extend(why)
     clipping = _clipping(plan, filler, context.run)
     bf16, fp16 = fill_precision(plan, filler.precision, filler)
@@ -253,18 +246,13 @@ def _refuse_automatic(plan: DeepSpeedPlan) -> None:
 
 def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
     key = "gradient_clipping"
-    written, asked = plan.gradient_clipping, run.gradient_clipping
+    written = plan.gradient_clipping
     norm, reason = clipping(plan, run)
     if written is None or isinstance(written, str):
         filler.note(key, written, norm, reason)
-    elif asked is not None and asked != written:
-        filler.note(
-            key,
-            asked,
-            written,
-            "the configuration's own number stands before that of the run",
-            severity="warning",
-        )
+    else:
+        why = "the configuration's own number stands before that of the run"
+        filler.decisions.extend(overruled(key, run.gradient_clipping, written, why))
     return norm
 
 

@@ -27,17 +27,16 @@ from zerotune.plan.fill import (
     NO_PREFETCH,
     OPTIMIZER_BUFFERS,
     SUB_GROUP_NVME,
+    Case,
     Filler,
     clipping,
     clipping_in_optimizer,
     clipping_sources,
-    decide_precision,
     largest_sub_group,
     optimizer_buffers,
     pins_exactly,
     pins_natively,
     rehearses_in_bf16,
-    solve_batch,
     swaps_parameters,
 )
 from zerotune.plan.model import (
@@ -118,7 +117,7 @@ class Finding:
         return f"[{self.severity}] {self.rule}: {self.as_error()}"
 
 
-_Check = Callable[["DeepSpeedPlan", Context], Iterator[Finding]]
+_Check = Callable[[Case], Iterator[Finding]]
 
 
 @attrs.frozen(kw_only=True)
@@ -139,17 +138,22 @@ class Rule:
 
     def __call__(self, plan: DeepSpeedPlan, context: Context) -> list[Finding]:
         """What this rule finds."""
-        if self.only_deepspeed and not context.uses_deepspeed:
+        return self.find(Case(plan=plan, context=context))
+
+    def find(self, case: Case) -> list[Finding]:
+        """What this rule finds in a plan that other rules look at too."""
+        if self.only_deepspeed and not case.context.uses_deepspeed:
             return []
-        return list(self.check(plan, context))
+        return list(self.check(case))
 
 
 class Report:
-    """Makes the findings of one rule; passed to nobody but rule functions."""
+    """Makes the findings of one rule about one plan; passed to nobody but rule functions."""
 
-    def __init__(self, rule: str, severity: RuleSeverity) -> None:
+    def __init__(self, rule: str, severity: RuleSeverity, case: Case) -> None:
         self._rule = rule
         self._severity: RuleSeverity = severity
+        self.case = case
 
     def __call__(
         self,
@@ -203,7 +207,6 @@ def rule(
         left_to: Who does or refuses what it says, where that takes more than the plan: the
             precision asked for, or the optimizer.
     """
-    report = Report(rule_id, severity)
 
     def made(function: _Function) -> Rule:
         summary, _, advice = (function.__doc__ or "").strip().partition("\n")
@@ -212,7 +215,7 @@ def rule(
             severity=severity,
             summary=summary,
             advice=" ".join(advice.split()),
-            check=lambda plan, context: function(plan, context, report),
+            check=lambda case: function(case.plan, case.context, Report(rule_id, severity, case)),
             only_deepspeed=only_deepspeed,
             left_to=left_to,
         )
@@ -562,13 +565,13 @@ SETTING_RULES: Final = (
 
 
 @rule("batch-triple", "error", only_deepspeed=False)
-def batch_triple(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
+def batch_triple(_plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Train batch = micro batch x accumulation x world size must hold.
 
     Write two of the three, or change one so that the product holds at this world size.
     """
     try:
-        solve_batch(plan, run=context.run, world_size=context.world_size)
+        _ = report.case.batch
     except PlanConflictError as error:
         yield report.error(error)
 
@@ -872,7 +875,7 @@ def precision_unsupported(plan: DeepSpeedPlan, context: Context, report: Report)
     if context.platform is None or _contradicts_itself(plan):
         return
     try:
-        decide_precision(plan, run=context.run, platform=context.platform)
+        _ = report.case.precision
     except PlanError as error:
         yield report.error(error)
 
@@ -1155,7 +1158,7 @@ def nvme_sub_group_size(plan: DeepSpeedPlan, context: Context, report: Report) -
 
 
 @rule("nvme-param-prefetch", "warning")
-def nvme_param_prefetch(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
+def nvme_param_prefetch(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Fetching parameters ahead from NVMe fails in the second step.
 
     Write 0 or ``"auto"``. Where the forward pass turns into the backward pass DeepSpeed 0.19.8
@@ -1165,7 +1168,7 @@ def nvme_param_prefetch(plan: DeepSpeedPlan, context: Context, report: Report) -
     written = integer(zero.stage3_prefetch_bucket_size) if zero else None
     if zero is None or not written or plan.stage != 3 or plan.offload_param_device != "nvme":
         return
-    if swaps_parameters(zero, _filler(plan, context), plan.aio):
+    if swaps_parameters(zero, _filler(report.case), plan.aio):
         yield report(
             "zero_optimization.stage3_prefetch_bucket_size",
             written,
@@ -1176,13 +1179,13 @@ def nvme_param_prefetch(plan: DeepSpeedPlan, context: Context, report: Report) -
         )
 
 
-def _filler(plan: DeepSpeedPlan, context: Context) -> Filler:
-    precision = plan.precision
-    if context.platform is not None:
+def _filler(case: Case) -> Filler:
+    precision = case.plan.precision
+    if case.context.platform is not None:
         # What contradicts itself is refused by the rules on precision.
         with contextlib.suppress(PlanError):
-            precision, _ = decide_precision(plan, run=context.run, platform=context.platform)
-    return Filler(stage=int(plan.stage), context=context, precision=precision)
+            precision, _ = case.precision
+    return Filler(stage=int(case.plan.stage), context=case.context, precision=precision)
 
 
 @rule("number-as-text", "note", only_deepspeed=False)
@@ -1493,8 +1496,10 @@ RULES: Final = (
 FIRST: Final = (stage_auto, offload_without_device)
 """Those whose repair the others build on."""
 
-REPAIRS: Final = tuple(each for each in RULES if each.severity != "note" and not each.left_to)
-"""Those that stop a plan or change it while it is resolved."""
+REPAIRS: Final = tuple(
+    each for each in RULES if each.severity != "note" and not each.left_to and each not in FIRST
+)
+"""The others that stop a plan or change it while it is resolved."""
 
 
 def all_rules() -> tuple[Rule, ...]:
@@ -1502,11 +1507,14 @@ def all_rules() -> tuple[Rule, ...]:
     return RULES
 
 
-def check_plan(
-    plan: DeepSpeedPlan, context: Context, *, rules: tuple[Rule, ...] = RULES
-) -> tuple[Finding, ...]:
+def check_plan(plan: DeepSpeedPlan, context: Context) -> tuple[Finding, ...]:
     """Everything the rules find, errors first, otherwise in the order of the rules."""
-    findings = [finding for each in rules for finding in each(plan, context)]
-    if plan.names:
-        findings = [finding.in_words_of(plan.names) for finding in findings]
+    return check_case(Case(plan=plan, context=context))
+
+
+def check_case(case: Case, *, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
+    """The same of some rules, with what they work out kept in ``case``."""
+    findings = [finding for each in rules for finding in each.find(case)]
+    if case.plan.names:
+        findings = [finding.in_words_of(case.plan.names) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
