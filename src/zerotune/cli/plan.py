@@ -222,11 +222,11 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         PlanFileError: The file is missing or cannot be read.
         PlanSyntaxError: It is neither JSON nor YAML.
     """
-    from zerotune._util.mistakes import as_far_as_possible, raise_all
-    from zerotune.plan import DeepSpeedPlan, RuleContext
+    from zerotune.decisions import raise_all
+    from zerotune.plan import RuleContext, read
     from zerotune.platform import Platform
 
-    plan, mistakes = as_far_as_possible(lambda: DeepSpeedPlan.load(file))
+    plan, mistakes = read.read_partly(lambda log: read.load_plan(file, log))
     if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
         raise_all(mistakes)
     refused = [_from_error("read", error) for error in mistakes]

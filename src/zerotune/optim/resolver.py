@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import attrs
 
-from zerotune._util.mistakes import noted, together
 from zerotune._util.numbers import as_number
 from zerotune._util.table import Block, Column, Line, Page, Table
-from zerotune.decisions import Decision, announce, render_decisions
+from zerotune.decisions import Decision, Log, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
@@ -126,11 +125,10 @@ class OptimizerResolver:
         """
         overrides = _read_overrides(self.overrides)
         situation = Situation.of(resolved)
-        schedule: ScheduleRequest | None = None
-        with together():
-            with noted():
-                schedule = _schedule_request(resolved, overrides)
-            settled = settle(
+        log = Log()
+        schedule = log.attempt(_schedule_request, resolved, overrides)
+        settled = log.whole(
+            lambda: settle(
                 _request(resolved, overrides),
                 situation,
                 overrides=_below(_OPTIMIZER, overrides),
@@ -138,6 +136,7 @@ class OptimizerResolver:
                 policy=self.on_unsupported,
                 table=self.table,
             )
+        )
         choice, grouping = self._grouped(settled, resolved)
         scheduler, why = _settle_schedule(schedule, attrs.evolve(settled, choice=choice), resolved)
         return OptimizerResolution(

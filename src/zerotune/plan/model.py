@@ -17,7 +17,6 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
@@ -25,11 +24,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 import attrs
 from typing_extensions import override
 
-from zerotune._util.mistakes import noted
 from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.table import Page, Readable
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import Decision, announce
+from zerotune.decisions import Decision, Log, Names, announce
 from zerotune.errors import (
     InvalidValueError,
     PlanConflictError,
@@ -600,7 +598,7 @@ class Nested(Kind):
     """A kind whose values are sections of ``cls``."""
 
     cls: type[Section]
-    before: Callable[[dict[str, Any], str, list[Decision]], dict[str, Any]] | None = None
+    before: Callable[[dict[str, Any], str, Log], dict[str, Any]] | None = None
     """Rewrites the raw section before it is read."""
     without: Mapping[str, str] = attrs.field(factory=dict)
     """Keys of the section class that do not exist at this place, and where they do."""
@@ -620,7 +618,8 @@ class Nested(Kind):
 
     def read(self, value: Any, key: str) -> Reading:
         """Read a section without recording decisions."""
-        return read_section(self.cls, value, key=key, decisions=[]), None
+        log = Log()
+        return log.whole(lambda: read_section(self.cls, value, key=key, log=log)), None
 
 
 def read_section(
@@ -628,43 +627,43 @@ def read_section(
     raw: Any,
     *,
     key: str,
-    decisions: list[Decision],
-    also_known: Collection[str] = (),
+    log: Log,
 ) -> SectionT:
     """Build a section from what was written, recording every change to it.
 
-    A mistake is noted, and what is wrong is ``"auto"`` or not there.
+    A mistake is recorded, and what is wrong is ``"auto"`` or not there.
 
     Args:
         cls: The section class.
         raw: What was written; must be a mapping.
         key: Path of the section (``"zero_optimization"``); ``""`` for the whole plan.
-        decisions: Receives one decision per normalised value.
-        also_known: Full paths of further keys to pass through.
+        log: Receives mistakes, and one decision per normalised value.
 
     Raises:
-        InvalidValueError: A value of the wrong type or out of range.
-        UnknownKeyError: A key that nobody knows.
-        PlanConflictError: A key written twice, once under an alias.
+        InvalidValueError: It is no mapping.
     """
     _require_object(raw, key)
     kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for written, value in raw.items():
-        with noted():
-            name = _canonical_key(cls, written, raw, key, decisions)
+        try:
+            name = _canonical_key(cls, written, raw, key, log)
             path = join(key, name)
             if name in kinds:
                 values[name] = AUTO if getattr(kinds[name], "auto", False) else None
-                values[name] = _read_value(kinds[name], value, path, decisions, also_known)
-            elif _passes(cls, name, path, also_known):
+                values[name] = _read_value(kinds[name], value, path, log)
+            elif _passes(cls, name, path, log.also_known):
                 check_json(value, path)
                 extra[name] = value
             else:
                 raise unknown_key(name, value, path, {*kinds, *cls.passed_through, *cls.aliases})
-    with noted(), located(key):
+        except ZeroTuneError as error:
+            log.refuse(error)
+    try:
         return cls(**values, **({"extra": extra} if extra else {}))
+    except ZeroTuneError as error:
+        log.refuse(error.below(key))
     return cls()
 
 
@@ -682,18 +681,6 @@ def _require_object(raw: Any, key: str) -> None:
 def join(prefix: str, name: str) -> str:
     """The path of ``name`` inside ``prefix``."""
     return f"{prefix}.{name}" if prefix else name
-
-
-@contextmanager
-def located(prefix: str) -> Iterator[None]:
-    """Put ``prefix`` before the key of any zerotune error raised inside."""
-    try:
-        yield
-    except ZeroTuneError as error:
-        if prefix and error.key is not None:
-            error.key = join(prefix, error.key)
-            error.args = (error._message(),)
-        raise
 
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
@@ -740,7 +727,7 @@ def _canonical_key(
     written: Any,
     raw: Mapping[Any, Any],
     key: str,
-    decisions: list[Decision],
+    log: Log,
 ) -> str:
     if not isinstance(written, str):
         raise InvalidValueError(
@@ -756,13 +743,11 @@ def _canonical_key(
             value=raw[written],
             fix=f"keep only {name!r}",
         )
-    decisions.append(
-        Decision(
-            key=join(key, written),
-            before=written,
-            after=name,
-            reason=f"DeepSpeed's documented spelling of this key is {name!r}",
-        )
+    log.decide(
+        key=join(key, written),
+        before=written,
+        after=name,
+        reason=f"DeepSpeed's documented spelling of this key is {name!r}",
     )
     return name
 
@@ -790,72 +775,28 @@ _IN_A_PATH: Final = re.compile(r"\{\{|\$\{|\$[A-Za-z_]|%[A-Za-z_]\w*%|<[A-Za-z_]
 """Nobody fills in variables of a shell there: a folder of that very name would be made."""
 
 
-def _read_value(
-    kind: Any, value: Any, path: str, decisions: list[Decision], also_known: Collection[str]
-) -> Any:
+def _read_value(kind: Any, value: Any, path: str, log: Log) -> Any:
     refuse_template(kind, value, path)
     if value is None and getattr(kind, "null", None) is None:
-        decisions.append(
-            Decision(key=path, before="null", after=None, reason="null means not written")
-        )
+        log.decide(key=path, before="null", after=None, reason="null means not written")
         return None
     if isinstance(kind, Nested):
         if isinstance(value, Mapping) and kind.before is not None:
-            value = kind.before(dict(value), path, decisions)
+            value = kind.before(dict(value), path, log)
         for name, place in kind.without.items():
             if isinstance(value, Mapping) and value.get(name) is not None:
-                with noted():
-                    raise misplaced_key(join(path, name), value[name], place)
+                log.refuse(misplaced_key(join(path, name), value[name], place))
                 value = {each: value[each] for each in value if each != name}
-        return read_section(kind.cls, value, key=path, decisions=decisions, also_known=also_known)
+        return read_section(kind.cls, value, key=path, log=log)
     result, reason = kind.read(value, path)
     if reason is not None:
-        decisions.append(Decision(key=path, before=value, after=result, reason=reason))
+        log.decide(key=path, before=value, after=result, reason=reason)
     return result
 
 
 def _passes(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
     private = name.startswith("_") and path == name
     return private or name in cls.passed_through or path in also_known
-
-
-# -- What settings are called in the file that they were read from.
-
-
-Names = Mapping[str, str]
-"""Path of a setting to its name in a file where that is another (accelerate's, a trainer's)."""
-
-
-def name_of(path: str, names: Names) -> str | None:
-    """What the file calls the setting at ``path``; ``None``: the same."""
-    name, below = path, ""
-    while name not in names:
-        name, dot, last = name.rpartition(".")
-        if not dot:
-            return None
-        below = f".{last}{below}"
-    return f"{names[name]}{below}"
-
-
-def in_words_of(names: Names) -> Callable[[str], str]:
-    """What puts the file's own names into a sentence in place of paths."""
-    if not names:
-        return str
-    paths = sorted(names, key=len, reverse=True)
-    either = "|".join(re.escape(path) for path in paths)
-    place = re.compile(rf"(?<![\w.])(?:{either})(?!\.?\w)")
-    return lambda text: place.sub(lambda found: names[found[0]], text)
-
-
-def rename(names: Names) -> Callable[[ZeroTuneError], ZeroTuneError]:
-    """What tells a mistake in the words of the file."""
-    say = in_words_of(names)
-    return lambda error: error.reworded(error.written or name_of(error.key or "", names), say)
-
-
-def renamed(decisions: Iterable[Decision], names: Names) -> list[Decision]:
-    """Decisions that name settings as the file does."""
-    return [attrs.evolve(one, written=one.written or name_of(one.key, names)) for one in decisions]
 
 
 # -- Keys DeepSpeed 0.18.9 to 0.19.8 and accelerate 1.15 know beyond those zerotune models.
@@ -1051,49 +992,43 @@ _GATHER: Final = "stage3_gather_16bit_weights_on_model_save"
 _GATHER_ALIASES: Final = tuple(name for name, key in ZERO_ALIASES.items() if key == _GATHER)
 
 
-def normalise_top_level(raw: Mapping[str, Any], decisions: list[Decision]) -> dict[str, Any]:
+def normalise_top_level(raw: Mapping[str, Any], log: Log) -> dict[str, Any]:
     """Translate what can only be seen from the top level; the rest is in ``legacy_zero``."""
     config = dict(raw)
-    _boolean_zero(config, decisions)
-    with noted():
-        _saved_whole(config, decisions)
-    _never_printed(config, decisions)
+    _boolean_zero(config, log)
+    log.attempt(_saved_whole, config, log)
+    _never_printed(config, log)
     for key, member in _SHORTHANDS.items():
         value = config.get(key)
         if isinstance(value, bool | str):
             config[key] = {member: value}
-            decisions.append(
-                Decision(
-                    key=key,
-                    before=value,
-                    after={member: value},
-                    reason="DeepSpeed wants an object here",
-                )
+            log.decide(
+                key=key,
+                before=value,
+                after={member: value},
+                reason="DeepSpeed wants an object here",
             )
     for key, what in REMOVED.items():
         if key in config and _is_disabled(config[key]):
-            decisions.append(_dropped(key, config.pop(key), f"DeepSpeed 0.19 removed {what}"))
+            _drop(key, config.pop(key), f"DeepSpeed 0.19 removed {what}", log)
     return config
 
 
-def legacy_zero(section: dict[str, Any], path: str, decisions: list[Decision]) -> dict[str, Any]:
+def legacy_zero(section: dict[str, Any], path: str, log: Log) -> dict[str, Any]:
     """Translate deprecated keys and short forms inside ``zero_optimization``."""
     for key in ("offload_param", "offload_optimizer"):
-        _offload_shorthand(section, key, path, decisions)
+        _offload_shorthand(section, key, path, log)
     for key, modern in _LEGACY_OFFLOAD.items():
         if key in section:
-            with noted():
-                _legacy_offload(section, key, modern, path, decisions)
-    _legacy_pinning(section, path, decisions)
+            log.attempt(_legacy_offload, section, key, modern, path, log)
+    _legacy_pinning(section, path, log)
     for key, what in REMOVED_ZERO.items():
         if key in section and (_is_disabled(section[key]) or section[key] == -1):
-            decisions.append(
-                _dropped(f"{path}.{key}", section.pop(key), f"DeepSpeed 0.19 removed {what}")
-            )
+            _drop(f"{path}.{key}", section.pop(key), f"DeepSpeed 0.19 removed {what}", log)
     return section
 
 
-def _boolean_zero(config: dict[str, Any], decisions: list[Decision]) -> None:
+def _boolean_zero(config: dict[str, Any], log: Log) -> None:
     value = config.get("zero_optimization")
     if not isinstance(value, bool):
         return
@@ -1101,18 +1036,16 @@ def _boolean_zero(config: dict[str, Any], decisions: list[Decision]) -> None:
     if "allgather_size" in config and value:
         section["allgather_bucket_size"] = config.pop("allgather_size")
     config["zero_optimization"] = section
-    decisions.append(
-        Decision(
-            key="zero_optimization",
-            before=value,
-            after=section,
-            reason="the old boolean form; DeepSpeed reads true as stage 1",
-            severity="warning",
-        )
+    log.decide(
+        key="zero_optimization",
+        before=value,
+        after=section,
+        reason="the old boolean form; DeepSpeed reads true as stage 1",
+        severity="warning",
     )
 
 
-def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
+def _saved_whole(config: dict[str, Any], log: Log) -> None:
     """The name accelerate has for a ZeRO key, which SimpleTuner's page writes at the top level."""
     value = config.get(_SAVED_WHOLE)
     zero = config.get("zero_optimization", {})
@@ -1128,52 +1061,42 @@ def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
             fix=f"keep {_GATHER!r} in zero_optimization",
         )
     config["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
-    decisions.append(
-        Decision(
-            key=_SAVED_WHOLE,
-            before=value,
-            after=f"zero_optimization.{_GATHER} = {value}",
-            reason="accelerate's name of this key, which DeepSpeed does not know",
-        )
+    log.decide(
+        key=_SAVED_WHOLE,
+        before=value,
+        after=f"zero_optimization.{_GATHER} = {value}",
+        reason="accelerate's name of this key, which DeepSpeed does not know",
     )
 
 
-def _never_printed(config: dict[str, Any], decisions: list[Decision]) -> None:
+def _never_printed(config: dict[str, Any], log: Log) -> None:
     """What accelerate's plugin puts into its live dictionary so that DeepSpeed never prints."""
     if config.get("steps_per_print") != math.inf:
         return
     config["steps_per_print"] = _LARGEST_INTEGER
-    decisions.append(
-        Decision(
-            key="steps_per_print",
-            before="inf",
-            after=_LARGEST_INTEGER,
-            reason="accelerate's word for never; DeepSpeed wants a whole number here",
-        )
+    log.decide(
+        key="steps_per_print",
+        before="inf",
+        after=_LARGEST_INTEGER,
+        reason="accelerate's word for never; DeepSpeed wants a whole number here",
     )
 
 
-def _offload_shorthand(
-    section: dict[str, Any], key: str, path: str, decisions: list[Decision]
-) -> None:
+def _offload_shorthand(section: dict[str, Any], key: str, path: str, log: Log) -> None:
     value = section.get(key)
     if not isinstance(value, bool | str):
         return
     device = value if isinstance(value, str) else ("cpu" if value else "none")
     section[key] = {"device": device}
-    decisions.append(
-        Decision(
-            key=f"{path}.{key}",
-            before=value,
-            after={"device": device},
-            reason="DeepSpeed wants an object with a device here",
-        )
+    log.decide(
+        key=f"{path}.{key}",
+        before=value,
+        after={"device": device},
+        reason="DeepSpeed wants an object with a device here",
     )
 
 
-def _legacy_offload(
-    section: dict[str, Any], key: str, modern: str, path: str, decisions: list[Decision]
-) -> None:
+def _legacy_offload(section: dict[str, Any], key: str, modern: str, path: str, log: Log) -> None:
     value = section.pop(key)
     enabled = value is not None and Boolean(auto=False).read(value, f"{path}.{key}")[0]
     current = section.get(modern)
@@ -1187,18 +1110,16 @@ def _legacy_offload(
         )
     if enabled and current is None:
         section[modern] = {"device": "cpu"}
-    decisions.append(
-        Decision(
-            key=f"{path}.{key}",
-            before=value,
-            after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
-            reason=f"deprecated; DeepSpeed replaced it by {modern}",
-            severity="warning",
-        )
+    log.decide(
+        key=f"{path}.{key}",
+        before=value,
+        after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
+        reason=f"deprecated; DeepSpeed replaced it by {modern}",
+        severity="warning",
     )
 
 
-def _legacy_pinning(section: dict[str, Any], path: str, decisions: list[Decision]) -> None:
+def _legacy_pinning(section: dict[str, Any], path: str, log: Log) -> None:
     key = "cpu_offload_use_pin_memory"
     if key not in section:
         return
@@ -1206,14 +1127,12 @@ def _legacy_pinning(section: dict[str, Any], path: str, decisions: list[Decision
     for modern in ("offload_param", "offload_optimizer"):
         if isinstance(section.get(modern), Mapping) and value is not None:
             section[modern] = {"pin_memory": value, **section[modern]}
-    decisions.append(
-        Decision(
-            key=f"{path}.{key}",
-            before=value,
-            after="pin_memory of the offload sections",
-            reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
-            severity="warning",
-        )
+    log.decide(
+        key=f"{path}.{key}",
+        before=value,
+        after="pin_memory of the offload sections",
+        reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
+        severity="warning",
     )
 
 
@@ -1223,10 +1142,8 @@ def _is_disabled(value: Any) -> bool:
     return value is None or value is False
 
 
-def _dropped(key: str, value: Any, why: str) -> Decision:
-    return Decision(
-        key=key, before=value, after=None, reason=f"{why}; it was switched off, so it is left out"
-    )
+def _drop(key: str, value: Any, why: str, log: Log) -> None:
+    log.decide(key, value, None, f"{why}; it was switched off, so it is left out")
 
 
 # -- The sections of a DeepSpeed configuration as frozen values.
@@ -2171,7 +2088,10 @@ class DeepSpeedPlan(Readable, Section):
         """
         from zerotune.plan import read
 
-        return read.plan_from_mapping(config, source=source, also_known=also_known, folder=folder)
+        return read.read_whole(
+            lambda log: read.plan_from_mapping(config, log, source=source, folder=folder),
+            also_known=also_known,
+        )
 
     @classmethod
     def from_json(
@@ -2193,7 +2113,9 @@ class DeepSpeedPlan(Readable, Section):
         """
         from zerotune.plan import read
 
-        return read.plan_from_json(path_or_text, also_known=also_known)
+        return read.read_whole(
+            lambda log: read.plan_from_json(path_or_text, log), also_known=also_known
+        )
 
     @classmethod
     def from_yaml(
@@ -2212,7 +2134,7 @@ class DeepSpeedPlan(Readable, Section):
         """
         from zerotune.plan import read
 
-        return read.plan_from_yaml(path, also_known=also_known)
+        return read.read_whole(lambda log: read.plan_from_yaml(path, log), also_known=also_known)
 
     @classmethod
     def from_accelerate(
@@ -2236,8 +2158,9 @@ class DeepSpeedPlan(Readable, Section):
         """
         from zerotune.plan import read
 
-        return read.plan_from_settings(
-            settings, source=source, also_known=also_known, folder=folder
+        return read.read_whole(
+            lambda log: read.plan_from_settings(settings, log, source=source, folder=folder),
+            also_known=also_known,
         )
 
     @classmethod
@@ -2259,7 +2182,9 @@ class DeepSpeedPlan(Readable, Section):
         """
         from zerotune.plan import read
 
-        return read.plan_from_environment(environ, also_known=also_known)
+        return read.read_whole(
+            lambda log: read.plan_from_environment(environ, log), also_known=also_known
+        )
 
     @classmethod
     def load(
@@ -2274,9 +2199,9 @@ class DeepSpeedPlan(Readable, Section):
         Raises:
             PlanError: As in ``from_yaml`` and ``from_json``.
         """
-        file = Path(path)
-        yaml = file.suffix.lower() in (".yaml", ".yml")
-        return (cls.from_yaml if yaml else cls.from_json)(file, also_known=also_known)
+        from zerotune.plan import read
+
+        return read.read_whole(lambda log: read.load_plan(path, log), also_known=also_known)
 
     def to_deepspeed(self) -> dict[str, Any]:
         """The configuration as written; may hold ``"auto"``. A fresh, deep copy."""
@@ -2692,13 +2617,9 @@ class DeepSpeedPlan(Readable, Section):
         )
 
 
-def read_launch(
-    raw: Mapping[str, Any], decisions: list[Decision], also_known: Collection[str] = ()
-) -> LaunchSection:
+def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
     """The launch section from the settings around a DeepSpeed configuration."""
-    return read_section(
-        LaunchSection, raw, key="launch", decisions=decisions, also_known=also_known
-    )
+    return read_section(LaunchSection, raw, key="launch", log=log)
 
 
 def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from zerotune._util.mistakes import raise_all
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, raise_all
 from zerotune.errors import UNSET, UnresolvedPlanError
 from zerotune.plan.fill import (
     ACCUMULATION,

@@ -16,7 +16,7 @@ import attrs
 
 from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import format_size
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, name_of
 from zerotune.errors import UNSET, PlanConflictError, PlanError
 from zerotune.optimizers.catalogue import ONE_BIT, entry_of
 from zerotune.optimizers.schedules import canonical_schedule
@@ -43,13 +43,10 @@ from zerotune.plan.model import (
     AUTO,
     Context,
     DeepSpeedPlan,
-    Names,
     OffloadSection,
     Section,
-    in_words_of,
     join,
     modelled,
-    name_of,
     unknown_key,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -88,19 +85,7 @@ class Finding:
         error = self.error
         if error is None:
             error = PlanConflictError(self.reason, key=self.key, value=self.value, fix=self.fix)
-        return error if self.written is None else error.reworded(self.written, str)
-
-    def in_words_of(self, names: Names) -> Finding:
-        """The finding as the file says it that has these names for settings."""
-        say = in_words_of(names)
-        return attrs.evolve(
-            self,
-            reason=say(self.reason),
-            fix=say(self.fix),
-            because=say(self.because),
-            written=name_of(self.key, names),
-            error=self.error and self.error.reworded(None, say),
-        )
+        return error if self.written is None else error.called(self.written)
 
     def as_decision(self) -> Decision:
         """The finding as a decision of the resolved plan."""
@@ -1516,5 +1501,6 @@ def check_case(case: Case, *, rules: tuple[Rule, ...] = RULES) -> tuple[Finding,
     """The same of some rules, with what they work out kept in ``case``."""
     findings = [finding for each in rules for finding in each.find(case)]
     if case.plan.names:
-        findings = [finding.in_words_of(case.plan.names) for finding in findings]
+        names = case.plan.names
+        findings = [attrs.evolve(each, written=name_of(each.key, names)) for each in findings]
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))

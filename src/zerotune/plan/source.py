@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerotune._util.text import format_size, parse_size
-from zerotune.decisions import Decision
+from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, shorten
 
 # -- How much is read.
@@ -847,12 +847,10 @@ def _is_file(place: Path) -> bool:
         return False
 
 
-def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
-    """One warning for everything a file has that JSON does not allow."""
-    if not sentences:
-        return []
-    return [
-        Decision(
+def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
+    """Record one warning for everything a file has that JSON does not allow."""
+    if sentences:
+        log.decide(
             key=source,
             before="; ".join(sentences),
             after=None,
@@ -860,4 +858,3 @@ def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
             " accelerate refuses them",
             severity="warning",
         )
-    ]
