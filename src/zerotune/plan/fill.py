@@ -17,7 +17,7 @@ import attrs
 
 from zerotune._util.numbers import is_number
 from zerotune._util.versions import release_of
-from zerotune.decisions import Decision, Severity
+from zerotune.decisions import Decision, Log, Severity
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan.model import (
     AUTO,
@@ -72,11 +72,10 @@ def precedence(
     return [(value, who) for value, who in places if value is not None]
 
 
-def overruled(key: str, asked: Any, used: Any, reason: str) -> list[Decision]:
-    """The warning that something else stands before what was asked for, where it differs."""
-    if asked in (None, used):
-        return []
-    return [Decision(key=key, before=asked, after=used, reason=reason, severity="warning")]
+def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
+    """Warn that what the configuration says stands before what was asked for, if that differs."""
+    if asked not in (None, used):
+        log.decide(key, asked, used, f"the configuration's own {stands}", "warning")
 
 
 # -- The batch triple: train batch = micro batch x accumulation x world size.
@@ -108,7 +107,7 @@ class _Known(NamedTuple):
     plan: DeepSpeedPlan
     run: RunFacts
     world_size: int
-    decisions: list[Decision]
+    log: Log
 
 
 def solve_batch(
@@ -122,7 +121,7 @@ def solve_batch(
     Raises:
         PlanConflictError: The written numbers contradict each other at this world size.
     """
-    decisions: list[Decision] = []
+    log = Log()
     known = _Known(
         _number(plan.train_batch_size),
         _number(plan.train_micro_batch_size_per_gpu),
@@ -130,7 +129,7 @@ def solve_batch(
         plan,
         run,
         world_size,
-        decisions,
+        log,
     )
     if known.train is None:
         batch = _solve_without_train(known)
@@ -140,8 +139,12 @@ def solve_batch(
             raise contradiction(batch.train, batch.micro, batch.accumulation, world_size)
     else:
         batch = _solve_from_train(known)
-    decisions.extend(_overruled(batch, run))
-    return batch, decisions
+    for key, asked, used in (
+        (MICRO, run.micro_batch_size, batch.micro),
+        (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
+    ):
+        overruled(log, key, asked, used, "numbers stand before those of the run")
+    return batch, log.decisions
 
 
 def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
@@ -168,28 +171,28 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
 
 
 def _solve_without_train(known: _Known) -> Batch:
-    _, micro, accumulation, plan, run, world_size, decisions = known
+    _, micro, accumulation, plan, run, world_size, log = known
     if micro is None:
         micro, reason = _number_said(run=run.micro_batch_size)
-        decisions.append(_filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason))
+        log.decide(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason)
     if accumulation is None:
-        accumulation = _fill_accumulation(plan, run, decisions)
+        accumulation = _fill_accumulation(plan, run, log)
     train = micro * accumulation * world_size
     reason = f"micro batch {micro} x accumulation {accumulation} x world size {world_size}"
-    decisions.append(_filled(TRAIN, plan.train_batch_size, train, reason))
+    log.decide(TRAIN, plan.train_batch_size, train, reason)
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
 def _solve_from_train(known: _Known) -> Batch:
-    written_train, micro, accumulation, plan, run, world_size, decisions = known
+    written_train, micro, accumulation, plan, run, world_size, log = known
     train = written_train or 0
     if micro is None and accumulation is None:
         micro = run.micro_batch_size
         if micro is None:
-            accumulation = _fill_accumulation(plan, run, decisions)
+            accumulation = _fill_accumulation(plan, run, log)
         else:
             written = plan.train_micro_batch_size_per_gpu
-            decisions.append(_filled(MICRO, written, micro, "the run says so"))
+            log.decide(MICRO, written, micro, "the run says so")
     if micro is not None:
         accumulation = _divide(train, micro, MICRO, ACCUMULATION, world_size)
         key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
@@ -200,7 +203,7 @@ def _solve_from_train(known: _Known) -> Batch:
         key, written, solved = MICRO, plan.train_micro_batch_size_per_gpu, micro
         by = f"accumulation {accumulation}"
     reason = f"train batch {train} / ({by} x world size {world_size})"
-    decisions.append(_filled(key, written, solved, reason))
+    log.decide(key, written, solved, reason)
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
@@ -225,10 +228,10 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
     )
 
 
-def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, decisions: list[Decision]) -> int:
+def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, log: Log) -> int:
     launched = plan.launch.gradient_accumulation_steps if plan.launch else None
     value, reason = _number_said(run=run.gradient_accumulation_steps, launched=_number(launched))
-    decisions.append(_filled(ACCUMULATION, plan.gradient_accumulation_steps, value, reason))
+    log.decide(ACCUMULATION, plan.gradient_accumulation_steps, value, reason)
     return value
 
 
@@ -238,21 +241,8 @@ def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str
     return 1, "nothing says otherwise"
 
 
-def _overruled(batch: Batch, run: RunFacts) -> list[Decision]:
-    pairs = (
-        (MICRO, run.micro_batch_size, batch.micro),
-        (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
-    )
-    reason = "the configuration's own numbers stand before those of the run"
-    return [decision for pair in pairs for decision in overruled(*pair, reason)]
-
-
 def _number(value: Any) -> int | None:
     return None if value is None or value == AUTO else int(value)
-
-
-def _filled(key: str, before: Any, after: int, reason: str) -> Decision:
-    return Decision(key=key, before=before, after=after, reason=reason)
 
 
 # -- How gradients are clipped.
@@ -321,27 +311,27 @@ def decide_precision(
     """
     written = _written(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
-    decisions: list[Decision] = []
+    log = Log()
     enabled = next((name for name, state in written.items() if state is True), None)
     for asked, who in precedence(run=_asked_by_run(run), launched=launched):
         if asked == AUTO:
             continue
         if enabled is not None or written.get(asked) is False:
-            why = f"the configuration's own precision stands before that of {who}"
-            decisions.extend(overruled("precision", asked, enabled or "fp32", why))
+            stands = f"precision stands before that of {who}"
+            overruled(log, "precision", asked, enabled or "fp32", stands)
             continue
-        decisions.append(_chosen(asked, f"{who} asks for it"))
-        return _adapt(asked, who, platform, decisions), decisions
+        log.decide("precision", None, asked, f"{who} asks for it")
+        return _adapt(asked, who, platform, log), log.decisions
     if enabled is not None:
-        return _adapt(enabled, "the configuration", platform, decisions), decisions
+        return _adapt(enabled, "the configuration", platform, log), log.decisions
     if AUTO not in (*written.values(), launched, run.mixed_precision):
-        decisions.append(_chosen("fp32", "no precision is on, which DeepSpeed reads as fp32"))
-        return "fp32", decisions
+        log.decide("precision", None, "fp32", "no precision is on, which DeepSpeed reads as fp32")
+        return "fp32", log.decisions
     allowed = written["bf16"] is not False
     best = "bf16" if allowed and platform.bf16 and platform.native_bf16 else "fp32"
     reason = _what_it_computes(platform) if allowed else "the configuration switches bf16 off"
-    decisions.append(_chosen(best, reason))
-    return best, decisions
+    log.decide("precision", None, best, reason)
+    return best, log.decisions
 
 
 def _what_it_computes(platform: Platform) -> str:
@@ -364,7 +354,7 @@ def fill_precision(
     if _casts_inputs(plan):
         fp16 = attrs.evolve(fp16, auto_cast=FP16_BESIDE.auto_cast)
         why = "accelerate casts the inputs where only mixed_precision asks for fp16"
-        filler.note("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
+        filler.decide("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
     for name in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
         bf16 = _quiet_fill(bf16, "bf16", name, False, filler)
     bf16 = _quiet_fill(bf16, "bf16", "check_grad_overflow", True, filler)
@@ -417,22 +407,20 @@ def rehearses_in_bf16(platform: Platform) -> bool:
     return platform.accelerator == "cpu" and platform.bf16 and not platform.fp16
 
 
-def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decision]) -> str:
+def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
     works = {"bf16": platform.bf16, "fp16": platform.fp16, "fp32": True}
     if works[precision]:
         return precision
     if precision == "fp16" and rehearses_in_bf16(platform):
         # A CPU run is a rehearsal of a GPU configuration: bf16 takes the same memory, and
         # DeepSpeed's CPU accelerator refuses fp16 outright.
-        decisions.append(
-            Decision(
-                key="fp16.enabled",
-                before=True,
-                after=False,
-                reason="DeepSpeed's CPU accelerator has no fp16 on this machine; bf16 is used,"
-                " which takes the same memory and needs no loss scaling",
-                severity="warning",
-            )
+        log.decide(
+            key="fp16.enabled",
+            before=True,
+            after=False,
+            reason="DeepSpeed's CPU accelerator has no fp16 on this machine; bf16 is used,"
+            " which takes the same memory and needs no loss scaling",
+            severity="warning",
         )
         return "bf16"
     possible = [name for name, can in works.items() if can]
@@ -442,10 +430,6 @@ def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decisio
         value=True,
         fix=f'use {" or ".join(possible)}, or write "{AUTO}"',
     )
-
-
-def _chosen(precision: str, reason: str) -> Decision:
-    return Decision(key="precision", before=None, after=precision, reason=reason)
 
 
 # -- A plan where it is to run.
@@ -842,13 +826,12 @@ _HIGH = (3,)
 
 
 @attrs.define(kw_only=True)
-class Filler:
+class Filler(Log):
     """What filling needs to know, and the decisions it makes."""
 
     stage: int
     context: Context
     precision: str
-    decisions: list[Decision] = attrs.field(factory=list)
 
     @property
     def platform(self) -> Platform:
@@ -882,7 +865,7 @@ class Filler:
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section
-        self.note(join(path, name), written, chosen, reason)
+        self.decide(join(path, name), written, chosen, reason)
         return evolved(section, **{name: chosen})
 
     def force(
@@ -899,7 +882,7 @@ class Filler:
         written = getattr(section, name)
         if written == value:
             return section
-        self.note(join(path, name), written, value, reason, severity=severity)
+        self.decide(join(path, name), written, value, reason, severity=severity)
         return evolved(section, **{name: value})
 
     def drop(
@@ -910,16 +893,8 @@ class Filler:
         if written is None:
             return section
         before = written.to_dict() if isinstance(written, Section) else written
-        self.note(join(path, name), before, None, reason, severity=severity)
+        self.decide(join(path, name), before, None, reason, severity=severity)
         return evolved(section, **{name: None})
-
-    def note(
-        self, key: str, before: Any, after: Any, reason: str, *, severity: Severity = "note"
-    ) -> None:
-        """Record one decision."""
-        self.decisions.append(
-            Decision(key=key, before=before, after=after, reason=reason, severity=severity)
-        )
 
 
 _Choose = Callable[[Filler, ZeroSection], tuple[Any, str]]
@@ -1059,7 +1034,9 @@ def _with_leaf_modules(zero: ZeroSection, filler: Filler, aio: AioSection | None
         return zero
     value = {"classes": [block.class_name for block in blocks]}
     count = sum(block.count for block in blocks)
-    filler.note(key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer")
+    filler.decide(
+        key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer"
+    )
     return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from zerotune.decisions import Decision, raise_all
+from zerotune.decisions import Log, raise_all
 from zerotune.errors import UNSET, UnresolvedPlanError
 from zerotune.plan.fill import (
     ACCUMULATION,
@@ -54,19 +54,19 @@ def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
     asked = not context.uses_deepspeed
     uses_deepspeed = platform.deepspeed.available and not asked
     context = attrs.evolve(context, platform=platform, uses_deepspeed=uses_deepspeed)
-    decisions = list(requested.decisions)
+    log = Log(decisions=[*requested.decisions])
     plan = requested
     if not uses_deepspeed:
-        plan = _without_deepspeed(plan, platform, asked=asked, decisions=decisions)
+        plan = _without_deepspeed(plan, platform, asked=asked, log=log)
     for each in FIRST:
-        plan = _repaired(plan, each(plan, context), decisions)
+        plan = _repaired(plan, each(plan, context), log)
     case = Case(plan=_without_inactive_offload(plan), context=context)
-    plan = _repaired(case.plan, check_case(case, rules=REPAIRS), decisions)
+    plan = _repaired(case.plan, check_case(case, rules=REPAIRS), log)
     # Repairs concern neither batch nor precision.
     precision, why = case.precision
     filler = Filler(stage=int(plan.stage), context=context, precision=precision, decisions=[*why])
     if not uses_deepspeed and precision == "fp16":
-        plan = _without_host_optimizer(plan, decisions)
+        plan = _without_host_optimizer(plan, log)
     plan = _filled(plan, filler, case)
     return ResolvedPlan(
         requested=requested,
@@ -77,7 +77,7 @@ def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
         run=context.run,
         uses_deepspeed=uses_deepspeed,
         precision=filler.precision,
-        decisions=(*decisions, *filler.decisions),
+        decisions=(*log.decisions, *filler.decisions),
     )
 
 
@@ -88,12 +88,11 @@ def _this_machine() -> Platform:
 
 
 def _without_deepspeed(
-    plan: DeepSpeedPlan, platform: Platform, *, asked: bool, decisions: list[Decision]
+    plan: DeepSpeedPlan, platform: Platform, *, asked: bool, log: Log
 ) -> DeepSpeedPlan:
     support = platform.deepspeed
-    why = "DeepSpeed was switched off" if asked else support.reason
-    if not asked and support.fix:
-        why = f"{why}; {support.fix}"
+    reasons = ("DeepSpeed was switched off",) if asked else (support.reason, support.fix)
+    why = "; ".join(filter(None, reasons))
     zero = plan.zero_optimization
     host = _host_optimizer(zero, platform)
     dropped: dict[str, Any] = {}
@@ -111,25 +110,15 @@ def _without_deepspeed(
         dropped["aio"] = plan.aio.to_dict()
     if not dropped and not asked:
         dropped["engine"] = "deepspeed"
-    decisions.extend(
-        Decision(
-            key=key,
-            before=value,
-            after="plain" if key == "engine" else None,
-            reason=why,
-            severity="warning",
-        )
-        for key, value in dropped.items()
-    )
+    for key, value in dropped.items():
+        log.decide(key, value, "plain" if key == "engine" else None, why, "warning")
     if host is not None:
-        decisions.append(
-            Decision(
-                key=_HOST_OPTIMIZER,
-                before=host.device,
-                after=host.device,
-                reason="the plain engine too keeps the optimizer in host memory and steps there; "
-                "every process all of it, since nothing is partitioned",
-            )
+        log.decide(
+            key=_HOST_OPTIMIZER,
+            before=host.device,
+            after=host.device,
+            reason="the plain engine too keeps the optimizer in host memory and steps there; "
+            "every process all of it, since nothing is partitioned",
         )
     return attrs.evolve(
         plan,
@@ -154,19 +143,17 @@ def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSect
     return OffloadSection(device="cpu", pin_memory=pin and on_device)
 
 
-def _without_host_optimizer(plan: DeepSpeedPlan, decisions: list[Decision]) -> DeepSpeedPlan:
+def _without_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
     zero = plan.zero_optimization
     if zero is None or zero.offload_optimizer is None:
         return plan
-    decisions.append(
-        Decision(
-            key=_HOST_OPTIMIZER,
-            before=zero.offload_optimizer.device,
-            after=None,
-            reason="the plain engine's loss scale is undone where the gradients are, on the "
-            "device; bf16 needs none",
-            severity="warning",
-        )
+    log.decide(
+        key=_HOST_OPTIMIZER,
+        before=zero.offload_optimizer.device,
+        after=None,
+        reason="the plain engine's loss scale is undone where the gradients are, on the "
+        "device; bf16 needs none",
+        severity="warning",
     )
     return attrs.evolve(plan, zero_optimization=None)
 
@@ -182,14 +169,12 @@ def _without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _repaired(
-    plan: DeepSpeedPlan, findings: Iterable[Finding], decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _repaired(plan: DeepSpeedPlan, findings: Iterable[Finding], log: Log) -> DeepSpeedPlan:
     """``plan`` with what the rules make of it; what they refuse is raised."""
     findings = tuple(findings)
     raise_all([finding.as_error() for finding in findings if finding.severity == "error"])
     for finding in findings:
-        decisions.append(finding.as_decision())
+        log.decisions.append(finding.as_decision())
         if finding.after is not UNSET:
             plan = _put(plan, finding.key.split("."), finding.after)
     return plan
@@ -248,10 +233,10 @@ def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
     written = plan.gradient_clipping
     norm, reason = clipping(plan, run)
     if written is None or isinstance(written, str):
-        filler.note(key, written, norm, reason)
+        filler.decide(key, written, norm, reason)
     else:
-        why = "the configuration's own number stands before that of the run"
-        filler.decisions.extend(overruled(key, run.gradient_clipping, written, why))
+        stands = "number stands before that of the run"
+        overruled(filler, key, run.gradient_clipping, written, stands)
     return norm
 
 
