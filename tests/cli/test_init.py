@@ -15,9 +15,8 @@ from tests.support import pipelines
 from tests.support.ranks import run_ranks
 from zerotune import cli
 from zerotune.checkpoint import latest_checkpoint
-from zerotune.cli.plan import families_named
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.families import model_family
+from zerotune.plan.families import family_names, model_family
 
 CARD = ("--vram", "12", "--ram", "64")
 
@@ -90,7 +89,7 @@ class TestWhatIsWritten:
 
     # What those of clips are told is below.
     @pytest.mark.parametrize(
-        "family", [one for one in families_named().split(", ") if model_family(one).frames is None]
+        "family", [one for one in family_names() if model_family(one).frames is None]
     )
     def test_every_family(self, init, tmp_path, family):
         big = ("--vram", "80", "--ram", "2000", "--lora", "8")

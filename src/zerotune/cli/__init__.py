@@ -11,7 +11,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, cast
 
 from zerotune._util.versions import installed_version
@@ -26,6 +26,19 @@ _COMMANDS: Final = (
     "zerotune.cli.checkpoint",
     "zerotune.cli.builder",
 )
+
+
+class LazyParser(argparse.ArgumentParser):
+    """Adds its arguments when it parses, so that one command loads nothing for another."""
+
+    configure: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``argparse`` does."""
+        configure, self.configure = self.configure, None
+        if configure is not None:
+            configure(self)
+        return super().parse_known_args(*args, **kwargs)
 
 
 class Command(Protocol):
@@ -54,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What a terminal has no sign for is written as an escape; a report never fails on it.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    given = sys.argv[1:] if argv is None else argv
-    arguments = _parser(given).parse_args(given)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -80,14 +93,16 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         description="ZeRO-offloaded diffusion training around DeepSpeed.",
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+    )
     named = [module for module in _COMMANDS if argv and module.endswith(f".{argv[0]}")]
     for module in named or _COMMANDS:
         command = cast(Command, importlib.import_module(module))
         subparser = commands.add_parser(
             command.NAME, help=command.SUMMARY, description=command.SUMMARY
         )
-        command.configure(subparser)
+        subparser.configure = command.configure
         subparser.set_defaults(run=command.run)
     return parser
 

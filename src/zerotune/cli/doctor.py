@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, Final
 
-from zerotune._util.table import Column, Line, Page, Table
+from zerotune._util.table import Line, Page, Table
 from zerotune.cli.output import print_json, print_page
 from zerotune.errors import PlatformError
 from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
@@ -35,8 +35,8 @@ _STYLES: Final = {
     "blocked": "bad",
     "absent": "faint",
 }
-_LABEL: Final = 16
-_PATH: Final = 21
+_LABEL: Final = 15
+_PATH: Final = 20
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -218,10 +218,7 @@ def _print(checkup: Checkup, rates: Rates | None = None) -> None:
 
 
 def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL) -> Table:
-    return Table(
-        columns=(Column(name="label", width=label), Column(name="value", gap=0)),
-        rows=tuple(rows),
-    )
+    return Table(rows=tuple(rows), widths=(label,), gap=1)
 
 
 def _ops_table(ops: Iterable[OpStatus]) -> Table:
@@ -232,12 +229,9 @@ def _ops_table(ops: Iterable[OpStatus]) -> Table:
             if detail is not None:
                 rows.append(("", "", detail))
     return Table(
-        columns=(
-            Column(name="op", width=_LABEL),
-            Column(name="state", width=10, gap=0),
-            Column(name="purpose", gap=1),
-        ),
         rows=tuple(rows),
+        widths=(_LABEL, 10),
+        gap=1,
         style=lambda row: _STYLES.get(row[1], ""),
     )
 

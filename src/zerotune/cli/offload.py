@@ -214,11 +214,10 @@ def _print_bench(found: Benchmark, saved: Path | None) -> None:
     )
 
 
-def _print_table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
-    from zerotune._util.table import Column, Page, Table
+def _print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
+    from zerotune._util.table import Page, Table
 
-    columns = tuple(Column(name=head, head=head) for head in heads)
-    table = Table(columns=columns, rows=tuple(rows), indent=0)
+    table = Table(head=head, rows=tuple(rows), indent=0)
     if table.rows:
         print_page(Page(blocks=(table,)))
     elif empty:

@@ -194,7 +194,7 @@ class MemoryEstimate(Readable, EstimateValue):
         """The estimate as text: one bar per place, then its components."""
         from zerotune.plan import text
 
-        return text.explain_estimate(self)
+        return text.estimate_page(self).text(text.WIDTH)
 
     def step_time(self, rates: Rates | None = None) -> StepTime | None:
         """What an optimizer step is predicted to take.
@@ -260,13 +260,13 @@ class Advice(Readable, advise.AdviceValue):
         """What was chosen and why, what is left, and why the others were not."""
         from zerotune.plan import text
 
-        return text.explain_advice(self)
+        return text.advice_page(self).text(text.WIDTH)
 
     def explain_markdown(self) -> str:
         """The same as ``explain``, as Markdown."""
         from zerotune.plan import text
 
-        return text.markdown_advice(self)
+        return text.advice_page(self).markdown()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data that JSON can hold; sizes in bytes."""
