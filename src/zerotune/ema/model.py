@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of, unwrapped
-from zerotune.backend.deepspeed.layouts import full_shape
+from zerotune.backend.layouts import full_shape
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.ema.decay import RampDecay, WarmupDecay
 from zerotune.ema.shadow import EMAShadow
