@@ -434,7 +434,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         return document.text
 
     def to_python(self) -> str:
-        """A Python expression equal to this plan, given the names of ``zerotune.plan``."""
+        """A Python expression equal to this plan, where ``DeepSpeedPlan`` is imported."""
         from zerotune.plan import write
 
         return write.python_expression(self)
@@ -473,18 +473,21 @@ class DeepSpeedPlan(Readable, PlanValue):
         """
         return read.normalised_plan(self)
 
-    def with_overrides(self, overrides: Mapping[str, Any]) -> DeepSpeedPlan:
+    def with_overrides(
+        self, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
         """The plan with some settings changed, each change recorded as a decision.
 
         Args:
             overrides: By path (``"zero_optimization.stage"``), nested, or by the short names of
                 ``zerotune.plan.read.SHORT_NAMES`` (``"zero_stage"``, ``"mixed_precision"``);
                 ``None`` removes a setting.
+            also_known: As in ``from_dict``.
 
         Raises:
             PlanError: As in ``from_dict``; also one setting given twice under two names.
         """
-        return read.override_plan(self, overrides)
+        return read.override_plan(self, overrides, also_known=also_known)
 
     @classmethod
     def build(
