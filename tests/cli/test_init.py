@@ -5,6 +5,7 @@ import contextlib
 import io
 import re
 import runpy
+import sys
 
 import pytest
 import torch
@@ -167,6 +168,7 @@ class TestWhatIsRefused:
 def trained(script):
     """What ``python SCRIPT`` prints."""
     torch.set_num_threads(1)
+    sys.argv = [script]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")
