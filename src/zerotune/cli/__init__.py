@@ -1,4 +1,4 @@
-"""The ``zerotune`` command.
+"""The ``zerotune`` command, and what every command prints with.
 
 Exit status: 0 when all is well, 1 when a command worked and has bad news, 2 for an error or
 wrong usage, 130 when interrupted.
@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from zerotune._util.versions import installed_version
 from zerotune.errors import ZeroTuneError
+
+if TYPE_CHECKING:
+    from zerotune._util.table import Page
 
 _COMMANDS: Final = (
     "zerotune.cli.init",
@@ -26,6 +30,31 @@ _COMMANDS: Final = (
     "zerotune.cli.checkpoint",
     "zerotune.cli.builder",
 )
+
+
+def print_page(page: Page, *, width: int | None = None) -> None:
+    """Print a report: wrapped and in colour at a terminal, plain elsewhere.
+
+    Args:
+        page: The report.
+        width: Columns of a line in a pipe; ``None``: lines stay whole.
+    """
+    page.print(sys.stdout, width=width)
+
+
+def print_text(text: str) -> None:
+    """Print a report, with one line break at its end."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON."""
+    sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def tell(text: str) -> None:
+    """Say something that is not part of the report."""
+    sys.stderr.write(f"zerotune: {text}\n")
 
 
 class LazyParser(argparse.ArgumentParser):

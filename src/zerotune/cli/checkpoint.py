@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zerotune._util.text import counted, disk_size
-from zerotune.cli import LazyParser
-from zerotune.cli.output import print_json, print_page
+from zerotune.cli import LazyParser, print_json, print_page
 from zerotune.errors import MissingDependencyError
 
 if TYPE_CHECKING:

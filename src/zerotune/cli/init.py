@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from zerotune._util.text import counted
-from zerotune.cli.output import print_text
+from zerotune.cli import print_text
 from zerotune.cli.plan import LORA_HELP, add_machine, at_least_one, machine_of
 from zerotune.errors import InvalidValueError, PlanFileError
 

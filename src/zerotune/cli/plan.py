@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
-from zerotune.cli import LazyParser
-from zerotune.cli.output import print_json, print_page, print_text, tell
+from zerotune.cli import LazyParser, print_json, print_page, print_text, tell
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
 
 if TYPE_CHECKING:
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
-    from zerotune.plan import Advice, DeepSpeedPlan, Finding, MemoryEstimate, ResolvedPlan
+    from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
     from zerotune.plan.memory.model import Place
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
@@ -242,16 +241,18 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         ),
         mistakes=mistakes,
     )
-    found = [*refused, *(_from_decision("read", decision) for decision in plan.decisions)]
-    found += [_from_finding(finding) for finding in inspection.findings]
-    told = {problem.key for problem in found}
+    problems = [*refused, *(_from_decision("read", decision) for decision in plan.decisions)]
+    problems += [
+        Problem(one.severity, one.rule, one.key, str(one.as_error())) for one in inspection.findings
+    ]
+    keys = {problem.key for problem in problems}
     later = [_from_error(refusal.step, refusal.error) for refusal in inspection.refusals]
     later += [
         _from_decision("optimizer", decision)
         for decision in inspection.settled
         if decision.severity == "warning"
     ]
-    return [*found, *(each for each in later if each.key not in told)]
+    return [*problems, *(each for each in later if each.key not in keys)]
 
 
 def _settled(resolved: ResolvedPlan) -> ResolvedPlan:
@@ -274,15 +275,6 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
         lr=_ASSUMED_LR if optimizer.get("lr", AUTO) == AUTO else None,
         total_steps=_ASSUMED_STEPS if automatic else None,
         warmup_steps=0 if automatic else None,
-    )
-
-
-def _from_finding(finding: Finding) -> Problem:
-    return Problem(
-        severity=finding.severity,
-        rule=finding.rule,
-        key=finding.key,
-        text=str(finding.as_error()),
     )
 
 
@@ -428,8 +420,9 @@ def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
     import attrs
 
     from zerotune.plan.text import WIDTH, estimate_page, fits, resolved_page
+    from zerotune.platform import detect_platform
 
-    platform = _described(arguments) or _detected()
+    platform = _described(arguments) or detect_platform(log=False)
     estimate = _estimate(plan, platform, arguments)
     budget = _budget(platform, estimate, arguments)
     every = fits(estimate, budget)
@@ -482,12 +475,6 @@ def _described(arguments: argparse.Namespace) -> Platform | None:
         device_count=arguments.world_size,
         **{name: size for name, size in given.items() if size is not None},
     )
-
-
-def _detected() -> Platform:
-    from zerotune.platform import detect_platform
-
-    return detect_platform(log=False)
 
 
 def _budget(

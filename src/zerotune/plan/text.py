@@ -171,10 +171,8 @@ def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
     """What will run, as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
-        resolved.train_batch_size,
-        resolved.micro_batch_size,
-        resolved.gradient_accumulation_steps,
-        f"world size {resolved.world_size}",
+        f"{resolved.train_batch_size} = micro {resolved.micro_batch_size} x accumulation"
+        f" {resolved.gradient_accumulation_steps} x world size {resolved.world_size}"
     )
     engine = "DeepSpeed" if resolved.uses_deepspeed else "plain engine (DeepSpeed is off)"
     rows = [
@@ -183,7 +181,7 @@ def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
         ("optimizer lives", _PLACES[resolved.offload_optimizer] + _folder(resolved, "optimizer")),
         ("parameters wait", _PLACES[resolved.offload_param] + _folder(resolved, "param")),
         ("precision", resolved.precision),
-        ("batch", _batch(*batch)),
+        ("batch", batch),
         ("clipping", str(resolved.gradient_clipping or "off")),
         ("optimizer", _optimizer(resolved)),
         ("scheduler", _scheduler(resolved)),
@@ -259,10 +257,6 @@ def resolved_data(resolved: ResolvedValue) -> dict[str, Any]:
         "scheduler": _choice(resolved.scheduler),
         "decisions": _decision_data(resolved.decisions),
     }
-
-
-def _batch(train: Any, micro: Any, accumulation: Any, world: str) -> str:
-    return f"{train} = micro {micro} x accumulation {accumulation} x {world}"
 
 
 def _asked_batch(plan: PlanValue) -> str:
@@ -511,8 +505,13 @@ def describe_estimate(estimate: EstimateValue) -> str:
 def subject(estimate: EstimateValue) -> str:
     """The model and the workload in one line."""
     model = estimate.resolved.model
-    named = f"{model.name} ({_millions(model.numel)} parameters), " if model else ""
-    return named + describe_workload(estimate.workload)
+    workload = describe_workload(estimate.workload)
+    if model is None:
+        return workload
+    count = f"{model.numel / 1e6:.1f} million"
+    if model.numel >= 10**9:
+        count = f"{model.numel / 1e9:.2f} billion"
+    return f"{model.name} ({count} parameters), {workload}"
 
 
 def peak_words(estimate: EstimateValue, place: Place) -> str:
@@ -537,10 +536,6 @@ def describe_workload(workload: Workload) -> str:
     if workload.ema != "none":
         parts.append(f"EMA {_EMA[workload.ema]}")
     return ", ".join(parts)
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.1f} million"
 
 
 def _place_data(estimate: EstimateValue, place: Place) -> dict[str, Any]:

@@ -112,8 +112,8 @@ class Report(Readable):
 
     def measured_memory(self) -> dict[Place, int]:
         """Bytes of the peak that was measured at each place, where it was."""
-        found: dict[Place, int] = {"host": self.host_peak}
-        return found if self.device_peak is None else found | {"device": self.device_peak}
+        peaks: dict[Place, int] = {"host": self.host_peak}
+        return peaks if self.device_peak is None else peaks | {"device": self.device_peak}
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
