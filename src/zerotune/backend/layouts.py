@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -17,8 +18,13 @@ Named = list[tuple[str, torch.nn.Parameter]]
 
 
 def trainable_parameters(module: torch.nn.Module) -> Named:
-    """Names and parameters that require a gradient; a tied parameter counts once."""
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    """Names and parameters that require a gradient and have elements; a tied one counts once."""
+    return [
+        (name, p)
+        for name, p in module.named_parameters()
+        # DeepSpeed leaves one without elements out of its groups: there is nothing to train.
+        if p.requires_grad and math.prod(full_shape(p)) > 0
+    ]
 
 
 def require_trainable(module: torch.nn.Module) -> Named:

@@ -384,8 +384,15 @@ class EMAModel:
         return tuple(parameters)
 
     def _frozen_now(self) -> dict[int, torch.Tensor]:
-        parameters = enumerate(self._tracked.parameters)
-        return {index: p.detach() for index, p in parameters if not p.requires_grad}
+        # Those without elements are not trained either.
+        trained = self._tracked.master.parameters
+        return {
+            index: parameter.detach()
+            for index, (name, parameter) in enumerate(
+                zip(self._tracked.names, self._tracked.parameters, strict=True)
+            )
+            if not parameter.requires_grad or name not in trained
+        }
 
     def _live(self) -> list[torch.Tensor]:
         held = self._shadow.state_dict()

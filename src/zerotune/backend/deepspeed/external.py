@@ -472,7 +472,7 @@ class AttachedEngine(ZeROEngine):
             *stepping,
         )
         self._verify(builder="the trainer")
-        self._trained = frozenset(id(parameter) for _, parameter in named)
+        self._trained = frozenset(id(p) for p in self._module.parameters() if p.requires_grad)
         checked = inner_optimizer(engine).register_step_pre_hook(self._before_optimizer)
         self.resources.callback(checked.remove)
         if plan.stage == 3:

@@ -241,9 +241,11 @@ def initialize(
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
-    resources.enter_context(deepspeed_groups.using())
+    deepspeed_groups.join()
+    resources.callback(deepspeed_groups.leave)
     if plan.stage == 3:
-        resources.enter_context(linear.replaced())
+        linear.lend()
+        resources.callback(linear.put_back)
     try:
         with (
             compiling(plan),
