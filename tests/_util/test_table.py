@@ -120,3 +120,9 @@ def test_text_never_goes_to_a_notebook_and_has_no_colours(table, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     assert Page(blocks=(table,)).text().startswith("  name ")
+
+
+def test_lines_alone_read_as_they_do_beside_a_table(table):
+    lines = (FINDING, Line("two\nlines", mark="-"), Line("  inside"), Line(""), Line("x", indent=4))
+    alone, beside = Page(title="All", blocks=lines), Page(title="All", blocks=(*lines, table))
+    assert beside.text().startswith(alone.text() + "\n  name ")

@@ -67,8 +67,7 @@ class Line:
         from rich.table import Table as Grid
         from rich.text import Text
 
-        style = _STYLES.get(self.style, "")
-        lead = " " * self.indent + (f"{self.mark} " if self.mark else "")
+        style, lead = _STYLES.get(self.style, ""), self._lead
         if not lead:
             return Text(self.text, style)
         grid = Grid.grid()
@@ -76,6 +75,15 @@ class Line:
         grid.add_column(overflow="fold")
         grid.add_row(Text(lead, style), Text(self.text, "" if self.mark else style))
         return grid
+
+    def unbroken(self) -> str:
+        """What ``layout`` shows where every line has room."""
+        lead = self._lead
+        return f"{lead}{self.text}".replace("\n", "\n" + " " * len(lead)).rstrip()
+
+    @property
+    def _lead(self) -> str:
+        return " " * self.indent + (f"{self.mark} " if self.mark else "")
 
     def markdown(self) -> str:
         """A heading, an item of a list, or a paragraph."""
@@ -175,6 +183,11 @@ class Page:
 
     def text(self, width: int | None = None) -> str:
         """As text of at most ``width`` columns; ``None``: no line is broken."""
+        lines = [block for block in self.blocks if isinstance(block, Line)]
+        if width is None and len(lines) == len(self.blocks):
+            # Loading rich takes a small command as long as a fifth of its work.
+            title = [self.title] if self.title else []
+            return "\n".join((*title, *(line.unbroken() for line in lines))).rstrip("\n")
         from rich.console import Console
 
         written = io.StringIO()
