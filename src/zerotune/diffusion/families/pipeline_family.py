@@ -356,7 +356,9 @@ class _OneStep:
     init_noise_sigma = 1.0
 
     def __init__(self, config: Any, steps: Tensor) -> None:
-        self.config = config
+        # Pipelines of U-Nets warn of other values, which matter to the steps of a whole drawing.
+        sampling = {"steps_offset": 1, "clip_sample": False}
+        self.config = type(config)({**config, **{n: v for n, v in sampling.items() if n in config}})
         self.timesteps = steps
         self.sigmas = torch.tensor([1.0, 0.0])
 
