@@ -159,9 +159,9 @@ def _advice(arguments: argparse.Namespace) -> Advice:
 
 def _images(folder: str) -> tuple[int, list[str]]:
     """How many there are, and some of their captions."""
-    from zerotune.diffusion.data import HeaderOnly, ImageFolder
+    from zerotune.diffusion.data import ImageFolder
 
-    images = ImageFolder(Path(folder).expanduser(), check=HeaderOnly())
+    images = ImageFolder(Path(folder).expanduser(), check="header")
     captions = dict.fromkeys(images.item(index).caption.strip() for index in range(len(images)))
     return len(images), [caption for caption in captions if caption]
 
