@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from typing_extensions import override
-
-_PRELOAD = "benchmarks.framework.preload"
+from typing_extensions import Self
 
 
 class WorkerError(RuntimeError):
@@ -24,21 +22,14 @@ class Worker:
     """An object that lives in a fresh process and is called from this one.
 
     Two engines cannot share a process, and the memory of one is only its own in its own process.
-    Several workers live at once and are called in turns, so that rounds alternate::
-
-        with Worker(ZerotuneLoop, settings) as ours, Worker(DeepSpeedLoop, settings) as theirs:
-            samples = alternate(
-                {"zerotune": lambda: ours.call("steps", 4),
-                 "DeepSpeed": lambda: theirs.call("steps", 4)},
-                rounds=20,
-            )
+    Several workers live at once and are called in turns, so that rounds alternate.
 
     Args:
         make: A class or function at module level; called in the process with ``arguments``. A
             ``close`` method of what it gives is called at the end.
         arguments: Picklable.
         environment: Set in the process before ``make`` is called.
-        timeout_s: Seconds after which a call has failed.
+        fresh: The process imports everything itself, as a script does: nobody has used its heap.
     """
 
     def __init__(
@@ -46,41 +37,24 @@ class Worker:
         make: Callable[..., Any],
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
-        timeout_s: float = 600.0,
+        fresh: bool = False,
     ) -> None:
-        context = self._context()
-        self._timeout = timeout_s
+        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
+            # Libraries are imported once, not once per worker.
+            context.set_forkserver_preload(["bench.preload"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, make, arguments, dict(environment or {})), daemon=True
         )
         self._process.start()
         theirs.close()
-        self._waiting = True
-
-    @staticmethod
-    def _context() -> Any:
-        if "forkserver" not in multiprocessing.get_all_start_methods():
-            return multiprocessing.get_context("spawn")
-        # Libraries are imported once, not once per worker.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_PRELOAD])
-        return context
+        self._answer("starting")
 
     @property
     def pid(self) -> int:
         """The process."""
-        return int(self._process.pid or 0)
-
-    def ready(self) -> None:
-        """Wait until the object is made.
-
-        Raises:
-            WorkerError: It could not be made.
-        """
-        if self._waiting:
-            self._waiting = False
-            self._answer("starting")
+        return int(self._process.pid)
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of the object and wait for what it returns.
@@ -88,13 +62,11 @@ class Worker:
         Raises:
             WorkerError: It raised, the process died, or the time is up.
         """
-        self.ready()
         self._pipe.send((method, arguments, named))
         return self._answer(method)
 
     def peak(self, method: str, *arguments: Any, **named: Any) -> tuple[Any, int]:
         """As ``call``, with the most anonymous memory of the process meanwhile, bytes."""
-        self.ready()
         with AnonPeak(self.pid) as memory:
             answer = self.call(method, *arguments, **named)
         return answer, memory.peak
@@ -107,15 +79,14 @@ class Worker:
                 self._process.join(30)
             except OSError:  # It died.
                 pass
-            if self._process.is_alive():
-                self._process.kill()
+            self._process.kill()
             self._process.join(10)
         self._pipe.close()
 
     def _answer(self, what: str) -> Any:
         try:
-            if not self._pipe.poll(self._timeout):
-                raise WorkerError(f"{what}: no answer within {self._timeout:g} s")
+            if not self._pipe.poll(600):
+                raise WorkerError(f"{what}: no answer within ten minutes")
             well, value = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             self._process.join(10)
@@ -125,25 +96,11 @@ class Worker:
             raise WorkerError(f"{what}:\n{value}")
         return value
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class FreshWorker(Worker):
-    """A worker that imports everything itself, as a script does: nobody else has used its heap."""
-
-    @staticmethod
-    @override
-    def _context() -> Any:
-        return multiprocessing.get_context("spawn")
 
 
 def _serve(
@@ -169,15 +126,25 @@ def _serve(
     os._exit(0)
 
 
+def alone() -> dict[str, str]:
+    """What a launcher would set for a single process; DeepSpeed asks for MPI without it."""
+    return {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    """A port that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def anon_bytes(pid: int | None = None) -> int:
     """Anonymous memory a process holds: its own data, no files and no shared memory."""
-    path = Path("/proc", str(pid or os.getpid()), "statm")
-    if path.exists():
-        _, resident, shared, *_ = path.read_text().split()
-        return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
-    import psutil
-
-    return int(psutil.Process(pid).memory_info().rss)
+    _, resident, shared, *_ = Path("/proc", str(pid or os.getpid()), "statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
 
 
 class AnonPeak:
@@ -195,17 +162,10 @@ class AnonPeak:
         self._pid, self._interval = pid, interval
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.before = anon_bytes(pid)
-        """Bytes at the start."""
-        self.peak = self.before
-        """Most bytes seen."""
+        self.before = self.peak = anon_bytes(pid)
+        """Bytes at the start, and most bytes seen."""
 
-    @property
-    def growth(self) -> int:
-        """Bytes of the peak above the start."""
-        return self.peak - self.before
-
-    def __enter__(self) -> AnonPeak:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -223,19 +183,3 @@ class AnonPeak:
             self.peak = max(self.peak, anon_bytes(self._pid))
         except (OSError, ValueError):  # The process has gone.
             self._stop.set()
-
-
-def device_bytes() -> dict[str, float]:
-    """Peaks of this process's GPU memory as torch knows them; empty without a GPU.
-
-    ``allocated_bytes`` is what tensors took, ``reserved_bytes`` what other processes could not
-    have, without the CUDA context.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    return {
-        "allocated_bytes": float(torch.cuda.max_memory_allocated()),
-        "reserved_bytes": float(torch.cuda.max_memory_reserved()),
-    }

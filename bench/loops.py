@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from benchmarks.framework import anon_bytes, device_bytes
+from bench.workers import alone, anon_bytes
 
 SEED = 0
 UNETS: Mapping[str, Mapping[str, Any]] = {
@@ -70,7 +69,7 @@ def unet_problem(kind: str, *, batch: int, side: int) -> Problem:
 
 def stack_problem(layers: int, *, width: int) -> Problem:
     """Wide linear layers: many parameters, little arithmetic."""
-    from benchmarks.ema import Stack
+    from bench.ema import Stack
 
     torch.manual_seed(SEED)
 
@@ -94,20 +93,6 @@ def problem(settings: Mapping[str, Any]) -> Problem:
     if settings["model"] == "stack":
         return stack_problem(settings["layers"], width=settings["width"])
     return unet_problem(settings["model"], batch=settings["batch"], side=settings["side"])
-
-
-def alone() -> dict[str, str]:
-    """What a launcher would set for a single process; DeepSpeed asks for MPI without it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
 
 
 class Loop:
@@ -140,9 +125,10 @@ class Loop:
         """Make model and engine; the number of parameters."""
         torch.manual_seed(SEED)
         self._problem = problem(self._settings)
+        count = sum(parameter.numel() for parameter in self._problem.model.parameters())
         self._begin()
         gc.collect()
-        return self._count
+        return count
 
     def steps(self, count: int) -> dict[str, float]:
         """Take steps; seconds of each, from the end of one to the end of the next."""
@@ -151,25 +137,12 @@ class Loop:
         self._train(count + 1)
         return {"seconds": (self._ends[-1] - self._ends[0]) / count}
 
-    def next_losses(self, count: int) -> list[float]:
-        """Of the next steps, from the first batch and the first random number on."""
-        self._generator.manual_seed(SEED)
-        del self._losses[:]
-        self._train(count)
-        return list(self._losses)
-
     def bytes_now(self) -> int:
-        """Anonymous memory held now."""
         gc.collect()
         return anon_bytes()
 
     def losses(self) -> list[float]:
-        """Of all steps so far."""
         return self._losses
-
-    def device(self) -> dict[str, float]:
-        """Peaks of GPU memory."""
-        return device_bytes()
 
     def config(self) -> dict[str, Any]:
         """What DeepSpeed is given: the plan as zerotune renders it."""
@@ -180,12 +153,6 @@ class Loop:
 
     def _train(self, count: int) -> None:
         raise NotImplementedError
-
-    @property
-    def _count(self) -> int:
-        # At stage 3 a parameter's own shape is empty.
-        shapes = [getattr(p, "ds_shape", p.shape) for p in self._problem.model.parameters()]
-        return sum(shape.numel() for shape in shapes)
 
 
 def _resolved(settings: Mapping[str, Any], model: torch.nn.Module) -> Any:
@@ -208,13 +175,9 @@ class TrainerLoop(Loop):
 
         plan = _resolved(self._settings, self._problem.model)
         self._trainer = Trainer(
-            model=self._problem.model,
-            plan=plan,
-            data=self._problem.batches,
-            objective=self._problem.objective,
-            callbacks=(_watch(self._note),),
-            seed=SEED,
-        )
+            model=self._problem.model, plan=plan, data=self._problem.batches,
+            objective=self._problem.objective, callbacks=(_watch(self._note),), seed=SEED,
+        )  # fmt: skip
         self._generator = self._trainer._generator
         self._generator.manual_seed(SEED)
 
@@ -234,21 +197,13 @@ class TrainerLoop(Loop):
         inside = sum(self._inside[1:]) / count
         return {**found, "own_share": 1 - inside / found["seconds"]}
 
-    def phases(self) -> dict[str, float]:
-        """Seconds per step of each phase, as the trainer measured them."""
-        report = self._trainer.report()
-        return {name: seconds / report.steps for name, seconds in report.phases.items()}
-
     def save(self, path: str) -> None:
-        """A checkpoint."""
         self._trainer.save(path)
 
     def load(self, path: str) -> None:
-        """Go on from it."""
         self._trainer.resume(path)
 
     def close(self) -> None:
-        """End the engine."""
         self._trainer.close()
 
 
@@ -262,7 +217,27 @@ def _watch(note: Callable[[Any], None]) -> Any:
     return Watch()
 
 
-class DeepSpeedLoop(Loop):
+class ByHand(Loop):
+    """A loop over batches, as scripts write it."""
+
+    _engine: Any
+
+    def _train(self, count: int) -> None:
+        engine, batches = self._engine, self._problem.batches
+        engine.train()
+        for _ in range(count):
+            batch = batches[len(self._losses) % len(batches)]
+            self._losses.append(self._step(batch).item())
+            self._ends.append(time.perf_counter())
+
+    def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+class DeepSpeedLoop(ByHand):
     """``deepspeed.initialize`` and a loop, as DeepSpeed's tutorials write them."""
 
     def _begin(self) -> None:
@@ -275,31 +250,20 @@ class DeepSpeedLoop(Loop):
             config=self.config(),
         )
 
-    def _train(self, count: int) -> None:
-        engine, batches = self._engine, self._problem.batches
-        engine.train()
-        for _ in range(count):
-            batch = batches[len(self._losses) % len(batches)]
-            loss = self._problem.by_hand(engine, batch, self._generator)
-            engine.backward(loss)
-            engine.step()
-            self._losses.append(loss.item())
-            self._ends.append(time.perf_counter())
+    def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loss = self._problem.by_hand(self._engine, batch, self._generator)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss
 
     def save(self, path: str) -> None:
-        """DeepSpeed's native checkpoint."""
         self._engine.save_checkpoint(path)
 
     def load(self, path: str) -> None:
-        """Go on from it."""
         self._engine.load_checkpoint(path)
 
-    def close(self) -> None:
-        """End the engine."""
-        self._engine.destroy()
 
-
-class AccelerateLoop(Loop):
+class AccelerateLoop(ByHand):
     """accelerate's ``Accelerator`` around DeepSpeed, as diffusers' examples write it."""
 
     def _begin(self) -> None:
@@ -307,36 +271,24 @@ class AccelerateLoop(Loop):
         from accelerate import Accelerator, DeepSpeedPlugin
         from accelerate.utils import DummyOptim
 
-        self._accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.config())
-        )
+        plugin = DeepSpeedPlugin(hf_ds_config=self.config())
+        self._accelerator = Accelerator(deepspeed_plugin=plugin)
         optimizer = DummyOptim(self._problem.model.parameters(), lr=1e-4)
         self._engine, self._optimizer = self._accelerator.prepare(self._problem.model, optimizer)
 
-    def _train(self, count: int) -> None:
-        engine, batches = self._engine, self._problem.batches
-        engine.train()
-        for _ in range(count):
-            batch = batches[len(self._losses) % len(batches)]
-            with self._accelerator.accumulate(engine):
-                loss = self._problem.by_hand(engine, batch, self._generator)
-                self._accelerator.backward(loss)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-            self._losses.append(loss.detach().item())
-            self._ends.append(time.perf_counter())
+    def _step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        with self._accelerator.accumulate(self._engine):
+            loss = self._problem.by_hand(self._engine, batch, self._generator)
+            self._accelerator.backward(loss)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return loss.detach()
 
     def save(self, path: str) -> None:
-        """Accelerate's checkpoint, DeepSpeed's native one within."""
         self._accelerator.save_state(path)
 
     def load(self, path: str) -> None:
-        """Go on from it."""
         self._accelerator.load_state(path)
-
-    def close(self) -> None:
-        """End the engine."""
-        self._engine.destroy()
 
 
 LOOPS: Mapping[str, type[Loop]] = {
@@ -344,4 +296,4 @@ LOOPS: Mapping[str, type[Loop]] = {
     "zerotune Trainer": TrainerLoop,
     "accelerate by hand": AccelerateLoop,
 }
-BY_HAND, OURS, ACCELERATE = LOOPS
+BY_HAND, OURS, _ = LOOPS

@@ -1,6 +1,7 @@
 """A device without memory: real models at their real sizes, every byte of a pass counted.
 
-The passes run on torch's fake tensors with the operators a CUDA device has for attention and for
+``python -m tools.fake_device`` counts the passes of every family beside what the memory model says,
+for docs/memory.md; ten minutes. The passes run on torch's fake tensors with the operators a CUDA device has for attention and for
 norms, and with what these take beside their results. What they allocate and free is kept in
 order, so that torch's caching allocator can be asked what it would have reserved for it.
 """
@@ -8,10 +9,11 @@ order, so that torch's caching allocator can be asked what it would have reserve
 from __future__ import annotations
 
 import contextlib
-import functools
+import json
 import weakref
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, Literal, get_args
 from unittest import mock
 
@@ -21,10 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from benchmarks.families import CONFIGURATIONS, FRAMES
-from benchmarks.framework import Benchmark, Case, Context, Measured
+from tools.families import CONFIGURATIONS, FRAMES
 from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
-from zerotune.diffusion.facts import example_inputs, model_facts
+from zerotune.diffusion.facts import example_inputs
 from zerotune.diffusion.passes import fuses_norm
 from zerotune.plan.families import family_names, model_family
 from zerotune.plan.model import ModelFacts
@@ -472,73 +473,34 @@ class CachingAllocator:
 
 # -- The memory model held against it.
 
-PASS: Final = "counted"
-RESERVED: Final = "reserved by torch's allocator"
-EXPANDABLE: Final = "reserved in expandable segments"
-ESTIMATED: Final = "estimated"
+FILE: Final = Path(__file__).resolve().parents[1] / "docs" / "results" / "fake_device.json"
 KINDS: Final[tuple[Keeping, ...]] = get_args(Keeping)
-SIZES: Final = ((None, 1), (None, 8), (128, 8))
-"""Side in pixels and batch; ``None``: the side that the family was made for."""
+SIZES: Final = ((None, None, 1), (None, None, 8), (128, None, 8))
+"""Side in pixels, frames and batch; ``None``: what the family was made for."""
 CLIPS: Final = ((None, None, 1), (None, 1, 8), (256, 17, 4))
-"""Side, frames and batch of families of clips; ``None``: what the family was made for."""
-SMALL: Final[Mapping[str, Any]] = {
-    "_class_name": "UNet2DConditionModel",
-    "sample_size": 8,
-    "block_out_channels": [16, 32],
-    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D"],
-    "up_block_types": ["CrossAttnUpBlock2D", "UpBlock2D"],
-    "cross_attention_dim": 16,
-    "attention_head_dim": 8,
-    "norm_num_groups": 8,
-    "layers_per_block": 1,
-}
 
 
-def cases(quick: bool) -> Sequence[Case]:
-    """Every family, with everything kept, recomputed and offloaded, at three sizes."""
-    counted = family_names()
-    real = {name: side for name, (_, side) in CONFIGURATIONS.items() if name in counted}
-    families = {"small": 64} if quick else real
-    return tuple(
-        Case(
-            name=f"{name}, {kind}, {side}²{'' if frames is None else f' x {frames}'} batch {batch}",
-            settings={"family": name, "keeping": kind, "side": side, "batch": batch}
-            | ({} if frames is None else {"frames": frames}),
-            measure=measure,
-        )
-        for name, native in families.items()
-        for kind in KINDS
-        for side, frames, batch in _sizes(name, native, quick=quick)
-    )
-
-
-def _sizes(name: str, native: int, *, quick: bool) -> Iterator[tuple[int, int | None, int]]:
-    if name in FRAMES:
-        for side, frames, batch in CLIPS:
-            yield side or native, frames or FRAMES[name], batch
-        return
-    for side, batch in SIZES[:1] if quick else SIZES:
-        yield side or native, None, batch
-
-
-def measure(settings: Mapping[str, Any], context: Context) -> Measured:  # noqa: ARG001
-    """A pass on the fake device, and what the memory model says of it."""
-    device, facts = _device(settings["family"])
-    side, batch, keeping = settings["side"], settings["batch"], settings["keeping"]
-    frames = settings.get("frames")
-    taken = device.step(batch=batch, height=side, width=side, keeping=keeping, frames=frames)
-    pixels = facts.positions(height=side, width=side, frames=frames)
-    estimated = estimate(facts, batch=batch, pixels=pixels, keeping=keeping)
+def rows(name: str) -> Iterator[dict[str, Any]]:
+    """Passes of a family, with everything kept, recomputed and offloaded, at three sizes: bytes."""
+    config, native = CONFIGURATIONS[name]
+    device, facts = FakeDevice(config), model_family(name).facts
     weights = 2 * facts.numel
-    samples = {
-        PASS: {"device_bytes": [taken.peak], "host_bytes": [taken.host]},
-        RESERVED: {"device_bytes": [taken.reserved(before=(weights,)) - weights]},
-        EXPANDABLE: {
-            "device_bytes": [taken.reserved(before=(weights,), expandable=True) - weights]
-        },
-        ESTIMATED: {"device_bytes": [estimated[0]], "host_bytes": [estimated[1]]},
-    }
-    return Measured(samples=samples, baseline=PASS, facts={"weights": weights})
+    for keeping in KINDS:
+        for small, some, batch in CLIPS if name in FRAMES else SIZES:
+            side, frames = small or native, some or FRAMES.get(name)
+            taken = device.step(
+                batch=batch, height=side, width=side, keeping=keeping, frames=frames
+            )
+            pixels = facts.positions(height=side, width=side, frames=frames)
+            on_device, on_host = estimate(facts, batch=batch, pixels=pixels, keeping=keeping)
+            size = f"{side}²{'' if frames is None else f' x {frames}'} batch {batch}"
+            yield {
+                "pass": f"{name}, {keeping}, {size}", "weights": weights,
+                "counted": taken.peak, "estimated": on_device,
+                "host": taken.host, "estimated_host": on_host,
+                "reserved": taken.reserved(before=(weights,)) - weights,
+                "expandable": taken.reserved(before=(weights,), expandable=True) - weights,
+            }  # fmt: skip
 
 
 def estimate(
@@ -555,17 +517,14 @@ def estimate(
     return cost.nbytes(batch=batch, pixels=pixels), waiting
 
 
-@functools.lru_cache(maxsize=1)
-def _device(family: str) -> tuple[FakeDevice, ModelFacts]:
-    if family == "small":
-        return FakeDevice(SMALL), model_facts(SMALL)
-    return FakeDevice(CONFIGURATIONS[family][0]), model_family(family).facts
+def render(passes: Iterable[Mapping[str, Any]]) -> str:
+    """A line for each."""
+    lines = ",\n".join(json.dumps(one, ensure_ascii=False) for one in passes)
+    return f"[\n{lines}\n]\n"
 
 
-BENCHMARK = Benchmark(
-    name="fake_device",
-    title="activations of real models on a device without memory, and the memory model",
-    cases=cases,
-    ours=frozenset({ESTIMATED}),
-    better="the nearer the estimate is to what was counted, the better",
-)
+if __name__ == "__main__":
+    FILE.write_text(
+        render(row for name in CONFIGURATIONS if name in family_names() for row in rows(name)),
+        encoding="utf-8",
+    )

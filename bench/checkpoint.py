@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ema import WIDTH
-from benchmarks.framework import Benchmark, Case, Context, Goal, Measured, Worker, alternate
-from benchmarks.loops import BY_HAND, LOOPS, OURS
-from benchmarks.overhead import PLANS
+from bench.ema import WIDTH
+from bench.loops import BY_HAND, LOOPS, OURS
+from bench.overhead import PLANS
+from bench.runner import Benchmark, Case, Goal, Measured, alternate
+from bench.workers import Worker
 
 PAGE = 4096
 """Of growth no less is told, so that there is something to compare with."""
@@ -37,15 +38,12 @@ def cases(quick: bool) -> Sequence[Case]:
     )
     names = list(PLANS)[:1] if quick else list(PLANS)
     return tuple(
-        Case(
-            name=name, settings={"plan": dict(PLANS[name]), "model": "stack", **size},
-            measure=measure,
-        )
+        Case(name, measure, {"plan": dict(PLANS[name]), "model": "stack", **size})
         for name in names
-    )  # fmt: skip
+    )
 
 
-def measure(settings: Mapping[str, Any], context: Context) -> Measured:
+def measure(settings: Mapping[str, Any], scratch: Path) -> Measured:
     """Start the three, train a little, then let them save and resume in turns."""
     with ExitStack() as stack:
         workers = {
@@ -55,34 +53,25 @@ def measure(settings: Mapping[str, Any], context: Context) -> Measured:
         for name, worker in workers.items():
             parameters = worker.call("start")
             worker.call("steps", 1)
-            context.log(f"  {name} has started")
-        exact = {
-            name: _goes_on(worker, context.scratch / "exact") for name, worker in workers.items()
-        }
         samples = alternate(
             {
-                name: functools.partial(_save_and_load, worker, context.scratch / "checkpoint")
+                name: functools.partial(_save_and_load, worker, scratch / "checkpoint")
                 for name, worker in workers.items()
             },
             rounds=settings["rounds"],
             warm_up=settings["warm_up"],
-            before=_settle,
+            # What another contestant left unwritten would be written in this one's time.
+            before=os.sync,
         )
     return Measured(
         samples=samples,
         baseline=BY_HAND,
         facts={
             "parameters": parameters,
-            "goes on exactly as it did": exact,
             "state in bytes": 12 * parameters,
         },
         notes=NOTES,
     )
-
-
-def _settle() -> None:
-    # What another contestant left unwritten would be written in this one's time.
-    os.sync()
 
 
 def _save_and_load(worker: Worker, folder: Path) -> dict[str, float]:
@@ -114,40 +103,19 @@ def _bring_to_disk(folder: Path) -> int:
     return nbytes
 
 
-def _goes_on(worker: Worker, folder: Path) -> bool:
-    """Whether the steps after a resume have the losses of those after the save."""
-    worker.call("save", str(folder))
-    before = worker.call("next_losses", 3)
-    worker.call("load", str(folder))
-    after = worker.call("next_losses", 3)
-    worker.call("load", str(folder))
-    shutil.rmtree(folder)
-    return bool(before == after)
-
-
 BENCHMARK = Benchmark(
     name="checkpoint",
     title="saving and resuming against DeepSpeed's and accelerate's own checkpoints",
     cases=cases,
-    ours=frozenset({OURS}),
+    ours=(OURS,),
     goals=tuple(
-        Goal(
-            text=f"{case}: {what}",
-            case=case,
-            contestant=OURS,
-            against=BY_HAND,
-            quantity=quantity,
-            limit=limit,
-        )
+        Goal(f"{case}: {what}", case, OURS, quantity, limit, BY_HAND)
         for case in PLANS
         for what, quantity, limit in (
             ("a save is on the disk no later than DeepSpeed's", "save_to_disk_seconds", 1.0),
             ("a resume takes no longer than DeepSpeed's", "resume_seconds", 1.0),
-            (
-                "saving and resuming grow memory by at most half as much as DeepSpeed's",
-                "memory_bytes",
-                0.5,
-            ),
+            ("saving and resuming grow memory by at most half as much as DeepSpeed's",
+             "memory_bytes", 0.5),
         )
     ),
-)
+)  # fmt: skip

@@ -3,8 +3,7 @@
 Rates are measured as ``zerotune doctor --rates`` does it, in a process of their own, in turns with
 steps: what they allocate and free would change what the C library keeps for these. So would a heap
 that others have used: the processes of steps import everything themselves, as a script does.
-Both are counted in processor time of one thread: what others on the machine take is in neither, and
-on an idle machine it is the clock's time, which is given beside it.
+Both are counted in processor time of one thread: what others on the machine take is in neither.
 """
 
 from __future__ import annotations
@@ -12,25 +11,17 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_map
 
-from benchmarks.families import FLUX, SD3
-from benchmarks.framework import (
-    Benchmark,
-    Case,
-    Context,
-    FreshWorker,
-    Goal,
-    Measured,
-    Worker,
-    alternate,
-)
-from benchmarks.memory import SMALL, TINY
+from bench.memory import SMALL, TINY
+from bench.runner import Benchmark, Case, Goal, Measured, alternate
+from bench.workers import Worker
+from tools.families import FLUX, SD3
 from zerotune.diffusion.facts import example_inputs
-from zerotune.plan.memory.rates import RATE_NAMES
 from zerotune.training.events import Callback, RunView, StepMetrics
 
 MEASURED, PREDICTED = "measured", "predicted"
@@ -63,82 +54,49 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 _UNET: Mapping[str, Any] = {"model": "U-Net", "side": 256, "batch": 2}
 _SD3: Mapping[str, Any] = {"model": "SD3", "side": 128, "batch": 1}
 _FLUX: Mapping[str, Any] = {"model": "Flux", "side": 256, "batch": 1}
-PLANS: Mapping[str, Mapping[str, Any]] = {
-    "plain, U-Net, fp32": {**_UNET, "plan": {"precision": "fp32", "stage": 0}, "deepspeed": False},
-    "ZeRO-0, U-Net, fp32": {**_UNET, "plan": {"precision": "fp32", "stage": 0}},
-    "ZeRO-2, U-Net, fp32, recomputed": {
-        **_UNET,
-        "plan": {"precision": "fp32", "stage": 2},
-        "checkpointing": True,
-    },
-    "ZeRO-2, U-Net, bf16": {**_UNET, "plan": {"stage": 2, "precision": "bf16"}},
-    "ZeRO-2, RAM, U-Net, fp32, four micro batches": {
-        **_UNET,
-        "batch": 1,
-        "plan": {
-            "precision": "fp32",
-            "stage": 2,
-            "offload": "cpu",
-            "gradient_accumulation_steps": 4,
-        },
-    },
-    "ZeRO-3, RAM, U-Net, fp32": {
-        **_UNET,
-        "plan": {"precision": "fp32", "stage": 3, "offload": "cpu"},
-    },
-    "ZeRO-1, SD3, fp32": {**_SD3, "plan": {"precision": "fp32", "stage": 1}},
-    "ZeRO-2, RAM, SD3, fp32, EMA": {
-        **_SD3,
-        "plan": {"precision": "fp32", "stage": 2, "offload": "cpu"},
-        "ema": True,
-    },
-    "ZeRO-2, RAM, SD3, bf16": {
-        **_SD3,
-        "plan": {"stage": 2, "offload": "cpu", "precision": "bf16"},
-    },
-    "ZeRO-2, RAM, SD3, bf16, DeepSpeed's chain, clipped, EMA": {
-        **_SD3,
-        "plan": {"stage": 2, "offload": "cpu", "precision": "bf16", "gradient_clipping": 1.0},
-        "ema": True,
-        "host_step": False,
-    },
-    "ZeRO-3, SD3, fp32": {**_SD3, "plan": {"precision": "fp32", "stage": 3}},
-    "ZeRO-3, RAM with parameters, SD3, bf16, EMA": {
-        **_SD3,
-        "plan": {"stage": 3, "offload": "cpu", "offload_param": "cpu", "precision": "bf16"},
-        "ema": True,
-    },
-    "ZeRO-2, RAM, Flux, fp32, recomputed": {
-        **_FLUX,
-        "plan": {"precision": "fp32", "stage": 2, "offload": "cpu"},
-        "checkpointing": True,
-    },
-    "ZeRO-3, RAM, Flux, bf16": {
-        **_FLUX,
-        "plan": {"stage": 3, "offload": "cpu", "precision": "bf16"},
-    },
+_RAM2, _RAM3 = {"stage": 2, "offload": "cpu"}, {"stage": 3, "offload": "cpu"}
+_CLIPPED, _FOUR = {"gradient_clipping": 1.0}, {"gradient_accumulation_steps": 4}
+# Name, model, precision, the rest of the plan, and what else is set.
+_TABLE: Final = (
+    ("plain, U-Net, fp32", _UNET, "fp32", {"stage": 0}, {"deepspeed": False}),
+    ("ZeRO-0, U-Net, fp32", _UNET, "fp32", {"stage": 0}, {}),
+    ("ZeRO-2, U-Net, fp32, recomputed", _UNET, "fp32", {"stage": 2}, {"checkpointing": True}),
+    ("ZeRO-2, U-Net, bf16", _UNET, "bf16", {"stage": 2}, {}),
+    ("ZeRO-2, RAM, U-Net, fp32, four micro batches", _UNET, "fp32", _RAM2 | _FOUR, {"batch": 1}),
+    ("ZeRO-3, RAM, U-Net, fp32", _UNET, "fp32", _RAM3, {}),
+    ("ZeRO-1, SD3, fp32", _SD3, "fp32", {"stage": 1}, {}),
+    ("ZeRO-2, RAM, SD3, fp32, EMA", _SD3, "fp32", _RAM2, {"ema": True}),
+    ("ZeRO-2, RAM, SD3, bf16", _SD3, "bf16", _RAM2, {}),
+    ("ZeRO-2, RAM, SD3, bf16, DeepSpeed's chain, clipped, EMA", _SD3, "bf16", _RAM2 | _CLIPPED,
+     {"ema": True, "host_step": False}),
+    ("ZeRO-3, SD3, fp32", _SD3, "fp32", {"stage": 3}, {}),
+    ("ZeRO-3, RAM with parameters, SD3, bf16, EMA", _SD3, "bf16",
+     _RAM3 | {"offload_param": "cpu"}, {"ema": True}),
+    ("ZeRO-2, RAM, Flux, fp32, recomputed", _FLUX, "fp32", _RAM2, {"checkpointing": True}),
+    ("ZeRO-3, RAM, Flux, bf16", _FLUX, "bf16", _RAM3, {}),
+)  # fmt: skip
+PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
+    name: {**model, "plan": {**plan, "precision": precision}, **more}
+    for name, model, precision, plan, more in _TABLE
 }
 
 
 def cases(quick: bool) -> Sequence[Case]:
     kinds = (
         {"ZeRO-2, RAM": {"model": "tiny U-Net", "side": 64, "batch": 1,
-                         "plan": {"precision": "fp32", "stage": 2, "offload": "cpu"}, "ema": True}}
+                         "plan": {"precision": "fp32", **_RAM2}, "ema": True}}
         if quick else PLANS
     )  # fmt: skip
     turns = {"rounds": 2, "steps": 1, "scale": 1 / 32} if quick else {"rounds": 3, "steps": 2}
-    return tuple(
-        Case(name=name, settings={**settings, **turns}, measure=measure)
-        for name, settings in kinds.items()
-    )
+    return tuple(Case(name, measure, {**kind, **turns}) for name, kind in kinds.items())
 
 
-def measure(settings: Mapping[str, Any], context: Context) -> Measured:
+def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     """Steps and rates in turns."""
-    alone = {"OMP_NUM_THREADS": "1"}
+    single = {"OMP_NUM_THREADS": "1"}
     with (
-        FreshWorker(Run, dict(settings), environment=alone) as worker,
-        Worker(Doctor, settings.get("scale", 1.0), environment=alone) as doctor,
+        Worker(Run, dict(settings), environment=single, fresh=True) as worker,
+        Worker(Doctor, settings.get("scale", 1.0), environment=single) as doctor,
     ):
         samples = alternate(
             {
@@ -150,21 +108,7 @@ def measure(settings: Mapping[str, Any], context: Context) -> Measured:
             warm_up=2,
         )
         facts = worker.call("facts")
-    context.log(f"  {_in_words(samples)}")
     return Measured(samples=samples, baseline=MEASURED, facts=facts)
-
-
-def _in_words(samples: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    middle = {
-        (name, quantity): sorted(found)[len(found) // 2]
-        for name, quantities in samples.items()
-        for quantity, found in quantities.items()
-    }
-    return ", ".join(
-        f"{quantity.removesuffix('_seconds')} {middle[PREDICTED, quantity]:.3f} of {of:.3f} s"
-        for (name, quantity), of in middle.items()
-        if name == MEASURED and (PREDICTED, quantity) in middle
-    )
 
 
 class Doctor:
@@ -206,15 +150,12 @@ class Run:
         self._trainer.running.clock = StepClock(self._trainer.engine.device, now=time.process_time)
         self._numel = sum(p.numel() for p in model.parameters())
         self._predicted: Any = None
-        self._by_the_clock: list[float] = []
 
     def steps(self, count: int) -> dict[str, float]:
         """The shortest of some steps, and of its parts, in processor time."""
         found: list[dict[str, float]] = []
         for _ in range(count):
-            begun = time.perf_counter()
             self._trainer.fit(steps=self._trainer.step + 1)
-            self._by_the_clock.append(time.perf_counter() - begun)
             metrics = self._last.metrics
             parts = {name: metrics.phases[name] for name in PARTS}
             found.append(_quantities(metrics.seconds, parts))
@@ -236,21 +177,14 @@ class Run:
         return _quantities(self._predicted.seconds, parts)
 
     def facts(self) -> dict[str, Any]:
-        """What was trained, and what the prediction is made of."""
+        """What was trained, and which rates the prediction is made of."""
         return {
             "parameters": self._numel,
             "threads": torch.get_num_threads(),
-            "seconds by the clock": self._by_the_clock,
-            "plan": self._trainer.engine.plan.to_deepspeed(),
-            "parts": [
-                {"phase": one.phase, "what": one.what, "rate": one.rate, "seconds": one.seconds}
-                for one in self._predicted.parts
-            ],
-            "rates": {name: getattr(self._predicted.rates, name) for name in RATE_NAMES},
+            "rates": sorted({one.rate for one in self._predicted.parts}),
         }
 
     def close(self) -> None:
-        """End the engine."""
         self._trainer.close()
 
 
@@ -313,25 +247,18 @@ def _resolved(settings: Mapping[str, Any], model: torch.nn.Module) -> Any:
     return OptimizerResolver().apply(resolved)
 
 
-def _goals() -> list[Goal]:
-    return [
-        Goal(
-            text=f"{name}: {text}", case=name, contestant=one, against=other,
-            quantity="seconds", limit=limit,
-        )
+BENCHMARK = Benchmark(
+    name="prediction",
+    title="predicted seconds of a step against processor seconds measured, one thread",
+    cases=cases,
+    ours=(PREDICTED,),
+    better="the nearer the prediction is to what was measured, the better",
+    goals=tuple(
+        Goal(f"{name}: {text}", name, one, "seconds", limit, other)
         for name in PLANS
         for text, one, other, limit in (
             ("predicted at most 1.2 of what was measured", PREDICTED, MEASURED, 1 + WITHIN),
             ("measured at most 1.25 of what was predicted", MEASURED, PREDICTED, 1 / (1 - WITHIN)),
         )
-    ]  # fmt: skip
-
-
-BENCHMARK = Benchmark(
-    name="prediction",
-    title="predicted seconds of a step against processor seconds measured, one thread",
-    cases=cases,
-    ours=frozenset({PREDICTED}),
-    better="the nearer the prediction is to what was measured, the better",
-    goals=tuple(_goals()),
+    ),
 )

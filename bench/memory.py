@@ -1,10 +1,8 @@
-"""Peak memory of real training steps against the plan's estimate, over stages, offload and batch.
+"""Peak memory of real training steps against the plan's estimate, over stages and offload.
 
-On a GPU: SDXL's U-Net with random weights at 1024 x 1024. Elsewhere the same run with a small
-U-Net, whose device memory is RAM too. There the C library keeps freed blocks to use them again,
-which an estimate of what is in use does not count, so both are measured.
-
-Every case runs in a process of its own, so that one that does not fit costs only itself.
+A small U-Net without a GPU, so that device memory is RAM too. There the C library keeps freed
+blocks to use them again, which an estimate of what is in use does not count, so both are measured.
+Each in a process of its own. ``python -m bench.gpu`` holds SDXL's memory on a GPU against estimates.
 """
 
 from __future__ import annotations
@@ -12,22 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.families import SDXL
-from benchmarks.framework import (
-    Benchmark,
-    Case,
-    CaseRefused,
-    Context,
-    Goal,
-    Measured,
-    Worker,
-    WorkerError,
-    anon_bytes,
-    device_bytes,
-)
-from benchmarks.framework.hardware import hardware
+from bench.runner import Benchmark, Case, Goal, Measured
+from bench.workers import Worker, anon_bytes
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -54,56 +41,32 @@ TINY = SMALL | {
     "cross_attention_dim": 16,
     "layers_per_block": 1,
 }
-MODELS: Mapping[str, Mapping[str, Any]] = {"sdxl": SDXL, "small": SMALL, "tiny": TINY}
+MODELS: Mapping[str, Mapping[str, Any]] = {"small": SMALL, "tiny": TINY}
 MEASURED, IN_USE, ESTIMATED = "measured", "measured, without freed blocks", "estimated"
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of glibc's ``mallopt``: larger blocks go back when they are freed."""
 
 
 def cases(quick: bool) -> Sequence[Case]:
-    on_gpu = bool(hardware()["devices"])
-    if quick:
-        kinds: list[dict[str, Any]] = [{"model": "tiny", "side": 32, "batch": 2}]
-    elif on_gpu:
-        kinds = [{"model": "sdxl", "side": 1024, "batch": batch} for batch in (1, 4)]
-    else:
-        kinds = [{"model": "small", "side": 128, "batch": 4}]
+    model = {"model": "tiny", "side": 32} if quick else {"model": "small", "side": 128}
+    size = {**model, "batch": 2 if quick else 4, "steps": 2}
     names = ["stage 2, RAM"] if quick else list(PLANS)
     return tuple(
-        Case(
-            name=f"{name}, batch {kind['batch']}",
-            settings={"plan": dict(PLANS[name]), **kind, "steps": 2},
-            measure=measure,
-        )
+        Case(f"{name}, batch {size['batch']}", measure, {"plan": dict(PLANS[name]), **size})
         for name in names
-        for kind in kinds
     )
 
 
-def measure(settings: Mapping[str, Any], context: Context) -> Measured:
+def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     """Train a few steps in a fresh process and compare its peak."""
-    try:
-        found, grown = _train(settings, keeps_freed=True)
-        in_use = grown if found["device"] else _train(settings, keeps_freed=False)[1]
-    except WorkerError as error:
-        last = str(error).strip().splitlines()[-1]
-        if "memory" not in last and "died" not in last:
-            raise
-        raise CaseRefused(last[:300]) from error
-    facts = found["facts"]
-    if found["device"]:
-        context.log(f"  {found['device']}")
-        samples = {
-            MEASURED: {name: [value] for name, value in found["device"].items()},
-            ESTIMATED: {"allocated_bytes": [found["estimated"]]},
-        }
-    else:
-        samples = {
-            MEASURED: {"host_bytes": [grown]},
-            IN_USE: {"host_bytes": [in_use]},
-            ESTIMATED: {"host_bytes": [found["estimated"]]},
-        }
-    return Measured(samples=samples, baseline=MEASURED, facts=facts)
+    found, grown = _train(settings, keeps_freed=True)
+    _, in_use = _train(settings, keeps_freed=False)
+    values = {MEASURED: grown, IN_USE: in_use, ESTIMATED: found["estimated"]}
+    return Measured(
+        samples={name: {"host_bytes": [nbytes]} for name, nbytes in values.items()},
+        baseline=MEASURED,
+        facts=found["facts"],
+    )
 
 
 def _train(settings: Mapping[str, Any], *, keeps_freed: bool) -> tuple[dict[str, Any], int]:
@@ -117,10 +80,7 @@ def _train(settings: Mapping[str, Any], *, keeps_freed: bool) -> tuple[dict[str,
 def _facts(model: str) -> Any:
     """Shapes and activations; ``None`` where activations are not worth counting."""
     from zerotune import model_facts
-    from zerotune.plan.families import family
 
-    if model == "sdxl":
-        return family("sdxl")
     return None if model == "tiny" else model_facts(MODELS[model])
 
 
@@ -151,44 +111,33 @@ class Run:
 
         from zerotune import DeepSpeedPlan, OptimizerResolver, build_engine
         from zerotune.diffusion.facts import example_inputs
+        from zerotune.plan.memory.estimate import RUNTIME
         from zerotune.plan.model import ModelFacts
 
-        settings = self._settings
-        config = MODELS[settings["model"]]
-        precision = "bf16" if settings["model"] == "sdxl" else "fp32"
+        settings, side = self._settings, self._settings["side"]
         plan = DeepSpeedPlan.build(
-            precision=precision, micro_batch_size=settings["batch"], **settings["plan"]
+            precision="fp32", micro_batch_size=settings["batch"], **settings["plan"]
         )
-        model = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+        model = diffusers.UNet2DConditionModel.from_config(dict(MODELS[settings["model"]]))
         model.enable_gradient_checkpointing()
         facts = self._facts or ModelFacts.from_module(model)
         resolved = OptimizerResolver().apply(plan.resolve(model=facts))
         with build_engine(model=model, plan=resolved) as engine:
-            make, side = example_inputs(model), settings["side"]
+            make = example_inputs(model)
             for _ in range(settings["steps"]):
                 inputs = make(settings["batch"], side, side)
                 arguments = {name: _filled(value, engine) for name, value in inputs.items()}
                 engine.backward(engine(**arguments).sample.float().pow(2).mean())
                 engine.step()
-            device = device_bytes()
         estimate = plan.estimate(facts, batch=settings["batch"], resolution=side)
-        return _account(estimate, device, sum(p.numel for p in facts.parameters))
-
-
-def _account(estimate: Any, device: Mapping[str, float], parameters: int) -> dict[str, Any]:
-    from zerotune.plan.memory.estimate import CONTEXT, RUNTIME
-
-    return {
-        "device": dict(device),
-        # Neither the CUDA context nor the libraries are in what is measured.
-        "estimated": estimate.device - CONTEXT if device else estimate.host - RUNTIME,
-        "facts": {
-            "parameters": parameters,
-            "phase of the peak": estimate.peak("device" if device else "host").phase,
-            "estimated device GiB": round(estimate.device / 2**30, 3),
-            "estimated host GiB": round(estimate.host / 2**30, 3),
-        },
-    }
+        return {
+            # The libraries are not in what is measured.
+            "estimated": estimate.host - RUNTIME,
+            "facts": {
+                "parameters": sum(p.numel for p in facts.parameters),
+                "phase of the peak": estimate.peak("host").phase,
+            },
+        }
 
 
 def _filled(value: Any, engine: Any) -> Any:
@@ -200,33 +149,20 @@ def _filled(value: Any, engine: Any) -> Any:
     return torch.rand(value.shape, device=engine.device).to(dtype)
 
 
+_ABOVE = "the estimate is at most 10 % above the peak of the process"
+_BELOW = "what is in use, without freed blocks, is at most 3 % above the estimate"
+
 BENCHMARK = Benchmark(
     name="memory",
     title="peak memory of real steps against the plan's estimate",
     cases=cases,
-    ours=frozenset({ESTIMATED}),
+    ours=(ESTIMATED,),
     better="the nearer the estimate is to what is in use, the better",
     goals=tuple(
-        Goal(
-            text=f"{name}: the estimate is at most 10 % above the peak of the process",
-            case=f"{name}, batch {batch}",
-            contestant=ESTIMATED,
-            against=MEASURED,
-            quantity=quantity,
-            limit=1.1,
-        )
-        for name in PLANS
-        for batch, quantity in ((1, "allocated_bytes"), (4, "allocated_bytes"), (4, "host_bytes"))
-    )
-    + tuple(
-        Goal(
-            text=f"{name}: what is in use, without freed blocks, is at most 3 % above the estimate",
-            case=f"{name}, batch 4",
-            contestant=IN_USE,
-            against=ESTIMATED,
-            quantity="host_bytes",
-            limit=1.03,
+        Goal(f"{name}: {text}", f"{name}, batch 4", one, "host_bytes", limit, other)
+        for text, one, limit, other in (
+            (_ABOVE, ESTIMATED, 1.1, MEASURED), (_BELOW, IN_USE, 1.03, ESTIMATED),
         )
         for name in PLANS
     ),
-)
+)  # fmt: skip
