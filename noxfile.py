@@ -304,11 +304,11 @@ def parity(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Benchmarks by name: ``nox -s bench -- overhead``."""
     training_environment(session)
-    run(session, "-m", "benchmarks", *session.posargs)
+    run(session, "-m", "bench", *session.posargs)
 
 
 @nox.session(python=False)
 def gpu(session: nox.Session) -> None:
     """What a GPU is for, piece by piece: ``nox -s gpu -- --minutes 10 --output DIR``."""
     training_environment(session, "cpu_adam")
-    run(session, "-m", "benchmarks", "gpu", *(session.posargs or ["--minutes", "60"]))
+    run(session, "-m", "bench.gpu", *(session.posargs or ["--minutes", "60"]))

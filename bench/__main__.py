@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAMES = (
-    "ema", "data", "loading", "offload", "memory", "checkpoint", "step", "overhead", "prediction",
+    "ema", "data", "offload", "memory", "checkpoint", "step", "overhead", "prediction",
 )  # fmt: skip
 """Shortest first."""
 

@@ -149,7 +149,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     lines = [sum(len(bars) + 1 for bars in cases.values()) for cases in drawn.values()]
     height = 0.24 * sum(lines) + 0.6 * len(lines) + 0.8
     figure = empty_figure(figsize=(8.0, height), dpi=100, layout="constrained")
-    heading = textwrap.fill(f"{result['title']}. {machine(result)}; bar: median, line: quartiles")
+    marks = "bar: median, line: quartiles; orange: zerotune, dark: compared with"
+    heading = textwrap.fill(f"{result['title']}. {machine(result)}; {marks}", 90)
     figure.suptitle(heading, fontsize=9)
     axes = figure.subplots(len(drawn), 1, height_ratios=lines, squeeze=False)[:, 0]
     for axis, (quantity, cases) in zip(axes, drawn.items(), strict=True):
@@ -183,6 +184,7 @@ def _draw_panel(
     axis.set_ylim(len(names), -0.6)
     axis.margins(x=0.12)
     axis.tick_params(axis="x", labelsize=8)
+    axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     more = "higher is better" if more_is_better(quantity) else "lower is better"
     named = ", ".join(filter(None, (title(quantity), unit)))

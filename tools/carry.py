@@ -1,4 +1,4 @@
-"""Packages for a machine without a network: ``python -m benchmarks.carry --have LIST``.
+"""Packages for a machine without a network: ``python -m tools.carry --have LIST``.
 
 ``LIST`` is what that machine has, as ``pip list`` or ``pip list --format=json`` prints it there, or
 names alone. Its own torch stays; what zerotune needs beside it comes as wheels into ``.wheels``,
@@ -196,7 +196,7 @@ def fetcher(python: str) -> Fetch:
 
 def main() -> int:
     """Fill ``.wheels``."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.carry", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.carry", description=__doc__)
     parser.add_argument("--have", type=Path, required=True, help="what that machine has: pip list")
     parser.add_argument("--python", default="3.12", help="its version of Python")
     options = parser.parse_args()

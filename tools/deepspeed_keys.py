@@ -2,7 +2,7 @@
 
 ``get_scalar_param(section, NAME, NAME_DEFAULT)`` and ``section.get(NAME, NAME_DEFAULT)`` name a key
 and its default by constants of the module, so the code itself is the list. ``zerotune schema``
-takes it from a file: ``python -m benchmarks.deepspeed_keys`` writes that anew.
+takes it from a file: ``python -m tools.deepspeed_keys`` writes that anew.
 """
 
 from __future__ import annotations

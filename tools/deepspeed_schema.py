@@ -1,6 +1,6 @@
 """What DeepSpeed refuses in the sections that plans pass through, for the plan layer.
 
-``python -m benchmarks.deepspeed_schema`` writes it from the installed DeepSpeed's own models; the
+``python -m tools.deepspeed_schema`` writes it from the installed DeepSpeed's own models; the
 plan layer imports no DeepSpeed and reads the file.
 """
 

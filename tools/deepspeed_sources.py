@@ -1,7 +1,7 @@
 """Adds the installed DeepSpeed to the releases whose replaced methods were read and tested.
 
 Read what has changed in the methods that ``zerotune.backend.deepspeed.sources`` names, run the
-tests of engines, and then ``python -m benchmarks.deepspeed_sources``.
+tests of engines, and then ``python -m tools.deepspeed_sources``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write the shapes and activation costs of known model families into the package.
 
-``python -m benchmarks.families [NAME …]``; takes about two minutes per family. The configurations
+``python -m tools.families [NAME …]``; takes about two minutes per family. The configurations
 are those published with the models.
 """
 

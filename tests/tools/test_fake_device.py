@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.fake_device import (
+from bench.memory import TINY
+from tools.fake_device import (
     KINDS,
-    SMALL,
     CachingAllocator,
     Event,
     FakeDevice,
@@ -21,7 +21,7 @@ from benchmarks.fake_device import (
     _cuda_operators,
     estimate,
 )
-from benchmarks.families import CONFIGURATIONS, FRAMES
+from tools.families import CONFIGURATIONS, FRAMES
 from zerotune.plan.families import model_family
 
 MIB = 2**20
@@ -40,7 +40,7 @@ DIAGONAL = [
     ("flux2-klein-4b", 1024, 1, KINDS[2]),
     ("wan-1.3b", 256, 4, KINDS[1]),
 ]
-"""Through families, sizes and what is kept; ``python -m benchmarks fake_device`` takes all."""
+"""Through families, sizes and what is kept; ``python -m tools.fake_device`` takes all."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -69,7 +69,7 @@ def test_the_memory_model_is_near_every_pass(family: str, side: int, batch: int,
 
 @pytest.mark.parametrize("keeping", KINDS)
 def test_all_memory_of_a_pass_is_given_back(keeping: Any):
-    taken = FakeDevice(SMALL).step(batch=2, height=64, width=64, keeping=keeping)
+    taken = FakeDevice(TINY).step(batch=2, height=64, width=64, keeping=keeping)
     assert taken.peak > 100_000
     assert sum(event.nbytes for event in taken.events) == 0, "all was given back"
     assert {event.block for event in taken.events if event.nbytes > 0} == {

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.registry import load
+from bench.__main__ import NAMES, main
+from bench.runner import load
 
 
 def measured(name, folder):
@@ -16,17 +16,25 @@ def measured(name, folder):
     assert main([name, "--quick", "--output", str(folder)]) == 0
     result = json.loads((folder / f"{name}.json").read_text())
     assert result["quick"]
-    assert [case["name"] for case in result["cases"]] == [c.name for c in load(name).cases(True)]
-    for case in result["cases"]:
-        assert "refused" not in case, case.get("refused")
+    cases = {case["name"]: case for case in result["cases"]}
+    assert list(cases) == [case.name for case in load(name).cases(True)]
+    for case in cases.values():
         for quantities in case["contestants"].values():
             for found in quantities.values():
-                assert all(math.isfinite(value) for value in found["samples"])
-    for goal in result["goals"]:
-        assert goal["met"] is not None, goal
-    assert (folder / f"{name}.md").read_text().startswith(f"# {name}")
+                assert all(math.isfinite(found[key]) for key in ("q1", "median", "q3"))
+    reached = {goal["text"] for goal in result["goals"]}
+    assert reached == {goal.text for goal in load(name).goals if goal.case in cases}
     assert (folder / f"{name}.png").stat().st_size > 1000
-    return {case["name"]: case for case in result["cases"]}
+    return cases
+
+
+def test_all_that_can_be_run_is_listed(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(NAMES)
+    with pytest.raises(SystemExit):
+        main(["no-such"])
+    assert "there is no no-such" in capsys.readouterr().err
 
 
 @pytest.fixture(autouse=True)
@@ -51,11 +59,8 @@ def test_data(tmp_path):
     assert cases["pixels"]["facts"]["buckets"] > 1
 
 
-@pytest.mark.deepspeed
-@pytest.mark.nvme
 def test_offload(tmp_path):
-    cases = measured("offload", tmp_path)
-    assert cases["bandwidth"]["facts"]["settings"]["queue_depth"] == 8
+    assert len(measured("offload", tmp_path)) == 3
 
 
 @pytest.mark.deepspeed
@@ -74,7 +79,7 @@ def test_overhead(tmp_path):
 @pytest.mark.deepspeed
 def test_checkpoint(tmp_path):
     (case,) = measured("checkpoint", tmp_path).values()
-    assert case["facts"]["goes on exactly as it did"]["zerotune Trainer"]
+    assert len(case["contestants"]) == 3
 
 
 @pytest.mark.deepspeed
@@ -92,12 +97,4 @@ def test_prediction(tmp_path):
     for found in case["contestants"].values():
         phases = sum(found[f"{part}_seconds"]["median"] for part in ("forward", "backward"))
         assert 0 < phases < found["seconds"]["median"]
-    rates = {part["rate"] for part in case["facts"]["parts"]}
-    assert {"convolutions_fp32", "operators", "host_step"} <= rates
-
-
-def test_fake_device(tmp_path):
-    for case in measured("fake_device", tmp_path).values():
-        found = {name: one["device_bytes"]["median"] for name, one in case["contestants"].items()}
-        # So small that what is rounded to 512 bytes is most of it.
-        assert 0 < found["estimated"] < found["counted"]
+    assert {"convolutions_fp32", "operators", "host_step"} <= set(case["facts"]["rates"])

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.session import Piece, Session, SessionFile
+from bench.gpu import Piece, Session
 
-HERE = "tests.benchmarks.noting"
+HERE = "tests.bench.noting"
 MACHINE = {
     "hardware": {
         "devices": [{"name": "NVIDIA H100 80GB HBM3", "gib": 79.6}],
@@ -75,10 +75,17 @@ def piece(name: str, function: Any = note, **more: Any) -> Piece:
     return Piece(name=name, made=made, settings=settings, **{"least_s": 0.0, **more})
 
 
-def session(output: Path, **more: Any) -> tuple[Session, SessionFile]:
-    quiet = {"minutes": 2.0, "say": lambda _text: None}
-    made = Session(output=output, **quiet | more)
-    return made, SessionFile(output / "machine.json", MACHINE)
+def session(output: Path, *, left: float = 120.0, **more: Any) -> Session:
+    until = time.monotonic() + left
+    return Session(
+        output / "machine.json", MACHINE, until=until, say=lambda _text: None, **more
+    )
+
+
+def run(output: Path, *pieces: Piece, **more: Any) -> tuple[bool, dict[str, Any]]:
+    """Whether nothing is left to be run, and what was learnt."""
+    made = session(output, **more)
+    return made.run(pieces, lambda: None), made.entries
 
 
 def chain(killing: int) -> list[Piece]:
