@@ -38,8 +38,7 @@ def cases(quick: bool) -> Sequence[Case]:
     )
     names = list(PLANS)[:1] if quick else list(PLANS)
     return tuple(
-        Case(name, measure, {"plan": dict(PLANS[name]), "model": "stack", **size})
-        for name in names
+        Case(name, measure, {"plan": dict(PLANS[name]), "model": "stack", **size}) for name in names
     )
 
 

@@ -116,9 +116,7 @@ def starting(settings: Mapping[str, Any], scratch: Path) -> Measured:
     with lease(scratch / "busy") as held:
         fill(held.path, settings)
         places = {EMPTY: scratch / "empty", BESIDE: scratch / "busy"}
-        contestants = {
-            name: timed(functools.partial(begin, root)) for name, root in places.items()
-        }
+        contestants = {name: timed(functools.partial(begin, root)) for name, root in places.items()}
         samples = alternate(contestants, rounds=settings["rounds"])
     return Measured(samples=samples, baseline=EMPTY)
 

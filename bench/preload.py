@@ -18,7 +18,6 @@ with contextlib.suppress(ImportError):
         # The classes: diffusers loads what is behind a name when it is asked for.
         from diffusers import FlowMatchEulerDiscreteScheduler, UNet2DModel  # noqa: F401
 
-        import zerotune.training
 
 with contextlib.suppress(ImportError):
     import cpuinfo

@@ -11,7 +11,6 @@ import re
 import sys
 import tempfile
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -25,11 +24,15 @@ PACKAGE: Final = Path(zerotune.__file__).parent
 PAGE: Final = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- {}: written by python -m tools.architecture -->", "<!-- end of {} -->"
 GIB: Final = 1 << 30
-INSIDE_PLAN: Final = "Inside the plan: values at the bottom, verbs above them, the public plan on top"
+INSIDE_PLAN: Final = (
+    "Inside the plan: values at the bottom, verbs above them, the public plan on top"
+)
 
 
 def layers(contract: str) -> list[list[str]]:
     """Names of a contract's modules, layer by layer, the highest first."""
+    import tomllib
+
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (found,) = (
         one for one in settings["tool"]["importlinter"]["contracts"] if one["name"] == contract

@@ -89,8 +89,8 @@ def compare():
     import deepspeed
     import deepspeed.runtime.config as reading
 
-    from tools.deepspeed_schema import FILE, deepspeed_schema, render
     from tests.plan.test_deepspeed_agrees import Ranks
+    from tools.deepspeed_schema import FILE, deepspeed_schema, render
     from zerotune.backend.schema import plan_schema
 
     logging.disable(logging.CRITICAL)

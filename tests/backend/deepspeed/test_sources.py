@@ -31,9 +31,7 @@ def test_the_installed_release_is_on_file():
     for name, digest in found["digests"].items():
         assert digest is not None, name
         releases = found["file"].get(name, {}).get(digest, [])
-        assert found["version"] in releases, (
-            f"read {name}, then python -m tools.deepspeed_sources"
-        )
+        assert found["version"] in releases, f"read {name}, then python -m tools.deepspeed_sources"
     assert found["file"].keys() == found["digests"].keys(), "nothing that is no longer replaced"
 
 
