@@ -49,7 +49,7 @@ def measure(settings: Mapping[str, Any], scratch: Path) -> Measured:
             name: stack.enter_context(Worker(loop, dict(settings))) for name, loop in LOOPS.items()
         }
         parameters = 0
-        for name, worker in workers.items():
+        for worker in workers.values():
             parameters = worker.call("start")
             worker.call("steps", 1)
         samples = alternate(

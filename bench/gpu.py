@@ -46,7 +46,6 @@ _OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 _NEEDED: Final = ("torch", "deepspeed", "accelerate", "diffusers")
 _OPS: Final = ("cpu_adam", "host_step", "pin_memory")
 _CAPS: Final = (8, 4, 6, 12, 24, 16, 10)
-_SIDES: Final = ((1024, 4), (768, 8), (1024, 2))
 _MARKS: Final = re.compile(r"\bmark\.(gpu|device)\b")
 
 
@@ -373,36 +372,41 @@ def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
     yield Piece("tests", "bench.gpu:tests", {"files": files}, limit_s=240.0, least_s=least)
     if quick:
         yield _steps("tiny: Reference", "Reference", None, 64, 2, model="tiny", steps=2)
-        yield _steps("tiny, card of 1 GiB", "Advised", None, 64, 2, model="tiny", steps=1,
-                     cap_gib=1)  # fmt: skip
-        return
+        yield _card(1, side=64, batch=2, model="tiny", steps=1)
+    else:
+        yield from _sizes(*about["flux_depth"])
+
+
+def _sizes(double: int, single: int) -> Iterator[Piece]:
+    """The goals first, in turns with the reference, since what slows a machine slows both."""
     for turn in (1, 2):
-        # In turns, since what slows the machine for a while slows both.
-        for made, plan in (("Ours", _TWO), ("Reference", None)):
-            name = f"sdxl 1024², batch 8: {made}, {turn}"
-            yield _steps(name, made, plan, 1024, 8, trace=turn == 1)
+        yield from _both("sdxl 1024², batch 8: {}, " + str(turn), 1024, 8, trace=turn == 1)
     for side, batch in ((1024, 1), (128, 8)):
         for plan in (_TWO, _THREE):
-            yield _steps(f"sdxl {side}², batch {batch}: stage {plan['stage']}", "Ours", plan, side,
-                         batch)  # fmt: skip
+            name = f"sdxl {side}², batch {batch}: stage {plan['stage']}"
+            yield _steps(name, "Ours", plan, side, batch)
     yield _steps("sdxl 128², batch 8: Reference", "Reference", None, 128, 8)
-    for cap in _CAPS[:4]:
-        yield _steps(f"sdxl, card of {cap} GiB", "Advised", None, 1024, 1, steps=2, cap_gib=cap)
-    double, single = about["flux_depth"]
-    flux: dict[str, Any] = {"model": "flux", "steps": 3,
-                            "more": {"num_layers": double, "num_single_layers": single}}  # fmt: skip
-    for made, plan in (("Ours", _TWO), ("Reference", None)):
-        name = f"flux, {double} + {single} blocks, 1024², batch 1: {made}"
-        yield _steps(name, made, plan, 1024, 1, **flux)
+    yield from map(_card, _CAPS[:4])
+    flux = {"model": "flux", "more": {"num_layers": double, "num_single_layers": single}}
+    name = f"flux, {double} + {single} blocks, 1024², batch 1: {{}}"
+    yield from _both(name, 1024, 1, **flux, steps=3)
     # With everything in the device's memory, whose peak the estimate must meet.
     for stage in (0, 2, 3):
-        yield _steps(f"sdxl 1024², batch 1: stage {stage}, no offload", "Ours", {"stage": stage},
-                     1024, 1, steps=2)  # fmt: skip
-    for cap in _CAPS[4:]:
-        yield _steps(f"sdxl, card of {cap} GiB", "Advised", None, 1024, 1, steps=2, cap_gib=cap)
-    for side, batch in _SIDES:
-        for made, plan in (("Ours", _TWO), ("Reference", None)):
-            yield _steps(f"sdxl {side}², batch {batch}: {made}", made, plan, side, batch)
+        name = f"sdxl 1024², batch 1: stage {stage}, no offload"
+        yield _steps(name, "Ours", {"stage": stage}, 1024, 1, steps=2)
+    yield from map(_card, _CAPS[4:])
+    for side, batch in ((1024, 4), (768, 8), (1024, 2)):
+        yield from _both(f"sdxl {side}², batch {batch}: {{}}", side, batch)
+
+
+def _both(name: str, side: int, batch: int, **more: Any) -> Iterator[Piece]:
+    for made, plan in (("Ours", _TWO), ("Reference", None)):
+        yield _steps(name.format(made), made, plan, side, batch, **more)
+
+
+def _card(gib: int, *, side: int = 1024, batch: int = 1, **more: Any) -> Piece:
+    more = {"model": "sdxl", "steps": 2, "cap_gib": gib, **more}
+    return _steps(f"{more['model']}, card of {gib} GiB", "Advised", None, side, batch, **more)
 
 
 def _steps(
@@ -430,7 +434,7 @@ def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_built(op: str) -> bool:
     from zerotune.backend.ops.diagnose import build_folder, built_library
-    from zerotune.backend.ops.host_step import host_step_status
+    from zerotune.backend.step.kernel import host_step_status
 
     if op == "host_step":
         return host_step_status().state == "built"
@@ -461,7 +465,7 @@ def in_words(error: BaseException | None) -> str:
 
 def _load(op: str) -> None:
     from zerotune.backend.ops.build import build_op, building
-    from zerotune.backend.ops.host_step import load_host_step
+    from zerotune.backend.step.kernel import load_host_step
 
     if op == "host_step":
         load_host_step()

@@ -1,4 +1,4 @@
-"""Steps of a large model in a process of its own: zerotune's, the reference's, an advised plan's."""
+"""Steps of a large model: of zerotune's plan, the reference's, and an advised one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Peak memory of real training steps against the plan's estimate, over stages and offload.
 
 A small U-Net without a GPU, so that device memory is RAM too. There the C library keeps freed
-blocks to use them again, which an estimate of what is in use does not count, so both are measured.
-Each in a process of its own. ``python -m bench.gpu`` holds SDXL's memory on a GPU against estimates.
+blocks to use them again, which an estimate of what is in use does not count: both are measured,
+each in a process of its own. ``python -m bench.gpu`` holds SDXL's on a GPU against estimates.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
             name: stack.enter_context(Worker(loop, dict(settings))) for name, loop in LOOPS.items()
         }
         parameters = 0
-        for name, worker in workers.items():
+        for worker in workers.values():
             worker.call("held")
             parameters = worker.call("start")
         samples: dict[str, dict[str, Any]] = alternate(

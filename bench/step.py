@@ -60,8 +60,8 @@ class Slab:
     """96 million weights with a bf16 gradient, twice: for the chain and for the pass."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.deepspeed.host_adam import HostAdam
-        from zerotune.backend.ops.host_step import Average, load_host_step
+        from zerotune.backend.step.adams import HostAdam
+        from zerotune.backend.step.kernel import Average, load_host_step
         from zerotune.backend.upstream import require_deepspeed
 
         require_deepspeed(accelerator="cpu")
@@ -209,7 +209,7 @@ class _Loop:
     def steps(self, count: int) -> dict[str, float]:
         """Seconds of a step, and of its parts."""
         parts = {"forward": self._forward, "backward": lambda: self.engine.backward(self._loss),
-                 "step": lambda: self.engine.step(), "ema": self.average}  # fmt: skip
+                 "step": self.engine.step, "ema": self.average}  # fmt: skip
         found = dict.fromkeys(("seconds", "device_seconds", *(f"{p}_seconds" for p in parts)), 0.0)
         for _ in range(count):
             for part, act in parts.items():

@@ -1,7 +1,8 @@
 """Draws every picture that shows what the code answers: ``python docs/generate_pictures.py``.
 
-README's picture of memory, and the charts of docs/results with the page made of them. What a picture shows is written into the file, so that a test can tell when the code's answer
-has become another one. The digits are drawn by ``nox -s demo``, the builder by
+README's picture of memory, and the charts of docs/results with the page made of them. What a picture
+shows is written into the file, so that a test can tell when the code's answer has become another
+one. The digits are drawn by ``nox -s demo``, the builder by
 docs/generate_builder.py.
 """
 
@@ -53,7 +54,7 @@ def results() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
 
 def draw_results() -> None:
     """Charts and the page, with the words and goals that the benchmarks have today."""
-    for path, stored, today in results():
+    for path, _, today in results():
         path.write_text(compact(today), encoding="utf-8")
         draw(today, path.with_suffix(".png"))
     runpy.run_path(str(DOCS / "generate_performance.py"), run_name="__main__")

@@ -36,14 +36,16 @@ MEANING = {
 
 
 STRICTER = {
-    r"(aio|optimizer|scheduler)": "DeepSpeed ignores keys it does not know, and with them a"
-    " misspelt setting",
+    r"(aio|optimizer|scheduler|flops_profiler|activation_checkpointing|data_types)"
+    r"|data_efficiency(\.data_sampling|\.data_routing)?": "DeepSpeed ignores keys it does not know,"
+    " and with them a misspelt setting",
     r"(aio|optimizer|scheduler)\..*": "DeepSpeed does not look at the value before the engine uses"
     " it",
     r"zero_optimization\..*|fp16\..*": "pydantic takes `true` for 1 and numbers beyond 64 bits, and"
     " leaves negative sizes and counts to the engine",
-    r"(train_|gradient_|steps_per_print|wall_clock|zero_|vocabulary_size).*": "DeepSpeed looks at"
-    " the value only where it is used, or takes `true` for 1",
+    r"(train_|gradient_|prescale_|steps_per_print|wall_clock|zero_|vocabulary_size).*"
+    r"|data_types\..*_dtype": "DeepSpeed looks at the value only where it is used, or takes `true`"
+    " for 1",
     r"(sequence|tensor|expert)_parallel.*|pipeline\.stages|hybrid_engine\.inference_tp_size": (
         "other parallelism than over data does not work here yet"
     ),

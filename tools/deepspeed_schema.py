@@ -29,6 +29,10 @@ _READ_AS_OBJECTS = (
 )  # fmt: skip
 """Those that are read key by key: DeepSpeed looks at few of their values."""
 _TRUTH = {"enum": [True, False, 0, 1]}
+_DTYPES = (
+    *("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16"),
+    *("fp32", "float32", "float", "torch.float32"),
+)
 _JUDGED_IN_CODE = {
     "checkpoint": {
         "tag_validation": {"enum": ["warn", "ignore", "fail"], HANDLING: "any case"},
@@ -53,24 +57,14 @@ _JUDGED_IN_CODE = {
         "keep_in_fp32_modules": {
             "anyOf": [{"const": "auto"}, {"type": "array", "items": {"type": "string"}}]
         },
+        **{
+            f"{kind}_dtype": {"enum": [*_DTYPES, None]}
+            for kind in ("grad_accum", "param", "buffer")
+        },
     },
     "flops_profiler": {"enabled": _TRUTH},
     "torch_autocast": {
-        "dtype": {
-            "enum": [
-                "bf16",
-                "bfloat16",
-                "torch.bfloat16",
-                "fp16",
-                "float16",
-                "half",
-                "torch.float16",
-                "fp32",
-                "float32",
-                "float",
-                "torch.float32",
-            ]
-        },
+        "dtype": {"enum": list(_DTYPES)},
         "lower_precision_safe_modules": {"type": "array", "items": {"type": "string"}},
     },
 }
@@ -103,6 +97,9 @@ def deepspeed_schema() -> dict[str, Any]:
         section.setdefault("properties", {}).update(_JUDGED_IN_CODE.get(name, {}))
         found[name] = section
     found["expert_parallel"] = {"anyOf": [found["expert_parallel"], {"type": "null"}]}
+    # Read where it is used, and there as a truth or a divisor.
+    found["prescale_gradients"] = _TRUTH
+    found["gradient_predivide_factor"] = {"type": "number", "exclusiveMinimum": 0}
     found["vocabulary_size"] = {"type": ["integer", "null"]}
     found["sequence_parallel_size"] = {"type": "integer", "minimum": 1}
     if "tensor_parallel" in found:
@@ -135,13 +132,14 @@ def deepspeed_schema() -> dict[str, Any]:
 
 
 def _objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Only which keys are sections themselves."""
+    """Only which keys are sections themselves, and the names of all where no other is read."""
+    closed = {key: schema[key] for key in ("additionalProperties",) if key in schema}
     inside = {
-        name: _objects(entry)
+        name: _objects(entry) if entry.get("type") == "object" else {}
         for name, entry in sorted(schema.get("properties", {}).items())
-        if entry.get("type") == "object" and not name.endswith("_schedule")
+        if (closed or entry.get("type") == "object") and not name.endswith("_schedule")
     }
-    return {"type": "object", **({"properties": inside} if inside else {})}
+    return {"type": "object", **({"properties": inside} if inside else {}), **closed}
 
 
 def _object(schema: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import attrs
 
-from zerotune.diffusion.facts import model_facts
+from zerotune.diffusion.facts import configuration_digest, count_facts
+from zerotune.plan.families import facts_to_json
 
 TARGET = Path("src/zerotune/plan/families")
 
@@ -133,20 +134,14 @@ def _rounded(value: Any) -> Any:
 def main() -> None:
     for name in sys.argv[1:] or CONFIGURATIONS:
         config, resolution = CONFIGURATIONS[name]
-        facts = model_facts(config, name=name)
-        assert facts.activations is not None
-        assert facts.arithmetic is not None
-        data = {
-            "name": name,
+        facts = attrs.evolve(count_facts(config), name=name)
+        data = _rounded(facts_to_json(facts)) | {
             "class": config["_class_name"],
+            "configuration": configuration_digest(config),
             "resolution": resolution,
-            "activations": _rounded(attrs.asdict(facts.activations)),
-            "arithmetic": _rounded(attrs.asdict(facts.arithmetic)),
-            "blocks": [attrs.asdict(block) for block in facts.blocks],
         }
         if name in FRAMES:
-            data |= {"frames": FRAMES[name], "frames_per_latent": facts.frames_per_latent}
-        data["parameters"] = [[p.name, list(p.shape)] for p in facts.parameters]
+            data["frames"] = FRAMES[name]
         TARGET.mkdir(parents=True, exist_ok=True)
         (TARGET / f"{name}.json").write_text(json.dumps(data, separators=(",", ":")) + "\n")
         print(name, f"{facts.numel:,}", data["activations"], flush=True)

@@ -52,6 +52,7 @@ UNSET: Final = _Unset()
 
 _LONGEST_VALUE = 120
 _LONGEST_NAME = 300
+_LONGEST_SENTENCE = 2_000
 _DEEPEST = 50
 _LARGEST_WRITTEN_OUT = 12_000
 """Bits."""
@@ -101,6 +102,11 @@ def readable(name: str) -> str:
     if name.isprintable():
         return name
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
+
+
+def _cut(sentence: str) -> str:
+    whole = len(sentence) <= _LONGEST_SENTENCE
+    return sentence if whole else f"{sentence[: _LONGEST_SENTENCE - 1]}…"
 
 
 _ErrorT = TypeVar("_ErrorT", bound="ZeroTuneError")
@@ -169,11 +175,11 @@ class ZeroTuneError(Exception):
         subject = readable(name) if isinstance(name, str) else ""
         if not isinstance(self.value, _Unset):
             subject = f"{subject} = {shorten(self.value)}" if subject else shorten(self.value)
-        sentence = self.reason.rstrip(".") + "."
+        sentence = _cut(self.reason).rstrip(".") + "."
         text = f"{subject}: {sentence}" if subject else sentence
         if not self.fix:
             return text
-        fix = self.fix.rstrip(".")
+        fix = _cut(self.fix).rstrip(".")
         return f"{text} Fix: {fix}" if fix.endswith("?") else f"{text} Fix: {fix}."
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from tests.checkpoint.refusals import told
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, unet_loss
 from zerotune.checkpoint import export_pipeline
+from zerotune.ema import EMAShadow, EMAShadows
 
 
 def exported(root: str) -> dict[str, Any]:
@@ -48,6 +49,58 @@ def exported(root: str) -> dict[str, Any]:
         "scheduler": type(loaded.scheduler).__name__,
         "errors": errors,
     }
+
+
+def averaged(root: str) -> dict[str, Any]:
+    """Exports of averages that are named, as ``Trainer.export`` takes them."""
+    from diffusers import DDPMPipeline, DDPMScheduler
+
+    folder, base = Path(root), Path(root) / "base"
+    engine = start(Case(stage=2), unet())
+    if engine.group.is_main:
+        DDPMPipeline(unet=unet(seed=1), scheduler=DDPMScheduler()).save_pretrained(base)
+    engine.group.barrier("the base is there")
+    single = EMAShadow(decay=0.5).attach(engine)
+    several = EMAShadows(shadows={"slow": EMAShadow(decay=0.9)}).attach(engine)
+    for step in range(3):
+        engine.backward(unet_loss(engine, step))
+        engine.step()
+        single.step()
+        several.step()
+    expected = {"trained": engine.master_weights, "ema": single, "slow": several["slow"]}
+    same = {}
+    for name, weights in expected.items():
+        target = folder / f"exported-{name}"
+        export_pipeline(target, engine=engine, base=base, weights=name)
+        state = DDPMPipeline.from_pretrained(target).unet.state_dict()
+        same[name] = all(torch.equal(state[key], full) for key, full in weights.gather())
+
+    def refusal(weights: Any) -> str:
+        return told(
+            lambda: export_pipeline(folder / "x", engine=engine, base=base, weights=weights)
+        )
+
+    errors = {"unknown": refusal("fast"), "several": refusal(several)}
+    another = EMAShadow(decay=0.7).attach(engine)
+    errors["twice"] = refusal(another.name)
+    del another, single, weights, expected
+    errors["gone"] = refusal("ema")
+    engine.close()
+    return {"same": same, "errors": errors, "left": sorted(p.name for p in folder.iterdir())}
+
+
+def test_an_export_takes_the_names_of_averages(tmp_path):
+    for found in run_ranks(averaged, str(tmp_path), world_size=2):
+        assert found["same"] == {"trained": True, "ema": True, "slow": True}
+        errors = found["errors"]
+        assert errors["unknown"] == (
+            "InvalidValueError: weights = 'fast': no such average is attached to the engine. "
+            "Fix: write one of 'trained', 'ema', 'slow', or pass an attached EMAShadow."
+        )
+        assert "weights = 'EMAShadows': no such average" in errors["several"]
+        assert "weights = 'ema': 2 averages of this name" in errors["twice"]
+        assert "one of 'trained', 'slow'" in errors["gone"]
+        assert found["left"] == ["base", "exported-ema", "exported-slow", "exported-trained"]
 
 
 def test_a_pipeline_has_the_trained_model_and_the_rest_of_the_old(tmp_path):

@@ -100,14 +100,26 @@ def test_what_the_format_cannot_hold_is_refused_unless_it_is_named(folder, capsy
     named = ["--lossy", "num_processes,gpu_ids"]
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed", *named]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out) == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+    assert json.loads(printed.out) == {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2},
+    }
     assert "zerotune: [warning] launch.num_processes: 2 -> unset" in printed.err
 
 
 def test_how_processes_are_started_is_left_to_the_launcher_and_told(folder, capsys):
     assert cli.main(["plan", "convert", "a.yaml", "--to", "deepspeed"]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out) == {"zero_optimization": {"stage": 2}}
+    assert json.loads(printed.out) == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 2},
+    }
     assert printed.err.startswith("zerotune: [note] launch.num_processes: 2 -> unset (it says how")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import diffusers
@@ -14,15 +16,18 @@ from tests.support.declared_pipelines import MAKERS
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
 from zerotune.diffusion import Flux, LoRA, PipelineFamily, Tokens, add_lora
+from zerotune.diffusion import facts as counting
 from zerotune.diffusion.facts import (
     example_inputs,
     frames_per_latent,
     latent_scale,
     measure_activations,
+    measure_step,
     model_facts,
 )
 from zerotune.diffusion.passes import activation_peak
 from zerotune.errors import InvalidValueError
+from zerotune.plan.families import family, family_names, model_family
 from zerotune.plan.model import ModelFacts
 
 UNET = {
@@ -61,6 +66,24 @@ FLUX = {
     "pooled_projection_dim": 16,
     "guidance_embeds": True,
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Classes of the models that are counted."""
+    seen = []
+
+    def measure(module, **options):
+        seen.append(type(module).__name__)
+        return measure_step(module, **options)
+
+    monkeypatch.setattr(counting, "measure_step", measure)
+    return seen
 
 
 class Chain(torch.nn.Module):
@@ -148,6 +171,99 @@ def test_a_configuration_is_read_from_a_folder(tmp_path):
     assert from_folder == model_facts(tmp_path / "config.json", activations=False)
     assert from_folder.activations is None
     assert from_folder.name == "UNet2DConditionModel"
+
+
+# As published: with keys of the file itself, false for null, and what the class no longer has.
+PUBLISHED = {
+    "_class_name": "QwenImageTransformer2DModel",
+    "_diffusers_version": "0.34.0.dev0",
+    "attention_head_dim": 128,
+    "axes_dims_rope": [16, 56, 56],
+    "guidance_embeds": False,
+    "in_channels": 64,
+    "joint_attention_dim": 3584,
+    "num_attention_heads": 24,
+    "num_layers": 60,
+    "out_channels": 16,
+    "patch_size": 2,
+    "pooled_projection_dim": 768,
+}
+
+
+def test_a_catalogued_configuration_is_neither_built_nor_counted(counted, monkeypatch):
+    def built(_config):
+        raise AssertionError("it was built")
+
+    monkeypatch.setattr(counting, "_from_config", built)
+    for config, name in [
+        ({"_class_name": "QwenImageTransformer2DModel"}, "qwen-image"),
+        ({"_class_name": "WanTransformer3DModel"}, "wan-14b"),
+        ({"_class_name": "Flux2Transformer2DModel"}, "flux2"),
+        ({"_class_name": "ZImageTransformer2DModel"}, "z-image"),
+        (PUBLISHED, "qwen-image"),
+    ]:
+        facts = model_facts(config, name=name)
+        assert facts == family(name)
+        bare = model_facts(config, activations=False)
+        assert (bare.activations, bare.arithmetic) == (None, None)
+        assert (bare.name, bare.parameters) == (config["_class_name"], facts.parameters)
+    assert counted == []
+
+
+def test_a_catalogued_configuration_has_the_parameters_of_its_model():
+    config = {"_class_name": "UNet2DConditionModel", "cross_attention_dim": 768}
+    with torch.device("meta"):
+        made = ModelFacts.from_module(UNet2DConditionModel.from_config(config))
+    facts = model_facts(config | {"sample_size": 64, "attention_head_dim": 8})
+    assert facts.parameters == made.parameters == family("sd15").parameters
+    assert facts.blocks == made.blocks
+
+
+def test_every_family_has_a_configuration_of_its_own():
+    digests = {model_family(name).configuration for name in family_names()}
+    assert len(digests) == len(family_names())
+    assert all(len(digest) == 64 for digest in digests)
+
+
+def test_a_configuration_is_counted_once(counted):
+    first = model_facts(UNET)
+    assert model_facts(UNET) == first
+    assert model_facts(dict(UNET), activations=False).activations is None
+    assert model_facts(UNET, name="mine").name == "mine"
+    assert counted == ["UNet2DConditionModel"]
+    assert model_facts(UNET | {"layers_per_block": 2}).numel > first.numel
+    assert len(counted) == 2
+
+
+def test_what_is_remembered_damaged_is_counted_again(counted, monkeypatch, tmp_path):
+    first = model_facts(UNET)
+    for file in counting._facts_file(counting.configuration_digest(UNET)).parent.iterdir():
+        file.write_text('{"name": 3}')
+    assert model_facts(UNET) == first
+    assert len(counted) == 2
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert model_facts(UNET) == first, "a cache that cannot be written changes nothing"
+
+
+def test_facts_of_a_catalogued_model_need_no_transformers():
+    code = (
+        "import sys; sys.modules.update(transformers=None, peft=None)\n"
+        "from zerotune import model_facts\n"
+        "from zerotune.errors import MissingDependencyError\n"
+        "name = 'QwenImageTransformer2DModel'\n"
+        "assert model_facts({'_class_name': name}).activations is not None\n"
+        "small = {'_class_name': name, 'num_layers': 1}\n"
+        "assert model_facts(small, activations=False).numel\n"
+        "try:\n    model_facts(small)\n"
+        "except MissingDependencyError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert "QwenImagePipeline" in done.stdout
+    assert "pip install transformers" in done.stdout
 
 
 def test_a_module_gives_its_parameters():

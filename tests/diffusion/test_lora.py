@@ -79,6 +79,60 @@ def test_peft_gets_what_was_asked_for():
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LoraConfig", {"r": 4, "lora_alpha": 6, "lora_dropout": 0.1, "use_rslora": True,
+                        "init_lora_weights": "gaussian", "rank_pattern": {"attn.to_q": 2}}),
+        ("LoKrConfig", {"r": 3, "alpha": 5, "decompose_factor": 4, "decompose_both": True}),
+        ("LoHaConfig", {"r": 3, "alpha": 5}),
+        ("OFTConfig", {"oft_block_size": 4}),
+    ],
+)  # fmt: skip
+def test_a_configuration_of_peft_is_taken_as_it_is(kind, settings):
+    import peft
+
+    given = getattr(peft, kind)(
+        target_modules=["to_q", "to_k"], exclude_modules=["add_q_proj"], **settings
+    )
+    mine, theirs = tiny_sd3(), tiny_sd3()
+    theirs.add_adapter(given)
+    add_lora(mine, given)
+    config = mine.peft_config["default"]
+    assert config.target_modules == {"to_q", "to_k"}
+    assert {name: getattr(config, name) for name in settings} == settings
+    assert {n: p.shape for n, p in mine.named_parameters()} == {
+        n: p.shape for n, p in theirs.named_parameters()
+    }
+    assert set(trained(mine)) == set(trained(theirs))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"bias": "all"},
+            r"LoraConfig\.bias = 'all': LoRA has no such setting.*leave it at 'none'",
+        ),
+        ({"modules_to_save": ["conv_in"]}, r"LoraConfig\.modules_to_save"),
+        ({"init_lora_weights": "pissa"}, r"LoRA\.init = 'pissa'"),
+        ({"lora_alpha": 0}, r"LoRA\.alpha = 0"),
+    ],
+)
+def test_a_setting_of_peft_that_would_be_lost_is_named(settings, message):
+    import peft
+
+    with pytest.raises(InvalidValueError, match=message):
+        add_lora(tiny_sd3(), peft.LoraConfig(target_modules=["to_q"], **settings))
+
+
+def test_a_kind_of_peft_that_cannot_be_trained_is_named():
+    import peft
+
+    with pytest.raises(InvalidValueError, match=r"lora = 'IA3Config'.*LoraConfig"):
+        add_lora(tiny_sd3(), peft.IA3Config())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_adapters_are_fp32_whatever_the_base(dtype):
     model = tiny_sd3().to(dtype)

@@ -171,6 +171,22 @@ ACCELERATE: Final = {
     "several machines": f"{_AROUND}mixed_precision: bf16\nnum_machines: 2\nnum_processes: 16\n"
     "machine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
     "deepspeed_config: {zero_stage: 3, deepspeed_hostfile: hosts}\n",
+    "as a guide for diffusers prints it": f"{_AROUND}deepspeed_config:\n"
+    "  gradient_accumulation_steps: 4\n  gradient_clipping: 1.0\n"
+    "  offload_optimizer_device: cpu\n  offload_param_device: cpu\n"
+    "  zero3_init_flag: false\n  zero_stage: 2\n"
+    "downcast_bf16: no\ndynamo_backend: 'NO'\nfsdp_config: {}\nmachine_rank: 0\n"
+    "main_process_ip: null\nmain_process_port: null\nmain_training_function: main\n"
+    "megatron_lm_config: {}\nmixed_precision: fp16\nnum_machines: 1\nnum_processes: 1\n"
+    "rdzv_backend: static\nsame_network: true\nuse_cpu: false\n",
+    "as a trainer of language models ships it": f"{_DEFAULTS}deepspeed_config:\n"
+    "  deepspeed_multinode_launcher: standard\n  offload_optimizer_device: none\n"
+    "  offload_param_device: none\n  zero3_init_flag: true\n  zero3_save_16bit_model: true\n"
+    "  zero_stage: 3\nmixed_precision: bf16\nnum_processes: 8\n",
+    "zero.Init off, debugging on": f"{_AROUND}debug: true\ndowncast_bf16: no\n"
+    "dynamo_config: {dynamo_backend: 'NO'}\nmixed_precision: bf16\nnum_processes: 4\n"
+    "deepspeed_config: {gradient_accumulation_steps: 1, offload_optimizer_device: cpu,"
+    " offload_param_device: cpu, zero3_init_flag: false, zero_stage: 3}\n",
     "cards by number": f"{_AROUND}gpu_ids: '0,1'\nnum_processes: 2\nmixed_precision: bf16\n"
     "deepspeed_config: {zero_stage: 2}\n",
 }

@@ -49,6 +49,8 @@ def test_every_variable_is_translated():
         DEEPSPEED_MOE_LAYER_CLS_NAMES="Block,Other",
     )
     assert plan.to_deepspeed() == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 4,
         "gradient_clipping": 0.5,
         "zero_optimization": {

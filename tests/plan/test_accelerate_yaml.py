@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from zerotune import cli
 from zerotune.errors import (
     InvalidValueError,
     PlanConflictError,
@@ -16,7 +17,7 @@ from zerotune.errors import (
     UnknownKeyError,
 )
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.accelerate import TOP_LEVEL
+from zerotune.plan.accelerate import OF_THE_SCRIPT, TOP_LEVEL
 
 
 @pytest.fixture
@@ -32,7 +33,10 @@ def read(tmp_path):
 def test_reference_c(read, reference_c):
     plan = read(reference_c)
     assert plan.to_deepspeed() == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 4,
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 1},
     }
     assert plan.precision == "bf16"
@@ -61,6 +65,8 @@ num_processes: 2
 """
     )
     assert plan.to_deepspeed() == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.7,
         "zero_optimization": {
@@ -77,6 +83,20 @@ num_processes: 2
     assert plan.launch.extra["deepspeed_multinode_launcher"] == "standard"
 
 
+def test_a_block_leaves_to_the_script_what_it_does_not_say(read):
+    plan = read("deepspeed_config: {zero_stage: 2, gradient_clipping: null}")
+    assert plan.to_deepspeed() == {
+        **dict.fromkeys(OF_THE_SCRIPT, "auto"),
+        "zero_optimization": {"stage": 2},
+    }
+
+
+def test_a_named_file_leaves_nothing_to_the_script(read, tmp_path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    plan = read("deepspeed_config: {deepspeed_config_file: ds.json}")
+    assert plan.to_deepspeed() == {"zero_optimization": {"stage": 2}}
+
+
 def test_a_block_without_a_stage_is_stage_2_as_in_accelerate(read):
     plan = read("deepspeed_config: {offload_optimizer_device: cpu}")
     assert plan.stage == 2
@@ -90,13 +110,68 @@ def test_the_default_stage_is_recorded(read, block):
     assert (found.before, found.after) == (None, 2)
 
 
-@pytest.mark.parametrize("written", [None, "MULTI_GPU", "NO"])
-def test_a_file_that_accelerate_would_not_use_deepspeed_for_says_so(read, written):
-    first = f"distributed_type: {written}\n" if written else ""
-    plan = read(first + "deepspeed_config: {zero_stage: 2}")
+def test_a_file_that_accelerate_refuses_for_its_missing_type_is_read_and_says_so(read):
+    plan = read("deepspeed_config: {zero_stage: 2}")
     (found,) = [d for d in plan.decisions if d.key == "launch.distributed_type"]
     assert found.severity == "warning"
     assert found.after == plan.launch.distributed_type == "DEEPSPEED"
+
+
+@pytest.mark.parametrize("block", ["{}", "{zero_stage: 3, offload_param_device: cpu}"])
+@pytest.mark.parametrize("written", ["MULTI_GPU", "'NO'", "NO", "FSDP"])
+def test_a_block_that_accelerate_does_not_look_at_means_no_deepspeed(read, written, block, cuda):
+    plan = read(
+        f"{{distributed_type: {written}, deepspeed_config: {block}, mixed_precision: bf16}}"
+    )
+    assert plan.to_deepspeed() == {}
+    assert (plan.stage, plan.precision) == (0, "bf16")
+    (found,) = plan.decisions
+    assert (found.key, found.severity) == ("deepspeed_config", "warning")
+    assert f"distributed_type is {written.strip(chr(39))}" in found.reason
+    assert plan.resolve(platform=cuda, deepspeed=False).uses_deepspeed is False
+    again = read(plan.to_yaml())
+    assert again == plan
+    assert again.launch.distributed_type == written.strip("'")
+
+
+@pytest.mark.parametrize(
+    ("settings", "block", "written"),
+    [
+        ("mixed_precision: fp32", "zero_stage: 2", "mixed_precision = 'fp32'"),
+        ("mixed_precision: auto", "zero_stage: 2", "mixed_precision = 'auto'"),
+        ("mixed_precision: fp9", "zero_stage: 2", "mixed_precision = 'fp9'"),
+        ("mixed_precision: bf16", "zero_stage: auto", "deepspeed_config.zero_stage = 'auto'"),
+        ("mixed_precision: bf16", "zero_stage: nine", "deepspeed_config.zero_stage = 'nine'"),
+    ],
+)
+def test_what_accelerates_launcher_fails_on_is_refused_with_what_it_takes(
+    read, tmp_path, capsys, settings, block, written
+):
+    text = f"{{distributed_type: DEEPSPEED, {settings}, deepspeed_config: {{{block}}}}}"
+    with pytest.raises(InvalidValueError) as caught:
+        read(text)
+    (error,) = caught.value.each()
+    assert str(error).startswith(written)
+    assert not {"'auto'", '"auto"', "fp32"} & set(str(error.fix).replace(",", " ").split())
+    assert cli.main(["plan", "check", str(tmp_path / "accelerate.yaml")]) == 1
+    assert capsys.readouterr().out.count("[error]") == 1
+
+
+def test_a_no_without_quotes_is_read_with_a_warning_that_the_launcher_fails(read):
+    plan = read("{distributed_type: DEEPSPEED, mixed_precision: NO, deepspeed_config: {}}")
+    assert plan.precision == "fp32"
+    told = [d for d in plan.decisions if d.severity == "warning"]
+    assert [d.key for d in told] == ["launch.mixed_precision"]
+    assert "write 'no'" in told[0].reason
+
+
+@pytest.mark.parametrize("name", ["accelerate.yaml", "./accelerate.yaml", "other.yaml"])
+def test_a_file_that_names_itself_or_another_of_accelerate_is_told_so(read, tmp_path, name):
+    text = f"{{distributed_type: DEEPSPEED, deepspeed_config: {{deepspeed_config_file: {name}}}}}"
+    (tmp_path / "other.yaml").write_text(text)
+    with pytest.raises(InvalidValueError, match=r"names (this file itself|another file)") as caught:
+        read(text)
+    assert caught.value.key == "deepspeed_config.deepspeed_config_file"
 
 
 def test_a_precision_beside_a_named_file_is_kept_with_a_warning(read, tmp_path):
@@ -229,8 +304,10 @@ deepspeed_config:
 """
     )
     assert plan.to_deepspeed() == {
+        "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
+        "gradient_clipping": "auto",
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000},
     }
     assert any("discard" in decision.reason for decision in plan.decisions)

@@ -23,6 +23,7 @@ from tests.plan.test_round_trips import (
 from zerotune.errors import InvalidValueError, PlanError
 from zerotune.offload.choosing import Roots, choose_root
 from zerotune.plan import DeepSpeedPlan, plan_document
+from zerotune.plan.accelerate import OF_THE_SCRIPT
 from zerotune.platform import Platform
 
 ROOT = Path(__file__).parents[2]
@@ -163,7 +164,10 @@ def test_a_precision_is_never_among_what_may_be_lost(name):
 def test_what_nobody_chose_is_left_out_without_a_question():
     plan = from_yaml_text(ACCELERATE["the questionnaire, no precision"])
     document = plan_document(plan, "deepspeed")
-    assert json.loads(document.text) == {"zero_optimization": {"stage": 1}}
+    assert json.loads(document.text) == {
+        **dict.fromkeys(OF_THE_SCRIPT, "auto"),
+        "zero_optimization": {"stage": 1},
+    }
     assert {d.severity for d in document.decisions} == {"note"}
 
 
@@ -180,7 +184,7 @@ TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
         ({MICRO: "auto"}, True),
         ({TRAIN: 32, MICRO: 4, "gradient_accumulation_steps": 4}, True),
         ({TRAIN: 32}, False),
-        ({TRAIN: "auto", MICRO: 4}, False),
+        ({TRAIN: "auto", MICRO: 4}, True),
         ({TRAIN: 32, MICRO: 4}, False),
         ({TRAIN: 32, MICRO: 4, "gradient_accumulation_steps": "auto"}, False),
     ],
@@ -209,6 +213,39 @@ def test_what_changes_how_it_trains_is_not_the_launchers(key):
     plan = DeepSpeedPlan().with_overrides({"launch": {key: value}})
     with pytest.raises(InvalidValueError, match=f"--lossy {key}"):
         plan_document(plan, "deepspeed")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"downcast_bf16": False},
+        {"downcast_bf16": "no"},
+        {"debug": True},
+        {"debug": False},
+        {"dynamo_backend": "NO"},
+        {"dynamo_backend": False},
+        {"dynamo_config": {"dynamo_backend": "NO"}},
+    ],
+)
+@pytest.mark.parametrize("to", ["deepspeed", "trainer"])
+def test_what_says_nothing_of_training_needs_no_permission_to_be_left_out(said, to):
+    plan = DeepSpeedPlan().with_overrides({"launch": said})
+    document = plan_document(plan, to)
+    assert {decision.severity for decision in document.decisions} == {"note"}
+    with pytest.raises(InvalidValueError, match="--lossy dynamo_config"):
+        plan_document(
+            plan.with_overrides({"launch": {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}}), to
+        )
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_the_zero_init_flag_has_its_place_at_stage_3(flag):
+    plan = DeepSpeedPlan.build(stage=3).with_overrides({"zero3_init_flag": flag})
+    document = plan_document(plan, "deepspeed")
+    assert json.loads(document.text)["zero3_init_flag"] is flag
+    assert DeepSpeedPlan.from_json(document.text) == plan
+    told = [decision.reason for decision in document.decisions]
+    assert any("launch with --zero3_init_flag false" in reason for reason in told) is not flag
 
 
 def test_a_precision_without_a_place_is_refused():

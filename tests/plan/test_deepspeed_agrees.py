@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.plan.accelerate_runs import ALONE
+from tests.support.ranks import free_port, run_ranks
 from zerotune.plan import (
     AioSection,
     Bf16Section,
@@ -20,7 +21,7 @@ from zerotune.plan import (
     ZeroSection,
 )
 from zerotune.plan import model as known_keys
-from zerotune.plan.fill import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES
+from zerotune.plan.fill import PERSISTENCE_LIMIT, SMALLEST_SWAP_BYTES, sub_groups
 from zerotune.plan.model import modelled
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
@@ -226,3 +227,71 @@ def test_removed_keys_are_those_deepspeed_removed(deepspeed):
 def test_the_numbers_sizing_relies_on_are_deepspeeds(deepspeed):
     assert deepspeed["smallest_swap"] == SMALLEST_SWAP_BYTES
     assert deepspeed["persistence"] == PERSISTENCE_LIMIT
+
+
+def losses(config):
+    """Of four steps of DeepSpeed's own engine, or what it refuses to start with."""
+    import deepspeed
+    import torch
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1))
+    inputs, wanted = torch.randn(4, 8), torch.randn(4, 1)
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+    except AssertionError as error:
+        return str(error)
+    found = []
+    for _ in range(4):
+        loss = torch.nn.functional.mse_loss(engine(inputs), wanted)
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def started(configs):
+    from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
+
+    require_deepspeed(accelerator="cpu")
+    quiet_deepspeed()
+    base = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
+    }
+    return [losses({**base, **config}) for config in configs]
+
+
+@pytest.fixture(scope="module")
+def engines():
+    configs = [
+        {"zero_optimization": {"stage": 3, "sub_group_size": 0}},
+        {"zero_optimization": {"stage": 3}},
+        {"zero_optimization": {"stage": 2}, "prescale_gradients": True},
+        {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
+        {"zero_optimization": {"stage": 1}, "prescale_gradients": True},
+        {"zero_optimization": {"stage": 2, "reduce_scatter": False}, "prescale_gradients": True},
+    ]
+    (found,) = run_ranks(started, configs, env={**ALONE, "MASTER_PORT": str(free_port())})
+    return configs, found
+
+
+def test_deepspeed_trains_the_same_with_sub_groups_of_one_parameter(engines, cuda, unet):
+    _, (one_each, whole, *_) = engines
+    assert one_each == pytest.approx(whole)
+    assert one_each[-1] < one_each[0]
+    plan = DeepSpeedPlan.build(stage=3, offload="nvme", sub_group_size=0)
+    resolved = plan.resolve(platform=cuda, model=unet)
+    assert resolved.plan.zero_optimization.sub_group_size == 0
+    assert sub_groups(unet, 1, 0) == unet.trainable_parts(1)
+
+
+def test_scaled_gradients_are_refused_where_deepspeed_refuses_them(engines):
+    configs, found = engines
+    for config, outcome in zip(configs[2:], found[2:], strict=True):
+        refused = [each.rule for each in DeepSpeedPlan.from_dict(config).check()]
+        assert ("gradient-scaling" in refused) is isinstance(outcome, str), (config, outcome)

@@ -197,6 +197,34 @@ def test_the_environment_is_spoken_of_by_its_variables():
     assert "ACCELERATE_MIXED_PRECISION = 'fp9'" in text
 
 
+@pytest.mark.parametrize(
+    "value", [10**4300, -(10**4300), "9" * 5000, [10**4300]], ids=["long", "below", "text", "list"]
+)
+def test_a_number_too_long_to_be_written_is_refused_like_any_other(value):
+    for key in ("contiguous_gradients", "sub_group_size", "stage"):
+        text = message(lambda key=key: DeepSpeedPlan.from_dict({"zero_optimization": {key: value}}))
+        assert text.startswith(f"zero_optimization.{key} = ")
+        assert len(text) < 500
+
+
+def test_no_message_repeats_what_is_long(tmp_path):
+    name = "a" * 50_000
+    plans = [
+        {"deepspeed_config": f"{name}.json"},
+        {name: 1},
+        {"zero_optimization": {name: name}},
+        {"optimizer": {"type": name, name: 1}},
+        {"zero_optimization": {"stage": name}},
+        {"deepspeed_config": {"deepspeed_config_file": name, name: 1}},
+        {name: 1, f"{name}b": 1, "c": 1, "d": 1},
+    ]
+    for plan in plans:
+        (tmp_path / "config.json").write_text(json.dumps(plan))
+        with pytest.raises(PlanError) as caught:
+            DeepSpeedPlan.load(tmp_path / "config.json")
+        assert all(len(str(error)) < 3000 for error in caught.value.each())
+
+
 def test_a_plan_without_a_file_has_deepspeeds_names():
     plan = DeepSpeedPlan.build(stage=2, offload="nvme")
     (error,) = [one for one in plan.check(platform=None) if one.severity == "error"]

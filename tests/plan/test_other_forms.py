@@ -126,6 +126,13 @@ def test_what_is_no_hjson_is_said_with_its_place(tmp_path, text, match):
         DeepSpeedPlan.load(written(tmp_path, "ds.hjson", text))
 
 
+def test_toml_is_called_that(tmp_path):
+    with pytest.raises(PlanSyntaxError, match="is TOML"):
+        DeepSpeedPlan.load(written(tmp_path, "sdxl.toml", "[general]\ndeepspeed = true\n"))
+    with pytest.raises(PlanSyntaxError, match="is TOML"):
+        DeepSpeedPlan.from_dict({"deepspeed": written(tmp_path, "a.toml", "a = 1").as_posix()})
+
+
 def test_without_the_parser_it_is_said_how_to_convert(tmp_path, monkeypatch):
     real = builtins.__import__
 

@@ -306,7 +306,7 @@ def test_a_scheduler_of_torch_gets_a_suggestion(resolve, name):
 
 def test_deepspeeds_json_inside_a_yaml_block_is_merged(read_yaml):
     plan = read_yaml("deepspeed_config: {zero_stage: 2, train_batch_size: 8}")
-    assert plan.to_deepspeed() == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
+    assert (plan.train_batch_size, plan.stage) == (8, 2)
     (decision,) = [d for d in plan.decisions if "discard" in d.reason]
     assert decision.severity == "warning"
 

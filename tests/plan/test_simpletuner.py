@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.plan.styles import SIMPLETUNER
+from zerotune import cli
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError
 from zerotune.plan import DeepSpeedPlan, plan_document
 
@@ -145,6 +146,48 @@ def test_a_batch_that_is_none_is_refused_by_name(written):
     with pytest.raises(InvalidValueError) as caught:
         DeepSpeedPlan.from_dict({"--train_batch_size": written, "deepspeed_config": {}})
     assert caught.value.key == "--train_batch_size"
+
+
+@pytest.mark.parametrize("off", [None, "None", "none", "", " "])
+@pytest.mark.parametrize("key", ["deepspeed_config", "--deepspeed_config", "deepspeed"])
+def test_a_file_that_switches_deepspeed_off_trains_at_stage_0(off, key):
+    plan = DeepSpeedPlan.from_dict({key: off, "mixed_precision": "bf16", "train_batch_size": 4})
+    assert (plan.stage, plan.precision) == (0, "bf16")
+    (found, _) = plan.decisions
+    assert (found.key, found.severity) == (key, "warning")
+    assert "trains without DeepSpeed" in found.reason
+
+
+WITHOUT = {
+    "aspect_bucket_rounding": 2, "base_model_precision": "int8-quanto", "checkpointing_steps": 100,
+    "data_backend_config": "config/multidatabackend.json", "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-4, "lora_rank": 16, "lora_type": "standard", "lr_scheduler": "polynomial",
+    "lr_warmup_steps": 100, "max_train_steps": 1000, "mixed_precision": "bf16",
+    "model_family": "flux", "model_type": "lora", "optimizer": "adamw_bf16",
+    "output_dir": "output", "pretrained_model_name_or_path": "a/b", "report_to": "none",
+    "resolution": 1024, "resume_from_checkpoint": "latest", "seed": 42, "train_batch_size": 1,
+    "use_ema": False, "validation_prompt": "a cat", "validation_steps": 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dashes", ["", "--"])
+def test_a_trainers_file_without_deepspeed_is_told_so_once(dashes, tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({f"{dashes}{key}": value for key, value in WITHOUT.items()}))
+    with pytest.raises(InvalidValueError) as caught:
+        DeepSpeedPlan.load(file)
+    (error,) = caught.value.each()
+    assert "it trains without DeepSpeed" in error.reason
+    assert 'add "deepspeed_config": {"zero_optimization"' in error.fix
+    assert cli.main(["plan", "check", str(file)]) == 1
+    assert "config.json: 1 error at" in capsys.readouterr().out
+
+
+def test_mistakes_in_a_configuration_with_a_section_are_still_named_one_by_one():
+    config = {"zero_optimization": {}, "learning_rate": 1, "mixed_precision": "bf16", "seed": 1}
+    with pytest.raises(PlanError) as caught:
+        DeepSpeedPlan.from_dict(config)
+    assert [error.key for error in caught.value.each()] == list(config)[1:]
 
 
 def test_an_automatic_batch_says_nothing():

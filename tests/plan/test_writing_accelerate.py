@@ -11,6 +11,7 @@ import yaml
 
 from zerotune.errors import InvalidValueError
 from zerotune.plan import DeepSpeedPlan, LaunchSection, plan_document
+from zerotune.plan.accelerate import OF_THE_SCRIPT
 
 # What `accelerate launch` sets for a configuration file, and what the script then gets.
 LAUNCH = """
@@ -88,6 +89,8 @@ def test_reference_c_is_written_in_accelerates_own_keys(reference_c, tmp_path):
 
 def test_everything_accelerates_keys_can_say_is_said_in_them(tmp_path):
     config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.7,
         "zero_optimization": {
@@ -134,8 +137,7 @@ def test_everything_accelerates_keys_can_say_is_said_in_them(tmp_path):
         {"gradient_accumulation_steps": 4},
         {"zero_optimization": {"stage": "auto"}},
         {"zero_optimization": {"stage": 2}, "gradient_clipping": 0},
-        {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"},
-        {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"},
+        {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"},
         {"zero_optimization": {"stage": 2}, "train_batch_size": 8},
         {"zero_optimization": {"stage": 2, "overlap_comm": True}},
         {"zero_optimization": {"stage": 2, "offload_optimizer": {}}},
@@ -152,6 +154,24 @@ def test_what_accelerates_keys_cannot_say_is_written_as_a_whole_configuration(co
     assert held == {"zero_optimization": {}, **config}
     assert document.decisions == ()
     assert reread(document, tmp_path) == plan
+
+
+def test_what_is_left_to_the_script_is_left_out_of_the_block(tmp_path):
+    plan, document = written(
+        {**dict.fromkeys(OF_THE_SCRIPT, "auto"), "zero_optimization": {"stage": 2}}
+    )
+    assert yaml.safe_load(document.text)["deepspeed_config"] == {"zero_stage": 2}
+    assert document.decisions == ()
+    assert reread(document, tmp_path) == plan
+
+
+def test_what_is_not_written_is_told_to_become_the_scripts(tmp_path, cuda):
+    plan, document = written({"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5})
+    (told,) = document.decisions
+    assert (told.key, told.before, told.after) == ("train_batch_size", None, "auto")
+    assert "train_micro_batch_size_per_gpu, gradient_accumulation_steps" in told.reason
+    again = reread(document, tmp_path).resolve(platform=cuda)
+    assert again.to_deepspeed() == plan.resolve(platform=cuda).to_deepspeed()
 
 
 def test_for_several_machines_the_configuration_has_nothing_their_shells_would_drop(tmp_path):
@@ -203,7 +223,8 @@ def test_an_automatic_precision_stays_automatic_for_zerotune(tmp_path):
 
 def test_what_a_trainer_says_beside_its_configuration_finds_its_place():
     launch = {"gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
-    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    config = {**batch, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
     _, document = written(config, launch)
     block = yaml.safe_load(document.text)["deepspeed_config"]
     assert block == {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
@@ -232,6 +253,8 @@ def test_what_was_changed_for_accelerate_is_logged(caplog):
 
 
 SMALL = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.7,
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},

@@ -11,8 +11,10 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    GlmConfig,
+    GlmModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -459,6 +461,34 @@ def qwen_image_edit(folder: Path) -> Path:
 
 def qwen_image_edit_plus(folder: Path) -> Path:
     return _qwen_image_edit(folder, diffusers.QwenImageEditPlusPipeline)
+
+
+def cogview4(folder: Path) -> Path:
+    """Pads texts to the longest beside them, on the left and without a mask."""
+    torch.manual_seed(1)
+    config = GlmConfig(
+        vocab_size=260, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, max_position_embeddings=2048,
+        pad_token_id=0,
+    )  # fmt: skip
+    encoder = GlmModel(config)
+    torch.manual_seed(4)
+    transformer = diffusers.CogView4Transformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=2, text_embed_dim=WIDTH, time_embed_dim=8, condition_dim=4,
+        pos_embed_max_size=8, sample_size=8, rope_axes_dim=(8, 8),
+    )  # fmt: skip
+    tokenizer = letters(2048)
+    # As GLM's own, it begins every text with a token.
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 1)]
+    )
+    pipeline = diffusers.CogView4Pipeline(
+        tokenizer=tokenizer, text_encoder=encoder, vae=_eightfold(scaling_factor=0.36),
+        transformer=alive(transformer),
+        scheduler=flow(use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75),
+    )  # fmt: skip
+    return saved(pipeline, folder)
 
 
 def ovis_image(folder: Path) -> Path:

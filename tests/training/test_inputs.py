@@ -13,6 +13,8 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 import zerotune
+from tests.support import pipelines
+from tests.support.models import tiny_unet
 from zerotune.diffusion import DataStream
 from zerotune.errors import DataError, InvalidValueError, PlanFileError
 from zerotune.plan.api import DeepSpeedPlan
@@ -91,6 +93,19 @@ def test_what_is_no_model_is_told_how_to_become_one(model: Any, words: str) -> N
 def test_an_optimizer_is_told_where_it_is_named(optimizer: Any, words: str) -> None:
     with pytest.raises(InvalidValueError, match=words):
         zerotune.prepare(model=torch.nn.Linear(2, 2), plan=PLAN, optimizer=optimizer)
+
+
+def test_a_model_of_texts_or_labels_is_not_trained_without_an_objective_for_it() -> None:
+    def refused(model: torch.nn.Module, words: str, **objective: Any) -> None:
+        with pytest.raises(InvalidValueError, match=words):
+            zerotune.Trainer(model=model, plan=PLAN, data=[{}], **objective)
+
+    refused(pipelines.unet(cross_attention_dim=8), "UNet2DConditionModel.*encoder_hidden_states")
+    refused(pipelines.unet(cross_attention_dim=8), r"objective = None:.*loaded\.objective\(\)")
+    without = {"objective": zerotune.FlowMatchingObjective()}
+    refused(pipelines.sd3_transformer(), "objective = 'FlowMatching.*the objective's", **without)
+    refused(pipelines.flux_transformer(), "the default objective gives it noisy images alone")
+    refused(tiny_unet(), r"class_labels.*ClassConditional\(\)")
 
 
 @pytest.mark.parametrize(

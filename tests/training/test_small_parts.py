@@ -95,16 +95,16 @@ def engine(rank=0, world_size=1, micro=2):
 
 
 def test_data_become_a_stream():
-    dataset = ImageTensors(images=torch.arange(6.0).view(6, 1, 1, 1))
+    dataset = ImageTensors(images=torch.arange(-3.0, 3.0).view(6, 1, 1, 1))
     halves = [as_stream(dataset, engine=engine(rank, 2), seed=3) for rank in range(2)]
     assert all(isinstance(half, DataStream) for half in halves)
     seen = [float(value) for _ in range(3) for half in halves for value in next(half)["images"]]
-    assert sorted(seen[:6]) == [0, 1, 2, 3, 4, 5]
+    assert sorted(seen[:6]) == [-3, -2, -1, 0, 1, 2]
     loader = torch.utils.data.DataLoader(dataset, batch_size=2)
     for batches in (loader, list(loader), tuple(loader)):
         stream = as_stream(batches, engine=engine(), seed=3)
         assert isinstance(stream, RepeatedBatches)
-        assert next(stream)["images"].flatten().tolist() == [0, 1]
+        assert next(stream)["images"].flatten().tolist() == [-3, -2]
     assert as_stream(halves[0], engine=engine(), seed=3) is halves[0]
     assert as_stream(None, engine=engine(), seed=3) is None
 

@@ -1,4 +1,4 @@
-"""Environment variables that hold inside a block only."""
+"""Environment variables that hold inside a block only, and what is read from them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ _held: dict[str, tuple[int, str | None]] = {}
 
 
 def user_cache() -> Path:
-    """Where this user's files lie that can be made again; not made here."""
-    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / "zerotune"
+    """Where files lie that can be made again: ``zerotune`` in the user's cache.
+
+    Raises:
+        RuntimeError: The user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 
 @contextmanager
@@ -28,24 +31,28 @@ def environment(**variables: str | None) -> Iterator[None]:
         _apply(before)
 
 
-@contextmanager
-def held(name: str, value: str) -> Iterator[None]:
+class held:  # noqa: N801 - used like the function above
     """Set an environment variable until the last of several overlapping blocks is left.
 
     Two engines of one process need the same variable and need not end in reverse order, so the
-    first to end must leave it to the other.
+    first to end must leave it to the other. A block that is never left sets nothing back: no
+    generator runs at the end of the interpreter, when this module is gone.
     """
-    holders, before = _held.get(name, (0, os.environ.get(name)))
-    _held[name] = (holders + 1, before)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        holders, before = _held.pop(name)
+
+    def __init__(self, name: str, value: str) -> None:
+        self._name, self._value = name, value
+
+    def __enter__(self) -> None:
+        holders, before = _held.get(self._name, (0, os.environ.get(self._name)))
+        _held[self._name] = (holders + 1, before)
+        os.environ[self._name] = self._value
+
+    def __exit__(self, *_error: object) -> None:
+        holders, before = _held.pop(self._name)
         if holders > 1:
-            _held[name] = (holders - 1, before)
+            _held[self._name] = (holders - 1, before)
         else:
-            _apply({name: before})
+            _apply({self._name: before})
 
 
 def _apply(variables: Mapping[str, str | None]) -> None:

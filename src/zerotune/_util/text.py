@@ -14,6 +14,7 @@ from zerotune.errors import UNSET, InvalidValueError, shorten
 
 
 _LONGEST_NAME: Final = 100
+_ADDRESS: Final = re.compile(r" at 0x[0-9A-Fa-f]+")
 """No name is longer, and comparing takes longer than by the square."""
 
 
@@ -62,6 +63,11 @@ def json_of(text: str | bytes, **options: Any) -> Any:
         return json.loads(text, **options)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def is_reproducible(written: str) -> bool:
+    """Whether a ``repr`` is the same in every process: it holds no memory address."""
+    return _ADDRESS.search(written) is None
 
 
 def listing(names: Collection[object], *, most: int = 3) -> str:

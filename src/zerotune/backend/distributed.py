@@ -164,6 +164,7 @@ class ProcessGroup:
         self.world_size = dist.get_world_size()
         self.local_rank = launch.local_rank if launch.launched else 0
         self._control: Any = None
+        self._others: list[Any] = []
         if self.world_size > 1:
             self._connect()
 
@@ -174,15 +175,24 @@ class ProcessGroup:
         group._timeout = timedelta(seconds=_DEFAULT_TIMEOUT_S)
         group._owned = False
         group.rank, group.world_size, group.local_rank = 0, 1, 0
-        group._control = None
+        group._control, group._others = None, []
         return group
 
     def another(self) -> ProcessGroup:
         """The same processes on connections of their own, for another thread. Collective."""
-        if self._control is None:
+        if self.world_size == 1:
             return ProcessGroup.alone()
         timeout_s = self._timeout.total_seconds()
         return ProcessGroup(backend=str(dist.get_backend()), timeout_s=timeout_s)
+
+    def for_tensors(self) -> Any:
+        """Torch's group of the same processes on the default backend. Collective.
+
+        It has this group's timeout, and ends with it.
+        """
+        group = dist.new_group(timeout=self._timeout)
+        self._others.append(group)
+        return group
 
     def _connect(self) -> None:
         """Give the ranks connections for what is said among them, and let them meet there."""
@@ -212,7 +222,7 @@ class ProcessGroup:
         Raises:
             CollectiveError: A rank did not come; the message names it.
         """
-        if self._control is None:
+        if self.world_size == 1:
             return
         with self._meeting(purpose, timeout_s=timeout_s) as deadline:
             self._meet(deadline)
@@ -223,7 +233,7 @@ class ProcessGroup:
         Raises:
             CollectiveError: A rank did not come; the message names it.
         """
-        if self._control is None:
+        if self.world_size == 1:
             return value
         box = [value]
         with self._meeting(purpose):
@@ -236,7 +246,7 @@ class ProcessGroup:
         Raises:
             CollectiveError: A rank did not come; the message names it.
         """
-        if self._control is None:
+        if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
         with self._meeting(purpose):
@@ -279,7 +289,7 @@ class ProcessGroup:
         Raises:
             CollectiveError: A rank did not come; the message names it.
         """
-        if self._control is None:
+        if self.world_size == 1:
             return flag
         found = torch.tensor(int(flag), dtype=torch.uint8)
         with self._meeting(purpose):
@@ -288,7 +298,7 @@ class ProcessGroup:
 
     def ended(self) -> dict[int, str]:
         """Ranks of this machine whose processes have ended or are stopped, and which of it."""
-        return {} if self._control is None else self._roll.ended()
+        return {} if self.world_size == 1 else self._roll.ended()
 
     @contextlib.contextmanager
     def naming(self, doing: str) -> Iterator[None]:
@@ -303,7 +313,7 @@ class ProcessGroup:
         try:
             yield
         except RuntimeError as error:
-            if self._control is None or not is_collective(error):
+            if self.world_size == 1 or not is_collective(error):
                 raise
             raise self._roll.lost(f"a rank was lost in {doing}", error) from error
 
@@ -313,7 +323,16 @@ class ProcessGroup:
 
         Yields:
             Until when to wait.
+
+        Raises:
+            EngineError: The group is closed.
         """
+        if self._control is None:
+            raise EngineError(
+                f"this rank has closed the group and cannot {purpose}",
+                key="group",
+                fix="do it before closing the engine",
+            )
         timeout = self._timeout.total_seconds() if timeout_s is None else timeout_s
         began = time.monotonic()
         self._roll.here(purpose)
@@ -394,12 +413,34 @@ class ProcessGroup:
             looking.join()
 
     def close(self) -> None:
-        """Leave the group; the last to leave ends it, if it was started here."""
+        """Leave the group; the last to leave ends it, if it was started here. May be repeated.
+
+        Connections of its own end at once, so a rank that still waits there for this one sees it.
+        """
         if self._control is not None:
             self._roll.close()
+            self._others.append(self._control)
+            self._control = None
+            end_groups(self._others)
         if self._owned:
             self._owned = False
             _started.leave()
+
+
+def end_groups(groups: list[Any]) -> None:
+    """End connections of this process to others, with their threads and descriptors.
+
+    Those of NCCL stay: ending them waits for the other ranks, of which one may be lost.
+
+    Args:
+        groups: Of torch; emptied, since a group ends with the last reference to it. One that has
+            ended already is passed over.
+    """
+    while groups:
+        group = groups.pop()
+        with contextlib.suppress(ValueError):
+            if dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager
@@ -583,20 +624,53 @@ class _Started:
         gc.collect()
 
 
-def _forget_in_deepspeed() -> None:
-    """Make DeepSpeed forget the groups of a default process group that was just destroyed.
+def _forget_in_deepspeed(ended: Collection[Any] | None = None) -> None:
+    """Make DeepSpeed forget groups that are destroyed.
 
     It keeps them in module globals (0.18.9 for ever, 0.19.8 until they are destroyed through its
     own function), and the next engine of the process fails with "Group … is not registered".
+
+    Args:
+        ended: The groups; all that it has, when the default group was destroyed.
     """
     groups = sys.modules.get("deepspeed.utils.groups")
     if groups is None:
         return
     for name in _DEEPSPEED_CACHES:
-        if hasattr(groups, name):
+        if ended is None or getattr(groups, name, None) in ended:
             setattr(groups, name, None)
 
 
+class DeepSpeedGroups:
+    """The groups that DeepSpeed makes for the first engine started here and shares with others."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._groups: list[Any] = []
+
+    def join(self) -> None:
+        """An engine uses them, until it calls ``leave``."""
+        self._users += 1
+
+    def leave(self) -> None:
+        """The last to leave ends them."""
+        self._users -= 1
+        if self._users == 0:
+            _forget_in_deepspeed(self._groups)
+            end_groups(self._groups)
+
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """Take what is made within the block for DeepSpeed's."""
+        groups = dist.distributed_c10d._world.pg_map
+        before = set(groups)
+        try:
+            yield
+        finally:
+            self._groups += set(groups) - before
+
+
+deepspeed_groups: Final = DeepSpeedGroups()
 _started = _Started()
 
 

@@ -13,7 +13,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
+from weakref import WeakSet
 
 import attrs
 import torch
@@ -142,6 +143,16 @@ class Follower:
     weight: float
 
 
+class Average(Protocol):
+    """An average of the weights that can be asked for by name."""
+
+    name: str
+
+    def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and full tensor of every trained parameter. Collective."""
+        ...
+
+
 class MasterLayout(ABC):
     """How one kind of engine lays out its master weights.
 
@@ -162,6 +173,8 @@ class MasterLayout(ABC):
     ) -> None:
         self.addresses = addresses
         self.order = order
+        self.edited = False
+        """Somebody else wrote master weights, which the model follows with the next step."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -189,6 +202,13 @@ class MasterLayout(ABC):
         """What the model computes with of a fragment, 1-D.
 
         ``None`` where that is the master weight itself, or one of both is not in memory.
+        """
+        return None
+
+    def states_at_rest(self, slab: int) -> OptimizerStates | None:  # noqa: ARG002 - of most layouts
+        """States of a slab of which names, dtypes and counters can be read where the slab lies.
+
+        ``None``: only once it is in memory.
         """
         return None
 
@@ -247,6 +267,8 @@ class MasterWeights:
         self._group = group
         self._device = device
         self._before_edit: list[Callable[[], None]] = []
+        self.averages: WeakSet[Average] = WeakSet()
+        """Averages that were attached to these weights, as long as somebody holds them."""
 
     @property
     def addresses(self) -> tuple[FragmentAddress, ...]:
@@ -316,6 +338,9 @@ class MasterWeights:
             EngineError: They differ; names the parameter.
         """
         self.settle()
+        if self._layout.edited:
+            self._layout.edited = False
+            return
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
         pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []
@@ -328,12 +353,16 @@ class MasterWeights:
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return
-        # As one tensor, so that a device is waited for once.
+        # As one tensor each, so that a device is waited for once.
         model = torch.cat([weights.float() for _, weights, _ in pairs]).cpu()
+        masters = torch.cat([master.float() for _, _, master in pairs]).cpu()
+        if torch.equal(model, masters):
+            return
         at = 0
-        for address, weights, master in pairs:
-            there, here = model[at : at + len(weights)], master.float().cpu()
-            at += len(weights)
+        for address, weights, _ in pairs:
+            part = slice(at, at + len(weights))
+            there, here = model[part], masters[part]
+            at = part.stop
             alike = (there == here) | (there.isnan() & here.isnan())
             if not alike.all():
                 worst = int((~alike).nonzero()[0])
@@ -352,6 +381,19 @@ class MasterWeights:
             with _Untracked(self._layout.reading(index)) as slab:
                 for address in addresses:
                     yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
+
+    def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
+        """This rank's fragments without their numbers: only names, dtypes and counters of states.
+
+        Brings in from NVMe only slabs whose states cannot be described where they lie.
+        """
+        for index, addresses in self._by_slab():
+            states = self._layout.states_at_rest(index)
+            if states is not None:
+                yield from ((address, states) for address in addresses)
+                continue
+            with _Untracked(self._layout.reading(index)) as slab:
+                yield from ((address, slab.states) for address in addresses)
 
     @contextmanager
     def editing(self) -> Iterator[Iterator[EditableFragment]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import MethodType
 from typing import Any, Final, cast
 
 import torch
@@ -15,41 +16,34 @@ from typing_extensions import override
 
 from zerotune._util.environment import environment
 from zerotune.backend.checks import Checks, check_alike, expected_groups
-from zerotune.backend.deepspeed.given_back import check_not_gone
-from zerotune.backend.deepspeed.host_adam import (
+from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
+from zerotune.backend.dtypes import DTYPES, check_model_dtype
+from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.layouts import UNDER_WAY, Named, ParameterLayout, require_trainable
+from zerotune.backend.master_weights import MasterLayout, MasterWeights
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
+from zerotune.backend.proof import prove_offload
+from zerotune.backend.running import StartedEngine, check_not_gone, gradient_norm, naming_the_lost
+from zerotune.backend.step.adams import (
     TORCH_ADAMS,
     HostBF16Adam,
     HostTorchAdam,
-    NoStep,
     SlabStep,
     Stepper,
+    no_step,
     torch_rounds_alike,
     torch_rounds_alike_in_fp32,
 )
-from zerotune.backend.deepspeed.layouts import (
-    UNDER_WAY,
-    Named,
-    ParameterLayout,
-    require_trainable,
-)
-from zerotune.backend.deepspeed.pending_step import (
+from zerotune.backend.step.deferred import (
     KEY,
     DeferredSteps,
-    Piece,
-    Upload,
     choose_when,
     op_or_reason,
     shares_cores,
 )
-from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend, meeting
-from zerotune.backend.dtypes import DTYPES, check_model_dtype
-from zerotune.backend.engine import EngineState, StepOutcome
-from zerotune.backend.master_weights import MasterLayout, MasterWeights
-from zerotune.backend.ops.host_step import HostStepOp
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
-from zerotune.backend.optimizers.client import build_client_optimizer, chosen_optimizer, curve
-from zerotune.backend.proof import prove_offload
-from zerotune.backend.running import StartedEngine, gradient_norm, naming_the_lost
+from zerotune.backend.step.kernel import HostStepOp
+from zerotune.backend.step.pending import Piece, Upload
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -235,6 +229,7 @@ class PlainEngine(StartedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass under autocast."""
         if torch.is_grad_enabled():
+            self._check_trained()
             self._open_micro_batch()
             return self._wrapped(*args, **kwargs)
         with self._accelerator.autocast():
@@ -497,7 +492,8 @@ class PlainStep(DeferredSteps):
         setattr(adam, UNDER_WAY, self)
         # So hooks before and after an optimizer's step run, which is what tells of a change.
         step = torch.optim.Optimizer.profile_hook_step(self._step)
-        adam.step = partial(step, adam)  # type: ignore[method-assign, assignment]
+        # A method, since torch's schedules look into the function behind it.
+        adam.step = MethodType(step, adam)  # type: ignore[method-assign]
         self.settle_for_states()
 
     @override
@@ -540,7 +536,7 @@ class PlainStep(DeferredSteps):
 
     def _begun(self, slab: torch.Tensor, group: Mapping[str, Any]) -> SlabStep:
         if slab.grad is None:
-            return NoStep.of(slab, op=self._op)
+            return no_step(slab)
         return self._adam.begin(
             slab,
             gradient=slab.grad.contiguous(),

@@ -89,6 +89,9 @@ _CALLS: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Section to the module that reads its keys one by one, and the variable it reads from."""
 
+_READ_WHOLE: Final = frozenset({"flops_profiler", "activation_checkpointing"})
+"""Those of which every key is among them: DeepSpeed ignores others in silence."""
+
 READ: Final[tuple[tuple[str, str], ...]] = (
     *_CALLS.values(),
     (_CONFIG, "param_dict"),
@@ -167,6 +170,8 @@ def _read_sections() -> dict[str, Schema]:
         keys = _recorded(module, variable)
         if keys:
             found[name] = _object({key: of_default(default) for key, default in keys.items()})
+            if name in _READ_WHOLE:
+                found[name]["additionalProperties"] = False
     return found
 
 
@@ -191,7 +196,7 @@ def _special_sections(config: Any) -> dict[str, Schema]:
         "sequence_parallel_size": {"type": "integer", "minimum": 1},
         "datastates_ckpt": {"type": ["object", "boolean"], "default": False},
         "pipeline": of_default(config.get_pipeline_config({})),
-        "data_efficiency": of_default(config.get_data_efficiency_config({})),
+        "data_efficiency": _data_efficiency(config),
         "torch_autocast": _autocast(config),
         "checkpoint": _checkpoint(),
         "data_types": _data_types(),
@@ -233,6 +238,17 @@ def _checkpoint() -> Schema:
     return _object(entries)
 
 
+def _data_efficiency(config: Any) -> Schema:
+    section = of_default(config.get_data_efficiency_config({}))
+    # Below these are names of the user's own.
+    for each in (section, *(section["properties"][name] for name in _DATA_SECTIONS)):
+        each["additionalProperties"] = False
+    return section
+
+
+_DATA_SECTIONS: Final = ("data_sampling", "data_routing")
+
+
 def _data_types() -> Schema:
     entries: dict[str, Schema] = {
         key: {"enum": [*_PRECISIONS, None], "default": default}
@@ -243,7 +259,7 @@ def _data_types() -> Schema:
             "anyOf": [AUTO, {"type": "array", "items": {"type": "string"}}],
             "default": AUTO["const"],
         }
-    return _object(entries)
+    return {**_object(entries), "additionalProperties": False}
 
 
 def _object(properties: Mapping[str, Schema]) -> Schema:

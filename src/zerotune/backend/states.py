@@ -9,6 +9,7 @@ import torch
 
 from zerotune.errors import EngineError
 
+_OF_ADAM: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
 _BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
 """NAdam's product of momenta (``torch/optim/nadam.py``); whatever else is kept begins at zero."""
 
@@ -56,6 +57,15 @@ class OptimizerStates:
         return tuple(
             name for name, value in self._state.items() if name not in known and value is not None
         )
+
+    @property
+    def described_on_nvme(self) -> bool:
+        """Whether the other properties hold while DeepSpeed has emptied all tensors.
+
+        It empties counters that are tensors too, and then nothing tells one from a state.
+        """
+        counted = not isinstance(self._state.get("step"), torch.Tensor)
+        return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
 
     @property
     def step(self) -> int | None:

@@ -22,6 +22,7 @@ from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.source import (
     WRAPPERS,
     YAML_SUFFIXES,
+    is_off,
     parse_file,
     parse_json,
     parse_yaml,
@@ -30,7 +31,7 @@ from zerotune.plan.source import (
     undashed,
 )
 
-_OWN_SUFFIXES: Final = (*YAML_SUFFIXES, ".hjson")
+_OWN_SUFFIXES: Final = (*YAML_SUFFIXES, ".hjson", ".toml")
 _LARGEST: Final = 1 << 20
 _LONGEST_NAME: Final = 255
 """Bytes of a name inside a folder, on every file system in use."""
@@ -239,7 +240,7 @@ def _inside(content: Mapping[str, Any], root: Root, folder: Path) -> dict[str, A
     for key, value in content.items():
         if undashed(key) not in WRAPPERS:
             continue
-        if isinstance(value, str):
+        if isinstance(value, str) and not is_off(value):
             safe[key] = _named(value, root, folder, str(key))
         elif isinstance(value, Mapping):
             safe[key] = _inside(value, root, folder)

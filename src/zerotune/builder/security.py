@@ -24,6 +24,8 @@ LARGEST_BODY: Final = 1 << 20
 PATIENCE_S: Final = 20.0
 """Seconds in which the body of a request must have come."""
 COOKIE: Final = "zerotune_builder"
+_MOST_FIELDS: Final = 20
+"""Of an address that is searched for the token."""
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -115,7 +117,11 @@ class Guard:
             return None
         if self._is_token(_cookie(headers.get("cookie", ""))):
             return None
-        asked = parse_qs(scope.get("query_string", b"").decode("latin-1"), max_num_fields=20)
+        try:
+            query = scope.get("query_string", b"").decode("latin-1")
+            asked = parse_qs(query, max_num_fields=_MOST_FIELDS)
+        except ValueError:
+            return _refuse(400, f"a query may have {_MOST_FIELDS} fields at most")
         if scope["method"] in _READING and self._is_token(*asked.get("token", [])[:1]):
             # Out of the address bar, the history and every log of addresses.
             # Two slashes at the start would name another host.

@@ -41,7 +41,7 @@ from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.stored import read_header
 from zerotune.backend.trained_parts import components
 from zerotune.checkpoint.collective import Attempts, together
-from zerotune.checkpoint.export import Gatherable
+from zerotune.checkpoint.export import Gatherable, label_of, weights_of
 from zerotune.checkpoint.exported import Mark, check_replaceable
 from zerotune.checkpoint.folders import ExportStaging, check_space
 from zerotune.checkpoint.tensors import (
@@ -374,7 +374,7 @@ def export_adapters(
     path: str | os.PathLike[str],
     *,
     engine: Engine,
-    weights: Gatherable | None = None,
+    weights: Gatherable | str | None = None,
     dtype: str | torch.dtype = "fp32",
     layout: Layout = "diffusers",
     component: str | None = None,
@@ -391,7 +391,7 @@ def export_adapters(
         path: A folder, in which the file is ``pytorch_lora_weights.safetensors``, or the file
             itself, ending with ``.safetensors``. An earlier export is replaced.
         engine: What trains a model with adapters, or ``TrainedParts`` with some.
-        weights: An attached EMA shadow; the trained master weights when not given.
+        weights: As in ``export_model``.
         dtype: Of the tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype.
         layout: ``"diffusers"``; ``"peft"``, a folder for ``PeftModel.from_pretrained``;
             ``"comfyui"``, a file of ``diffusion_model.*`` tensors; ``"kohya"``, a file as kohya's
@@ -417,7 +417,8 @@ def export_adapters(
     group, chosen = engine.group, checked_dtype(dtype)
     target = _file(path, layout)
     group.barrier(f"exporting adapters to {target}", timeout_s=timeout_s)
-    group.agree((str(target), str(chosen), weights is None, component, layout), "export_adapters")
+    group.agree((str(target), str(chosen), label_of(weights), component, layout), "export_adapters")
+    exported = weights_of(engine, weights)
     outline = AdapterOutline.of(engine, component=component)
     _check_loadable(pipeline, tuple(outline.metadata))
     outline.check_layout(layout)
@@ -426,16 +427,16 @@ def export_adapters(
         output.attempt(lambda: output.open(target, outline, chosen, layout))
     together(group, "begin the export of adapters", output.reraise)
     try:
-        for name, tensor in (weights or engine.master_weights).gather():
+        for name, tensor in exported.gather():
             output.add(name, tensor)
         results = together(group, "finish the export of adapters", output.publish)
     finally:
         output.abandon()
-    exported = results[0]
-    if exported is None:
+    written = results[0]
+    if written is None:
         raise CheckpointError("rank 0 wrote nothing", key=str(target))
-    announce(exported.decisions, rank=group.rank)
-    return exported
+    announce(written.decisions, rank=group.rank)
+    return written
 
 
 @attrs.frozen(kw_only=True)

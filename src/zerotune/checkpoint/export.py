@@ -47,7 +47,12 @@ from zerotune.checkpoint.tensors import (
     TensorSpec,
     file_size,
 )
-from zerotune.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
+from zerotune.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    InvalidValueError,
+)
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
@@ -290,11 +295,45 @@ class Gatherable(Protocol):
         ...
 
 
+def weights_of(engine: Engine, weights: Gatherable | str | None) -> Gatherable:
+    """What is exported of the trained parameters.
+
+    Args:
+        engine: What trains them.
+        weights: As in ``export_model``.
+
+    Raises:
+        InvalidValueError: No attached average has this name, or several have, or it is no average.
+    """
+    if weights is None or weights == "trained":
+        return engine.master_weights
+    if not isinstance(weights, str) and hasattr(weights, "gather"):
+        return weights
+    averages = list(engine.master_weights.averages)
+    named = [each for each in averages if each.name == weights]
+    if len(named) == 1:
+        return named[0]
+    names = ("trained", *sorted({each.name for each in averages}))
+    raise InvalidValueError(
+        f"{len(named)} averages of this name are attached to the engine"
+        if named
+        else "no such average is attached to the engine",
+        key="weights",
+        value=weights if isinstance(weights, str) else type(weights).__name__,
+        fix=f"write one of {', '.join(map(repr, names))}, or pass an attached EMAShadow",
+    )
+
+
+def label_of(weights: Gatherable | str | None) -> str | None:
+    """What ranks compare of a choice of weights."""
+    return weights if isinstance(weights, str) or weights is None else type(weights).__name__
+
+
 def export_model(
     path: str | os.PathLike[str],
     *,
     engine: Engine,
-    weights: Gatherable | None = None,
+    weights: Gatherable | str | None = None,
     dtype: str | torch.dtype = "fp32",
     shard_size: int = SHARD_SIZE,
     timeout_s: float | None = None,
@@ -309,8 +348,9 @@ def export_model(
         path: The folder; an earlier export there is replaced when the new one is whole. A name
             that ends with ``.safetensors`` becomes a single file.
         engine: The model, with its frozen parameters and buffers.
-        weights: What to export of the trained parameters: an attached EMA shadow; the fp32
-            master weights when not given.
+        weights: What to export of the trained parameters: ``"trained"``, an
+            attached EMA shadow, or the name of one: ``"ema"``, or its name in ``EMAShadows``; the
+            fp32 master weights when not given.
         dtype: Of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a
             torch dtype.
         shard_size: Most bytes of tensors in a file.
@@ -324,6 +364,7 @@ def export_model(
             small, or writing fails.
         CheckpointCorruptError: The disk does not hold what was written.
         CheckpointMismatchError: The model trains adapters.
+        InvalidValueError: No such average is attached to the engine.
         CollectiveError: A rank did not come, or the arguments differ.
     """
     return export_part(
@@ -340,7 +381,7 @@ def export_part(
     path: str | os.PathLike[str],
     *,
     engine: Engine,
-    weights: Gatherable | None,
+    weights: Gatherable | str | None,
     dtype: str | torch.dtype,
     shard_size: int,
     timeout_s: float | None = None,
@@ -354,7 +395,8 @@ def export_part(
     group, chosen = engine.group, checked_dtype(dtype)
     _refuse_adapters(engine)
     group.barrier(f"exporting to {os.fspath(path)}", timeout_s=timeout_s)
-    group.agree((os.fspath(path), str(chosen), weights is None, shard_size), "export_model")
+    group.agree((os.fspath(path), str(chosen), label_of(weights), shard_size), "export_model")
+    exported = weights_of(engine, weights)
     outline = _outline(engine)
     output = ModelOutput()
     if group.is_main:
@@ -364,7 +406,7 @@ def export_part(
         output.attempt(partial(writing, whole=whole))
     together(group, "begin the export", output.reraise)
     try:
-        for name, tensor in _tensors(engine, weights or engine.master_weights):
+        for name, tensor in _tensors(engine, exported):
             # When the disk fails, the others still wait for this rank in the gathering.
             output.attempt(partial(output.append, name, tensor))
         paths = together(group, "finish the export", output.publish)
@@ -502,7 +544,7 @@ def _outline(engine: Engine) -> list[TensorSpec]:
     ]
     frozen = [
         TensorSpec(key=key, dtype=p.dtype, shape=tuple(getattr(p, "ds_shape", p.shape)))
-        for name, p in _frozen(engine.module)
+        for name, p in _untrained(engine)
         for key in (name, *aliases.get(name, ()))
     ]
     buffers = persistent_buffers(engine.module).items()
@@ -514,15 +556,17 @@ def _tensors(engine: Engine, weights: Gatherable) -> Named:
     for name, tensor in weights.gather():
         for key in (name, *aliases.get(name, ())):
             yield key, tensor
-    for name, parameter in _frozen(engine.module):
+    for name, parameter in _untrained(engine):
         tensor = whole_parameter(parameter)
         for key in (name, *aliases.get(name, ())):
             yield key, tensor
     yield from persistent_buffers(engine.module).items()
 
 
-def _frozen(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+def _untrained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters without master weights: frozen ones, and those without elements."""
+    trained = engine.master_weights.parameters
+    return [(name, p) for name, p in engine.module.named_parameters() if name not in trained]
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:

@@ -36,6 +36,8 @@ from zerotune.checkpoint.export import (
     ModelFolderReader,
     ModelFolderWriter,
     ModelOutput,
+    label_of,
+    weights_of,
 )
 from zerotune.checkpoint.exported import check_apart
 from zerotune.checkpoint.records import model_config
@@ -194,7 +196,7 @@ def export_merged(
     path: str | os.PathLike[str],
     *,
     engine: Engine,
-    weights: Gatherable | None = None,
+    weights: Gatherable | str | None = None,
     dtype: str | torch.dtype = "fp32",
     component: str | None = None,
     shard_size: int = SHARD_SIZE,
@@ -208,7 +210,7 @@ def export_merged(
     Args:
         path: The folder, as for ``export_model``.
         engine: What trains a model with adapters.
-        weights: An attached EMA shadow; the trained master weights when not given.
+        weights: As in ``export_model``.
         dtype: Of the floating-point tensors in the file.
         component: Which of ``TrainedParts``.
         shard_size: Most bytes of tensors in a file.
@@ -226,7 +228,8 @@ def export_merged(
     """
     group, chosen = engine.group, checked_dtype(dtype)
     group.barrier(f"merging into {os.fspath(path)}", timeout_s=timeout_s)
-    group.agree((os.fspath(path), str(chosen), weights is None, component), "export_merged")
+    group.agree((os.fspath(path), str(chosen), label_of(weights), component), "export_merged")
+    exported = weights_of(engine, weights)
     merged = _Merged.of(engine, component)
     output = _Output()
     if group.is_main:
@@ -240,7 +243,7 @@ def export_merged(
         )
     together(group, "begin the merge", output.reraise)
     try:
-        for name, tensor in (weights or engine.master_weights).gather():
+        for name, tensor in exported.gather():
             output.attempt(partial(output.keep, merged, name, tensor))
         for name, source in merged.sources.items():
             output.attempt(partial(output.append, name, whole_parameter(source)))

@@ -13,7 +13,7 @@ from zerotune._util.files import sync
 from zerotune._util.text import json_of
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.checkpoint.collective import together
-from zerotune.checkpoint.export import SHARD_SIZE, Gatherable, Whole, export_part
+from zerotune.checkpoint.export import SHARD_SIZE, Gatherable, Whole, export_part, weights_of
 from zerotune.checkpoint.exported import check_apart
 from zerotune.checkpoint.folders import ExportStaging, checked_path
 from zerotune.checkpoint.tensors import hash_of
@@ -33,7 +33,7 @@ def export_pipeline(
     engine: Engine,
     base: str | os.PathLike[str],
     component: str | None = None,
-    weights: Gatherable | None = None,
+    weights: Gatherable | str | None = None,
     dtype: str | torch.dtype = "fp32",
     shard_size: int = SHARD_SIZE,
     timeout_s: float | None = None,
@@ -59,6 +59,7 @@ def export_pipeline(
 
     Raises:
         CheckpointMismatchError: ``base`` is no pipeline, or has no such part.
+        InvalidValueError: No such average is attached to the engine.
         CheckpointError: The path is taken by something else than an export, or writing fails.
         CollectiveError: A rank did not come, or the arguments differ.
     """
@@ -66,6 +67,7 @@ def export_pipeline(
     checked_dtype(dtype)
     group.barrier(f"exporting to {target}", timeout_s=timeout_s)
     group.agree((str(target), str(origin), component), "export_pipeline")
+    weights_of(engine, weights)  # Before anything is copied.
     pipeline = _Pipeline(target, base=origin)
 
     def begin() -> Path | None:

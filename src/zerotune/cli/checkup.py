@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 
 from zerotune.backend.ops.build import OpStatus, op_report
-from zerotune.backend.ops.host_step import host_step_status
+from zerotune.backend.step.kernel import host_step_status
 from zerotune.errors import ZeroTuneError
 from zerotune.platform import Platform
 from zerotune.platform.toolchain import Toolchain, detect_toolchain

@@ -19,6 +19,7 @@ from zerotune.diffusion.data.cache import (
     cache_texts,
     check_edits,
 )
+from zerotune.diffusion.families.pipeline_family import PipelineFamily
 
 if TYPE_CHECKING:
     from zerotune.diffusion.data.preparation import PreparedImages
@@ -143,6 +144,8 @@ def _encode(
                 **shared,
             )
         else:
+            if isinstance(family, PipelineFamily) and family.texts_alone:
+                shared["batch_size"] = 1  # Their lengths differ, and nothing masks that.
             cache_texts(
                 images.texts(),
                 encode=lambda captions: family.encode_texts(captions, device=device),

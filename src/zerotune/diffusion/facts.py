@@ -5,7 +5,10 @@ Nothing is computed and no memory is taken: the model runs on the ``meta`` devic
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +19,14 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
 from zerotune.diffusion.families.declared import BY_MODEL
 from zerotune.diffusion.passes import KINDS, Pass, counted_pass, sizes_only
 from zerotune.diffusion.pipeline import Blueprint
-from zerotune.errors import InvalidValueError
+from zerotune.errors import InvalidValueError, MissingDependencyError
+from zerotune.plan.families import facts_from_json, facts_to_json, family_of
 from zerotune.plan.model import (
     SMALLEST_OFFLOADED,
     ActivationCost,
@@ -36,6 +41,7 @@ from zerotune.plan.model import (
 if TYPE_CHECKING:
     from zerotune.diffusion.families.pipeline_family import PipelineFamily
 
+_log = logging.getLogger("zerotune")
 _CLIP_TOKENS: Final = 77
 _T5_TOKENS: Final = 256
 _FLUX_TOKENS: Final = 512
@@ -107,6 +113,12 @@ def _captured_inputs(
 ) -> Callable[..., Mapping[str, Any]]:
     import diffusers
 
+    if not diffusers.utils.is_transformers_available():
+        raise MissingDependencyError(
+            f"{kind.pipeline}, which knows the inputs of {type(module).__name__}, needs "
+            "transformers",
+            fix="pip install transformers; or pass inputs=, or activations=False",
+        )
     family = kind(blueprint=Blueprint.usual(getattr(diffusers, kind.pipeline)))
 
     def make(batch: int, height: int, width: int, frames: int = 1) -> Mapping[str, Any]:
@@ -219,38 +231,120 @@ def model_facts(
 ) -> ModelFacts:
     """Names and shapes of a model's parameters, and the memory its activations take.
 
+    A configuration that is one of ``zerotune.plan.family_names()`` is looked up. Any other is
+    counted once, which takes up to two minutes, and then remembered in the user's cache.
+
     Args:
         source: A module on any device; a diffusers configuration (a mapping with
             ``_class_name``), a ``config.json`` or a folder that holds one. A configuration is
-            built on the ``meta`` device, so a 12-billion-parameter model takes a second.
+            built on the ``meta`` device, so a 12-billion-parameter model takes no memory.
         inputs: Makes the arguments of ``forward`` on the ``meta`` device; known for diffusers'
             U-Nets, SD3 and Flux transformers, and the models of all declared families.
-        activations: ``False`` leaves them out, which saves some seconds.
+        activations: ``False`` leaves them out, which saves up to two minutes.
         name: Name in reports; the class by default.
 
     Raises:
         InvalidValueError: No such class or file, or a model whose inputs are not known.
+        MissingDependencyError: The pipeline that knows the model's inputs needs transformers.
     """
     if isinstance(source, torch.nn.Module):
-        module = source
-        if activations and any(p.device.type != "meta" for p in module.parameters()):
-            raise InvalidValueError(
-                "activations are counted on the meta device",
-                key="source",
-                value=type(source).__name__,
-                fix="pass its configuration (model.config), or activations=False",
-            )
+        facts = _facts_of_module(source, inputs=inputs, activations=activations)
     else:
-        module = _from_config(_configuration(source))
+        config = _configuration(source)
+        facts = _facts_of_config(config, inputs=inputs, activations=activations)
+        facts = attrs.evolve(facts, name=str(config["_class_name"]))
+    return facts if name is None else attrs.evolve(facts, name=name)
+
+
+def count_facts(config: Mapping[str, Any]) -> ModelFacts:
+    """Count the facts of a configuration, whether they are known or not; up to two minutes."""
+    _log.info(
+        "counting the activations of %s, which takes up to two minutes", config.get("_class_name")
+    )
+    return _facts_of_module(_from_config(config), inputs=None, activations=True)
+
+
+def _facts_of_config(
+    config: Mapping[str, Any], *, inputs: MakeInputs | None, activations: bool
+) -> ModelFacts:
+    facts = None if inputs is not None else _remembered(config)
+    if facts is not None:
+        return facts if activations else attrs.evolve(facts, activations=None, arithmetic=None)
+    if activations and inputs is None:
+        return _remember(config, count_facts(config))
+    return _facts_of_module(_from_config(config), inputs=inputs, activations=activations)
+
+
+def _facts_of_module(
+    module: torch.nn.Module, *, inputs: MakeInputs | None, activations: bool
+) -> ModelFacts:
+    if activations and any(p.device.type != "meta" for p in module.parameters()):
+        raise InvalidValueError(
+            "activations are counted on the meta device",
+            key="source",
+            value=type(module).__name__,
+            fix="pass its configuration (model.config), or activations=False",
+        )
     facts = attrs.evolve(
         ModelFacts.from_module(module),
-        name=name or type(module).__name__,
         frames_per_latent=frames_per_latent(module) if inputs is None else None,
     )
     if not activations:
         return facts
     kept, computed = measure_step(module, inputs=inputs)
     return attrs.evolve(facts, activations=kept, arithmetic=computed)
+
+
+# -- Facts that are known: catalogued with the package, or counted before.
+
+
+def configuration_digest(config: Mapping[str, Any]) -> str:
+    """A digest of a diffusers configuration; what it leaves out has its class's defaults.
+
+    Raises:
+        InvalidValueError: It names no model class.
+    """
+    kind = _class_of(config)
+    arguments = inspect.signature(kind.__init__).parameters.values()
+    # Published files have null and false for each other.
+    full = {
+        each.name: config.get(each.name, each.default) or None
+        for each in arguments
+        if each.default is not inspect.Parameter.empty
+    }
+    text = json.dumps([kind.__name__, full], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _remembered(config: Mapping[str, Any]) -> ModelFacts | None:
+    digest = configuration_digest(config)
+    if (catalogued := family_of(digest)) is not None:
+        return catalogued.facts
+    try:
+        return facts_from_json(json_of(_facts_file(digest).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _remember(config: Mapping[str, Any], facts: ModelFacts) -> ModelFacts:
+    path = _facts_file(configuration_digest(config))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(facts_to_json(facts)).encode())
+    except OSError as error:
+        _log.info("the facts of %s are not remembered: %s", facts.name, error)
+    return facts
+
+
+def _facts_file(digest: str) -> Path:
+    """Where facts are kept that this very code counted with this torch and this diffusers."""
+    import diffusers
+
+    code = hashlib.sha256(f"{digest} {torch.__version__} {diffusers.__version__}".encode())
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
+        code.update(source.read_bytes())
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / "zerotune" / "facts" / f"{code.hexdigest()}.json"
 
 
 def measure_activations(
@@ -519,7 +613,7 @@ def _configuration(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mappin
     return config if isinstance(config, Mapping) else {}
 
 
-def _from_config(config: Mapping[str, Any]) -> torch.nn.Module:
+def _class_of(config: Mapping[str, Any]) -> Any:
     import diffusers
 
     name = config.get("_class_name")
@@ -531,6 +625,10 @@ def _from_config(config: Mapping[str, Any]) -> torch.nn.Module:
             value=name,
             fix='write the class, such as "UNet2DConditionModel"',
         )
+    return kind
+
+
+def _from_config(config: Mapping[str, Any]) -> torch.nn.Module:
     with torch.device("meta"):
-        module: torch.nn.Module = kind.from_config(dict(config))
+        module: torch.nn.Module = _class_of(config).from_config(dict(config))
     return module

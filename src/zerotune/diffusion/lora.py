@@ -6,13 +6,14 @@ engine what any model is: most of its parameters do not require a gradient.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import attrs
 import torch
@@ -39,6 +40,9 @@ from zerotune.errors import (
     MissingDependencyError,
 )
 from zerotune.plan.model import ATTENTION_PROJECTIONS, ModelFacts
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
 
 _ADAPTABLE: Final = (
     torch.nn.Linear,
@@ -103,14 +107,18 @@ class Adapters:
     name: str = attrs.field(default="default", validator=_name)
     """What the adapter is called in the model; files do not hold it."""
 
+    peft_names: ClassVar[Mapping[str, str]]
+    """What peft's configuration calls the fields, without the layers."""
+
     @property
     def kind(self) -> str:
         """The name of peft's configuration."""
-        raise NotImplementedError
+        return f"{type(self).__name__}Config"
 
     def settings(self) -> dict[str, Any]:
         """Arguments of peft's configuration, without the layers."""
-        raise NotImplementedError
+        found = {theirs: getattr(self, name) for name, theirs in self.peft_names.items()}
+        return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -127,14 +135,16 @@ class _Ranked(Adapters):
     alpha_pattern: dict[str, float] = attrs.field(factory=dict)
     """Other alphas for some layers, likewise."""
 
+    peft_names: ClassVar[Mapping[str, str]] = {
+        "rank": "r",
+        "alpha": "alpha",
+        "rank_pattern": "rank_pattern",
+        "alpha_pattern": "alpha_pattern",
+    }
+
     def settings(self) -> dict[str, Any]:
-        """Rank and alpha, as all kinds but LoRA call them."""
-        return {
-            "r": self.rank,
-            "alpha": self.alpha or self.rank,
-            "rank_pattern": dict(self.rank_pattern),
-            "alpha_pattern": dict(self.alpha_pattern),
-        }
+        """Arguments of peft's configuration, without the layers."""
+        return super().settings() | {self.peft_names["alpha"]: self.alpha or self.rank}
 
 
 @attrs.frozen(kw_only=True)
@@ -151,21 +161,19 @@ class LoRA(_Ranked):
     """peft's ``init_lora_weights``: ``True``, ``False``, ``"gaussian"`` or ``"orthogonal"``.
     Drawn from torch's global generator."""
 
+    peft_names: ClassVar[Mapping[str, str]] = {
+        **_Ranked.peft_names,
+        "alpha": "lora_alpha",
+        "dropout": "lora_dropout",
+        "dora": "use_dora",
+        "rslora": "use_rslora",
+        "init": "init_lora_weights",
+    }
+
     @property
     def kind(self) -> str:
         """The name of peft's configuration."""
         return "LoraConfig"
-
-    def settings(self) -> dict[str, Any]:
-        """Arguments of peft's configuration, without the layers."""
-        found = super().settings()
-        return found | {
-            "lora_alpha": found.pop("alpha"),
-            "lora_dropout": self.dropout,
-            "use_dora": self.dora,
-            "use_rslora": self.rslora,
-            "init_lora_weights": self.init,
-        }
 
 
 @attrs.frozen(kw_only=True)
@@ -180,27 +188,16 @@ class LoKr(_Ranked):
     decompose_both: bool = False
     """Write the first factor as a product too, where its size asks for it."""
 
-    @property
-    def kind(self) -> str:
-        """The name of peft's configuration."""
-        return "LoKrConfig"
-
-    def settings(self) -> dict[str, Any]:
-        """Arguments of peft's configuration, without the layers."""
-        return super().settings() | {
-            "decompose_factor": self.factor,
-            "decompose_both": self.decompose_both,
-        }
+    peft_names: ClassVar[Mapping[str, str]] = {
+        **_Ranked.peft_names,
+        "factor": "decompose_factor",
+        "decompose_both": "decompose_both",
+    }
 
 
 @attrs.frozen(kw_only=True)
 class LoHa(_Ranked):
     """The product by elements of two products of factors (Hyeon-Woo et al. 2022)."""
-
-    @property
-    def kind(self) -> str:
-        """The name of peft's configuration."""
-        return "LoHaConfig"
 
 
 @attrs.frozen(kw_only=True)
@@ -210,14 +207,66 @@ class OFT(Adapters):
     block_size: int = attrs.field(default=32, validator=_POSITIVE)
     """Inputs that are rotated together; peft takes the nearest size that divides the layer's."""
 
-    @property
-    def kind(self) -> str:
-        """The name of peft's configuration."""
-        return "OFTConfig"
+    peft_names: ClassVar[Mapping[str, str]] = {"block_size": "oft_block_size"}
 
     def settings(self) -> dict[str, Any]:
         """Arguments of peft's configuration, without the layers."""
-        return {"r": 0, "oft_block_size": self.block_size}
+        return super().settings() | {"r": 0}
+
+
+_KINDS: Final = {kind().kind: kind for kind in (LoRA, LoKr, LoHa, OFT)}
+"""By the name of peft's configuration."""
+
+_NOT_TRAINED: Final = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type"}
+)
+"""Fields of peft's configurations that only describe a file."""
+
+
+def as_adapters(lora: Any) -> Adapters:
+    """Adapters, also of peft's own configuration where nothing of it is lost.
+
+    Args:
+        lora: Adapters, peft's ``LoraConfig``, ``LoKrConfig``, ``LoHaConfig`` or ``OFTConfig``, or
+            ``None`` for ``LoRA()``.
+
+    Raises:
+        InvalidValueError: It is none of these, or a field of it has no counterpart.
+    """
+    if lora is None:
+        return LoRA()
+    if isinstance(lora, Adapters):
+        return lora
+    theirs = type(lora).__name__
+    if theirs not in _KINDS:
+        raise InvalidValueError(
+            "is no kind of adapters that can be trained",
+            key="lora",
+            value=theirs,
+            fix=f"such as LoRA(rank=16); peft's own may be {', '.join(_KINDS)}",
+        )
+    kind = _KINDS[theirs]
+    adapters = kind(
+        targets=_as_written(lora.target_modules),
+        exclude=_as_written(lora.exclude_modules),
+        **{name: getattr(lora, field) for name, field in kind.peft_names.items()},
+    )
+    kept = _peft_config(adapters, adapters.targets)
+    for field in dataclasses.fields(kept):
+        value, default = getattr(lora, field.name), getattr(kept, field.name)
+        if field.name not in _NOT_TRAINED and value != default:
+            raise InvalidValueError(
+                f"{kind.__name__} has no such setting, so it would be lost",
+                key=f"{theirs}.{field.name}",
+                value=value,
+                fix=f"leave it at {default!r}",
+            )
+    return adapters
+
+
+def _as_written(layers: Any) -> Any:
+    # peft keeps a set, whose order differs between processes.
+    return tuple(sorted(layers)) if isinstance(layers, set) else layers
 
 
 # -- New adapters.
@@ -225,7 +274,7 @@ class OFT(Adapters):
 
 def add_lora(
     model: torch.nn.Module,
-    lora: Adapters | None = None,
+    lora: Adapters | PeftConfig | None = None,
     *,
     base_dtype: str | torch.dtype | None = None,
 ) -> AdapterFacts:
@@ -238,7 +287,8 @@ def add_lora(
 
     Args:
         model: A diffusers model, a transformers text encoder, or any module peft can adapt.
-        lora: Which adapters: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``; ``LoRA()`` when not given.
+        lora: Which adapters: ``LoRA``, ``LoKr``, ``LoHa`` or ``OFT``; or peft's configuration of
+            one of these, such as ``LoraConfig``; ``LoRA()`` when not given.
         base_dtype: Cast what is frozen to ``"bf16"``, ``"fp16"``, ``"fp32"`` or a torch dtype;
             left as it is when not given.
 
@@ -246,10 +296,11 @@ def add_lora(
         What was added; also kept on the model, where exports compare against it.
 
     Raises:
-        InvalidValueError: A target matches nothing, or the model has adapters already.
+        InvalidValueError: A target matches nothing, the model has adapters already, or peft's
+            configuration has a setting that would be lost.
         MissingDependencyError: peft is not installed.
     """
-    wanted = lora or LoRA()
+    wanted = as_adapters(lora)
     if isinstance(model, TrainedParts):
         raise InvalidValueError(
             "adapters belong to one of the parts",
@@ -310,7 +361,7 @@ def _config(model: torch.nn.Module, lora: Adapters) -> Any:
         InvalidValueError: A target, exclusion or pattern matches no layer.
         MissingDependencyError: peft is not installed.
     """
-    package, kind = _peft(), type(lora).__name__
+    kind = type(lora).__name__
     targets = lora.targets or _default_targets(model)
     _require_matches(model, targets, key=f"{kind}.targets")
     if lora.exclude:
@@ -320,8 +371,14 @@ def _config(model: torch.nn.Module, lora: Adapters) -> Any:
         for expression in settings.get(key, ()):
             inside = _regular_expression(rf"(.*\.)?({expression})", key=f"{kind}.{key}")
             _require_matches(model, inside, key=f"{kind}.{key}", written=expression)
-    return getattr(package, lora.kind)(
-        target_modules=_for_peft(targets), exclude_modules=_for_peft(lora.exclude), **settings
+    return _peft_config(lora, targets)
+
+
+def _peft_config(lora: Adapters, targets: tuple[str, ...] | str | None) -> Any:
+    return getattr(_peft(), lora.kind)(
+        target_modules=_for_peft(targets),
+        exclude_modules=_for_peft(lora.exclude),
+        **lora.settings(),
     )
 
 

@@ -24,6 +24,17 @@ _FROM_TRAINING: Final = (
     "use_dynamic_shifting",
 )
 
+_SCHEDULE: Final = (
+    "num_train_timesteps",
+    "beta_start",
+    "beta_end",
+    "beta_schedule",
+    "trained_betas",
+    "prediction_type",
+    "rescale_betas_zero_snr",
+)
+"""Settings of what noise is added, and of what is predicted."""
+
 # -- Schedulers: the one training reads, and the one images are drawn with.
 
 
@@ -46,10 +57,8 @@ def adding_scheduler(scheduler: Any) -> Any:
     same configuration stands in, as in diffusers' own training scripts.
 
     Raises:
-        InvalidValueError: It is no scheduler of denoising diffusion.
+        InvalidValueError: It is no scheduler of denoising diffusion, or DDPM has no such schedule.
     """
-    from diffusers import DDPMScheduler
-
     if not hasattr(scheduler, "alphas_cumprod"):
         raise InvalidValueError(
             "denoising needs a scheduler with alphas_cumprod",
@@ -57,9 +66,44 @@ def adding_scheduler(scheduler: Any) -> Any:
             value=type(scheduler).__name__,
             fix="use DDPMScheduler, or FlowMatchingObjective for flow matching",
         )
-    if hasattr(scheduler, "get_velocity") and not hasattr(scheduler, "sigmas"):
+    if adds_noise(scheduler):
         return scheduler
-    return DDPMScheduler.from_config(scheduler.config)
+    ddpm = ddpm_of(scheduler)
+    if ddpm is None:
+        raise InvalidValueError(
+            "it only samples, and DDPM of the same settings has another noise schedule "
+            "(alphas_cumprod)",
+            key="scheduler",
+            value=type(scheduler).__name__,
+            fix="use DDPMScheduler(trained_betas=...) with the betas that the model was made with",
+        )
+    return ddpm
+
+
+def adds_noise(scheduler: Any) -> bool:
+    """Whether a scheduler of denoising diffusion adds the noise of training itself."""
+    return hasattr(scheduler, "get_velocity") and not hasattr(scheduler, "sigmas")
+
+
+def ddpm_of(scheduler: Any) -> Any | None:
+    """DDPM with the noise schedule of another scheduler with ``alphas_cumprod``.
+
+    Returns:
+        ``None`` where DDPM of the same settings has another schedule.
+    """
+    from diffusers import DDPMScheduler
+
+    config = scheduler.config
+    # As keywords: diffusers drops settings that the configuration holds as its class's defaults.
+    settings = {name: config[name] for name in _SCHEDULE if name in config}
+    try:
+        ddpm = DDPMScheduler.from_config(config, **settings)
+    except NotImplementedError:  # A beta_schedule that DDPM does not know.
+        return None
+    ours, theirs = ddpm.alphas_cumprod, scheduler.alphas_cumprod.float()
+    # Some end a schedule of pure noise at 2^-24.
+    same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
+    return ddpm if same else None
 
 
 def replacement_decision(scheduler: Any, adding: Any) -> tuple[Decision, ...]:

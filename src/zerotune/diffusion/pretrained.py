@@ -30,13 +30,14 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.families.declared import DECLARED
 from zerotune.diffusion.families.flux import Flux
 from zerotune.diffusion.families.pipeline_family import PipelineFamily
-from zerotune.diffusion.families.probe import probe
+from zerotune.diffusion.families.probe import probe, probe_texts
 from zerotune.diffusion.families.stable_diffusion import StableDiffusion
 from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
 from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.family import Family
+from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
 from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
@@ -161,9 +162,9 @@ def load_pretrained(
 
     Raises:
         InvalidValueError: There is nothing to load, the pipeline's family is not known, or the
-            pipeline of a declared family cannot be trained through (``probe``); the model's
-            files lack weights, hold others, or hold some of another shape; the quantization
-            cannot be had here.
+            pipeline of a declared family cannot be trained through (``probe``); its scheduler's
+            noise is not that of denoising diffusion; the model's files lack weights, hold others,
+            or hold some of another shape; the quantization cannot be had here.
         MissingDependencyError: Text encoders without transformers installed, or a quantization
             without its package.
     """
@@ -190,6 +191,9 @@ def load_pretrained(
     decisions = read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
         decisions += probe(chosen, model)
+        if kind not in DECLARED:  # Those are tested; encoders take their time on a host.
+            chosen, found = probe_texts(chosen)
+            decisions += found
     announce(decisions)
     return Pretrained(
         model=model.train(),
@@ -329,8 +333,10 @@ def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tupl
     except OSError as error:
         raise _unreadable(folder / "scheduler", error) from error
     stored = config.get("_class_name", kind.__name__)
-    if not flow_matching or stored == kind.__name__:
+    if stored == kind.__name__:
         return kind.from_config(config), ()
+    if not flow_matching:
+        return _same_noise(config, stored, folder / "scheduler" / "scheduler_config.json")
     taken = inspect.signature(kind.__init__).parameters
     known = {name: value for name, value in config.items() if name in taken}
     shift = config.get("flow_shift", known.get("shift"))
@@ -343,6 +349,54 @@ def _training_scheduler(folder: Path, *, flow_matching: bool) -> tuple[Any, tupl
         reason="the former only samples; training draws its noise levels with the same shift",
     )
     return kind.from_config(known | {"shift": float(shift)}), (decision,)
+
+
+def _same_noise(
+    config: dict[str, Any], stored: str, file: Path
+) -> tuple[Any, tuple[Decision, ...]]:
+    """What adds the noise that the scheduler of a folder takes away: DDPM, or that scheduler.
+
+    Raises:
+        InvalidValueError: Its noise is not that of denoising diffusion, or cannot be compared.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, stored, None)
+    own: Any = None if kind is None else kind.from_config(config)
+    if not hasattr(own, "alphas_cumprod"):
+        raise _other_noise(
+            "diffusers has no such scheduler"
+            if kind is None
+            else "it has no alphas_cumprod: its noise is none of denoising diffusion",
+            stored,
+            file,
+        )
+    ddpm = ddpm_of(own)
+    if ddpm is not None:
+        reason = "both have the same noise schedule, and the latter is the forward process"
+        return ddpm, (_scheduler_decision(stored, "DDPMScheduler", reason),)
+    if not adds_noise(own):
+        raise _other_noise("it only samples, and DDPM has no such noise schedule", stored, file)
+    middle = len(own.alphas_cumprod) // 2
+    reason = (
+        "DDPM of the same settings has another noise schedule, so the folder's own is trained "
+        f"with (alphas_cumprod[{middle}] is {float(own.alphas_cumprod[middle]):.4g})"
+    )
+    return own, (_scheduler_decision("DDPMScheduler", stored, reason),)
+
+
+def _scheduler_decision(before: str, after: str, reason: str) -> Decision:
+    return Decision(key="scheduler", before=before, after=after, reason=reason)
+
+
+def _other_noise(reason: str, stored: str, file: Path) -> InvalidValueError:
+    return InvalidValueError(
+        f"{reason}, so training would add other noise than the model was made with",
+        key=f"{file}: _class_name",
+        value=stored,
+        fix="train a model with a schedule of DDPM's; if this one has DDPM's, write DDPMScheduler "
+        "and its betas into the file",
+    )
 
 
 def _bare_model(folder: Path, *, loading: _Loading, settings: dict[str, Any]) -> Pretrained:

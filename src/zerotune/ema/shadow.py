@@ -60,9 +60,14 @@ class EMAShadow(Readable):
         store: Where the shadow lies: ``HostStore()``, ``DeviceStore()`` or
             ``FileStore(folder=...)``; the host when not given.
 
+    Attributes:
+        name: What exports call it: ``"ema"``, or its name in ``EMAShadows``.
+
     Raises:
         InvalidValueError: An argument is out of range.
     """
+
+    name = "ema"
 
     def __init__(
         self,
@@ -107,6 +112,7 @@ class EMAShadow(Readable):
         check_complete(master, tensors)
         self._tensors = tensors
         self._master = master
+        master.averages.add(self)
         return self
 
     @property
@@ -307,7 +313,9 @@ class EMAShadow(Readable):
         wanted, given = set(self._tensors), {address.key for address in master.addresses}
         if wanted != given:
             raise _other_weights(wanted, given, key="source")
+        self.source.averages.discard(self)
         self._master = master
+        master.averages.add(self)
 
     def settle_with(self, settle: Callable[[], None] | None) -> None:
         """Call ``settle`` before anything looks at the shadow: it ends an update under way."""
@@ -446,8 +454,9 @@ class EMAShadows(Mapping[str, "EMAShadow"]):
     def attach(self, source: Any) -> Self:
         """Start all shadows from the weights of ``source``; see ``EMAShadow.attach``."""
         master = master_weights_of(source)
-        for shadow in self._shadows.values():
+        for name, shadow in self._shadows.items():
             shadow.attach(master)
+            shadow.name = name
         return self
 
     def step(self) -> None:

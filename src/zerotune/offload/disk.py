@@ -1,4 +1,4 @@
-"""The ``aio`` settings that DeepSpeed's tuner found for a swap root's disk, where they lie in it."""
+"""The ``aio`` settings that DeepSpeed's tuner found for a disk, from a file in the swap root."""
 
 from __future__ import annotations
 

@@ -112,8 +112,9 @@ class _Counter:
 
     def _sub_groups(self) -> tuple[int, ...]:
         zero = self.resolved.plan.zero_optimization
-        size = _given(zero.sub_group_size if zero else None) or SUB_GROUP_NVME
-        return sub_groups(self.model, self.resolved.world_size, size)
+        size = None if zero is None else zero.sub_group_size
+        elements = size if is_integer(size) else SUB_GROUP_NVME
+        return sub_groups(self.model, self.resolved.world_size, elements)
 
     def _half_masters(self) -> bool:
         bf16 = self.resolved.plan.bf16

@@ -20,12 +20,15 @@ from zerotune.errors import UNSET, InvalidValueError, PlanConflictError
 from zerotune.plan import model as known_keys
 from zerotune.plan.model import (
     AUTO,
+    Choice,
+    Integer,
     LaunchSection,
     Names,
     PlanValue,
     as_tuple,
     modelled,
     read_launch,
+    refuse_template,
     rename,
     unknown_key,
 )
@@ -37,6 +40,12 @@ DEFAULT_STAGE = 2
 """The stage ``DeepSpeedPlugin`` takes when nothing is written."""
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 DEEPSPEED_IN_BLOCK = frozenset({"gradient_accumulation_steps", "gradient_clipping"})
+OF_THE_SCRIPT: Final = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    *sorted(DEEPSPEED_IN_BLOCK),
+)
+"""Settings of DeepSpeed that accelerate leaves to the script where its block does not say them."""
 ZERO_IN_BLOCK = frozenset(
     {
         "zero_stage",
@@ -67,6 +76,18 @@ TOP_LEVEL = frozenset(
 def is_accelerate(content: Mapping[Any, Any]) -> bool:
     """Whether an object with a ``deepspeed_config`` is accelerate's and not a trainer's."""
     return BLOCK in content and ("distributed_type" in content or "compute_environment" in content)
+
+
+WITHOUT_DEEPSPEED = (
+    "this file trains without DeepSpeed; at stage 0 nothing is partitioned or offloaded, and"
+    " resolve(deepspeed=False) does without the engine too"
+)
+_LAUNCHABLE: Final = {
+    "mixed_precision": ("launch.mixed_precision", Choice(choices=("no", "fp16", "bf16", "fp8"),
+                                                         unoffered=("fp8",))),
+    "zero_stage": ("zero_optimization.stage", Integer(maximum=3, auto=False)),
+}  # fmt: skip
+"""What accelerate's launcher fails on when it is anything else, by place in a plan and kind."""
 
 
 @attrs.frozen(kw_only=True)
@@ -118,8 +139,12 @@ def translate(
         )
     around = {key: value for key, value in content.items() if key != BLOCK}
     decisions: list[Decision] = []
-    launched, config, config_source, inside = _split(block, folder, decisions, also_known)
     names = _names(block, spelled or {})
+    with reworded(rename(names)):
+        around, block = _launchable(around, decisions), _launchable(block, decisions)
+    if _is_unused(around):
+        return _unused(around, block, source, decisions, also_known)
+    launched, config, config_source, inside = _split(block, folder, decisions, also_known, source)
     around = _known(around, decisions, also_known)
     with noted():
         _use_deepspeed(around, decisions)
@@ -157,6 +182,63 @@ def _names(block: Mapping[Any, Any], spelled: Mapping[str, str]) -> dict[str, st
     return {**names, **own}
 
 
+def _launchable(settings: Mapping[Any, Any], decisions: list[Decision]) -> dict[Any, Any]:
+    """The settings without those that accelerate's launcher fails on, which are refused."""
+    kept = dict(settings)
+    for key, (path, kind) in _LAUNCHABLE.items():
+        value = settings.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) and key == "mixed_precision":
+            decisions.append(_unquoted(path, value))
+            continue
+        with noted():
+            del kept[key]
+            if key == "zero_stage":  # or its default would be told beside the mistake
+                kept[key] = DEFAULT_STAGE
+            refuse_template(kind, value, path)
+            kind.read(value, path)
+            kept[key] = value
+    return kept
+
+
+def _unquoted(path: str, value: bool) -> Decision:
+    reason = "accelerate's launcher fails on what YAML makes of a no without quotes: write 'no'"
+    return Decision(key=path, before=value, after="no", reason=reason, severity="warning")
+
+
+def _is_unused(around: Mapping[Any, Any]) -> bool:
+    """Whether accelerate starts something else than DeepSpeed, and looks at no block of it."""
+    written = around.get("distributed_type")
+    if isinstance(written, str):
+        return written.upper() != "DEEPSPEED"
+    return written is False  # as YAML reads NO
+
+
+def _unused(
+    around: dict[Any, Any],
+    block: Mapping[Any, Any],
+    source: str,
+    decisions: list[Decision],
+    also_known: Collection[str],
+) -> Translated:
+    """No DeepSpeed: what stands around the block, without the block."""
+    written = "NO" if around["distributed_type"] is False else around["distributed_type"]
+    decisions.append(
+        Decision(
+            key=BLOCK,
+            before=dict(block),
+            after="stage 0",
+            reason=f"distributed_type is {written}, so that accelerate does not look at it:"
+            f" {WITHOUT_DEEPSPEED}. Write distributed_type: DEEPSPEED to use it",
+            severity="warning",
+        )
+    )
+    around = _known({**around, "distributed_type": written}, decisions, also_known)
+    launch = read_launch(around, decisions, also_known)
+    return Translated(config={}, launch=launch, source=source, folder=None, decisions=decisions)
+
+
 def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict[str, Any]:
     """``zero_optimization`` as accelerate's own keys say it."""
     zero: dict[str, Any] = {"stage": block.get("zero_stage")}
@@ -188,6 +270,7 @@ def _split(
     folder: Path | None,
     decisions: list[Decision],
     also_known: Collection[str],
+    of: str,
 ) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
     """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
     launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
@@ -197,7 +280,17 @@ def _split(
     if _names_file(block):
         with noted():
             _refuse_beside_file(block)
-        config, source, inside = read_config_file(block[FILE], folder, f"{BLOCK}.{FILE}", decisions)
+        key = f"{BLOCK}.{FILE}"
+        config, source, inside = read_config_file(block[FILE], folder, key, decisions)
+        if inside is not None and (is_accelerate(config) or _is_same(source, of)):
+            raise InvalidValueError(
+                "names this file itself"
+                if _is_same(source, of)
+                else "names another file of accelerate",
+                key=key,
+                value=block[FILE],
+                fix="name a JSON with a DeepSpeed configuration, or write zero_stage in its place",
+            )
         if inside is None:  # the settings themselves, which are no name of a file
             del launched[FILE]
     else:
@@ -207,7 +300,14 @@ def _split(
         _lost_by_accelerate(block, decisions)
     if inline:
         config = _with_inline(config, inline, decisions, also_known)
+    if not _names_file(block):
+        said = {key: value for key, value in config.items() if value is not None}
+        config = {**dict.fromkeys(OF_THE_SCRIPT, AUTO), **said}
     return launched, config, source, inside
+
+
+def _is_same(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
 
 
 def _names_file(block: Mapping[Any, Any]) -> bool:
@@ -311,25 +411,19 @@ def _lost_by_accelerate(block: Mapping[Any, Any], decisions: list[Decision]) -> 
 
 def _use_deepspeed(around: dict[Any, Any], decisions: list[Decision]) -> None:
     written = around.get("distributed_type")
-    if isinstance(written, str) and written.upper() == "DEEPSPEED":
+    if isinstance(written, str):
         return
-    # YAML reads the word NO as false.
-    if written is not None and not isinstance(written, str | bool):
+    if written is not None:
         raise InvalidValueError(
             "must be text", key="distributed_type", value=written, fix="write DEEPSPEED"
         )
     around["distributed_type"] = "DEEPSPEED"
-    reason = (
-        "accelerate refuses a file without it"
-        if written is None
-        else f"accelerate would not look at {BLOCK} at all"
-    )
     decisions.append(
         Decision(
             key="launch.distributed_type",
-            before=written,
+            before=None,
             after="DEEPSPEED",
-            reason=f"{reason}; there is a {BLOCK}, so it is read",
+            reason=f"accelerate refuses a file without it; there is a {BLOCK}, so it is read",
             severity="warning",
         )
     )

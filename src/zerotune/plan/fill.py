@@ -20,6 +20,7 @@ from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan.model import (
     AUTO,
+    FP16_BESIDE,
     PRECISION_SYNONYMS,
     PRECISIONS,
     AioSection,
@@ -339,12 +340,21 @@ def fill_precision(
     """The ``bf16`` and ``fp16`` sections, every key explicit."""
     bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
     fp16 = attrs.evolve(plan.fp16 or Fp16Section(), enabled=precision == "fp16")
+    if _casts_inputs(plan):
+        fp16 = attrs.evolve(fp16, auto_cast=FP16_BESIDE.auto_cast)
+        why = "accelerate casts the inputs where only mixed_precision asks for fp16"
+        filler.note("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
     for name in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
         bf16 = _quiet_fill(bf16, "bf16", name, False, filler)
     bf16 = _quiet_fill(bf16, "bf16", "check_grad_overflow", True, filler)
     for name, value in _FP16_DEFAULTS.items():
         fp16 = _quiet_fill(fp16, "fp16", name, value, filler)
     return bf16, fp16
+
+
+def _casts_inputs(plan: PlanValue) -> bool:
+    launched = plan.launch.mixed_precision if plan.launch else None
+    return launched == "fp16" and plan.fp16 is None and _written(plan)["bf16"] is not True
 
 
 _FP16_DEFAULTS: dict[str, Any] = {

@@ -250,7 +250,7 @@ class Boolean(_OrAuto):
         automatic = self._read_auto(value)
         if automatic is not None:
             return automatic
-        word = str(value).strip().lower() if isinstance(value, int | str) else ""
+        word = str(value).strip().lower() if isinstance(value, str) or value in (0, 1) else ""
         if word in self.words:
             return self.words[word], "true or false written in another way"
         raise self._refused("must be true or false", key, value, "true or false without quotes")
@@ -1329,8 +1329,8 @@ class ZeroSection(Section):
     """Start the master weights from a checkpoint's fp32 copy."""
     elastic_checkpoint: bool | Auto | None = setting(Boolean())
     """Legacy format of DeepSpeed's own checkpoints."""
-    sub_group_size: int | Auto | None = setting(Integer(minimum=1))
-    """Elements the optimizer updates at a time, stage 3."""
+    sub_group_size: int | Auto | None = setting(Integer())
+    """Elements the optimizer updates at a time, stage 3; 0: one parameter."""
     stage3_prefetch_bucket_size: int | Auto | None = setting(Integer())
     """Elements fetched ahead of their use."""
     stage3_param_persistence_threshold: int | Auto | None = setting(Integer())
@@ -1400,6 +1400,10 @@ class Fp16Section(Section):
     fp16_master_weights_and_grads: bool | Auto | None = setting(Boolean())
     """Keep master weights and gradients in fp16 too."""
     extra: Mapping[str, Any] = extra_keys()
+
+
+FP16_BESIDE: Final = Fp16Section(auto_cast=True)
+"""The section accelerate makes of a ``mixed_precision`` beside a configuration without one."""
 
 
 @attrs.frozen(kw_only=True)

@@ -47,7 +47,8 @@ from zerotune.plan.source import (
     MICRO_KEYS,
     TRAINER_KEYS,
     WRAPPERS,
-    parse_hjson,
+    is_off,
+    parse_file,
     parse_json,
     parse_yaml,
     read_named,
@@ -59,6 +60,32 @@ from zerotune.plan.source import (
 
 _ENOUGH_KEYS = 3
 _ENOUGH_TO_JUDGE = 20
+_TRAINERS_OWN: Final = frozenset(
+    {
+        "base_model_precision",
+        "caption_dropout_probability",
+        "checkpointing_steps",
+        "data_backend_config",
+        "gradient_checkpointing",
+        "learning_rate",
+        "lora_rank",
+        "lr_scheduler",
+        "max_grad_norm",
+        "max_train_steps",
+        "mixed_precision",
+        "model_family",
+        "model_type",
+        "num_train_epochs",
+        "output_dir",
+        "pretrained_model_name_or_path",
+        "report_to",
+        "resolution",
+        "seed",
+        "validation_prompt",
+    }
+)
+"""Keys of the files of trainers, SimpleTuner's first, which no DeepSpeed configuration has."""
+_SECTIONS: Final = frozenset({"zero_optimization", "bf16", "fp16"})
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
 
@@ -119,6 +146,13 @@ def _refuse_something_else(
     config: Mapping[Any, Any], source: str, also_known: Collection[str]
 ) -> None:
     """Refuse a file of another kind as a whole, and not by its first key."""
+    if len(_TRAINERS_OWN & {*map(undashed, config)}) >= _ENOUGH_KEYS and not _SECTIONS & {*config}:
+        raise InvalidValueError(
+            f"{source} is a trainer's file without deepspeed_config: it trains without DeepSpeed",
+            value=", ".join(sorted(map(str, config))[:5]),
+            fix='add "deepspeed_config": {"zero_optimization": {"stage": 2}} to it, or the path of'
+            " a DeepSpeed JSON under that key",
+        )
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
     known = {*_plan_keys(), *also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
@@ -151,9 +185,7 @@ def plan_from_json(
         source, folder = "<string>", None
     else:
         path = Path(path_or_text)
-        hjson = path.suffix.lower() == ".hjson"
-        parse = parse_hjson if hjson else parse_json
-        value, sentences = parse(read_text(path), source=str(path))
+        value, sentences = parse_file(read_text(path), path)
         source, folder = str(path), path.parent
     plan = plan_from_mapping(cls, value, source=source, also_known=also_known, folder=folder)
     return attrs.evolve(plan, decisions=(*tolerated(sentences, source), *plan.decisions))
@@ -173,7 +205,7 @@ def _unwrapped(
     beside: Mapping[Any, Any] = {}
     if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
         written, beside = _named_in_block(written, wrapper, decisions)
-    if isinstance(written, str) and not written.strip():
+    if is_off(written):
         decisions.append(_switched_off(wrapper, written))
         written = {}
     sentences: list[str] = []
@@ -236,13 +268,12 @@ def _named_in_block(
     return block[accelerate.FILE], beside
 
 
-def _switched_off(wrapper: str, written: str) -> Decision:
+def _switched_off(wrapper: str, written: str | None) -> Decision:
     return Decision(
         key=wrapper,
-        before=written,
+        before="null" if written is None else written,
         after="stage 0",
-        reason="empty: this file trains without DeepSpeed; at stage 0 nothing is partitioned or"
-        " offloaded, and resolve(deepspeed=False) does without the engine too",
+        reason=f"empty: {accelerate.WITHOUT_DEEPSPEED}",
         severity="warning",
     )
 
@@ -337,9 +368,7 @@ def _is_plain(content: Mapping[Any, Any]) -> bool:
         return False
     wrapper = wrapper_of(content)
     if wrapper is not None:
-        return isinstance(content[wrapper], str) or (
-            wrapper != accelerate.BLOCK and content[wrapper] is not None
-        )
+        return isinstance(content[wrapper], str) or wrapper != accelerate.BLOCK
     return not _plan_keys().isdisjoint(key for key in content if isinstance(key, str))
 
 

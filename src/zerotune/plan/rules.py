@@ -1321,6 +1321,27 @@ def gradient_norm(plan: PlanValue, context: Context, report: Report) -> Findings
             return
 
 
+@rule("gradient-scaling", "error")
+def gradient_scaling(plan: PlanValue, _context: Context, report: Report) -> Findings:
+    """Scaling gradients before they are reduced is refused by stages 2 and 3.
+
+    Remove ``prescale_gradients`` and ``gradient_predivide_factor``, or set ``reduce_scatter`` to
+    false.
+    """
+    zero = plan.zero_optimization
+    if plan.stage not in (2, 3) or zero is None or zero.reduce_scatter is False:
+        return
+    for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        value = plan.extra.get(key, off)
+        if value != off:
+            yield report(
+                key,
+                value,
+                f"DeepSpeed refuses it at stage {plan.stage} with reduce_scatter, its default",
+                "remove this key, or set zero_optimization.reduce_scatter to false",
+            )
+
+
 @rule("gradient-sum", "error")
 def gradient_sum(plan: PlanValue, _context: Context, report: Report) -> Findings:
     """Summing gradients over ranks is refused at stage 3, with ZenFlow and with DeepCompile.
@@ -1503,6 +1524,7 @@ RULES: Final = (
     passed_through,
     legacy_stage_1,
     gradient_norm,
+    gradient_scaling,
     gradient_sum,
     zenflow,
     zero_plus_plus,

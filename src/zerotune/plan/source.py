@@ -691,6 +691,14 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
+    if suffix == ".toml":
+        raise PlanSyntaxError(
+            "is TOML, which holds the settings of a trainer and no DeepSpeed configuration",
+            source=str(path),
+            line=1,
+            column=1,
+            fix="give the JSON or YAML that it or its command line names",
+        )
     parse = parse_hjson if suffix == ".hjson" else parse_json
     return parse(text, source=str(path))
 
@@ -714,6 +722,13 @@ INIT_FLAG = "zero3_init_flag"
 def wrapper_of(config: Mapping[Any, Any]) -> str | None:
     """The key under which a trainer's file holds its DeepSpeed configuration, as written."""
     return next((key for key in config if undashed(key) in WRAPPERS), None)
+
+
+def is_off(written: Any) -> bool:
+    """Whether a trainer's file switches DeepSpeed off by this value of its wrapper."""
+    return written is None or (
+        isinstance(written, str) and written.strip().lower() in ("", "none", "null")
+    )
 
 
 def undashed(key: Any) -> str:

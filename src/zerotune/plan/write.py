@@ -14,12 +14,19 @@ from zerotune._util.files import sync, write_atomically
 from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune.decisions import Decision, Severity
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
-from zerotune.plan.accelerate import FILE, GATHER, LAUNCH_IN_BLOCK, TOP_LEVEL, is_accelerate
+from zerotune.plan.accelerate import (
+    FILE,
+    GATHER,
+    LAUNCH_IN_BLOCK,
+    OF_THE_SCRIPT,
+    TOP_LEVEL,
+    is_accelerate,
+)
 from zerotune.plan.model import (
     AUTO,
+    FP16_BESIDE,
     PRECISIONS,
     Bf16Section,
-    Fp16Section,
     LaunchSection,
     PlanT,
     PlanValue,
@@ -32,6 +39,7 @@ from zerotune.plan.source import (
     INIT_FLAG,
     MICRO_KEYS,
     TRAINER_KEYS,
+    is_off,
     parse_json,
     read_named,
     read_text,
@@ -223,9 +231,21 @@ def deepspeed_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> PlanD
     decisions: list[Decision] = []
     plan = _settled_inside(plan, where, decisions)
     plan = _precision_inside(plan, f"{where} says it itself", decisions)
-    text = json.dumps(plan.to_dict(), indent=2, allow_nan=False) + "\n"
-    decisions += _given_up(plan, _launched(plan), f"{where} has no place for it", lossy)
+    launched, config = _launched(plan), plan.to_dict()
+    if INIT_FLAG in launched and not _says_nothing(plan, INIT_FLAG, launched[INIT_FLAG]):
+        config[INIT_FLAG] = launched.pop(INIT_FLAG)
+        decisions += _ignored_by_accelerate(config[INIT_FLAG])
+    text = _json(config, indent=2)
+    decisions += _given_up(plan, launched, f"{where} has no place for it", lossy)
     return PlanDocument(format="deepspeed", text=text, decisions=decisions)
+
+
+def _ignored_by_accelerate(flag: bool) -> list[Decision]:
+    """What to tell accelerate of a flag whose place only zerotune and SimpleTuner know."""
+    if flag:  # accelerate's default at stage 3
+        return []
+    reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
+    return [_moved(INIT_FLAG, flag, flag, reason, "warning")]
 
 
 # -- What a format has no place for.
@@ -236,9 +256,11 @@ _WHERE_READ: Final = ("distributed_type", FILE)
 _UNSAID: Final[Mapping[str, Any]] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
-    "downcast_bf16": "no",
+    "downcast_bf16": False,
+    "dynamo_backend": False,
     "enable_cpu_affinity": False,
     "deepspeed_multinode_launcher": "standard",
+    "fp16": False,
     "fsdp_config": {},
     "machine_rank": 0,
     "main_process_ip": "",
@@ -252,7 +274,8 @@ _UNSAID: Final[Mapping[str, Any]] = {
     "tpu_use_sudo": False,
     "use_cpu": False,
 }
-"""Launch setting to the value ``accelerate config`` writes where nobody chose one."""
+"""Launch setting to the value ``accelerate config`` writes where nobody chose one; ``False``
+stands for the word "no" too, as which YAML reads it without quotes."""
 _PROCESSES: Final = "num_processes"
 _LAUNCHERS: Final = frozenset(
     {
@@ -260,6 +283,7 @@ _LAUNCHERS: Final = frozenset(
         "command_file",
         "commands",
         "compute_environment",
+        "debug",
         "deepspeed_exclusion_filter",
         "deepspeed_hostfile",
         "deepspeed_inclusion_filter",
@@ -325,15 +349,19 @@ def _given_up(
 def _shares_a_batch(plan: PlanValue, key: str) -> bool:
     """Whether the setting is needed to solve the batch sizes that are written."""
     parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
-    solved = is_integer(plan.train_batch_size) and all(map(is_integer, parts))
-    return key == _PROCESSES and plan.train_batch_size is not None and not solved
+    written = is_integer(plan.train_batch_size)
+    return key == _PROCESSES and written and not all(map(is_integer, parts))
 
 
 def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
     if key == INIT_FLAG:
         return plan.stage in (0, 1, 2)
+    if key == "dynamo_config" and isinstance(value, Mapping):
+        key, value = "dynamo_backend", value.get("dynamo_backend")
     if value is None or value in ({}, []):
         return True
+    if isinstance(value, str) and value.strip().lower() == "no":
+        value = False
     return key in _UNSAID and _UNSAID[key] == value and type(_UNSAID[key]) is type(value)
 
 
@@ -439,9 +467,9 @@ def _precision_inside(plan: PlanValue, why: str, decisions: list[Decision]) -> P
         reason = f"{why}, and the configuration's own precision stands before it"
         decisions.append(_moved("mixed_precision", asked, None, reason, "warning"))
         return plan
-    for name, cls in (("bf16", Bf16Section), ("fp16", Fp16Section)):
+    for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
         if name == asked or written[name] == AUTO:
-            section = getattr(plan, name) or cls()
+            section = getattr(plan, name) or beside
             plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
     reason = f"{why}; the configuration's own bf16 and fp16 say the same"
     decisions.append(_moved("mixed_precision", asked, None, reason))
@@ -499,9 +527,10 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     """
     decisions: list[Decision] = []
     plan = _settled_inside(plan, "accelerate", decisions)
-    block = _as_block(plan)
+    block = {} if _is_unused(plan) else _as_block(plan)
     refused: dict[str, Any] = {}
-    content: dict[str, Any] = {"distributed_type": "DEEPSPEED"}
+    started = plan.launch.distributed_type if plan.launch and _is_unused(plan) else "DEEPSPEED"
+    content: dict[str, Any] = {"distributed_type": started}
     launched = plan.launch.to_dict() if plan.launch else {}
     if block is None:
         plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", decisions)
@@ -510,6 +539,8 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
         launched = plan.launch.to_dict() if plan.launch else {}
         if "mixed_precision" in launched:
             refused["mixed_precision"] = launched.pop("mixed_precision")
+    elif block:
+        decisions += _left_to_script(plan)
     for key, value in launched.items():
         if key in _WHERE_READ:
             continue
@@ -524,17 +555,41 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
 
 
+def _is_unused(plan: PlanValue) -> bool:
+    """Whether the plan is that of a file of accelerate that trains without DeepSpeed."""
+    written = plan.launch.distributed_type if plan.launch else None
+    return written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
+
+
+def _left_to_script(plan: PlanValue) -> list[Decision]:
+    open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
+    if not open_keys:
+        return []
+    reason = (
+        f"accelerate's own keys leave to the script what is not written: {', '.join(open_keys)}"
+    )
+    return [Decision(key=open_keys[0], before=None, after=AUTO, reason=reason)]
+
+
 def _as_block(plan: PlanValue) -> dict[str, Any] | None:
     """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
     config = plan.to_dict()
     zero = config.pop("zero_optimization", {})
-    accumulation = config.pop("gradient_accumulation_steps", None)
-    clipping = config.pop("gradient_clipping", None)
+    # A whole configuration without accumulation runs with 1, a block with the script's.
+    steps = plan.gradient_accumulation_steps
+    one_step = steps is None and plan.train_micro_batch_size_per_gpu is not None
+    # What is left out of the block is "auto" to accelerate, so "auto" is left out.
+    said = {key: config.pop(key, AUTO) for key in OF_THE_SCRIPT}
+    said = {key: value for key, value in said.items() if value != AUTO}
+    accumulation = said.pop("gradient_accumulation_steps", None)
+    clipping = said.pop("gradient_clipping", None)
     stage, gather = zero.pop("stage", None), zero.pop(GATHER, None)
     devices = {part: zero.pop(f"offload_{part}", None) for part in ("optimizer", "param")}
     # Clipping of 0 would be lost: accelerate drops it, and DeepSpeed clips by default.
     sayable = (
         not config
+        and not said
+        and not one_step
         and not zero
         and is_integer(stage)
         and (accumulation is None or is_integer(accumulation))
@@ -749,7 +804,7 @@ def _put_config(
         block = {key: value for key, value in written.items() if key != INIT_FLAG}
         content[wrapper] = block
         return _put_config(plan, block, FILE, existing)
-    if not isinstance(written, str) or not written.strip():
+    if not isinstance(written, str) or is_off(written):
         content[wrapper] = config
         return {}
     if written.lstrip().startswith("{"):

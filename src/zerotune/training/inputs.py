@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from zerotune.backend.trained_parts import TrainedParts
+from zerotune.diffusion.families.unconditional import Unconditional
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver
 from zerotune.plan.api import Advice, DeepSpeedPlan, ResolvedPlan
@@ -58,6 +61,52 @@ def check_model(model: Any) -> None:
     else:
         why, fix = "is no torch.nn.Module", "give the module that is to be trained"
     raise InvalidValueError(why, key="model", value=value, fix=fix)
+
+
+def check_objective(objective: Any, model: torch.nn.Module) -> None:
+    """Whether an objective without conditioning meets a model that can do without it.
+
+    Args:
+        objective: ``None`` is the default, which has none.
+        model: What it will call.
+
+    Raises:
+        InvalidValueError: The model takes texts or labels.
+    """
+    if objective is not None and not isinstance(getattr(objective, "family", None), Unconditional):
+        return
+    called = model.primary if isinstance(model, TrainedParts) else model
+    needed = _conditioning_of(called)
+    if needed is None:
+        return
+    labels = needed == "class_labels"
+    raise InvalidValueError(
+        f"{type(called).__name__} is conditioned on {needed}, and "
+        + ("the default objective" if objective is None else "the objective's family")
+        + " gives it noisy images alone",
+        key="objective",
+        value=None if objective is None else type(objective).__name__,
+        fix="FlowMatchingObjective(family=ClassConditional())"
+        if labels
+        else "loaded = zerotune.load_pretrained(FOLDER), then objective=loaded.objective()",
+    )
+
+
+def _conditioning_of(model: torch.nn.Module) -> str | None:
+    """What a model needs to be called with besides noisy images and their times."""
+    if getattr(model, "class_embedding", None) is not None:
+        return "class_labels"
+    taken = list(inspect.signature(model.forward).parameters.values())
+    # Transformers of SD3 and Flux take texts in the place of times.
+    if [each.name for each in taken[1:2]] == ["encoder_hidden_states"]:
+        return "encoder_hidden_states"
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [
+        each.name
+        for each in taken[2:]
+        if each.kind in named and each.default is inspect.Parameter.empty
+    ]
+    return ", ".join(required) or None
 
 
 def check_resolver(optimizer: Any) -> None:

@@ -43,7 +43,7 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
     is_dataset = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if is_dataset and not isinstance(data, list | tuple):
         if not isinstance(data, BucketedDataset):
-            data = _by_name(data)
+            data = samples_by_name(data)
         stream = BucketStream if isinstance(data, BucketedDataset) else DataStream
         return stream(
             data,
@@ -62,7 +62,7 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
     )
 
 
-def _by_name(data: Any) -> Any:
+def samples_by_name(data: Any) -> Any:
     """A dataset of dicts: this one, or what a ``TensorDataset`` of images and labels holds.
 
     Raises:

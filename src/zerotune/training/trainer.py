@@ -21,6 +21,7 @@ from zerotune.errors import CheckpointNotFiniteError, TrainingError
 from zerotune.plan.api import Advice
 from zerotune.plan.text import describe, running_page
 from zerotune.training.averages import EMA, Averages
+from zerotune.training.inputs import check_objective
 from zerotune.training.memory import device_peak, host_now, host_peak
 from zerotune.training.nonfinite import NonFinite, NonFinitePolicy, RaiseNonFinite
 from zerotune.training.options import Running, RunOptions
@@ -117,6 +118,8 @@ class Trainer(Closing, Readable):
     ) -> None:
         super().__init__()
         self._host_before = host_now()
+        if data is not None and isinstance(model, torch.nn.Module):
+            check_objective(objective, model)
         advice = plan if isinstance(plan, Advice) else None
         self.engine: Engine = prepare(
             model=model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -18,10 +18,12 @@ from zerotune._util.numbers import whole
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
 from zerotune.decisions import Decision, announce
+from zerotune.diffusion.data.streams import BucketedDataset, stack_samples
 from zerotune.diffusion.grid import ClipFormat, clip_format, clips_to_grid, images_to_grid
 from zerotune.diffusion.held_out import validation_loss
 from zerotune.training.events import Callback
 from zerotune.training.sampling import SampleOptions
+from zerotune.training.streams import samples_by_name
 
 if TYPE_CHECKING:
     from zerotune.diffusion.data import Batch
@@ -149,8 +151,9 @@ class ValidationLoss(Validation):
 
     Args:
         every: Optimizer steps between two times.
-        data: Held-out data, the same on every rank: a list of batches, or a dataset with
-            ``__len__`` and ``__getitem__``, whose first samples are taken in order.
+        data: Held-out data, the same on every rank: a list of batches, or a dataset as
+            ``Trainer(data=...)`` takes it, whose first samples are used in order. One in buckets,
+            such as ``PreparedImages``, gives batches of one bucket each.
         batches: How many batches; of a list all when not given, else 8.
         batch_size: Samples per batch of a dataset; the plan's micro batch when not given.
         seed: Fixes the noise.
@@ -191,19 +194,23 @@ class ValidationLoss(Validation):
 
 
 class _DatasetBatches(Sequence["Batch"]):
-    """The first batches of a dataset, read when they are asked for."""
+    """The first batches of a dataset, each of one bucket, read when they are asked for."""
 
     def __init__(self, dataset: Any, *, count: int, size: int) -> None:
-        self._dataset, self._size = dataset, size
-        self._count = min(count, math.ceil(len(dataset) / size))
+        if not isinstance(dataset, BucketedDataset):
+            dataset = samples_by_name(dataset)
+            buckets: Iterable[Sequence[int]] = (range(len(dataset)),)
+        else:
+            buckets = dataset.assignment.members.values()
+        self._dataset = dataset
+        batches = [of[at : at + size] for of in buckets for at in range(0, len(of), size)]
+        self._batches = sorted(batches, key=lambda batch: batch[0])[:count]
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._batches)
 
     def __getitem__(self, index: Any) -> Any:
-        stop = min((index + 1) * self._size, len(self._dataset))
-        samples = [self._dataset[place] for place in range(index * self._size, stop)]
-        return torch.utils.data.default_collate(samples)
+        return stack_samples([self._dataset[place] for place in self._batches[index]])
 
 
 def _held_out(data: Any, *, count: int | None, size: int) -> Sequence[Batch]:

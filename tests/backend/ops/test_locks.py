@@ -83,12 +83,58 @@ def test_whoever_waits_says_so(
     second.release()
 
 
-def test_an_old_lock_of_nobody_seen_is_an_error_with_its_cure(lock: Path) -> None:
+TORCHS = """
+import os, sys, time
+from torch.utils.file_baton import FileBaton
+assert FileBaton(sys.argv[1]).try_acquire()
+os.utime(sys.argv[1], (0, time.time() - 60))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def _with_torchs_lock(lock: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", TORCHS, str(lock)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "held"
+    return process
+
+
+def test_a_killed_build_of_plain_torch_blocks_nobody(
+    lock: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _with_torchs_lock(lock) as process:
+        locks.remove_if_dead(lock)
+        assert lock.exists(), "its process lives"
+        process.send_signal(signal.SIGKILL)
+    assert lock.read_bytes() == b"", "torch says nothing about whose it is"
+    with caplog.at_level(logging.WARNING, logger="zerotune"):
+        next_one = LivingLock(str(lock))
+        assert next_one.try_acquire()
+    assert "the process died while it compiled it; its lock is taken over" in caplog.text
+    next_one.release()
+
+
+def test_a_lock_of_another_machine_is_an_error_that_names_it(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "filesystem_kind", lambda _folder: "nfs4")
     lock.touch()
     os.utime(lock, (0, time.time() - 3600))
     with pytest.raises(PlatformError, match=f"delete {lock}"):
         LivingLock(str(lock)).try_acquire()
     assert lock.exists()
+
+
+def test_a_build_is_announced(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held = LivingLock(str(lock))
+    with caplog.at_level(logging.WARNING, logger="zerotune"):
+        held.try_acquire()
+    held.release()
+    assert "op cpu_adam: compiling it" in caplog.text
+    assert "minutes" in caplog.text
 
 
 def test_torch_compiles_under_it() -> None:

@@ -10,6 +10,12 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 
+@pytest.fixture(autouse=True)
+def sizes_are_kept_apart(tmp_path, monkeypatch):
+    """What a test reads is known to later starts in the same test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".user-cache"))
+
+
 @pytest.fixture(scope="session")
 def photos():
     """Two photographs, 640x427, that ship with scikit-learn: a temple and a flower."""

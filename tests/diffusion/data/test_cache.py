@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ import zlib
 from collections import Counter
 from unittest.mock import Mock
 
+import attrs
 import pytest
 import torch
 from PIL import Image
@@ -159,6 +161,50 @@ def test_every_variant_of_a_caption_is_cached(some, tmp_path):
     with pytest.raises(InvalidValueError, match=r"cannot be cached.*TagShuffle\(orders=8\)"):
         CachedImages(dataset(None), latents=latents, texts=texts)
     assert "captions" in CachedImages(dataset(None), latents=latents)[3]
+
+
+class Plain:
+    """As docs/data.md invites, without a repr."""
+
+    def flatten(self, image):
+        return image.convert("RGB")
+
+
+@attrs.frozen
+class Inside:
+    """Its own repr is fine; that of the function in it is not."""
+
+    work: object
+
+    def corner(self, image, excess):
+        return self.work(image, excess)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described(Plain):
+    strength: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("preparation", "key"),
+    [
+        (Preparation(alpha=Plain()), r"preparation\.alpha"),
+        (Preparation(crop=Inside(lambda _, __: (0, 0))), r"preparation\.crop"),
+    ],
+)
+def test_a_key_never_holds_a_memory_address(some, tmp_path, preparation, key):
+    dataset = dataset_of(some, preparation=preparation)
+    with pytest.raises(InvalidValueError, match=rf"{key}.*memory address.*dataclass"):
+        fill(dataset, tmp_path, Encoder())
+
+
+def test_a_policy_with_a_repr_is_cached_under_one_key_in_all_processes(some, tmp_path):
+    fill(dataset_of(some, preparation=Preparation(alpha=Described())), tmp_path, Encoder())
+    again = Encoder()
+    fill(dataset_of(some, preparation=Preparation(alpha=Described())), tmp_path, again)
+    assert again.seen == []
+    fill(dataset_of(some, preparation=Preparation(alpha=Described(0.7))), tmp_path, again)
+    assert len(again.seen) == 60
 
 
 def test_masks_and_references_are_cached_with_their_image(tmp_path, photos):

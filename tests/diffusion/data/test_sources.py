@@ -67,6 +67,16 @@ def test_a_folder_gives_all_its_images_and_lists_the_broken(folder, broken_names
     assert [json.loads(line)["name"] for line in lines] == list(broken_names)
 
 
+def test_a_policy_for_broken_files_may_be_named(folder, broken_names):
+    skipped = ImageFolder(folder, on_broken="skip").broken
+    assert tuple(image.name for image in skipped) == broken_names
+    with pytest.raises(DataError, match=r"cut\.jpg"):
+        ImageFolder(folder, on_broken="error")
+    for policy in ("ignore", 3):
+        with pytest.raises(InvalidValueError, match=r"on_broken = .*'skip', 'error'"):
+            ImageFolder(folder, on_broken=policy)
+
+
 def test_broken_files_stop_the_run_if_so_asked_and_never_pass_unseen(folder, tmp_path):
     with pytest.raises(DataError, match=r"cut.jpg.*SkipBroken"):
         ImageFolder(folder, on_broken=RefuseBroken())

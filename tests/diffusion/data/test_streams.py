@@ -9,12 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune.diffusion import BatchStream, DataStream, ImageTensors, RepeatedBatches
+from zerotune.diffusion import (
+    BatchStream,
+    ClassConditional,
+    DataStream,
+    ImageTensors,
+    RepeatedBatches,
+    Unconditional,
+)
 from zerotune.errors import DataError, InvalidValueError
 
 
 def numbered(length):
-    return ImageTensors(images=torch.arange(length).float().view(-1, 1, 1, 1))
+    return [{"images": torch.full((1, 1, 1), float(number))} for number in range(length)]
 
 
 def streams(length, *, micro, ranks, **options):
@@ -112,6 +119,40 @@ def test_batches_hold_what_the_dataset_holds():
     batch = next(DataStream(labelled, micro_batch_size=3, shuffle=False))
     assert batch["images"].shape == (3, 1, 2, 2)
     assert batch["labels"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("images", "fix"),
+    [
+        (torch.randint(0, 256, (9, 3, 4, 4), dtype=torch.uint8), r"images.float\(\) / 127.5 - 1"),
+        (torch.arange(256.0).view(1, 1, 16, 16), r"reach from 0 to 255. Fix: images / 127.5 - 1"),
+        (torch.arange(17.0).view(17, 1, 1, 1), r"images / 8 - 1"),
+        (torch.arange(-128.0, 128.0).view(1, 1, 16, 16), "images / 128"),
+    ],
+)
+def test_images_in_another_range_are_refused(images, fix):
+    with pytest.raises(DataError, match=fix):
+        ImageTensors(images=images)
+
+
+def test_images_from_0_to_1_are_warned_of(caplog):
+    assert ImageTensors(images=torch.rand(9, 3, 4, 4) * 2 - 1).decisions == ()
+    assert ImageTensors(images=torch.randn(9, 3, 4, 4) * 3).decisions == (), "standardised"
+    (warning,) = ImageTensors(images=torch.rand(9, 3, 4, 4)).decisions
+    assert "images * 2 - 1" in warning.reason
+    assert "data.images: 'in [-1, 1]'" in caplog.text
+
+
+@pytest.mark.parametrize("family", [Unconditional(), ClassConditional()])
+def test_batches_of_whole_numbers_are_refused_whatever_gave_them(family):
+    with pytest.raises(DataError, match=r"batch\['images'\] = 'uint8'.*127\.5"):
+        family.clean({"images": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)})
+
+
+def test_fewer_samples_than_a_step_takes_are_warned_of():
+    assert DataStream(numbered(4), micro_batch_size=2, world_size=2).decisions == ()
+    (warning,) = DataStream(numbered(3), micro_batch_size=2, world_size=2).decisions
+    assert (warning.before, warning.severity) == ("3 samples", "warning")
 
 
 def test_impossible_data_is_refused():

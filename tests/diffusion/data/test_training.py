@@ -39,3 +39,9 @@ def test_a_stream_without_buckets_refuses_them(folder):
     images = PreparedImages(ImageFolder(folder), buckets=AspectBuckets.pixel_art())
     with pytest.raises(DataError, match="give it to BucketStream"):
         DataStream(images, micro_batch_size=1)
+
+
+def test_the_validation_loss_takes_the_datasets_that_training_takes(folder, tmp_path):
+    (found,) = run_ranks(workers.validate, str(folder), str(tmp_path / "cache"))
+    assert [step for step, _ in found["images"]] == [0, 1]
+    assert found["images"] == found["cached"], "a cache of pixels holds the pixels"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +12,18 @@ from zerotune.diffusion import AnimatedPNG, encode_dataset, load_pretrained
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
+    CachedImages,
+    CacheSettings,
     ClipBuckets,
     ClipFolder,
     ImageFolder,
     PreparedClips,
     PreparedImages,
+    TensorCache,
+    WholeImage,
+    cache_latents,
 )
-from zerotune.training.validate import ValidationImages
+from zerotune.training.validate import ValidationImages, ValidationLoss
 
 
 def color_unet() -> Any:
@@ -78,6 +84,44 @@ def train(folder: str, checkpoint: str, resume: bool, steps: int) -> list[Any]:
         if not resume:
             trainer.save(checkpoint)
     return objective.seen
+
+
+class Counting(WholeImage):
+    """Writes a line for each file that it looks at, from whatever process."""
+
+    log: Path
+
+    def size(self, file: Any) -> Any:
+        with self.log.open("a") as lines:
+            lines.write("looked\n")
+        return super().size(file)
+
+
+def open_counted(folder: str, log: str) -> list[Any]:
+    Counting.log = Path(log)
+    source = ImageFolder(folder, check=Counting())
+    return [source.item(index) for index in range(len(source))]
+
+
+def validate(folder: str, cache: str) -> dict[str, list[tuple[int, float]]]:
+    """The held-out losses of images, and of a cache of them, before and after a step."""
+    images = pictures(folder)
+    settings = CacheSettings(kind="latents", model="pixels", dtype="float32")
+    stored = TensorCache(cache, settings=settings)
+    cache_latents(images, cache=stored, encode=lambda pixels: {"images": pixels})
+    datasets = {"images": images, "cached": CachedImages(images, latents=stored)}
+    plan = DeepSpeedPlan.build(stage=0, precision="fp32", micro_batch_size=4)
+    held = {name: ValidationLoss(every=1, data=data, batches=3) for name, data in datasets.items()}
+    with Trainer(
+        model=color_unet(),
+        plan=plan,
+        data=images,
+        objective=FlowMatchingObjective(family=Unconditional()),
+        callbacks=[*held.values()],
+        deepspeed=False,
+    ) as trainer:
+        trainer.fit(steps=1)
+    return {name: each.history for name, each in held.items()}
 
 
 def train_clips(model: str, clips: str, folder: str) -> dict[str, Any]:

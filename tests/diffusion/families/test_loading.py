@@ -12,8 +12,14 @@ import diffusers
 import pytest
 import torch
 from diffusers import (
+    CogVideoXDDIMScheduler,
     DDPMScheduler,
+    DPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    HeunDiscreteScheduler,
+    LCMScheduler,
     StableDiffusion3Pipeline,
     UNet2DModel,
 )
@@ -95,10 +101,73 @@ def test_the_vae_that_overflows_stays_in_fp32_and_it_is_said(folders):
     loaded = load_pretrained(folders["sdxl"])
     assert loaded.family.parts.vae.dtype == torch.float32
     assert {m.dtype for m in loaded.family.parts.text_encoders.values()} == {torch.bfloat16}
-    (decision,) = loaded.decisions
+    _, decision = loaded.decisions
     assert (decision.key, decision.before, decision.after) == ("vae.dtype", "bfloat16", "float32")
-    assert load_pretrained(folders["sdxl"], frozen_dtype="fp32").decisions == ()
+    assert len(load_pretrained(folders["sdxl"], frozen_dtype="fp32").decisions) == 1
     assert load_pretrained(folders["sd15"]).family.parts.vae.dtype == torch.bfloat16
+
+
+def with_scheduler(folder, target, scheduler):
+    """A copy of a pipeline's folder with another scheduler."""
+    copied = edited(folder, target)
+    scheduler.save_pretrained(copied / "scheduler")
+    return copied
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (EulerDiscreteScheduler, {"beta_schedule": "scaled_linear", "beta_end": 0.012}),
+        (DPMSolverMultistepScheduler, {"rescale_betas_zero_snr": True}),
+        # Its own defaults are other than DDPM's.
+        (LCMScheduler, {}),
+    ],
+)
+def test_ddpm_stands_in_where_it_adds_the_same_noise(folders, tmp_path, kind, settings):
+    scheduler = kind(prediction_type="v_prediction", **settings)
+    loaded = load_pretrained(
+        with_scheduler(folders["sd15"], tmp_path / "copied", scheduler), parts=False
+    )
+    assert type(loaded.scheduler) is DDPMScheduler
+    assert loaded.scheduler.config.prediction_type == "v_prediction"
+    (decision,) = loaded.decisions
+    assert (decision.before, decision.after) == (kind.__name__, "DDPMScheduler")
+    objective = loaded.objective()
+    torch.testing.assert_close(
+        objective._adding.alphas_cumprod, scheduler.alphas_cumprod, rtol=1e-3, atol=1e-6
+    )
+    direct = DenoisingObjective(scheduler=scheduler)._adding.alphas_cumprod
+    torch.testing.assert_close(direct, scheduler.alphas_cumprod, rtol=1e-3, atol=1e-6)
+
+
+def test_a_schedule_that_is_not_ddpms_is_trained_with_as_it_is(folders, tmp_path):
+    settings = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+    scheduler = CogVideoXDDIMScheduler(snr_shift_scale=3.0, **settings)
+    folder = with_scheduler(folders["sd15"], tmp_path / "copied", scheduler)
+    loaded = load_pretrained(folder, parts=False)
+    assert type(loaded.scheduler) is CogVideoXDDIMScheduler
+    objective = loaded.objective()
+    assert torch.equal(objective._adding.alphas_cumprod, scheduler.alphas_cumprod)
+    assert float(objective._adding.alphas_cumprod[500]) == pytest.approx(0.0953, rel=1e-2)
+    (decision,) = loaded.decisions
+    assert (decision.before, decision.after) == ("DDPMScheduler", "CogVideoXDDIMScheduler")
+
+
+def test_noise_that_is_none_of_denoising_diffusion_is_refused(folders, tmp_path):
+    folder = with_scheduler(folders["sdxl"], tmp_path / "edm", EDMEulerScheduler())
+    with pytest.raises(InvalidValueError, match=r"'EDMEulerScheduler': it has no alphas_cumprod"):
+        load_pretrained(folder, parts=False)
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"_class_name": "MyScheduler"}))
+    with pytest.raises(InvalidValueError, match=r"scheduler_config\.json: _class_name = 'MySch"):
+        load_pretrained(folder, parts=False)
+    # It only samples, and DDPM does not know how its betas are spaced.
+    exponential = HeunDiscreteScheduler(beta_schedule="exp")
+    folder = with_scheduler(folders["sdxl"], tmp_path / "heun", exponential)
+    with pytest.raises(InvalidValueError, match="has no such noise schedule"):
+        load_pretrained(folder, parts=False)
+    with pytest.raises(InvalidValueError, match="another noise schedule"):
+        DenoisingObjective(scheduler=exponential)
 
 
 def test_the_training_scheduler_has_the_settings_of_the_one_that_draws(folders, tmp_path):

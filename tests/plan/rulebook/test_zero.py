@@ -44,6 +44,55 @@ def test_gradient_norm(stage, clipping, device, needs):
 
 
 @pytest.mark.parametrize(
+    ("extra", "keys", "found"),
+    [
+        ({"prescale_gradients": True}, {"stage": 2}, 1),
+        ({"prescale_gradients": True}, {"stage": 3}, 1),
+        ({"prescale_gradients": True}, {"stage": 1}, 0),
+        ({"prescale_gradients": True}, {"stage": 2, "reduce_scatter": False}, 0),
+        ({"prescale_gradients": False}, {"stage": 2}, 0),
+        ({"gradient_predivide_factor": 2.0}, {"stage": 3}, 1),
+        ({"gradient_predivide_factor": 1.0}, {"stage": 3}, 0),
+    ],
+)
+def test_gradient_scaling(extra, keys, found):
+    assert len(find("gradient-scaling", {**zero(**keys), **extra})) == found
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [
+        ({"flops_profiler": {"enabledd": True}}, "flops_profiler.enabledd", "enabled"),
+        (
+            {"activation_checkpointing": {"partition_activation": True}},
+            "activation_checkpointing.partition_activation",
+            "partition_activations",
+        ),
+        ({"data_efficiency": {"enable": True}}, "data_efficiency.enable", "enabled"),
+        (
+            {"data_efficiency": {"data_sampling": {"num_epoch": 1}}},
+            "data_efficiency.data_sampling.num_epoch",
+            "num_epochs",
+        ),
+        ({"data_types": {"grad_accum_type": "fp32"}}, "data_types.grad_accum_type", "_dtype"),
+        ({"data_types": {"grad_accum_dtype": "fp17"}}, "data_types.grad_accum_dtype", "fp16"),
+        ({"prescale_gradients": "yess"}, "prescale_gradients", "true"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor", "more than 0"),
+    ],
+)
+def test_a_typo_that_deepspeed_ignores_is_an_error(section, key, meant):
+    finding = one("passed-through", section)
+    assert finding.key == key
+    assert meant in finding.fix
+
+
+def test_sections_of_the_users_own_names_are_open():
+    sampling = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"x": {"a": 1}}}}
+    section = {"data_efficiency": {"data_sampling": sampling}}
+    assert find("passed-through", section) == []
+
+
+@pytest.mark.parametrize(
     ("operation", "keys", "found"),
     [
         ("sum", {"stage": 3}, 1),

@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import torch
+import torch.distributed as dist
+from torch.nn import functional
 
 from zerotune._util.text import format_size
-from zerotune.errors import EngineError
+from zerotune.backend.running import GONE, gone
 from zerotune.platform import detect_platform
 
 _OF_PARAMETERS: Final = frozenset(
@@ -48,7 +50,30 @@ _OF_MODULES: Final = frozenset(
 """What stage 3 of DeepSpeed 0.19.8 adds, beside names that begin with ``ds_``."""
 _SHARE: Final = 0.9
 """Of the free host memory, what weights from NVMe may take."""
-_GONE: Final = "_zerotune_gone"
+
+
+class ReplacedLinear:
+    """``torch.nn.functional.linear``, which stage 3 replaces for the whole process."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._before: Any = None
+
+    def lend(self) -> None:
+        """DeepSpeed may replace it, until ``put_back`` was called as often."""
+        if self._users == 0:
+            self._before = functional.linear
+        self._users += 1
+
+    def put_back(self) -> None:
+        """Nobody needs DeepSpeed's any more, when the last calls it."""
+        self._users -= 1
+        # What somebody else has put there since is not DeepSpeed's.
+        if self._users == 0 and functional.linear.__module__.startswith("deepspeed."):
+            functional.linear = self._before
+
+
+linear: Final = ReplacedLinear()
 
 
 class GivenBack:
@@ -92,16 +117,25 @@ def remove_hooks(module: torch.nn.Module) -> None:
                 del hooks[key]
 
 
-def check_not_gone(module: torch.nn.Module) -> None:
-    """Whether a module still has its weights.
+def end_threads(engine: Any) -> None:
+    """Have a DeepSpeed engine that has ended hold no process groups and no files' queues.
 
-    Raises:
-        EngineError: Its engine was closed and could not give them back.
+    Their threads and descriptors last as long as somebody holds them, which the engine's module
+    does too.
     """
-    for each in module.modules():
-        reason = vars(each).get(_GONE)
-        if reason is not None:
-            raise _gone(each, reason)
+    wrapper, parameters = engine.optimizer, list(engine.module.parameters())
+    for holder in (engine, wrapper, getattr(wrapper, "parameter_offload", None), *parameters):
+        attributes = getattr(holder, "__dict__", {})
+        for name, value in attributes.items():
+            if isinstance(value, dist.ProcessGroup):
+                attributes[name] = None
+            elif isinstance(value, list) and any(isinstance(e, dist.ProcessGroup) for e in value):
+                attributes[name] = [None] * len(value)
+    if getattr(wrapper, "optimizer_swapper", None) is not None:
+        wrapper.optimizer_swapper = None
+    for each in parameters:
+        if (swapper := getattr(each, "nvme_swapper", None)) is not None:
+            swapper.aio_read_handle = swapper.aio_write_handle = None
 
 
 def _too_large(module: torch.nn.Module) -> str | None:
@@ -149,18 +183,8 @@ def _strip(owner: torch.nn.Module | torch.nn.Parameter, names: frozenset[str]) -
 
 def _refuse(module: torch.nn.Module, reason: str) -> None:
     def refuse(asked: torch.nn.Module, *_: Any) -> None:
-        raise _gone(asked, reason)
+        raise gone(asked, reason)
 
-    vars(module)[_GONE] = reason
+    vars(module)[GONE] = reason
     module.register_forward_pre_hook(refuse, prepend=True)
     module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-
-
-def _gone(module: torch.nn.Module, reason: str) -> EngineError:
-    return EngineError(
-        f"the engine that trained it at stage 3 is closed, and {reason}",
-        key="model",
-        value=type(module).__name__,
-        fix="save or export before closing (trainer.export(PATH), trainer.save(PATH)), and load "
-        "from there",
-    )

@@ -5,17 +5,26 @@ Shared by the engine that initializes DeepSpeed itself and by the plan inside an
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import importlib
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from zerotune._util.environment import held
-from zerotune.backend.deepspeed.layouts import full_shape, trainable_parameters
+from zerotune.backend.deepspeed.given_back import linear
 from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
-from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
+from zerotune.backend.distributed import (
+    Launch,
+    ProcessGroup,
+    communication_backend,
+    deepspeed_groups,
+)
 from zerotune.backend.dtypes import DTYPES
+from zerotune.backend.layouts import full_shape, trainable_parameters
 from zerotune.backend.ops.build import building
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
@@ -59,13 +68,21 @@ def check_plan(plan: ResolvedPlan) -> None:
             )
 
 
-def check_shapes(model: torch.nn.Module) -> None:
+def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """Whether DeepSpeed can hold every parameter.
 
     Raises:
-        EngineError: One has no dimensions.
+        EngineError: One has no dimensions, or, at stage 3, no elements.
     """
     for name, parameter in model.named_parameters():
+        if plan.stage == 3 and math.prod(full_shape(parameter)) == 0:
+            # DeepSpeed gathers it for ever; stages 0 to 2 leave it as it is.
+            raise EngineError(
+                "DeepSpeed cannot partition a parameter without elements",
+                key=f"model.{name}",
+                value=full_shape(parameter),
+                fix="remove it from the model, register it as a buffer, or train at stage 2",
+            )
         if not full_shape(parameter):
             # DeepSpeed broadcasts parameters as bytes, and torch cannot view 0-d tensors so.
             raise EngineError(
@@ -183,8 +200,29 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
     }
 
 
+@contextmanager
+def compiling(plan: ResolvedPlan) -> Iterator[None]:
+    """Inside the block DeepSpeed compiles what the plan needs, and nobody waits for a dead build.
+
+    Args:
+        plan: A resolved plan.
+    """
+    communication: Any = importlib.import_module("deepspeed.comm.torch")
+    build = getattr(communication, "build_shm_op", None)
+    with building():
+        if plan.world_size > 1 or build is None:
+            yield
+            return
+        # One process exchanges nothing through shared memory, and the op takes minutes to compile.
+        communication.build_shm_op = lambda: None
+        try:
+            yield
+        finally:
+            communication.build_shm_op = build
+
+
 def initialize(
-    deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any]
+    deepspeed: ModuleType, plan: ResolvedPlan, arguments: dict[str, Any], resources: ExitStack
 ) -> tuple[Any, tuple[Decision, ...]]:
     """Let DeepSpeed build its engine, with the weights placed where the plan has room for them.
 
@@ -192,23 +230,36 @@ def initialize(
         deepspeed: The module.
         plan: A resolved plan.
         arguments: As ``initialize_arguments`` made them.
+        resources: Receives what DeepSpeed's engine itself leaves behind when it ends.
 
     Returns:
         DeepSpeed's engine, and what was decided on the way.
 
     Raises:
         EngineError: DeepSpeed refused the plan.
+        PlatformError: An op cannot be compiled or loaded here.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
+    deepspeed_groups.join()
+    resources.callback(deepspeed_groups.leave)
+    if plan.stage == 3:
+        linear.lend()
+        resources.callback(linear.put_back)
     try:
-        with building(), flat_through_host(deepspeed, plan, device=device) as built:
+        with (
+            compiling(plan),
+            deepspeed_groups.making(),
+            flat_through_host(deepspeed, plan, device=device) as built,
+        ):
             if plan.stage == 3:
                 shard_from_host(deepspeed, arguments["model"], plan, device=device)
             engine, *_ = deepspeed.initialize(**arguments)
     except PlatformError:
         raise  # An op that cannot be had, with its cure.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+        if (refused := _refused_op(error)) is not None:
+            raise refused from error
         raise EngineError(
             f"DeepSpeed {deepspeed.__version__} refused the plan "
             f"({type(error).__name__}: {str(error).strip() or 'no message'})",
@@ -216,3 +267,10 @@ def initialize(
             fix="run `zerotune doctor` when an op could not be built, else change what it names",
         ) from error
     return engine, tuple(built)
+
+
+def _refused_op(error: BaseException | None) -> PlatformError | None:
+    """What an optimizer of DeepSpeed hides behind "failed to build/load"."""
+    while error is not None and not isinstance(error, PlatformError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -22,13 +22,14 @@ from safetensors.torch import save
 
 from zerotune._util.files import check_regular, system_errors, write_atomically
 from zerotune._util.numbers import whole
-from zerotune._util.text import json_of
+from zerotune._util.text import is_reproducible, json_of
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import BucketAssignment
 from zerotune.diffusion.data.order import Draw
 from zerotune.diffusion.data.preparation import (
     LOSS_MASKS,
     REFERENCE_IMAGES,
+    Preparation,
     PreparedImages,
     micro_conditioning,
     shrunk,
@@ -526,7 +527,8 @@ class CachedImages:
 
     Raises:
         DataError: On reading: an image or caption is not in its cache.
-        InvalidValueError: ``texts`` are given, and tags are in another order at each use.
+        InvalidValueError: ``texts`` are given, and tags are in another order at each use; or the
+            preparation holds an object without a ``repr`` of its own.
     """
 
     def __init__(
@@ -534,6 +536,7 @@ class CachedImages:
     ) -> None:
         if texts is not None:
             dataset.augmentation.check_countable()
+        _check_reproducible(dataset.preparation)
         self._dataset, self._latents, self._texts = dataset, latents, texts
         _ = dataset.contents  # Here, once, and not in each of the loader's processes.
         flip = dataset.augmentation.flip
@@ -588,6 +591,24 @@ class CachedImages:
             sample |= self._texts.read(self.words_key(caption, use.index, flipped=flipped))
         placement = self._dataset.assignment.placements[use.index]
         return sample | micro_conditioning(placement, (left, top))
+
+
+def _check_reproducible(preparation: Preparation) -> None:
+    """Refuse what differs from process to process: keys are made of its ``repr``.
+
+    Raises:
+        InvalidValueError: A ``repr`` holds a memory address.
+    """
+    for name, part in attrs.asdict(preparation, recurse=False).items():
+        if not is_reproducible(repr(part)):
+            raise InvalidValueError(
+                "its repr, which is part of each image's key, holds a memory address, so that "
+                "every process would compute the whole cache again",
+                key=f"preparation.{name}",
+                value=part,
+                fix="decorate its class with attrs.frozen or dataclass(frozen=True), or give it a "
+                "__repr__ that names all its settings; functions have none",
+            )
 
 
 def _share(

@@ -28,9 +28,9 @@ from zerotune.diffusion.data.folder import CaptionFiles, caption_files
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    BrokenPolicy,
     HeaderOnly,
-    SkipBroken,
+    OnBroken,
+    broken_policy,
     bytes_of,
     decode,
     need,
@@ -44,6 +44,7 @@ from zerotune.diffusion.data.preparation import (
     PreparedImages,
     all_to_pixels,
 )
+from zerotune.diffusion.data.sizes import SizeIndex, stamp_of
 from zerotune.diffusion.data.sources import ImageItem, looked_at, scan_decisions, worded
 from zerotune.errors import DataError, InvalidValueError
 
@@ -254,7 +255,7 @@ class ClipFolder:
         captions: Where captions are, as for ``ImageFolder``: ``cat.txt`` is that of ``cat.mp4``
             and of the folder ``cat``.
         check: ``WholeClip()`` decodes every frame at the start, ``FirstFrame()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken clips out, ``RefuseBroken()`` stops.
+        on_broken: ``"skip"``, the default, leaves broken clips out, ``"error"`` stops.
 
     Attributes:
         broken: What was left out, and why.
@@ -273,7 +274,7 @@ class ClipFolder:
         frame_rate: float = 24.0,
         captions: CaptionFiles | None = None,
         check: ClipCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         place, rate = Path(root), _rate(frame_rate, key="frame_rate")
         with system_errors(DataError, place, "clips cannot be read from it"):
@@ -282,7 +283,7 @@ class ClipFolder:
             raise DataError(
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of clips"
             )
-        policy = on_broken or SkipBroken()
+        policy = broken_policy(on_broken)
         found, strays = _clips_in(place)
         for stray in strays:
             policy.broken(stray)
@@ -291,7 +292,12 @@ class ClipFolder:
         chosen, decisions = (captions, ()) if captions else caption_files(place)
         words = chosen.read(place, found)
         looker: ClipCheck = check or WholeClip()
+        index = SizeIndex("clips", str(place.resolve()), looker, count=3)
         clips: dict[str, Clip] = {}
+
+        def read(name: str) -> tuple[int, int, int]:
+            (width, height), frames = looker.look(clips[name])
+            return width, height, frames
 
         def look(name: str) -> tuple[Size, int]:
             files = found[name]
@@ -300,9 +306,11 @@ class ClipFolder:
                 if isinstance(files, tuple)
                 else _VideoFile.open(files)
             )
-            return looker.look(clips[name])
+            width, height, frames = index.get(name, lambda: read(name))
+            return (width, height), frames
 
-        seen, broken = looked_at(found, look, on_broken=policy, errors=self._errors)
+        with index.open({name: stamp_of(_files_of(files)) for name, files in found.items()}):
+            seen, broken = looked_at(found, look, on_broken=policy, errors=self._errors)
         self._clips: list[Clip] = [clips[name] for name in seen]
         self._items = [
             ClipItem(
@@ -317,6 +325,7 @@ class ClipFolder:
         self.broken = (*strays, *broken)
         self.decisions = (
             *decisions,
+            *index.decisions,
             *_rate_decision(rate, sum(isinstance(c, _FramesInFolder) for c in self._clips)),
             *scan_decisions(self.broken, self._items),
         )
@@ -348,6 +357,10 @@ class ClipFolder:
     def content(self, index: int) -> str:
         """A hash of the file, or of all frames."""
         return self._clips[index].content()
+
+
+def _files_of(clip: Path | tuple[Path, ...]) -> tuple[Path, ...]:
+    return (clip,) if isinstance(clip, Path) else clip
 
 
 def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[BrokenImage]]:

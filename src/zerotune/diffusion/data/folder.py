@@ -18,11 +18,12 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    BrokenPolicy,
     ImageCheck,
-    SkipBroken,
+    OnBroken,
     WholeImage,
+    broken_policy,
 )
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
@@ -204,7 +205,7 @@ class ImageFolder(EncodedSource):
         masks: What a mask's name has before its ending; ``None``: there are none.
         references: The same of what is edited. If one image has a reference, all must.
         check: ``WholeImage()`` decodes every file at the start, ``HeaderOnly()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken files out, ``RefuseBroken()`` stops. An image
+        on_broken: ``"skip"``, the default, leaves broken files out, ``"error"`` stops. An image
             that the metadata name and the folder lacks is broken too, and one whose mask is of
             another shape or whose reference is missing.
 
@@ -221,7 +222,7 @@ class ImageFolder(EncodedSource):
         masks: str | None = MASK,
         references: str | None = REFERENCE,
         check: ImageCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         self._root = Path(root)
         with system_errors(DataError, self._root, "images cannot be read from it"):
@@ -230,16 +231,20 @@ class ImageFolder(EncodedSource):
             raise DataError(
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of images"
             )
-        policy = on_broken or SkipBroken()
+        policy = broken_policy(on_broken)
         names, self._beside = _paired(_images_in(self._root), {MASK: masks, REFERENCE: references})
         counts = Counter(kind for others in self._beside.values() for kind in others)
         self.companions = frozenset(counts)
         chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
+        closely = check or WholeImage()
+        index = SizeIndex("images", str(self._root.resolve()), masks, references, closely)
         sizes, broken = measure(
             names,
             self._root.joinpath,
-            check=check or WholeImage(),
+            index=index,
+            stamp=self._stamp,
+            check=closely,
             on_broken=policy,
             beside=self._files_beside,
             companions=self.companions,
@@ -257,6 +262,7 @@ class ImageFolder(EncodedSource):
         self.broken = (*broken, *missing)
         self.decisions = (
             *decisions,
+            *index.decisions,
             *scan_decisions(self.broken, self._items),
             *companion_decisions(counts, len(names)),
         )
@@ -269,6 +275,10 @@ class ImageFolder(EncodedSource):
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
         """The files beside an image."""
         return self._files_beside(self._items[index].name)
+
+    def _stamp(self, name: str) -> Stamp | None:
+        beside = sorted(self._beside.get(name, {}).values())
+        return stamp_of(self._root / file for file in (name, *beside))
 
     def _files_beside(self, name: str) -> Mapping[str, Path | bytes]:
         return {kind: self._root / file for kind, file in self._beside.get(name, {}).items()}

@@ -6,17 +6,17 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import attrs
 
 from zerotune._util.files import check_regular, reading_regular, system_errors, write_atomically
 from zerotune.diffusion.data.buckets import Size
-from zerotune.errors import DataError, MissingDependencyError
+from zerotune.errors import DataError, InvalidValueError, MissingDependencyError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,6 +25,7 @@ SUFFIXES = frozenset((".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", 
 """Files with these endings, in either case, are images."""
 _SWAPPED = frozenset((5, 6, 7, 8))
 _ORIENTATION = 0x0112  # EXIF's tag
+_SCALED = frozenset(("JPEG", "MPO"))
 
 
 class AlphaPolicy(Protocol):
@@ -96,6 +97,36 @@ class RefuseBroken:
         )
 
 
+_POLICIES: Final[Mapping[str, type[SkipBroken] | type[RefuseBroken]]] = {
+    "skip": SkipBroken,
+    "error": RefuseBroken,
+    "refuse": RefuseBroken,
+}
+
+OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
+"""What becomes of a broken image."""
+
+
+def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
+    """A policy, also by its name; ``SkipBroken()`` when not given.
+
+    Raises:
+        InvalidValueError: It is neither.
+    """
+    if on_broken is None:
+        return SkipBroken()
+    if isinstance(on_broken, str) and on_broken in _POLICIES:
+        return _POLICIES[on_broken]()
+    if isinstance(on_broken, str) or not callable(getattr(on_broken, "broken", None)):
+        raise InvalidValueError(
+            "is no policy for broken images",
+            key="on_broken",
+            value=on_broken,
+            fix=f"write one of {', '.join(map(repr, _POLICIES))}, or pass an object with broken()",
+        )
+    return on_broken
+
+
 class ImageCheck(Protocol):
     """How closely images are looked at when a source is opened."""
 
@@ -110,6 +141,13 @@ class WholeImage:
 
     def size(self, file: Path | bytes) -> Size:
         """Width and height of the upright image."""
+        with _open(file) as image:
+            if image.format in _SCALED and image.getexif().get(_ORIENTATION, 1) == 1:
+                width, height = image.size
+                # Every byte is decoded, but an eighth of the pixels along each side computed.
+                image.draft(None, (width // 8, height // 8))
+                image.load()
+                return width, height
         width, height = decode(file).size
         return width, height
 

@@ -12,10 +12,10 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, Placement
 from zerotune.diffusion.data.images import (
     BrokenImage,
-    BrokenPolicy,
     ImageCheck,
-    SkipBroken,
+    OnBroken,
     WholeImage,
+    broken_policy,
     decode,
     readable_errors,
     why,
@@ -95,7 +95,7 @@ class StreamedImages:
         preparation: Preparation | None = None,
         augmentation: Augmentation | None = None,
         check: ImageCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         check_micro_batch(micro_batch_size)
         check_rank(rank, world_size)
@@ -103,7 +103,7 @@ class StreamedImages:
         self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
         self._preparation = preparation or Preparation()
         self._augmentation = augmentation or Augmentation()
-        self._check, self._policy = check or WholeImage(), on_broken or SkipBroken()
+        self._check, self._policy = check or WholeImage(), broken_policy(on_broken)
         self.broken: list[BrokenImage] = []
         self._waiting: dict[Bucket, list[_Arrived]] = {}
         self._epoch, self._count, self._last = 0, 0, ""

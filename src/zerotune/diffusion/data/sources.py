@@ -23,6 +23,7 @@ from zerotune.diffusion.data.images import (
     readable_errors,
     why,
 )
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp
 from zerotune.errors import DataError
 from zerotune.plan.model import check_letters
 
@@ -188,10 +189,16 @@ def _nothing_beside(_name: str) -> Mapping[str, Path | bytes]:
     return {}
 
 
+def _no_stamp(_name: str) -> None:
+    return None
+
+
 def measure(
     names: Iterable[str],
     encoded: Callable[[str], Path | bytes],
     *,
+    index: SizeIndex | None = None,
+    stamp: Callable[[str], Stamp | None] = _no_stamp,
     check: ImageCheck,
     on_broken: BrokenPolicy,
     beside: Callable[[str], Mapping[str, Path | bytes]] = _nothing_beside,
@@ -202,6 +209,8 @@ def measure(
     Args:
         names: In order.
         encoded: The file of a name, or what is in it.
+        index: What earlier starts read.
+        stamp: Of a name and what lies beside it: changes when they do.
         check: How closely they are looked at.
         on_broken: What becomes of those that cannot be read.
         beside: What lies beside an image; an image is broken with it, and where a mask is of
@@ -212,16 +221,22 @@ def measure(
         DataError: By ``on_broken``, or because no image can be read.
     """
 
-    def look(name: str) -> Size:
+    def read(name: str) -> Size:
         size = check.size(encoded(name))
-        others = beside(name)
-        for kind, file in others.items():
+        for kind, file in beside(name).items():
             _check_companion(kind, file, size, check)
-        if REFERENCE in companions and REFERENCE not in others:
-            raise ValueError("there is no reference beside it, and there is beside others")
         return size
 
-    return looked_at(names, look, on_broken=on_broken)
+    names = list(names)
+    with (index or SizeIndex()).open({name: stamp(name) for name in names}) as sizes:
+
+        def look(name: str) -> Size:
+            width, height = sizes.get(name, lambda: read(name))
+            if REFERENCE in companions and REFERENCE not in beside(name):
+                raise ValueError("there is no reference beside it, and there is beside others")
+            return width, height
+
+        return looked_at(names, look, on_broken=on_broken)
 
 
 def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageCheck) -> None:

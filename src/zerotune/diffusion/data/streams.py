@@ -24,6 +24,10 @@ T = TypeVar("T")
 _MOST: Final = 2**63 - 1
 _MOST_BATCHES: Final = 10**9
 """More than any run takes; they are read one by one."""
+_LOOKED_AT: Final = 64
+_MOST_UNSIGNED: Final = 2.0
+"""Standardised images and latents go further, and below 0 as well."""
+_MOST_STANDARDISED: Final = 100.0
 
 Batch = Mapping[str, torch.Tensor]
 """Tensors by name, batch first: ``"images"`` (b, c, h, w), ``"labels"`` (b,), …"""
@@ -56,8 +60,12 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         images: (n, c, h, w) in [-1, 1].
         labels: (n,), integers; left out of the batches when not given.
 
+    Attributes:
+        decisions: A warning where the images look as if they were in [0, 1].
+
     Raises:
-        DataError: Lengths differ, or there is nothing.
+        DataError: Lengths differ, there is nothing, or the images are not in [-1, 1], such as
+            whole numbers up to 255.
     """
 
     def __init__(self, *, images: torch.Tensor, labels: torch.Tensor | None = None) -> None:
@@ -68,6 +76,8 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
                 value=None if labels is None else len(labels),
                 fix=f"{len(images)} images were given",
             )
+        self.decisions = _check_range(images)
+        announce(self.decisions)
         self._tensors = {"images": images} | ({} if labels is None else {"labels": labels})
 
     def __len__(self) -> int:
@@ -75,6 +85,45 @@ class ImageTensors(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: tensor[index] for name, tensor in self._tensors.items()}
+
+
+def check_float(images: torch.Tensor, *, key: str) -> None:
+    """Refuse images of whole numbers, such as 0 to 255.
+
+    Raises:
+        DataError: They are.
+    """
+    if not images.is_floating_point():
+        raise DataError(
+            "images are floating-point numbers in [-1, 1]",
+            key=key,
+            value=str(images.dtype).removeprefix("torch."),
+            fix="images.float() / 127.5 - 1 brings 0 to 255 there",
+        )
+
+
+def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
+    """Refuse, or warn of, images that cannot be in [-1, 1]; the first ones tell."""
+    check_float(images, key="images")
+    least, most = (float(value) for value in images[:_LOOKED_AT].aminmax())
+    if (least >= 0 and most > _MOST_UNSIGNED) or max(-least, most) > _MOST_STANDARDISED:
+        raise DataError(
+            f"images are in [-1, 1], and these reach from {least:g} to {most:g}",
+            key="images",
+            value=tuple(images.shape),
+            fix=f"images / {most / 2:g} - 1" if least >= 0 else f"images / {max(-least, most):g}",
+        )
+    if least < 0 or not 0 < most <= 1:
+        return ()
+    return (
+        Decision(
+            key="data.images",
+            before="in [-1, 1]",
+            after=f"from {least:g} to {most:g}, as given",
+            reason="no value is negative, as if the images were in [0, 1]: write images * 2 - 1",
+            severity="warning",
+        ),
+    )
 
 
 class _OrderedStream(ABC):
@@ -150,6 +199,9 @@ class DataStream(_OrderedStream):
         collate: Makes a batch of a list of samples; torch's default when not given.
         pin_memory: Put batches in pinned memory, for faster copies to a GPU.
 
+    Attributes:
+        decisions: A warning where all samples together are fewer than the micro batches of a step.
+
     Raises:
         InvalidValueError: A size or rank that cannot be.
         DataError: The dataset is empty.
@@ -182,6 +234,8 @@ class DataStream(_OrderedStream):
             )
         self._size, self._taken = micro_batch_size, micro_batch_size * world_size
         self._order: SampleOrder = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
+        self.decisions = _too_few(len(dataset), self._taken)
+        announce(self.decisions, rank=rank)
 
     @property
     def position(self) -> int:
@@ -246,6 +300,21 @@ class DataStream(_OrderedStream):
             yield mine
 
 
+def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
+    if length >= taken:
+        return ()
+    return (
+        Decision(
+            key="data",
+            before=f"{length} samples",
+            after=f"{taken} in the micro batches of all ranks",
+            reason="some samples are several times in one step; give more data, or smaller micro "
+            "batches",
+            severity="warning",
+        ),
+    )
+
+
 # -- Streams over a dataset whose samples lie in buckets.
 
 
@@ -281,14 +350,18 @@ _MASK: Final = "_mask"
 
 
 def stack_samples(samples: list[Mapping[str, Any]]) -> Batch:
-    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``."""
-    words = {name for name, first in samples[0].items() if isinstance(first, str)}
-    tensors = stack_named([{n: v for n, v in each.items() if n not in words} for each in samples])
-    batch: dict[str, Any] = {}
-    for name in samples[0]:
-        spoken = name in words
-        batch[name] = Captions([each[name] for each in samples]) if spoken else tensors[name]
-    return batch
+    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``.
+
+    Numbers and arrays become tensors as in torch's ``default_collate``.
+    """
+    first = samples[0]
+    names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
+    batch: dict[str, Any] = stack_named([{n: each[n] for n in names} for each in samples])
+    for name in first.keys() - batch.keys():
+        values = [each[name] for each in samples]
+        spoken = isinstance(first[name], str)
+        batch[name] = Captions(values) if spoken else torch.utils.data.default_collate(values)
+    return {name: batch[name] for name in first}
 
 
 def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -298,17 +371,24 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
     padded with zeros to the longest. ``row_of`` takes that away again.
 
     Raises:
-        RuntimeError: Shapes differ without a mask.
+        DataError: Shapes differ without a mask.
     """
-    return {
-        name: torch.stack(
-            _padded([row[name] for row in rows])
-            if _ragged(name, first)
-            else [row[name] for row in rows]
-        )
-        for first in rows[:1]
-        for name in first
-    }
+    batch = {}
+    for name in rows[0] if rows else ():
+        tensors = [row[name] for row in rows]
+        if _ragged(name, rows[0]):
+            tensors = _padded(tensors)
+        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+        if len(shapes) > 1:
+            raise DataError(
+                "samples of one batch have tensors of different shapes",
+                key=name,
+                value=shapes,
+                fix="bring them to one shape; texts without a mask share a batch only at one "
+                "length, so train with train_micro_batch_size_per_gpu=1",
+            )
+        batch[name] = torch.stack(tensors)
+    return batch
 
 
 def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:

@@ -16,12 +16,13 @@ from zerotune.decisions import announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    BrokenPolicy,
     ImageCheck,
-    SkipBroken,
+    OnBroken,
     WholeImage,
+    broken_policy,
     reading,
 )
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     MASK,
     REFERENCE,
@@ -66,7 +67,7 @@ class TarShards(EncodedSource):
         masks: What a mask's member has before its ending; ``None``: there are none.
         references: The same of what is edited. If one image has a reference, all must.
         check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
+        on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
     Raises:
         DataError: A shard is missing, compressed or cut off, or there is no image.
@@ -82,9 +83,9 @@ class TarShards(EncodedSource):
         masks: str | None = MASK,
         references: str | None = REFERENCE,
         check: ImageCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
-        policy = on_broken or SkipBroken()
+        policy = broken_policy(on_broken)
         samples: dict[str, dict[str, _Member]] = {}
         for shard in map(Path, shards):
             for key, ending, member in _index(shard):
@@ -107,10 +108,16 @@ class TarShards(EncodedSource):
                 self._beside[name] = {kind: one for kind, one in known.items() if one is not None}
         counts = Counter(kind for others in self._beside.values() for kind in others)
         self.companions = frozenset(counts)
+        closely = check or WholeImage()
+        paths = sorted(os.path.realpath(shard) for shard in shards)
+        index = SizeIndex("shards", paths, masks, references, closely)
+        changed = {shard: stamp_of([shard]) for shard in map(Path, shards)}
         sizes, unreadable = measure(
             self._images,
             lambda name: self._images[name].read(),
-            check=check or WholeImage(),
+            index=index,
+            stamp=lambda name: self._stamp(name, changed),
+            check=closely,
             on_broken=policy,
             beside=self._members_beside,
             companions=self.companions,
@@ -132,6 +139,7 @@ class TarShards(EncodedSource):
             for name, size in sizes.items()
         ]
         self.decisions = (
+            *index.decisions,
             *scan_decisions(self.broken, self._items),
             *companion_decisions(counts, len(self._images)),
         )
@@ -144,6 +152,15 @@ class TarShards(EncodedSource):
     def beside(self, index: int) -> Mapping[str, Path | bytes]:
         """The members beside an image."""
         return self._members_beside(self._items[index].name)
+
+    def _stamp(self, name: str, changed: Mapping[Path, Stamp | None]) -> Stamp | None:
+        found: Stamp = []
+        for member in (self._images[name], *self._beside[name].values()):
+            shard = changed[member.shard]
+            if shard is None:
+                return None
+            found += [*shard, [member.offset, member.size]]
+        return found
 
     def _members_beside(self, name: str) -> Mapping[str, Path | bytes]:
         return {kind: member.read() for kind, member in self._beside[name].items()}

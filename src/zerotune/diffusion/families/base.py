@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerotune.diffusion.data.streams import check_float
 from zerotune.diffusion.family import Conditioning, Denoiser
 from zerotune.errors import DataError
 
@@ -24,6 +25,17 @@ def take(batch: Mapping[str, Tensor], key: str) -> Tensor:
             fix="let the dataset yield dicts with it, or use another family",
         )
     return batch[key]
+
+
+def images_of(batch: Mapping[str, Tensor]) -> Tensor:
+    """The images of a batch, fp32.
+
+    Raises:
+        DataError: There are none, or they are whole numbers.
+    """
+    images = take(batch, "images")
+    check_float(images, key="batch['images']")
+    return images.float()
 
 
 def to_model(value: Tensor, model: Denoiser) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
-from zerotune.diffusion.data.streams import stack_named
+from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.families.base import config_of
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
@@ -109,6 +109,9 @@ class PipelineFamily(TextToImage):
     """Tokens of a text; what the pipeline's ``__call__`` takes when not given."""
     guidance: float = 1.0
     """What a guidance-distilled model is told in training."""
+    texts_alone: bool = False
+    """Encode texts one by one; ``load_pretrained`` sets it where the pipeline pads to the longest,
+    so that an embedding would depend on the texts beside it."""
     blueprint: Blueprint | None = None
     """The pipeline without weights; that of ``parts`` when not given."""
 
@@ -118,8 +121,14 @@ class PipelineFamily(TextToImage):
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
         """What the pipeline's ``encode_prompt`` makes of captions, told what ``__call__`` tells."""
-        told = {"prompt": list(captions), "do_classifier_free_guidance": False}
-        return self.encode_with(parts.pipeline, device, told)
+        singles = [[caption] for caption in captions] if self.texts_alone else [list(captions)]
+        found = [
+            self.encode_with(
+                parts.pipeline, device, {"prompt": texts, "do_classifier_free_guidance": False}
+            )
+            for texts in singles
+        ]
+        return stack_named([row_of(each, 0) for each in found]) if self.texts_alone else found[0]
 
     def embed_negative(
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
@@ -173,7 +182,10 @@ class PipelineFamily(TextToImage):
     def embedding_settings(self) -> dict[str, Any]:
         """The length of texts."""
         pipeline = self._needed("captions").pipeline
-        return {"max_sequence_length": self._prompt_arguments(pipeline).get("max_sequence_length")}
+        length = self._prompt_arguments(pipeline).get("max_sequence_length")
+        # Only where it is so: other caches stay what they are.
+        alone = {"texts_alone": True} if self.texts_alone else {}
+        return {"max_sequence_length": length, **alone}
 
     def _prompt_arguments(self, pipeline: Any) -> dict[str, Any]:
         # Defaults of encode_prompt differ from those it is called with (Wan: 226 and 512 tokens).

@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision
+from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.passes import sizes_only
-from zerotune.errors import InvalidValueError, ZeroTuneError
+from zerotune.errors import DataError, InvalidValueError, ZeroTuneError
 
 if TYPE_CHECKING:
     from zerotune.diffusion.families.pipeline_family import PipelineFamily
@@ -26,6 +27,8 @@ _SAMPLES: Final = 2
 _TIMES: Final = (900.0, 100.0)
 _SIDE: Final = 16
 """Of the latents: even in patches, and small."""
+_TEXTS: Final = ("a", "a cat on a wall " * 6)
+_ROUNDING: Final = 0.05
 
 
 @attrs.define(eq=False)
@@ -79,6 +82,65 @@ def probe(family: PipelineFamily, model: torch.nn.Module) -> tuple[Decision, ...
     _check_calls(family, witness)
     _check_gradients(family, module)
     return ()
+
+
+def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision, ...]]:
+    """Encode a short and a long text, alone and together: who is beside a text must not matter.
+
+    Args:
+        family: With its frozen parts; without text encoders nothing is tried.
+
+    Returns:
+        The family, which encodes texts one by one if its pipeline pads to the longest; and what
+        was chosen, with a warning where texts of different length cannot share a micro batch.
+    """
+    encoders = () if family.parts is None else family.parts.modules
+    if family.reads_references or not any(name.startswith("text_encoder") for name in encoders):
+        return family, ()
+    decisions: tuple[Decision, ...] = ()
+    alone = [row_of(family.encode_texts([text]), 0) for text in _TEXTS]
+    if not _together(family, alone):
+        family = attrs.evolve(family, texts_alone=True)
+        decisions += (
+            Decision(
+                key="family.texts_alone",
+                before=False,
+                after=True,
+                reason=f"{family.pipeline} pads texts to the longest beside them, which changes "
+                "their embeddings; each is encoded by itself",
+            ),
+        )
+    try:
+        stack_named(alone)
+    except DataError as error:
+        decisions += (
+            Decision(
+                key="family.text_tensors",
+                before="texts of any length in a micro batch",
+                after="texts of one length in a micro batch",
+                reason=f"{family.pipeline} gives texts their own lengths and no mask "
+                f"({error.key}): train with train_micro_batch_size_per_gpu=1",
+                severity="warning",
+            ),
+        )
+    return family, decisions
+
+
+def _together(family: PipelineFamily, alone: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Whether texts that are encoded together become what each of them becomes alone."""
+    together = family.encode_texts(list(_TEXTS))
+    return all(_same(row_of(together, n), row) for n, row in enumerate(alone))
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    for name, tensor in other.items():
+        if one[name].shape != tensor.shape:
+            return False
+        # Half precision rounds otherwise in a batch than alone.
+        apart = (one[name].float() - tensor.float()).norm()
+        if apart > _ROUNDING * tensor.float().norm():
+            return False
+    return True
 
 
 def _check_calls(family: PipelineFamily, witness: Witness) -> None:

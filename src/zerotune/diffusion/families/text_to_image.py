@@ -13,7 +13,7 @@ from torch import Tensor
 from zerotune._util.numbers import probability, validated
 from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
 from zerotune.diffusion.data.streams import row_of, stack_named
-from zerotune.diffusion.families.base import config_of, take
+from zerotune.diffusion.families.base import config_of, images_of, take
 from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.diffusion.pipeline import FrozenParts, PipelineModel
@@ -70,7 +70,7 @@ class TextToImage(ABC):
         """The latents of a batch (b, c, h, w), fp32; images are encoded."""
         if "latents" in batch:
             return batch["latents"].float()
-        images = take(batch, "images")
+        images = images_of(batch)
         return self.encode_images(images, device=images.device)["latents"].to(images.device)
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:

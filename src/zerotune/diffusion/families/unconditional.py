@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerotune._util.numbers import probability, validated
-from zerotune.diffusion.families.base import call_diffusers_model, take
+from zerotune.diffusion.families.base import call_diffusers_model, images_of, take
 from zerotune.diffusion.family import Conditioning, Denoiser
 from zerotune.errors import InvalidValueError
 
@@ -20,7 +20,7 @@ class Unconditional:
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The images, fp32."""
-        return take(batch, "images").float()
+        return images_of(batch)
 
     def conditioning(
         self,
@@ -81,7 +81,7 @@ class ClassConditional:
 
     def clean(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The images, fp32."""
-        return take(batch, "images").float()
+        return images_of(batch)
 
     def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
         """The labels, some of them replaced by ``null_label``."""

@@ -41,6 +41,8 @@ class ModelFamily:
     """Side in pixels of the images it was made for; of clips, of a square of their area."""
     facts: ModelFacts
     """Its parameters, all trainable, and what its activations take."""
+    configuration: str
+    """Digest of its configuration in diffusers, as ``configuration_digest`` gives it."""
     frames: int | None = None
     """Of the clips it was made for; ``None``: it is made for images."""
 
@@ -67,25 +69,47 @@ def model_family(name: str) -> ModelFamily:
             fix=f"write one of {', '.join(family_names())}, or pass ModelFacts of your model",
         )
     data = json.loads(entry.read_text(encoding="utf-8"))
-    costs = data["activations"]
-    facts = ModelFacts(
+    return ModelFamily(
         name=name,
+        class_name=data["class"],
+        resolution=data["resolution"],
+        facts=facts_from_json(data),
+        configuration=data["configuration"],
+        frames=data.get("frames"),
+    )
+
+
+def family_of(configuration: str) -> ModelFamily | None:
+    """The family whose configuration has this digest, if there is one."""
+    families = (model_family(name) for name in family_names())
+    return next((each for each in families if each.configuration == configuration), None)
+
+
+def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
+    """Facts of a model whose parameters are all trained, as JSON has them."""
+    data: dict[str, Any] = {"name": facts.name, "frames_per_latent": facts.frames_per_latent}
+    for part in ("activations", "arithmetic"):
+        value = getattr(facts, part)
+        data[part] = None if value is None else attrs.asdict(value)
+    data["blocks"] = [attrs.asdict(block) for block in facts.blocks]
+    data["parameters"] = [[each.name, list(each.shape)] for each in facts.parameters]
+    return data
+
+
+def facts_from_json(data: Mapping[str, Any]) -> ModelFacts:
+    """Read what ``facts_to_json`` made."""
+    costs, work = data["activations"], data["arithmetic"]
+    return ModelFacts(
+        name=data["name"],
         parameters=[
             ParameterFacts(name=key, shape=tuple(size)) for key, size in data["parameters"]
         ],
         activations=ActivationFacts(
             **{kind: ActivationCost(**cost) for kind, cost in costs.items() if cost is not None}
         ),
-        arithmetic=_arithmetic(data["arithmetic"]) if "arithmetic" in data else None,
-        blocks=tuple(BlockFacts(**block) for block in data.get("blocks", ())),
+        arithmetic=_arithmetic(work),
+        blocks=tuple(BlockFacts(**block) for block in data["blocks"]),
         frames_per_latent=data.get("frames_per_latent"),
-    )
-    return ModelFamily(
-        name=name,
-        class_name=data["class"],
-        resolution=data["resolution"],
-        facts=facts,
-        frames=data.get("frames"),
     )
 
 
@@ -147,4 +171,13 @@ def _facts_of(model: ModelFacts | str | object) -> ModelFacts:
     )
 
 
-__all__ = ["ModelFamily", "as_facts", "family", "family_names", "model_family"]
+__all__ = [
+    "ModelFamily",
+    "as_facts",
+    "facts_from_json",
+    "facts_to_json",
+    "family",
+    "family_names",
+    "family_of",
+    "model_family",
+]

@@ -284,8 +284,8 @@ class Costing:
     def sub_groups(self) -> tuple[int, ...]:
         """Elements of this rank's part of each of stage 3's sub-groups."""
         zero = self.resolved.plan.zero_optimization
-        size = int(zero.sub_group_size or 0) if zero is not None else 0
-        return sub_groups(self.model, self.ranks, size or self.trained)
+        size = None if zero is None else zero.sub_group_size
+        return sub_groups(self.model, self.ranks, self.trained if size is None else int(size))
 
 
 def power_of_two(nbytes: int) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import io
+import zlib
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from zerotune.decisions import announce
-from zerotune.diffusion.data.images import BrokenPolicy, ImageCheck, SkipBroken, WholeImage, need
+from zerotune.diffusion.data.images import ImageCheck, OnBroken, WholeImage, broken_policy, need
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
     EncodedSource,
     ImageItem,
@@ -36,7 +38,7 @@ class HuggingFaceImages(EncodedSource):
         image: Name of the image column.
         caption: Name of the caption column; ``None`` for no captions. Rows may hold lists.
         check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
-        on_broken: ``SkipBroken()`` leaves broken images out, ``RefuseBroken()`` stops.
+        on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
     Raises:
         DataError: A column is missing, or no image can be read.
@@ -50,7 +52,7 @@ class HuggingFaceImages(EncodedSource):
         image: str = "image",
         caption: str | None = "text",
         check: ImageCheck | None = None,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         library = need("datasets", package="datasets")
         for column in (image, caption):
@@ -65,11 +67,15 @@ class HuggingFaceImages(EncodedSource):
         self._images = plain.select_columns([image]).cast_column(image, library.Image(decode=False))
         self._column = image
         words = plain[caption] if caption is not None else None
+        closely, known = check or WholeImage(), getattr(dataset, "_fingerprint", None)
+        index = SizeIndex("rows", known, image, closely) if known else SizeIndex()
         sizes, self.broken = measure(
             map(str, range(len(plain))),
             lambda name: self._encoded(int(name)),
-            check=check or WholeImage(),
-            on_broken=on_broken or SkipBroken(),
+            index=index,
+            stamp=lambda name: self._stamp(int(name)),
+            check=closely,
+            on_broken=broken_policy(on_broken),
         )
         self._items = [
             ImageItem(
@@ -77,12 +83,21 @@ class HuggingFaceImages(EncodedSource):
             )
             for name, size in sizes.items()
         ]
-        self.decisions = scan_decisions(self.broken, self._items)
+        self.decisions = (*index.decisions, *scan_decisions(self.broken, self._items))
         announce(self.decisions)
 
     def encoded(self, index: int) -> Path | bytes:
         """The image as it is stored."""
         return self._encoded(int(self._items[index].name))
+
+    def _stamp(self, row: int) -> Stamp | None:
+        try:
+            stored = self._encoded(row)
+        except ValueError:
+            return None
+        if isinstance(stored, Path):
+            return stamp_of([stored])
+        return [[zlib.crc32(stored), len(stored)]]
 
     def _encoded(self, row: int) -> Path | bytes:
         value = self._images[row][self._column]
@@ -114,7 +129,7 @@ class DatasetImages(EncodedSource):
         *,
         image: Callable[[Any], Image] | str | int,
         caption: Callable[[Any], Words] | str | int,
-        on_broken: BrokenPolicy | None = None,
+        on_broken: OnBroken | None = None,
     ) -> None:
         first = dataset[0] if len(dataset) else None
         picture, words = _taker("image", image, first), _taker("caption", caption, first)
@@ -130,7 +145,7 @@ class DatasetImages(EncodedSource):
             map(str, range(len(dataset))),
             encoded,
             check=WholeImage(),
-            on_broken=on_broken or SkipBroken(),
+            on_broken=broken_policy(on_broken),
         )
         self._items = [
             ImageItem(name=name, size=size, **worded(captions[name]))

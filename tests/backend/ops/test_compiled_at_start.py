@@ -1,0 +1,60 @@
+"""What an engine has compiled when it starts, and what it says of a build that cannot be had."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.deepspeed
+
+
+def started() -> bool:
+    """Start an engine; whether DeepSpeed loaded its op for exchange in shared memory."""
+    import torch
+
+    from zerotune import DeepSpeedPlan, ModelFacts, OptimizerResolver, build_engine
+    from zerotune.backend.distributed import Launch
+
+    model = torch.nn.Linear(8, 8)
+    world_size = Launch.from_environment().world_size
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="fp32", optimizer="AdamW")
+    resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=world_size)
+    with build_engine(model=model, plan=OptimizerResolver().apply(resolved)):
+        from deepspeed.comm import comm
+
+        return comm.cdb.shm_comm_op is not None
+
+
+def test_one_process_compiles_nothing_for_exchange_in_shared_memory():
+    assert run_ranks(started) == [False]
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_keep_it():
+    assert run_ranks(started, world_size=2) == [True, True]
+
+
+def _refused(extensions: str) -> str:
+    from zerotune.backend.ops import locks
+    from zerotune.errors import PlatformError
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+    locks.filesystem_kind = lambda _folder: "nfs4"
+    with pytest.raises(PlatformError) as refused:
+        started()
+    return str(refused.value)
+
+
+def test_a_lock_that_may_be_another_machines_is_named_by_the_start(tmp_path: Path):
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (0, time.time() - 3600))
+    (message,) = run_ranks(_refused, str(tmp_path))
+    assert f"delete {lock}" in message
+    assert "doctor" not in message

@@ -1,0 +1,204 @@
+"""What a closed engine leaves in its process: no thread, descriptor, group or replaced function."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from tests.support.ranks import compile_io, run_ranks
+from tests.support.runs import PLAIN, Case, start
+from zerotune.backend.build import build_engine
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.errors import CollectiveError, EngineError
+from zerotune.optim.resolver import OptimizerResolver
+from zerotune.plan import ModelFacts
+from zerotune.plan.api import DeepSpeedPlan
+
+pytestmark = pytest.mark.deepspeed
+
+STAGE_3 = Case(stage=3, offload="cpu", precision="bf16")
+
+
+def small() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
+
+
+def hidden(*, deepspeed: bool = True, timeout_s: float = 600.0) -> Any:
+    """An engine that takes its steps in a thread; of several ranks, through groups of its own."""
+    model = small()
+    plan = DeepSpeedPlan.build(
+        stage=2 if deepspeed else 0,
+        offload="cpu",
+        precision="bf16" if deepspeed else "fp32",
+        micro_batch_size=2,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+    ).resolve(
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        hidden=True,
+        deepspeed=deepspeed,
+    )
+    return build_engine(model=model, plan=OptimizerResolver().apply(plan), timeout_s=timeout_s)
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    for _ in range(steps):
+        loss = engine(torch.ones(2, 8).to(engine.dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        # Nothing of its graph lasts until the next forward.
+        del loss
+
+
+def held() -> tuple[int, int, int]:
+    """Threads, descriptors and groups of this process."""
+    process = psutil.Process()
+    groups = dist.distributed_c10d._world.pg_map
+    return process.num_threads(), process.num_fds(), len(groups)
+
+
+def counts(case: Case | None) -> list[tuple[int, int, int]]:
+    """What is held after each of three engines, which somebody keeps."""
+    found, kept = [], []
+    for _ in range(3):
+        engine = hidden() if case is None else start(case, small())
+        kept.append(engine)
+        train(engine)
+        # Two at once, which share what DeepSpeed makes for the process.
+        with start(PLAIN if case is None else case, small()) as second:
+            train(second)
+        train(engine)
+        engine.close()
+        found.append(held())
+    return found
+
+
+def in_a_group(call: Callable[[], Any]) -> Any:
+    """In a group that was there before, which a launcher's processes keep anyway."""
+    dist.init_process_group("gloo")
+    return call()
+
+
+@pytest.mark.parametrize("case", [PLAIN, Case(stage=2, offload="cpu"), STAGE_3, None], ids=str)
+def test_closed_engines_leave_no_thread_descriptor_or_group_on_two_ranks(case: Case | None) -> None:
+    for found in run_ranks(partial(in_a_group, partial(counts, case)), world_size=2):
+        assert found[0] == found[1] == found[2]
+        assert found[0][2] == 1
+
+
+@pytest.mark.parametrize("case", [PLAIN, Case(stage=2, offload="cpu"), STAGE_3], ids=str)
+def test_closed_engines_leave_no_thread_descriptor_or_group(case: Case) -> None:
+    (found,) = run_ranks(counts, case)
+    assert found[0] == found[1] == found[2]
+    assert found[0][2] == 0
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_closed_engines_leave_no_thread_of_their_files(world_size: int, tmp_path: Any) -> None:
+    compile_io()
+    case = Case(stage=3, offload="nvme", offload_param="nvme", nvme_path=str(tmp_path))
+    for found in run_ranks(counts, case, world_size=world_size):
+        assert found[0] == found[1] == found[2]
+
+
+def groups_after_a_failed_start() -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerotune.backend.deepspeed.engine.ask_once", _fails)
+        with pytest.raises(RuntimeError, match="after DeepSpeed has started"):
+            start(STAGE_3, small())
+    return held()[2]
+
+
+def _fails(_engine: Any) -> None:
+    raise RuntimeError("after DeepSpeed has started")
+
+
+def test_a_start_that_fails_leaves_no_group() -> None:
+    counted = partial(in_a_group, groups_after_a_failed_start)
+    assert run_ranks(counted, world_size=2) == [1, 1]
+
+
+def timeouts() -> list[timedelta]:
+    """Of the groups that a hidden engine makes, but for DeepSpeed's."""
+    from deepspeed.utils import groups
+
+    before = set(dist.distributed_c10d._world.pg_map)
+    with hidden(timeout_s=77):
+        made = set(dist.distributed_c10d._world.pg_map) - before - {groups._WORLD_GROUP}
+        backends = [each._get_backend(torch.device("cpu")) for each in made]
+        return [each.options._timeout for each in backends]
+
+
+def test_every_group_has_the_timeout_of_its_engine() -> None:
+    found = run_ranks(partial(in_a_group, timeouts), world_size=2)
+    # What the ranks say to each other, the same for the thread, and the weights.
+    assert found == [[timedelta(seconds=77)] * 3] * 2
+
+
+def wait_for_a_closed_one() -> str:
+    group = ProcessGroup(backend="gloo", timeout_s=60)
+    group.barrier("begin")
+    if group.is_main:
+        group.close()
+        with pytest.raises(EngineError, match="has closed the group and cannot save"):
+            group.barrier("save")
+        dist.barrier()
+        return ""
+    began = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        group.gather(1, purpose="save")
+    assert time.monotonic() - began < 30, "it waited for the timeout"
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_waits_for_a_closed_one_is_told_so() -> None:
+    _, message = run_ranks(partial(in_a_group, wait_for_a_closed_one), world_size=2)
+    assert "rank 0 last came to 'begin'" in message
+
+
+def functions_of_stage_3() -> None:
+    before = functional.linear
+    first = start(STAGE_3, small())
+    assert functional.linear is not before
+    with start(STAGE_3, small()) as second:
+        first.close()
+        assert functional.linear is not before, "the second still needs it"
+        train(second)
+    assert functional.linear is before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerotune.backend.deepspeed.engine.ask_once", _fails)
+        with pytest.raises(RuntimeError, match="after DeepSpeed has started"):
+            start(STAGE_3, small())
+    assert functional.linear is before
+    with start(STAGE_3, small()):
+        ours = functional.linear = partial(before)
+    assert functional.linear is ours, "it was not DeepSpeed's any more"
+    functional.linear = before
+
+
+def test_the_last_engine_of_stage_3_puts_linear_back() -> None:
+    run_ranks(functions_of_stage_3)
+
+
+def plain_after_stage_3() -> None:
+    with start(STAGE_3, small()) as engine:
+        train(engine)
+    with hidden(deepspeed=False) as engine:
+        train(engine, 4)
+
+
+def test_a_hidden_plain_engine_trains_after_one_of_stage_3() -> None:
+    run_ranks(plain_after_stage_3)

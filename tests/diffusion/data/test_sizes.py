@@ -1,0 +1,218 @@
+"""Sizes are read once: by one rank, at the first start, and again for what has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+
+import pytest
+from PIL import Image
+
+from tests.diffusion.data import workers
+from tests.diffusion.data.workers import Counting
+from tests.support.ranks import run_ranks
+from zerotune.diffusion.data import (
+    ClipFolder,
+    HeaderOnly,
+    HuggingFaceImages,
+    ImageFolder,
+    TarShards,
+    WholeImage,
+)
+from zerotune.errors import DataError
+
+
+@pytest.fixture
+def looked(tmp_path):
+    Counting.log = tmp_path / "looked"
+    Counting.log.touch()
+
+    def count():
+        lines = len(Counting.log.read_text().splitlines())
+        Counting.log.write_text("")
+        return lines
+
+    return count
+
+
+@pytest.fixture
+def few(tmp_path, cuttings):
+    root = tmp_path / "few"
+    root.mkdir()
+    for number, image in enumerate(cuttings[:6]):
+        image.save(root / f"{number}.{('png', 'jpg')[number % 2]}")
+    Image.new("L", cuttings[0].size).save(root / "0.mask.png")
+    return root
+
+
+def opened(root):
+    return ImageFolder(root, check=Counting())
+
+
+def sizes(source):
+    return {source.item(index).name: source.item(index).size for index in range(len(source))}
+
+
+def index_file(tmp_path):
+    (file,) = (tmp_path / ".user-cache" / "zerotune" / "sizes").glob("*.json")
+    return file
+
+
+def test_a_second_start_looks_at_no_file_and_says_so(few, looked, tmp_path):
+    first = opened(few)
+    assert looked() == 7, "six images and a mask"
+    assert "data.sizes" not in {decision.key for decision in first.decisions}
+    second = opened(few)
+    assert looked() == 0
+    assert sizes(second) == sizes(first)
+    (told,) = (decision for decision in second.decisions if decision.key == "data.sizes")
+    assert told.after == "6 of an earlier start"
+    assert str(index_file(tmp_path)) in told.reason
+
+
+def test_only_what_changed_is_looked_at_again(few, looked):
+    opened(few)
+    looked()
+    turned = Image.open(few / "1.jpg").transpose(Image.Transpose.ROTATE_90)
+    turned.save(few / "1.jpg")
+    (few / "2.png").unlink()
+    shutil.copy(few / "4.png", few / "6.png")
+    found = sizes(opened(few))
+    assert looked() == 2
+    assert found["1.jpg"] == turned.size
+    assert found["6.png"] == found["4.png"]
+    assert "2.png" not in found
+    os.utime(few / "0.mask.png", ns=(1, 1))
+    opened(few)
+    assert looked() == 2, "an image with the mask that belongs to it"
+    (few / "0.mask.png").unlink()
+    opened(few)
+    assert looked() == 1
+
+
+def test_broken_files_are_never_remembered_as_whole(few, looked):
+    opened(few)
+    looked()
+    whole = (few / "3.jpg").read_bytes()
+    (few / "3.jpg").write_bytes(whole[:-60])
+    for _ in range(2):
+        assert [image.name for image in opened(few).broken] == ["3.jpg"]
+        assert looked() == 1
+    with pytest.raises(DataError, match=r"3\.jpg"):
+        ImageFolder(few, check=Counting(), on_broken="error")
+
+
+def test_an_image_without_a_reference_is_broken_once_others_have_one(few, looked):
+    opened(few)
+    shutil.copy(few / "1.jpg", few / "1.reference.jpg")
+    source = opened(few)
+    assert list(sizes(source)) == ["1.jpg"]
+    assert len(source.broken) == 5
+
+
+def test_another_check_looks_for_itself(few, looked, monkeypatch):
+    ImageFolder(few, check=HeaderOnly())
+    opened(few)
+    assert looked() == 7
+
+    class Plain:
+        def size(self, file):
+            return Counting().size(file)
+
+    for _ in range(2):
+        ImageFolder(few, check=Plain())
+        assert looked() == 7, "its repr differs from process to process"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"version": 0, "sizes": {}}',
+        b'{"version": 1, "sizes": [1]}',
+        b'{"version": 1, "sizes": {"0.png": 3, "1.jpg": [[], [1, 2]]}}',
+        None,
+    ],
+)
+def test_a_damaged_index_is_written_anew(few, looked, tmp_path, content):
+    expected = sizes(opened(few))
+    file = index_file(tmp_path)
+    stored = json.loads(file.read_text())
+    if content is None:
+        for entry in stored["sizes"].values():
+            entry[1] = [entry[1][0], "9"]
+        content = json.dumps(stored).encode()
+    file.write_bytes(content)
+    looked()
+    assert sizes(opened(few)) == expected
+    assert looked() == 7
+    opened(few)
+    assert looked() == 0
+
+
+def test_a_place_that_cannot_be_written_does_no_harm(few, looked, tmp_path, monkeypatch):
+    place = tmp_path / "a file"
+    place.write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    for _ in range(2):
+        source = opened(few)
+        assert looked() == 7
+        (told,) = (decision for decision in source.decisions if decision.key == "data.sizes")
+        assert "cannot be written (Not a directory)" in told.reason
+
+
+@pytest.mark.world_size(3)
+def test_ranks_share_the_work(few, looked, tmp_path):
+    place = {"XDG_CACHE_HOME": str(tmp_path / ".user-cache")}
+    found = run_ranks(workers.open_counted, str(few), str(Counting.log), world_size=3, env=place)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0]) == 6
+    assert looked() == 7, "one rank looked at each file"
+
+
+def test_shards_rows_and_clips_are_remembered_too(few, looked, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    (few / "0.mask.png").unlink()
+    shard = tmp_path / "a.tar"
+    with tarfile.open(shard, "w") as archive:
+        for path in sorted(few.iterdir()):
+            archive.add(path, path.name)
+    rows = datasets.Dataset.from_dict(
+        {"image": [{"bytes": path.read_bytes(), "path": None} for path in sorted(few.iterdir())]}
+    )
+    for expected in (6, 0):
+        TarShards([shard], check=Counting())
+        assert looked() == expected
+        HuggingFaceImages(rows, caption=None, check=Counting())
+        assert looked() == expected
+    with tarfile.open(shard, "a") as archive:
+        archive.add(few / "1.jpg", "7.jpg")
+    assert len(TarShards([shard], check=Counting())) == 7
+    assert looked() == 7, "the shard has changed"
+
+
+def test_clips_are_decoded_once(tmp_path, cuttings, monkeypatch):
+    frames = tmp_path / "clips" / "take"
+    frames.mkdir(parents=True)
+    for number in range(3):
+        cuttings[0].save(frames / f"{number}.png")
+    first = ClipFolder(tmp_path / "clips").item(0)
+    decoded = []
+    monkeypatch.setattr("zerotune.diffusion.data.clips.decode", decoded.append)
+    assert ClipFolder(tmp_path / "clips").item(0) == first
+    assert decoded == []
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_the_size_is_that_of_the_upright_image(tmp_path, photos, kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = tmp_path / f"a.{kind.lower()}"
+    photos[0].resize((40, 28)).save(file, kind, exif=exif)
+    expected = (28, 40) if orientation > 4 else (40, 28)
+    for check in (WholeImage(), HeaderOnly()):
+        assert check.size(file) == check.size(file.read_bytes()) == expected

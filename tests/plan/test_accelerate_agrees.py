@@ -1,0 +1,210 @@
+"""A converted file runs what it ran: accelerate's and DeepSpeed's own code reads both."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.accelerate_runs import ALONE, what_runs
+from tests.plan.conftest import REFERENCE_C
+from tests.plan.styles import ACCELERATE
+from tests.support.ranks import free_port, run_ranks
+from zerotune import cli
+from zerotune.plan import DeepSpeedPlan, plan_document
+
+pytestmark = pytest.mark.deepspeed
+
+BLOCKS = st.fixed_dictionaries(
+    {},
+    optional={
+        "zero_stage": st.integers(0, 3),
+        "gradient_accumulation_steps": st.integers(1, 5),
+        "gradient_clipping": st.sampled_from([0.3, 1, 2.5, "auto"]),
+        "offload_optimizer_device": st.sampled_from(["none", "cpu"]),
+        "offload_param_device": st.sampled_from(["none", "cpu"]),
+        "zero3_init_flag": st.booleans(),
+        "zero3_save_16bit_model": st.booleans(),
+        "deepspeed_multinode_launcher": st.just("standard"),
+    },
+)
+AROUND = st.fixed_dictionaries(
+    {"distributed_type": st.just("DEEPSPEED")},
+    optional={
+        "compute_environment": st.just("LOCAL_MACHINE"),
+        "mixed_precision": st.sampled_from(["bf16", "fp16", "no", "NO"]),
+        "debug": st.booleans(),
+        "downcast_bf16": st.sampled_from(["no", "NO", False]),
+        "dynamo_backend": st.sampled_from(["NO", "no"]),
+        "dynamo_config": st.just({}),
+        "num_processes": st.integers(1, 8),
+        "main_training_function": st.just("main"),
+    },
+)
+LOST = {
+    "JSON in the block": "accelerate discards what is written in DeepSpeed's own words",
+    "offload to the host": "accelerate fails on an accumulation of auto",
+    "offload to a disk": "accelerate's launcher loses the folders",
+    "a configuration in place of a file": "accelerate refuses JSON without zero_optimization",
+    "a precision beside it": "accelerate refuses a precision beside a file",
+    "the word NO": "accelerate's launcher fails on what YAML makes of the word",
+}
+"""The styles that accelerate does not run as they are written, and why."""
+WILD = {"reference c": REFERENCE_C, **ACCELERATE}
+
+
+def before_and_after(text, folder):
+    """What runs with accelerate's YAML, and what with the JSON it is converted to."""
+    file = folder / "accelerate.yaml"
+    file.write_text(text)
+    plan = DeepSpeedPlan.from_yaml(file)
+    document = plan_document(plan, "deepspeed")
+    converted = folder / "ds.json"
+    converted.write_text(document.text)
+    return (
+        what_runs("--config_file", str(file)),
+        what_runs("--use_deepspeed", "--deepspeed_config_file", str(converted), *flags(document)),
+    )
+
+
+def flags(document):
+    """What the decisions of a conversion say to tell the launcher."""
+    return [
+        word
+        for decision in document.decisions
+        for word in decision.reason.partition("launch with ")[2].split()
+    ]
+
+
+def compare(folder):
+    """How many generated files run, and what of the wild ones runs before and after."""
+    from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
+
+    require_deepspeed(accelerator="cpu")
+    quiet_deepspeed()
+    logging.disable(logging.CRITICAL)
+    ran = []
+
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(BLOCKS, AROUND)
+    def all_run_the_same(block, around):
+        text = yaml.safe_dump({**around, "deepspeed_config": block})
+        before, after = before_and_after(text, folder)
+        assert after == before
+        ran.append("refused" not in before)
+
+    all_run_the_same()
+    return ran, {name: before_and_after(text, folder) for name, text in WILD.items()}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("agree")
+    (found,) = run_ranks(compare, folder, env={**ALONE, "MASTER_PORT": str(free_port())})
+    return found
+
+
+def test_any_block_runs_the_same_after_conversion(compared):
+    ran, _ = compared
+    assert len(ran) >= 100
+    assert all(ran)
+
+
+@pytest.mark.parametrize("name", [name for name in WILD if name not in LOST])
+def test_a_wild_file_runs_the_same_after_conversion(compared, name):
+    before, after = compared[1][name]
+    assert "refused" not in before, before
+    assert after == before
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_accelerate_does_not_run_as_written_is_listed(compared, name):
+    before, after = compared[1][name]
+    assert "refused" in before or after != before
+
+
+# A script as people write it: what its Accelerator is given is not what every file leaves to it.
+SCRIPT = """
+import json
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=4)
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+samples = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randn(48, 1))
+data = torch.utils.data.DataLoader(samples, batch_size=2)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+losses = []
+for inputs, wanted in data:
+    with accelerator.accumulate(model):
+        kind = next(model.parameters()).dtype
+        loss = torch.nn.functional.mse_loss(model(inputs.to(kind)).float(), wanted)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(loss.item())
+if accelerator.is_main_process:
+    print("LOSSES" + json.dumps([model.gradient_accumulation_steps(), losses]))
+accelerator.end_training()
+"""
+LAUNCHED = {
+    "as a guide for diffusers prints it, in fp32": (
+        ACCELERATE["as a guide for diffusers prints it"].replace("fp16", "'no'"), 4
+    ),
+    "the questionnaire, no precision": (ACCELERATE["the questionnaire, no precision"], 4),
+    "as a trainer of language models ships it": (
+        ACCELERATE["as a trainer of language models ships it"].replace("s: 8", "s: 1"), 4
+    ),
+    "zero.Init off, debugging on": (
+        ACCELERATE["zero.Init off, debugging on"].replace("s: 4", "s: 1"), 1
+    ),
+}  # fmt: skip
+"""What is launched, and its accumulation steps: those of the script where the file says none."""
+
+
+def launch(folder, *arguments):
+    """What a script prints under ``accelerate launch``: accumulation steps and losses."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port"),
+            *(str(free_port()), *arguments, "script.py"),
+        ],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.partition("LOSSES")[2].splitlines()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_launched_file_has_the_same_losses_after_conversion(name, tmp_path):
+    text, steps = LAUNCHED[name]
+    processes = yaml.safe_load(text).get("num_processes", 1)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    file, converted = tmp_path / "accelerate.yaml", tmp_path / "ds.json"
+    file.write_text(text)
+    assert cli.main(["plan", "convert", str(file), "--to", "deepspeed", "-o", str(converted)]) == 0
+    document = plan_document(DeepSpeedPlan.from_yaml(file), "deepspeed")
+    start = ("--num_processes", str(processes))
+    before = launch(tmp_path, *start, "--config_file", str(file))
+    after = launch(
+        tmp_path, *start, *("--num_machines", "1", "--use_deepspeed", "--deepspeed_config_file"),
+        str(converted), *flags(document),
+    )  # fmt: skip
+    assert before[0] == steps
+    assert len(before[1]) == 24 // processes
+    assert after == before
