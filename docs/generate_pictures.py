@@ -1,9 +1,8 @@
 """Draws every picture that shows what the code answers: ``python docs/generate_pictures.py``.
 
-README's picture of memory, and the charts of docs/results with the page made of them. What a picture
-shows is written into the file, so that a test can tell when the code's answer has become another
-one. The digits are drawn by ``nox -s demo``, the builder by
-docs/generate_builder.py.
+README's picture of memory, and the charts of docs/results with the page made of them. What a
+picture shows is written into the file, so that a test can tell when the code's answer has become
+another one. The digits are drawn by ``nox -s demo``, the builder by docs/generate_builder.py.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from stress.faults.campaign import Found
 from tests.backend.act_runs import cell, modes_of
 from tests.backend.acts import ACTS, KINDS
-from tests.faults.campaign import Found
 
 
 class Acts:

@@ -21,9 +21,9 @@ from typing import Any
 import attrs
 import torch
 
-from tests.faults.campaign import Found, Missed
-from tests.faults.killing import libaio
-from tests.faults.workers import quiet, rank_variables, wait_for
+from stress.faults.campaign import Found, Missed
+from stress.faults.killing import libaio
+from stress.faults.workers import quiet, rank_variables, wait_for
 from tests.support.ranks import _fork_server, compile_io, free_port, on_a_machine
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
 from zerotune.checkpoint import latest_checkpoint, verify_checkpoint

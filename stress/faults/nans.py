@@ -20,9 +20,9 @@ import attrs
 import torch
 from safetensors.torch import load_file
 
+from stress.faults.campaign import Found
+from stress.faults.workers import Team
 from tests.checkpoint.runs import everything
-from tests.faults.campaign import Found
-from tests.faults.workers import Team
 from zerotune import DeepSpeedPlan, EMAShadow, ImageTensors, Trainer, decisions
 from zerotune.checkpoint import latest_checkpoint
 from zerotune.errors import CheckpointNotFiniteError, TrainingError, ZeroTuneError

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import attrs
 
+from stress.faults.campaign import Found
+from stress.faults.resuming import Resumed
+from stress.faults.workers import Team
 from tests.checkpoint.crafted import Attacked
-from tests.faults.campaign import Found
-from tests.faults.resuming import Resumed
-from tests.faults.workers import Team
 from tests.support.runs import PLAIN, Case
 
 IN_HOST_MEMORY: Final = (

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import __main__ as session
-from tests.fuzz.attack import MOST, Attacker
-from tests.fuzz.cases import WAYS, Case, make_case
+from stress.fuzz import __main__ as session
+from stress.fuzz.attack import MOST, Attacker
+from stress.fuzz.cases import WAYS, Case, make_case
 from zerotune.plan import DeepSpeedPlan
 
 CASES = sorted(session.CORPUS.glob("*.json"))
@@ -101,8 +101,8 @@ def test_what_never_ends_is_stopped(attack, monkeypatch):
             pass
 
     monkeypatch.setattr(DeepSpeedPlan, "check", endless)
-    monkeypatch.setattr("tests.fuzz.attack._HOPELESS", 0.2)
-    monkeypatch.setattr("tests.fuzz.attack._operations", lambda *_: [("check", endless)])
+    monkeypatch.setattr("stress.fuzz.attack._HOPELESS", 0.2)
+    monkeypatch.setattr("stress.fuzz.attack._operations", lambda *_: [("check", endless)])
     (failure,) = attack(Case(text="{}", seed="x"))
     assert failure.what.startswith("time: more than")
     assert Path.cwd().exists()

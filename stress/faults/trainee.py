@@ -95,7 +95,7 @@ def tell_and_train(pipe: Any, *args: Any, **options: Any) -> None:
     """``train`` in a process that says through a pipe how far it is."""
     import os
 
-    from tests.faults.workers import quiet
+    from stress.faults.workers import quiet
 
     quiet()
     losses = train(*args, tell=pipe.send, **options)

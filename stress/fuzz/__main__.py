@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --minutes 1 [--seed 7]``: prints what failed, and keeps it as a case."""
+"""``python -m stress.fuzz --minutes 1 [--seed 7]``: prints what failed, and keeps it as a case."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from tests.fuzz.attack import Attacker, Failure
-from tests.fuzz.cases import Case, make_case
+from stress.fuzz.attack import Attacker, Failure
+from stress.fuzz.cases import Case, make_case
 
 CORPUS = Path(__file__).parent / "corpus"
 _TRIES = 150

@@ -19,9 +19,9 @@ from typing import Any
 import attrs
 import torch
 
-from tests.faults.campaign import Found
-from tests.faults.resuming import batches, loss
-from tests.faults.workers import quiet
+from stress.faults.campaign import Found
+from stress.faults.resuming import batches, loss
+from stress.faults.workers import quiet
 from tests.support.ranks import _fork_server
 from zerotune import DeepSpeedPlan, ImageTensors, Trainer
 from zerotune.checkpoint import latest_checkpoint, verify_checkpoint

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import attrs
 
-from tests.fuzz.cases import KEYS, VALUES, Case
+from stress.fuzz.cases import KEYS, VALUES, Case
 from zerotune import OptimizerResolver, cli
 from zerotune._util.mistakes import as_far_as_possible
 from zerotune.errors import ZeroTuneError

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.faults.__main__ import CLASSES
-from tests.faults.campaign import Found, Missed, NotHere, campaign, table
-from tests.faults.ranks import ENDING, Fault, RankFaults
+from stress.faults.__main__ import CLASSES
+from stress.faults.campaign import Found, Missed, NotHere, campaign, table
+from stress.faults.ranks import ENDING, Fault, RankFaults
 
 
 class Faults:
@@ -69,7 +69,7 @@ def test_an_injection_is_fixed_by_seed_class_and_number():
 def test_time_is_shared_and_a_class_without_any_says_so(monkeypatch):
     clock = [0.0]
     now = SimpleNamespace(monotonic=lambda: clock[0])
-    monkeypatch.setattr("tests.faults.campaign.time", now)
+    monkeypatch.setattr("stress.faults.campaign.time", now)
 
     def lasting(seconds):
         def inject():

@@ -1,4 +1,4 @@
-"""Faults of every class: ``python -m tests.faults --seed 1 --minutes 30``.
+"""Faults of every class: ``python -m stress.faults --seed 1 --minutes 30``.
 
 ``--only NAME --first N --times 1`` repeats the injection that a finding names.
 """
@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from tests.faults.acts import Acts
-from tests.faults.campaign import Faults, campaign, table
-from tests.faults.checkpoints import IN_HOST_MEMORY, Checkpoints
-from tests.faults.damage import CacheBits, LeaseRecords
-from tests.faults.disks import Disks
-from tests.faults.killing import HostKills, Kills
-from tests.faults.nans import NaNs
-from tests.faults.ranks import RankFaults
-from tests.faults.signals import Signals
+from stress.faults.acts import Acts
+from stress.faults.campaign import Faults, campaign, table
+from stress.faults.checkpoints import IN_HOST_MEMORY, Checkpoints
+from stress.faults.damage import CacheBits, LeaseRecords
+from stress.faults.disks import Disks
+from stress.faults.killing import HostKills, Kills
+from stress.faults.nans import NaNs
+from stress.faults.ranks import RankFaults
+from stress.faults.signals import Signals
 
 CLASSES: dict[str, Callable[[], Faults]] = {
     "cache bits": CacheBits,

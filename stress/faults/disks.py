@@ -22,10 +22,10 @@ from unittest import mock
 
 import torch
 
+from stress.faults.campaign import Found
+from stress.faults.resuming import batches, trainer
+from stress.faults.workers import Team
 from tests.checkpoint.runs import everything
-from tests.faults.campaign import Found
-from tests.faults.resuming import batches, trainer
-from tests.faults.workers import Team
 from tests.offload.plans import swapping_plan
 from zerotune.checkpoint import BackgroundSaver, latest_checkpoint, verify_checkpoint
 from zerotune.diffusion.data import CacheSettings, ImageTensors, TensorCache

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tests.faults.campaign import Found
+from stress.faults.campaign import Found
 from tests.support.ranks import _fork_server, free_port
 
 

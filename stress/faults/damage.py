@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.faults.campaign import Found
+from stress.faults.campaign import Found
 from zerotune.diffusion.data import CacheSettings, TensorCache
 from zerotune.errors import ZeroTuneError
 from zerotune.offload import LeaseRecord, cleanup_stale_swap

@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.faults.campaign import Found, NotHere
-from tests.faults.trainee import IN_HOST_MEMORY, STEPS, tell_and_train
-from tests.faults.workers import wait_for
+from stress.faults.campaign import Found, NotHere
+from stress.faults.trainee import IN_HOST_MEMORY, STEPS, tell_and_train
+from stress.faults.workers import wait_for
 from tests.offload.conftest import Holder
 from tests.support.ranks import _fork_server, compile_io
 from zerotune.offload import cleanup_stale_swap, find_leases
