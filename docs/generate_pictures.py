@@ -1,9 +1,8 @@
 """Draws every picture that shows what the code answers: ``python docs/generate_pictures.py``.
 
-README's picture of memory, and the charts of docs/results with their tables and the page made of
-them. What a picture shows is written into the file, so that a test can tell when the code's answer
-has become another one. The digits are drawn by ``nox -s demo``, the builder by
-docs/generate_builder.py.
+README's picture of memory, and the charts of docs/results with the page made of them. What a
+picture shows is written into the file, so that a test can tell when the code's answer has become
+another one. The digits are drawn by ``nox -s demo``, the builder by docs/generate_builder.py.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ DOCS = Path(__file__).resolve().parent
 # As a script it is started from anywhere.
 sys.path.insert(0, str(DOCS.parent))
 
-from benchmarks.framework.plots import plot  # noqa: E402
-from benchmarks.framework.results import refreshed  # noqa: E402
-from benchmarks.framework.tables import markdown  # noqa: E402
-from benchmarks.registry import load  # noqa: E402
+from bench.runner import compact, load, refreshed  # noqa: E402
+from bench.show import draw  # noqa: E402
 from zerotune import cli  # noqa: E402
 from zerotune.plan import DeepSpeedPlan  # noqa: E402
 
@@ -55,12 +52,10 @@ def results() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
 
 
 def draw_results() -> None:
-    """Charts, tables and the page, with the words and goals that the benchmarks have today."""
-    for path, stored, today in results():
-        if stored != today:
-            path.write_text(json.dumps(today, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(markdown(today), encoding="utf-8")
-        plot(today, path.with_suffix(".png"))
+    """Charts and the page, with the words and goals that the benchmarks have today."""
+    for path, _, today in results():
+        path.write_text(compact(today), encoding="utf-8")
+        draw(today, path.with_suffix(".png"))
     runpy.run_path(str(DOCS / "generate_performance.py"), run_name="__main__")
 
 

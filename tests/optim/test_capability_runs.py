@@ -45,14 +45,14 @@ def test_a_working_cell_has_learnt() -> None:
 
 
 def test_the_docs_show_the_stored_table() -> None:
-    capabilities = pytest.importorskip("benchmarks.capabilities")
+    capabilities = pytest.importorskip("tools.capabilities")
     page = capabilities.PAGE.read_text(encoding="utf-8")
     shown = page.partition(capabilities.BEGIN)[2].partition(capabilities.END)[0]
     assert shown.strip() == capabilities.rendered(CapabilityTable.stored()).strip()
 
 
 def run_again(cells: list[tuple[str, int, str, str]]) -> list[Any]:
-    from benchmarks.capabilities import run_cell
+    from tools.capabilities import run_cell
 
     return [run_cell(*cell) for cell in cells]
 

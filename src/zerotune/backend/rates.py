@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerotune.backend.ops.host_step import AdamNumbers, load_host_step
+from zerotune.backend.step.kernel import AdamNumbers, load_host_step
 from zerotune.errors import PlatformError
 
 _MIB = 2**20
@@ -31,7 +31,7 @@ def measure_rates(
 ) -> dict[str, float]:
     """Rates by name, of torch's present number of threads; takes some seconds.
 
-    Disks are measured by ``zerotune offload bench ROOT``.
+    Disks are measured by DeepSpeed's ``ds_nvme_tune``.
 
     Args:
         device: What training runs on; the first accelerator, or the CPU, when not given.

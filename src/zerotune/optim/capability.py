@@ -263,7 +263,7 @@ _RESIDENT_CLASS: Final = {
 }
 
 
-# -- What was really run, cell by cell. ``python -m benchmarks.capabilities`` starts the real engine
+# -- What was really run, cell by cell. ``python -m tools.capabilities`` starts the real engine
 # for every name, stage, offload and precision, and trains a small network.
 
 

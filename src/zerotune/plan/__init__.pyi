@@ -5,8 +5,6 @@ from zerotune.optimizers.choices import SchedulerChoice as SchedulerChoice
 from zerotune.plan.advise import Advice as Advice
 from zerotune.plan.advise import Budget as Budget
 from zerotune.plan.advise import Candidate as Candidate
-from zerotune.plan.arguments import add_plan_arguments as add_plan_arguments
-from zerotune.plan.arguments import plan_from_arguments as plan_from_arguments
 from zerotune.plan.diff import Change as Change
 from zerotune.plan.diff import PlanDifference as PlanDifference
 from zerotune.plan.families import family as family

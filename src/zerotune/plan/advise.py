@@ -170,13 +170,13 @@ class Advice(Readable):
         """What was chosen and why, what is left, and why the others were not."""
         from zerotune.plan import text
 
-        return text.explain_advice(self)
+        return text.advice_page(self).text(text.WIDTH)
 
     def explain_markdown(self) -> str:
         """The same as ``explain``, as Markdown."""
         from zerotune.plan import text
 
-        return text.markdown_advice(self)
+        return text.advice_page(self).markdown()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data that JSON can hold; sizes in bytes."""

@@ -683,6 +683,28 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str]:
+    """Paths of all keys a plan passes through, so that reading it again lets them pass too.
+
+    Args:
+        plan: The plan.
+        unknown: Only those that are refused where ``also_known`` does not name them.
+    """
+    sections: list[tuple[Section, str]] = [(plan, "")]
+    sections += [(plan.launch, "launch")] if plan.launch else []
+    found: set[str] = set()
+    for section, prefix in sections:
+        for name in getattr(section, "extra", {}):
+            path = join(prefix, name)
+            if not (unknown and _passes(type(section), name, path, ())):
+                found.add(path)
+        for attribute in modelled(type(section)):
+            value = getattr(section, attribute.name)
+            if isinstance(value, Section):
+                sections.append((value, join(prefix, attribute.name)))
+    return frozenset(found)
+
+
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
     """The error for a key nobody knows, with the nearest known ones."""
     guesses = did_you_mean(name, sorted(known), count=2, by=str.lower)
@@ -2229,7 +2251,7 @@ class DeepSpeedPlan(Readable, Section):
         return document.text
 
     def to_python(self) -> str:
-        """A Python expression equal to this plan, given the names of ``zerotune.plan``."""
+        """A Python expression equal to this plan, where ``DeepSpeedPlan`` is imported."""
         from zerotune.plan import write
 
         return write.python_expression(self)
@@ -2270,20 +2292,23 @@ class DeepSpeedPlan(Readable, Section):
 
         return read.normalised_plan(self)
 
-    def with_overrides(self, overrides: Mapping[str, Any]) -> DeepSpeedPlan:
+    def with_overrides(
+        self, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
         """The plan with some settings changed, each change recorded as a decision.
 
         Args:
             overrides: By path (``"zero_optimization.stage"``), nested, or by the short names of
                 ``zerotune.plan.read.SHORT_NAMES`` (``"zero_stage"``, ``"mixed_precision"``);
                 ``None`` removes a setting.
+            also_known: As in ``from_dict``.
 
         Raises:
             PlanError: As in ``from_dict``; also one setting given twice under two names.
         """
         from zerotune.plan import read
 
-        return read.override_plan(self, overrides)
+        return read.override_plan(self, overrides, also_known=also_known)
 
     @classmethod
     def build(

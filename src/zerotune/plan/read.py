@@ -31,6 +31,7 @@ from zerotune.plan.model import (
     join,
     modelled,
     normalise_top_level,
+    passed_paths,
     read_launch,
     read_section,
     with_launch,
@@ -392,27 +393,14 @@ def _again(
     config: Mapping[str, Any],
     launched: Mapping[str, Any],
     decisions: Iterable[Decision],
+    also_known: Collection[str] = (),
 ) -> DeepSpeedPlan:
     def read(log: Log) -> DeepSpeedPlan:
         launch = read_launch(launched, log)
         return with_launch(plan_from_mapping(config, log, source=plan.source), launch)
 
-    return read_whole(read, also_known=passed_paths(plan), decisions=decisions)
-
-
-def passed_paths(plan: DeepSpeedPlan) -> frozenset[str]:
-    """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
-    launched = _passed(plan.launch, "launch") if plan.launch else ()
-    return frozenset({*_passed(plan, ""), *launched})
-
-
-def _passed(section: Section, prefix: str) -> Iterator[str]:
-    for name in getattr(section, "extra", {}):
-        yield join(prefix, name)
-    for attribute in modelled(type(section)):
-        value = getattr(section, attribute.name)
-        if isinstance(value, Section):
-            yield from _passed(value, join(prefix, attribute.name))
+    known = passed_paths(plan).union(also_known)
+    return read_whole(read, also_known=known, decisions=decisions)
 
 
 # -- The configuration behind ``DeepSpeedPlan.build``.
@@ -538,14 +526,14 @@ Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
 
 
 def override_plan(
-    plan: DeepSpeedPlan, overrides: Mapping[str, Any], *, reason: str = _REASON
+    plan: DeepSpeedPlan, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
 ) -> DeepSpeedPlan:
     """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
 
     Args:
         plan: What they are put above.
         overrides: Settings by path, nested or by a short name; ``None`` removes one.
-        reason: Why, for the decisions.
+        also_known: Paths of further keys to pass through.
 
     Raises:
         PlanError: As in ``DeepSpeedPlan.from_dict``.
@@ -556,9 +544,9 @@ def override_plan(
     for path, value in settings_by_path(overrides, partial(_written_out, plan)).items():
         before = _put(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
-            decisions.append(Decision(key=path, before=before, after=value, reason=reason))
+            decisions.append(Decision(key=path, before=before, after=value, reason=_REASON))
     launched = config.pop(_LAUNCH, {})
-    return _again(plan, config, launched, (*plan.decisions, *decisions))
+    return _again(plan, config, launched, (*plan.decisions, *decisions), also_known)
 
 
 def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:

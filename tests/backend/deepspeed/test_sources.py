@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.test_hidden_step import Web, begin, loss_of
+from tests.backend.step.test_hidden_step import Web, begin, loss_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deepspeed
 
 
 def recorded() -> dict[str, Any]:
-    from benchmarks.deepspeed_sources import FILE
+    from tools.deepspeed_sources import FILE
     from zerotune.backend.deepspeed.sources import digests
     from zerotune.backend.upstream import require_deepspeed
 
@@ -31,9 +31,7 @@ def test_the_installed_release_is_on_file():
     for name, digest in found["digests"].items():
         assert digest is not None, name
         releases = found["file"].get(name, {}).get(digest, [])
-        assert found["version"] in releases, (
-            f"read {name}, then python -m benchmarks.deepspeed_sources"
-        )
+        assert found["version"] in releases, f"read {name}, then python -m tools.deepspeed_sources"
     assert found["file"].keys() == found["digests"].keys(), "nothing that is no longer replaced"
 
 

@@ -173,7 +173,7 @@ class MemoryEstimate(Readable):
         """The estimate as text: one bar per place, then its components."""
         from zerotune.plan import text
 
-        return text.explain_estimate(self)
+        return text.estimate_page(self).text(text.WIDTH)
 
     def step_time(self, rates: Rates | None = None) -> StepTime | None:
         """What an optimizer step is predicted to take.

@@ -40,7 +40,7 @@ class SwapTraffic:
                     "must be a positive number of bytes per second",
                     key=key,
                     value=rate,
-                    fix="measure it with `zerotune offload bench ROOT`",
+                    fix="measure it with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
                 )
         return self.read / read_rate + self.written / write_rate
 

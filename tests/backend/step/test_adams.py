@@ -1,0 +1,239 @@
+"""The pass over host memory: bit for bit DeepSpeedCPUAdam, a cast and an average."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from zerotune.backend.step import kernel
+
+pytestmark = pytest.mark.deepspeed
+
+STEPS = 5
+SIZES = (1, 15, 16, 1024, 70_003)
+
+
+def deviations() -> list[str]:
+    """Every combination in which something is not the same to the last bit."""
+    wrong = []
+    for decoupled, decay, dtype, size in itertools.product(
+        (True, False), (0.0, 0.01), (torch.bfloat16, torch.float32, torch.float16), SIZES
+    ):
+        for name, mine, theirs in stepped(decoupled, decay, dtype, size):
+            if mine.dtype != theirs.dtype or not torch.equal(mine, theirs):
+                wrong.append(f"{name} of {size} in {dtype}, decay {decay} {decoupled}")
+    return wrong
+
+
+def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> list[Any]:
+    """Name, result of the pass and result of the chain, after some steps of both."""
+    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.kernel import Average, load_host_step
+
+    op = load_host_step()
+    generator = torch.Generator().manual_seed(size)
+    start = torch.randn(size, generator=generator)
+    mine, theirs = (cpu_adam(start.clone(), decoupled, decay) for _ in range(2))
+    host = HostAdam(op=op, adam=mine)
+    slab, other = mine.param_groups[0]["params"][0], theirs.param_groups[0]["params"][0]
+    shadows = [[start.clone() for _ in range(3)] for _ in range(2)]
+    out = torch.empty(size, dtype=torch.bfloat16)
+    for step in range(1, STEPS + 1):
+        gradient = (torch.randn(size, generator=generator) * step).to(dtype)
+        factor = float(torch.tensor(0.3 + 0.1 * step))
+        # Pairs of near ones are averaged together, an odd one and a far one alone.
+        weights = (0.001, 0.7 / step, 0.2)
+        begun = host.begin(
+            slab, gradient=gradient, group=mine.param_groups[0], factor=factor, out=out
+        )
+        cut = size // 2 // 16 * 16
+        for part in (slice(cut, size), slice(0, cut)):
+            averages = [
+                Average(shadow=shadow[part], weight=weight)
+                for shadow, weight in zip(shadows[0], weights, strict=True)
+            ]
+            begun.run(part.start, part.stop, averages)
+        other.grad = gradient.float().clone().mul_(factor)
+        theirs.step()
+        for shadow, weight in zip(shadows[1], weights, strict=True):
+            shadow.lerp_(other.data, weight)
+    states = [adam.state[adam.param_groups[0]["params"][0]] for adam in (mine, theirs)]
+    assert states[0]["step"] == states[1]["step"] == STEPS
+    return [
+        ("weight", slab.data, other.data),
+        ("exp_avg", states[0]["exp_avg"], states[1]["exp_avg"]),
+        ("exp_avg_sq", states[0]["exp_avg_sq"], states[1]["exp_avg_sq"]),
+        ("average", shadows[0][0], shadows[1][0]),
+        ("fast average", shadows[0][1], shadows[1][1]),
+        ("third average", shadows[0][2], shadows[1][2]),
+        ("cast", out, other.data.bfloat16()),
+    ]
+
+
+def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(
+        [torch.nn.Parameter(weights)], lr=1e-2, weight_decay=decay, adamw_mode=decoupled
+    )
+
+
+def powers(first: int) -> list[float]:
+    """Weights of one element, whose steps follow a counter that begins anew at ``first``."""
+    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.kernel import load_host_step
+
+    adam = cpu_adam(torch.ones(16), True, 0.0)
+    host = HostAdam(op=load_host_step(), adam=adam)
+    host.replay(first - 1)
+    (slab,) = adam.param_groups[0]["params"]
+    found = []
+    for step in range(first, 30):
+        adam.state[slab] = {
+            "step": step - 1,
+            "exp_avg": torch.full((16,), 0.3),
+            "exp_avg_sq": torch.full((16,), 0.7),
+        }
+        slab.data.fill_(step)
+        gradient = torch.full((16,), 0.1 * step)
+        begun = host.begin(
+            slab, gradient=gradient, group=adam.param_groups[0], factor=1.0, out=None
+        )
+        begun.run(0, 16)
+        found.append(float(slab.data[0]))
+    return found
+
+
+def norms() -> list[tuple[float, float]]:
+    """Sums of squares of the op and of torch in fp64."""
+    from zerotune.backend.step.kernel import load_host_step
+
+    op, found = load_host_step(), []
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), SIZES):
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+        copy = torch.empty_like(gradient)
+        found.append((op.take(gradient, into=copy), float(gradient.double().square().sum())))
+        assert torch.equal(copy, gradient)
+    return found
+
+
+def not_finite() -> list[float]:
+    from zerotune.backend.step.kernel import load_host_step
+
+    op, found = load_host_step(), []
+    for value in (float("inf"), float("-inf"), float("nan"), 3e38):
+        for dtype in (torch.float32, torch.bfloat16):
+            gradient = torch.ones(2000)
+            gradient[1234] = value
+            found.append(op.take(gradient.to(dtype)))
+    return found
+
+
+def test_the_pass_is_the_chain_to_the_last_bit():
+    (wrong,) = run_ranks(deviations)
+    assert wrong == []
+
+
+def test_with_one_thread_too():
+    (wrong,) = run_ranks(deviations, env={"OMP_NUM_THREADS": "1"})
+    assert wrong == []
+
+
+def test_a_resumed_run_has_the_powers_of_an_uninterrupted_one():
+    (whole,) = run_ranks(powers, 1)
+    for first in (2, 3, 17):
+        (resumed,) = run_ranks(powers, first)
+        assert resumed == whole[first - 1 :]
+
+
+def test_norms_are_those_of_fp64():
+    (found,) = run_ranks(norms)
+    for mine, exact in found:
+        assert mine == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_sum_is_finite_if_and_only_if_all_elements_are():
+    (found,) = run_ranks(not_finite)
+    assert [value == value and value < float("inf") for value in found] == [False] * 6 + [True] * 2
+
+
+def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> list[str]:
+    """What differs between AdamWBF16States and the pass, in parts and in any order, after steps."""
+    from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+    from zerotune.backend.step.adams import HostBF16Adam, torch_rounds_alike
+    from zerotune.backend.step.kernel import Average, load_host_step
+
+    op = load_host_step()
+    if not torch_rounds_alike(op):
+        return ["this torch"]
+    generator = torch.Generator().manual_seed(sizes[0])
+    starts = [torch.randn(size, generator=generator) for size in sizes]
+    mine, theirs = (
+        AdamWBF16States(
+            [torch.nn.Parameter(start.clone()) for start in starts], lr=1e-2, weight_decay=decay
+        )
+        for _ in range(2)
+    )
+    host, group = HostBF16Adam(op=op, adam=mine), mine.param_groups[0]
+    pairs = list(zip(group["params"], theirs.param_groups[0]["params"], strict=True))
+    shadows = [(start.clone(), start.clone()) for start in starts]
+    out = [torch.empty(size, dtype=torch.bfloat16) for size in sizes]
+    for step in range(1, STEPS + 1):
+        gradients = [(torch.randn(size, generator=generator) * step).to(dtype) for size in sizes]
+        factor = float(torch.tensor(0.3 + 0.1 * step))
+        host.rewind(sizes)
+        begun = [
+            host.begin(slab, gradient=gradient, group=group, factor=factor, out=cast)
+            for (slab, _), gradient, cast in zip(pairs, gradients, out, strict=True)
+        ]
+        for each, (shadow, _), size in zip(
+            reversed(begun), reversed(shadows), reversed(sizes), strict=True
+        ):
+            for start in range(size // 3 * 2, -1, -max(size // 3, 1)):
+                stop = size if start == size // 3 * 2 else start + max(size // 3, 1)
+                average = Average(shadow=shadow[start:stop], weight=0.1)
+                each.run(start, stop, [average])
+        for (_, other), gradient in zip(pairs, gradients, strict=True):
+            other.grad = gradient.float().mul_(factor)
+        theirs.step()
+        for (_, shadow), (_, other) in zip(shadows, pairs, strict=True):
+            shadow.lerp_(other.data, 0.1)
+    wrong = []
+    for (slab, other), (shadow, expected), cast in zip(pairs, shadows, out, strict=True):
+        found = {
+            "weight": (slab.data, other.data),
+            "average": (shadow, expected),
+            "cast": (cast, other.data.bfloat16()),
+        }
+        for name in ("exp_avg", "exp_avg_sq"):
+            found[name] = mine.state[slab][name], theirs.state[other][name]
+        wrong += [
+            f"{name} of {slab.numel()}" for name, pair in found.items() if not torch.equal(*pair)
+        ]
+    return wrong
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+@pytest.mark.parametrize("sizes", [(33, 1000, 3 * 7), (2**19 + 37, 2**20, 48)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_pass_with_bf16_states_equals_the_optimizer_itself(sizes, dtype, decay):
+    assert run_ranks(bf16_stepped, sizes, dtype, decay) == [[]]
+
+
+def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch):
+    folder, found = tmp_path / "built", []
+    folder.mkdir()
+    for place in ("here", "there"):
+        source = tmp_path / place / "host_step.cpp"
+        source.parent.mkdir()
+        source.write_text("int one();")
+        monkeypatch.setattr(kernel, "_SOURCE", source)
+        path = kernel._source_in(folder)
+        found.append((path, path.stat().st_mtime_ns))
+    assert found[0] == found[1], "ninja would build again"
+    source.write_text("int two();")
+    assert kernel._source_in(folder).read_text() == "int two();"

@@ -1,0 +1,907 @@
+"""A step that is being taken while the next forward runs: the same bits as one that is not."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.backend.step.test_host_step import digest, weights_of
+from tests.support.ranks import RanksFailed, run_ranks
+from zerotune.backend import plain
+from zerotune.backend.build import build_engine
+from zerotune.backend.deepspeed import host_step
+from zerotune.backend.step import deferred, pending
+from zerotune.backend.step.adams import SlabStep
+
+pytestmark = pytest.mark.deepspeed
+
+SIDE = 6
+PLAIN = 0
+"""In the place of a stage: the plain engine."""
+STEPS = int(os.environ.get("ZEROTUNE_HIDDEN_STEPS", "45"))
+"""Of the runs with delays: as many as meet every way of looking twice; 200 where asked for."""
+LEARNED = 0.5 if STEPS >= 200 else 0.7
+"""Of the first loss, what the last may be."""
+
+
+class Web(torch.nn.Module):
+    """Weights used in every way there is, most of them not by their own module's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen = torch.nn.Linear(SIDE, SIDE).requires_grad_(False)
+        self.attention = torch.nn.MultiheadAttention(SIDE, 2, batch_first=True)
+        self.recurrent = torch.nn.GRU(SIDE, SIDE, batch_first=True)
+        self.twice = torch.nn.Linear(SIDE, SIDE)
+        self.tied = torch.nn.Linear(SIDE, SIDE, bias=False)
+        self.tied.weight = self.twice.weight
+        self.sometimes = torch.nn.Linear(SIDE, SIDE)
+        self.never = torch.nn.Linear(SIDE, 2)
+        self.again = torch.nn.Sequential(torch.nn.Linear(SIDE, 17), torch.nn.Linear(17, SIDE))
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.large = torch.nn.Linear(SIDE, 301)
+
+    def forward(self, x_bts: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.frozen(x_bts)
+        x = x + self.attention(x, x, x, need_weights=False)[0] + self.recurrent(x)[0]
+        x = self.tied(torch.tanh(self.twice(self.twice(x))))
+        if both:
+            x = x + self.sometimes(x)
+        x = x + checkpoint(self.again, x, use_reentrant=False)
+        return self.large(x) * self.scale.sum() + torch.nn.functional.linear(
+            x, self.large.weight, self.large.bias
+        )
+
+
+def begin(
+    stage: int, model: torch.nn.Module, *, precision: str = "bf16", hidden: bool | None,
+    clipping: float = 0.5, accumulation: int = 1, groups: bool = False, persistent: int = 0,
+    optimizer: str = "AdamW", apart: bool = True, host_step: bool = True,
+) -> Any:  # fmt: skip
+    from zerotune.optim import ParameterGroups
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+
+    plan = DeepSpeedPlan.build(
+        stage=stage, offload="cpu", precision=precision, micro_batch_size=2,
+        gradient_clipping=clipping, gradient_accumulation_steps=accumulation,
+        optimizer={"type": optimizer, "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        scheduler={"type": "WarmupLR", "params": {
+            "warmup_min_lr": 1e-4, "warmup_max_lr": 2e-3, "warmup_num_steps": 9}},
+        **({"stage3_param_persistence_threshold": persistent} if stage == 3 else {}),
+    )  # fmt: skip
+    resolved = plan.resolve(
+        model=ModelFacts.from_module(model),
+        world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        hidden=hidden,
+        deepspeed=stage != PLAIN,
+        host_step=host_step,
+    )
+    resolver = OptimizerResolver(groups=ParameterGroups.no_decay() if groups else None)
+    with pytest.MonkeyPatch.context() as patch:
+        # The model as on a device: its weights lie elsewhere than those that are stepped.
+        patch.setattr(plain, "_has_memory_of_its_own", lambda _: apart)
+        return build_engine(model=model, plan=resolver.apply(resolved))
+
+
+def optimizer_of(engine: Any) -> Any:
+    """Whose groups a schedule sets, and which knows of the step under way."""
+    return (
+        engine._torch_optimizer if engine.plan.stage == PLAIN else engine.deepspeed_engine.optimizer
+    )
+
+
+def batch(engine: Any, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(17 * step + engine.group.rank)
+    return torch.randn(2, 3, SIDE, generator=generator).to(engine.dtype)
+
+
+def loss_of(engine: Any, step: int) -> torch.Tensor:
+    out: torch.Tensor = engine(batch(engine, step), step % 3 != 1)
+    return out.float().square().mean()
+
+
+@contextmanager
+def in_small_parts() -> Iterator[Counter[str]]:
+    """Parts of a few elements; counts who takes them."""
+    taken: Counter[str] = Counter()
+    original = pending.PendingStep._take
+
+    def take(self: Any, index: int) -> None:
+        taken[threading.current_thread().name.split("_")[0]] += 1
+        original(self, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending, "_LEAST", 96)
+        patch.setattr(pending, "_PARTS", 10**9)
+        patch.setattr(pending, "_SHARED_PARTS", 10**9)
+        patch.setattr(pending.PendingStep, "_take", take)
+        yield taken
+
+
+@contextmanager
+def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
+    """Random delays in the pass, before and after its uploads, and in the modules' hooks.
+
+    Weights are uploaded from a buffer, as to a device, where the stage has one.
+    """
+    chance = random.Random(seed)
+
+    def nap() -> None:
+        if chance.random() < 0.2:
+            time.sleep(chance.random() * 2e-3)
+
+    def slow(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nap()
+            found = method(*args, **kwargs)
+            nap()
+            return found
+
+        return call
+
+    handles = [module.register_forward_pre_hook(lambda *_: nap()) for module in model.modules()] + [
+        module.register_forward_hook(lambda *_: nap()) for module in model.modules()
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlabStep, "run", slow(SlabStep.run))
+        patch.setattr(pending.Upload, "send", slow(pending.Upload.send))
+        patch.setattr(host_step.HostStep, "_is_here", lambda *_: False)
+        yield
+    for handle in handles:
+        handle.remove()
+
+
+def long_run(stage: int, hidden: bool, steps: int) -> dict[str, Any]:
+    """Losses and what is left after a run in which others look at the weights now and then."""
+    from zerotune.ema import EMAShadow, EMAShadows
+
+    model = Web()
+    engine = begin(stage, model, hidden=hidden, persistent=20)
+    seed = 10 * engine.group.rank + stage
+    emas = EMAShadows(
+        shadows={"a": EMAShadow(decay=0.9), "b": EMAShadow(decay=0.5, update_every=3)}
+    ).attach(engine)
+    losses, looks = [], []
+    with in_small_parts() as taken, delayed(seed, model) if hidden else in_small_parts():
+        for step in range(steps):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            if step % 37 == 36:
+                engine.discard()
+                continue
+            if step % 41 == 40:
+                for group in optimizer_of(engine).param_groups:
+                    group["lr"] *= 0.5
+            assert engine.step().applied
+            emas.step()
+            looks.append(look(engine, emas, step))
+    kept = {
+        "losses": losses,
+        "looks": looks,
+        "master": digest(engine),
+        "ema": [float(full.double().sum()) for _, full in emas["a"].gather()],
+    }
+    engine.close()
+    return {**kept, "taken": dict(taken)}
+
+
+def look(engine: Any, emas: Any, step: int) -> Any:
+    """What somebody sees who looks right after a step, which most do not."""
+    match step % 29:
+        case 3:
+            return digest(engine)
+        case 7 if engine.plan.stage < 3:
+            return weights_of(engine)
+        case 11:
+            with emas["a"].swapped_in(), engine.evaluating():
+                return float(loss_of(engine, step))
+        case 13 if engine.plan.stage < 3 and engine.group.is_main:
+            # The other ranks go on.
+            return digest(engine), weights_of(engine)
+        case 17:
+            return [float(value.double().sum()) for value in emas["b"].state_dict().values()]
+        case 23 if engine.plan.stage < 3:
+            return [float(p.detach().double().sum()) for p in engine.module.parameters()]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [
+        (PLAIN, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+        pytest.param(2, 2, marks=pytest.mark.world_size(2)),
+        pytest.param(3, 2, marks=pytest.mark.world_size(2)),
+    ],
+)
+def test_delays_anywhere_change_no_loss(stage, ranks):
+    steps = STEPS if stage != PLAIN or STEPS >= 200 else STEPS // 3
+    mine = run_ranks(long_run, stage, True, steps, world_size=ranks)
+    theirs = run_ranks(long_run, stage, False, steps, world_size=ranks)
+    for one, other in zip(mine, theirs, strict=True):
+        for name in ("losses", "looks", "master", "ema"):
+            assert one[name] == other[name], name
+        assert one["taken"]["zerotune-step"] > 5 * steps, "nothing was taken in the thread"
+        if steps == STEPS:
+            assert one["losses"][-1] < LEARNED * one["losses"][0], "nothing was learned"
+
+
+def short_run(hidden: bool, averages: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    from zerotune.ema import EMAShadow
+
+    model = Web()
+    engine = begin(hidden=hidden, model=model, **arguments)
+    emas = [EMAShadow(decay=0.9 - 0.3 * index).attach(engine) for index in range(averages)]
+    losses, norms = [], []
+    with in_small_parts() as taken:
+        for step in range(8 * arguments.get("accumulation", 1)):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            outcome = engine.step()
+            norms.append(outcome.grad_norm)
+            if outcome.applied:
+                for ema in emas:
+                    ema.step()
+    kept = {
+        "losses": losses,
+        "norms": norms,
+        "master": digest(engine),
+        "ema": [[float(v.double().sum()) for v in ema.state_dict().values()] for ema in emas],
+    }
+    engine.close()
+    return {**kept, "taken": dict(taken)}
+
+
+def both(averages: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    return [short_run(hidden, averages, arguments) for hidden in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("averages", "arguments"),
+    [
+        (2, {"stage": PLAIN, "groups": True, "accumulation": 3}),
+        (1, {"stage": PLAIN, "precision": "fp32", "apart": False}),
+        (1, {"stage": PLAIN, "optimizer": "AdamWBF16States", "clipping": 0.0}),
+        (0, {"stage": 1, "precision": "fp32", "clipping": 0.0}),
+        (1, {"stage": 2, "accumulation": 3}),
+        (2, {"stage": 2, "precision": "fp32", "groups": True}),
+        (1, {"stage": 3, "precision": "fp32", "accumulation": 3}),
+        (2, {"stage": 3, "groups": True, "clipping": 0.0}),
+        (1, {"stage": 2, "groups": True, "optimizer": "AdamWBF16States"}),
+        (1, {"stage": 3, "optimizer": "AdamWBF16States"}),
+    ],
+    ids=[
+        "plain groups accumulated",
+        "plain fp32 in one memory",
+        "plain bf16 states",
+        "z1 fp32",
+        "z2 accumulated",
+        "z2 groups",
+        "z3 accumulated",
+        "z3 groups",
+        "z2 bf16 states",
+        "z3 bf16 states",
+    ],
+)
+def test_no_setting_changes_a_bit(averages, arguments):
+    ((mine, theirs),) = run_ranks(both, averages, arguments)
+    for name in ("losses", "norms", "master", "ema"):
+        assert mine[name] == theirs[name], name
+    assert mine["taken"]["zerotune-step"]
+    assert "zerotune-step" not in theirs["taken"]
+    assert bool(theirs["taken"]) == bool(averages), "an average joins a step that waits for it"
+
+
+def by_both(stages: list[int]) -> list[list[dict[str, Any]]]:
+    shared = {"groups": True, "accumulation": 3, "clipping": 0.4}
+    return [
+        [
+            short_run(None, 2, {"stage": stage, "host_step": mine, **shared})
+            for mine in (True, False)
+        ]
+        for stage in stages
+    ]
+
+
+def test_groups_and_two_averages_are_what_the_usual_step_leaves():
+    (found,) = run_ranks(by_both, [PLAIN, 2, 3])
+    for mine, theirs in found:
+        for name in ("losses", "norms", "master", "ema"):
+            assert mine[name] == theirs[name], name
+        assert mine["taken"], "no average joined a pass"
+        assert not theirs["taken"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"stage": 1, "precision": "fp32", "groups": True, "accumulation": 3},
+        {"stage": 2, "optimizer": "AdamWBF16States"},
+        {"stage": 3},
+    ],
+    ids=["z1", "z2", "z3"],
+)
+def test_nor_do_two_ranks(arguments):
+    for mine, theirs in run_ranks(both, 1, arguments, world_size=2):
+        for name in ("losses", "norms", "master", "ema"):
+            assert mine[name] == theirs[name], name
+        assert mine["taken"]["zerotune-step"]
+        if arguments["stage"] < 3:
+            assert set(mine["taken"]) == {"zerotune-step"}, "all in one order"
+            assert not theirs["taken"], "without a thread nobody could exchange what is awaited"
+
+
+def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
+    """A run in fp16 whose loss scale is too high at first, and again whenever it has grown."""
+    from deepspeed.accelerator import get_accelerator
+
+    from zerotune.backend.deepspeed.start import require_deepspeed
+    from zerotune.ema import EMAShadow
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.model import DeepSpeedPlan
+    from zerotune.platform import detect_platform
+
+    require_deepspeed(accelerator="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        # torch computes in fp16 on any CPU; DeepSpeed wants one that is fast at it.
+        patch.setattr(type(get_accelerator()), "is_fp16_supported", lambda *_: True)
+        plan = DeepSpeedPlan.from_dict({
+            "zero_optimization": {
+                "stage": stage, "offload_optimizer": {"device": "cpu"},
+                **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+            },
+            "fp16": {
+                "enabled": True, "initial_scale_power": 22, "loss_scale_window": 2, "hysteresis": 1
+            },
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.01}},
+        })  # fmt: skip
+        platform = attrs.evolve(detect_platform(), fp16=True)
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        resolved = plan.resolve(platform=platform, world_size=world_size, hidden=hidden)
+        engine = build_engine(model=Web(), plan=OptimizerResolver().apply(resolved))
+        ema = EMAShadow(decay=0.5).attach(engine)
+        losses, applied = [], []
+        with in_small_parts() as taken:
+            for step in range(20):
+                loss = loss_of(engine, step)
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                applied.append(engine.step().applied)
+                if applied[-1]:
+                    ema.step()
+        kept = {
+            "losses": losses, "applied": applied, "scale": engine.state.loss_scaler,
+            "master": digest(engine), "dtype": str(engine.dtype),
+            "ema": [float(value.double().sum()) for value in ema.state_dict().values()],
+        }  # fmt: skip
+        engine.close()
+    return {**kept, "taken": dict(taken)}
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.world_size(2))]
+)
+def test_a_loss_scale_that_overflows_skips_the_same_steps(stage, ranks):
+    mine = run_ranks(overflowing, True, stage, world_size=ranks)
+    theirs = run_ranks(overflowing, False, stage, world_size=ranks)
+    for one, other in zip(mine, theirs, strict=True):
+        taken = one.pop("taken"), other.pop("taken")
+        assert one == other
+        assert taken[0]["zerotune-step"]
+        assert "zerotune-step" not in taken[1]
+        assert one["dtype"] == "torch.float16"
+        runs = "".join("+" if each else "-" for each in one["applied"])
+        assert "-+" in runs, "nothing overflowed"
+        assert "+-" in runs, "nothing overflowed behind a step that was under way"
+
+
+def two_at_once(hidden: bool) -> list[Any]:
+    """Two engines of one process that step in turns."""
+    first, second = Web(), torch.nn.Sequential(torch.nn.Linear(SIDE, 40), torch.nn.Linear(40, 1))
+    engines = [begin(stage, model, hidden=hidden) for stage, model in ((2, first), (3, second))]
+    losses = []
+    with in_small_parts() as taken:
+        for step in range(6):
+            x = batch(engines[1], step)
+            taught = (engines[1](x) - engines[0](x, True).mean().detach()).float().square().mean()
+            loss = loss_of(engines[0], step)
+            losses += [float(taught.detach()), float(loss.detach())]
+            for engine, each in zip(engines, (loss, taught), strict=True):
+                engine.backward(each)
+                engine.step()
+    assert bool(taken["zerotune-step"]) == hidden
+    losses += [digest(engine) for engine in engines]
+    for engine in engines:
+        engine.close()
+    return losses
+
+
+def test_nor_do_two_engines_of_one_process():
+    assert run_ranks(two_at_once, True) == run_ranks(two_at_once, False)
+
+
+def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
+    """Who computes on how many threads, and what was said of it."""
+    torch.set_num_threads(threads)
+    engine = begin(2, Web(), hidden=True)
+    seen, run = set(), SlabStep.run
+
+    def note(step: Any, *arguments: Any) -> None:
+        name = threading.current_thread().name.split("_")[0]
+        seen.add((name, engine._host_step.op.threads, torch.get_num_threads()))
+        run(step, *arguments)
+
+    with in_small_parts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlabStep, "run", note)
+        for step in range(2):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            engine.deepspeed_engine.optimizer.zerotune_step._thread.submit(int).result()
+    said = [
+        (d.before, d.after, d.reason) for d in engine.decisions if d.key == deferred.THREADS_KEY
+    ]
+    engine.close()
+    return seen, said
+
+
+@pytest.mark.parametrize(("threads", "left"), [(4, 3), (2, 2)])
+def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
+    ((seen, said),) = run_ranks(spared, threads)
+    assert seen == {("zerotune-step", left, threads)}
+    ((before, after, reason),) = said
+    assert (before, after) == (threads, left)
+    assert ("left to what the next forward" in reason) == (left < threads)
+    assert f"{len(os.sched_getaffinity(0))} hardware thread(s)" in reason
+
+
+def one_sided(how: str) -> dict[str, Any]:
+    """A run in which something befalls the second rank alone in its third step."""
+    engine = begin(2, Web(), hidden=True)
+    struck = engine.group.rank == 1
+
+    def fail(*_: Any) -> None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise MemoryError("no room for that")
+
+    raised, count, losses = None, 0, []
+    with in_small_parts() as taken, pytest.MonkeyPatch.context() as patch:
+        try:
+            for step in range(5):
+                loss = loss_of(engine, step)
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                if struck and step == 2 and how == "hooked":
+                    engine.deepspeed_engine.optimizer.optimizer.register_step_post_hook(
+                        lambda *_: None
+                    )
+                elif struck and step == 2:
+                    patch.setattr(SlabStep, "run", fail)
+                count = taken.total()
+                engine.step()
+        except Exception as error:
+            if how == "killed":
+                raise
+            raised = type(error).__name__, str(error)
+    settled = None
+    try:
+        engine.close()
+    except Exception as error:  # noqa: BLE001 - as above
+        settled = type(error).__name__
+    return {"raised": raised, "losses": losses, "settled": settled, "last": taken.total() - count}
+
+
+@pytest.mark.world_size(2)
+def test_what_fails_on_one_rank_ends_the_others():
+    mine, theirs = run_ranks(one_sided, "fails", world_size=2)
+    assert theirs["raised"] == ("MemoryError", "no room for that")
+    assert mine["raised"][0] == mine["settled"] == "EngineError"
+    assert "rank 1" in mine["raised"][1]
+    assert "MemoryError: no room for that" in mine["raised"][1]
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_killed_within_a_pass_ends_the_others():
+    with pytest.raises(RanksFailed, match="exit code -9") as failed:
+        run_ranks(one_sided, "killed", world_size=2)
+    assert "CollectiveError: rank 0: not every rank came to" in str(failed.value)
+    assert "Rank 1 failed to come: rank 1 has ended" in str(failed.value)
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_that_must_not_wait_has_none_wait():
+    mine, theirs = run_ranks(one_sided, "hooked", world_size=2)
+    assert mine["raised"] is None is theirs["raised"]
+    assert (mine["last"], theirs["last"]) == (0, 0)
+
+
+def failing(stage: int) -> list[str]:
+    """What the calls after a failed pass raise, and where it came from."""
+    import traceback
+
+    engine = begin(stage, Web(), hidden=True)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for that")
+
+    seen = []
+    with in_small_parts():
+        engine.backward(loss_of(engine, 0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SlabStep, "run", fail)
+            engine.step()
+            optimizer_of(engine).zerotune_step._thread.shutdown()
+        for call in (
+            lambda: loss_of(engine, 1),
+            lambda: engine.backward(torch.zeros(1, requires_grad=True).sum()),
+            engine.step,
+            engine.discard,
+            engine.master_weights.settle,
+            lambda: list(engine.master_weights.read()),
+            *(() if stage == PLAIN else (engine.deepspeed_engine.optimizer.state_dict,)),
+            engine.close,
+        ):
+            try:
+                call()
+            except MemoryError as error:
+                frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+                seen.append("its own" if "fail" in frames else "another")
+            else:
+                seen.append("nothing")
+    return seen
+
+
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+def test_every_call_after_an_error_ends_with_its_traceback(stage):
+    (seen,) = run_ranks(failing, stage)
+    assert seen == ["its own"] * (7 if stage == PLAIN else 8)
+
+
+def resumed(folder: Path, part: str) -> list[float]:
+    """Losses and the average of the last steps of a run; ``part``: whole, killed or resumed."""
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+    from zerotune.ema import EMAShadow
+
+    engine = begin(2, Web(), hidden=True)
+    ema = EMAShadow(decay=0.9).attach(engine)
+    saved = {"ema": ema}
+    if part == "resumed":
+        load_checkpoint(folder / "whole", engine=engine, shadows=saved)
+    losses = []
+    with in_small_parts() as taken, pytest.MonkeyPatch.context() as patch:
+        for step in range(engine.state.global_step, 8):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            if part == "killed" and step == 6:
+                patch.setattr(SlabStep, "run", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            assert engine.step().applied
+            ema.step()
+            if step == 4 and part != "resumed":
+                save_checkpoint(folder / part, engine=engine, shadows=saved)
+    assert taken["zerotune-step"]
+    losses = losses[-3:] + [float(value.double().sum()) for value in ema.state_dict().values()]
+    engine.close()
+    return losses
+
+
+def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
+    (whole,) = run_ranks(resumed, tmp_path, "whole")
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        run_ranks(resumed, tmp_path, "killed")
+    # Both wrote the same before; the killed run is the one to go on from.
+    (tmp_path / "whole").rename(tmp_path / "other")
+    (tmp_path / "killed").rename(tmp_path / "whole")
+    assert run_ranks(resumed, tmp_path, "resumed") == [whole]
+
+
+def goes_on(folder: Path) -> list[list[Any]]:
+    """What is left of a run of the plain engine, and of one that goes on from its midst."""
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+    from zerotune.ema import EMAShadow
+
+    found = []
+    for part in ("whole", "resumed"):
+        engine = begin(PLAIN, Web(), hidden=True)
+        saved = {"ema": EMAShadow(decay=0.9).attach(engine)}
+        if part == "resumed":
+            load_checkpoint(folder / "saved", engine=engine, shadows=saved)
+        for step in range(engine.state.global_step, 6):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            saved["ema"].step()
+            if step == 2 and part == "whole":
+                save_checkpoint(folder / "saved", engine=engine, shadows=saved)
+        ema = [float(value.double().sum()) for value in saved["ema"].state_dict().values()]
+        found.append([digest(engine), weights_of(engine), *ema])
+        engine.close()
+    return found
+
+
+def test_the_plain_engine_goes_on_bit_for_bit(tmp_path):
+    ((whole, resumed),) = run_ranks(goes_on, tmp_path)
+    assert whole == resumed
+
+
+def compiled(how: str) -> dict[str, Any]:
+    engine = begin(2, Web(), hidden=True)
+    module = engine.module
+    if how == "forward":
+        module.again.forward = torch.compile(module.again.forward, backend="eager")
+        module.large.forward = torch.compile(module.large.forward, backend="eager")
+    elif how == "call":
+        module.large.compile(backend="eager")
+    losses = []
+    with in_small_parts() as taken:
+        for step in range(4):
+            loss = loss_of(engine, step)
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    engine.close()
+    return {"losses": losses, "taken": sorted(taken)}
+
+
+def test_compiled_modules_find_their_weights_written():
+    (plain,) = run_ranks(compiled, "not")
+    (forward,) = run_ranks(compiled, "forward")
+    (call,) = run_ranks(compiled, "call")
+    assert plain["losses"] == forward["losses"] == call["losses"]
+    assert "zerotune-step" in forward["taken"]
+    assert not call["taken"], "before the call of a compiled module nothing can wait"
+
+
+def looks(hidden: bool) -> list[Any]:
+    """What somebody sees of a weight in all the ways there are, right after a step."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    engine = begin(2, Web(), hidden=hidden, precision="fp32")
+    weight, ways = engine.module.large.weight, engine.module
+    found: list[Any] = []
+
+    seen: list[Callable[[], Any]] = [
+        lambda: weight.detach() + 0,
+        lambda: copy.deepcopy(weight),
+        lambda: torch.from_numpy(weight.numpy(force=True).copy()),
+        lambda: ways.state_dict()["large.weight"] + 0,
+        lambda: torch.nn.utils.parameters_to_vector(ways.parameters()),
+        lambda: weight.data + 0,
+        weight.tolist,
+        partial(str, weight),
+        partial(safe_get_full_fp32_param, weight),
+        partial(safe_get_full_optimizer_state, weight, "exp_avg"),
+        lambda: torch.func.functional_call(ways.large, {}, (torch.ones(SIDE),)),
+        lambda: [each.clone() for each in torch._foreach_mul([weight], 2.0)],
+    ]
+    slow = SlabStep.run
+    with in_small_parts(), pytest.MonkeyPatch.context() as patch:
+        if hidden:
+            patch.setattr(SlabStep, "run", lambda *a: (time.sleep(1e-3), slow(*a))[1])
+        for step, look in enumerate(seen):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            if hidden:
+                assert type(weight) is not torch.nn.Parameter
+                assert isinstance(weight, torch.nn.Parameter)
+                assert (tuple(weight.shape), weight.numel()) == ((301, SIDE), 301 * SIDE)
+                assert weight.requires_grad
+                assert weight.grad is None
+                assert type(weight) is not torch.nn.Parameter, "its shape waits for nothing"
+            value = look()
+            plain = value.tolist() if isinstance(value, torch.Tensor) else str(value)
+            found.append((type(value).__name__, plain))
+    engine.close()
+    assert type(weight) is torch.nn.Parameter
+    return found
+
+
+def test_whoever_looks_at_a_weight_waits_for_it():
+    assert run_ranks(looks, True) == run_ranks(looks, False)
+
+
+def around_torch() -> str:
+    engine = begin(2, Web(), hidden=True)
+    opened, run = threading.Event(), SlabStep.run
+    engine.backward(loss_of(engine, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SlabStep, "run", lambda *a: (opened.wait(30), run(*a))[1])
+        engine.step()
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.nn.functional.linear(torch.ones(SIDE).bfloat16(), engine.module.large.weight)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            opened.set()
+            engine.close()
+    return "an old value was read"
+
+
+def test_what_goes_around_torch_finds_no_old_value():
+    (told,) = run_ranks(around_torch)
+    assert "shape" in told or "size" in told
+
+
+def to_and_back(module: torch.nn.Module) -> None:
+    dtype = next(module.parameters()).dtype
+    module.to(torch.float64).to(dtype)
+
+
+MOVES: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "to": to_and_back,
+    "apply": lambda module: module._apply(torch.clone),
+    "vector": lambda module: torch.nn.utils.vector_to_parameters(
+        torch.nn.utils.parameters_to_vector(module.parameters()), module.parameters()
+    ),
+}
+"""What gives parameters other memory."""
+
+
+class Small(torch.nn.Module):
+    """Two products, one of them by a function that takes its weight whole, as fused kernels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(SIDE, 40)
+        self.second = torch.nn.Linear(40, SIDE)
+
+    def forward(self, x_bts: torch.Tensor, _both: bool = True) -> torch.Tensor:
+        return Product.apply(self.first(x_bts), self.second.weight) + self.second.bias
+
+
+class Product(torch.autograd.Function):
+    """As ``linear``, whose gradients are written by hand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
+        return gradient @ weight, rows.t() @ columns
+
+
+def disturbed(stage: int, hidden: bool | None, what: str, average: bool) -> list[Any]:
+    """Losses and weights of a run in which something happens once, between two steps."""
+    from zerotune.ema import EMAShadow
+
+    precision = "fp32" if stage == PLAIN else "bf16"
+    engine = begin(stage, Small(), hidden=hidden, precision=precision)
+    ema = EMAShadow(decay=0.9).attach(engine) if average else None
+    found: list[Any] = []
+    slow = delayed(stage, engine.module) if hidden else in_small_parts()
+    with in_small_parts(), slow:
+        for step in range(10):
+            if step == 3 and what in MOVES:
+                MOVES[what](engine.module)
+            if step == 3 and what == "freeze":
+                engine.module.second.requires_grad_(False)
+            if step == 6 and what == "freeze":
+                engine.module.second.requires_grad_(True)
+            loss = loss_of(engine, step)
+            found.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+            if ema is not None:
+                ema.step()
+    found += [digest(engine), weights_of(engine) if stage < 3 else None]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("what", [*MOVES, "freeze"])
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+def test_weights_that_were_moved_or_frozen_are_followed(stage, what):
+    (theirs,) = run_ranks(disturbed, stage, False, what, False)
+    (mine,) = run_ranks(disturbed, stage, True, what, False)
+    (averaged,) = run_ranks(disturbed, stage, None, what, True)
+    assert mine == theirs
+    assert averaged == theirs
+
+
+def watched(how: str) -> dict[str, Any]:
+    """What somebody holds or asks for, for whom a step cannot be left for later."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    engine = begin(2, Web(), hidden=True)
+    flat = engine.deepspeed_engine.optimizer.single_partition_of_fp32_groups[0]
+    seen: list[bool] = []
+    kept: list[Any] = []
+    if how == "global hook":
+        kept.append(register_optimizer_step_post_hook(lambda *_: seen.append(float(flat.sum()))))
+    weight = engine.module.large.weight
+    with in_small_parts() as taken:
+        for step in range(3):
+            engine.backward(loss_of(engine, step))
+            if how == "view":
+                kept = [weight.detach()]
+            if how == "array":
+                kept = [weight.detach().view(torch.int16).numpy()]
+            engine.step()
+            if how == "global hook":
+                seen[-1] = seen[-1] == float(flat.sum())
+            elif kept:
+                there = torch.as_tensor(kept[0]).view(torch.bfloat16)
+                seen.append(torch.equal(there, weight.detach()))
+    reasons = [d.reason for d in engine.decisions if d.before == "taken later"]
+    for each in kept:
+        if hasattr(each, "remove"):
+            each.remove()
+    shown = all(reason in engine.explain() for reason in reasons)
+    engine.close()
+    return {"seen": seen, "reasons": reasons, "taken": dict(taken), "shown": shown}
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("view", "views of"), ("array", "views of"), ("global hook", "hooks after")]
+)
+def test_whoever_holds_a_view_or_a_global_hook_sees_the_step_taken(how, reason):
+    (found,) = run_ranks(watched, how)
+    assert found["seen"] == [True] * 3
+    assert len(found["reasons"]) == 1
+    assert found["reasons"][0].startswith(reason)
+    assert found["shown"]
+    assert "zerotune-step" not in found["taken"]
+    (usual,) = run_ranks(watched, "nothing")
+    assert not usual["reasons"]
+    assert usual["taken"]["zerotune-step"]
+
+
+def compiled_outside(hidden: bool, how: str) -> dict[str, Any]:
+    """Somebody compiles the model without telling."""
+    engine = begin(PLAIN, Small(), hidden=hidden, precision="fp32")
+    module = engine.module
+    call = {
+        "module": torch.compile(module, backend="eager"),
+        "function": torch.compile(lambda x: module(x) * 1.0, backend="eager"),
+    }[how]
+    losses = []
+    with in_small_parts():
+        for step in range(6):
+            predict = call if step else module
+            loss = predict(batch(engine, step)).float().square().mean()
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    reasons = [d.reason for d in engine.decisions if d.before == "taken later"]
+    engine.close()
+    return {"losses": losses, "graphs": graphs, "reasons": reasons}
+
+
+@pytest.mark.parametrize("how", ["module", "function"])
+def test_what_is_compiled_from_outside_is_compiled_once_and_said(how):
+    (mine,) = run_ranks(compiled_outside, True, how)
+    (theirs,) = run_ranks(compiled_outside, False, how)
+    assert mine["losses"] == theirs["losses"]
+    assert mine["graphs"] == theirs["graphs"]
+    assert len(mine["reasons"]) == 1
+    assert "compiled" in mine["reasons"][0]

@@ -1,0 +1,346 @@
+"""The step in one pass, inside the real engine: the same bits as DeepSpeed's own."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import Case, start, unet_loss
+
+pytestmark = pytest.mark.deepspeed
+
+STEPS = 6
+WHOLE_WEIGHTS = (("stage3_param_persistence_threshold", 0),)
+
+
+def train(
+    case: Case, host_step: bool, drop: tuple[int, ...] = (), added_up: str | None = None
+) -> dict[str, Any]:
+    """Everything a run leaves behind, by name; weights, moments and shadow as a digest."""
+    from tests.support.models import tiny_unet
+    from zerotune.ema import EMAShadow
+
+    engine = begin(case, tiny_unet(), host_step, added_up)
+    ema = EMAShadow(decay=0.9).attach(engine)
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = unet_loss(engine, step)
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        if step in drop:
+            engine.discard()
+            continue
+        outcome = engine.step()
+        norms.append(outcome.grad_norm)
+        if outcome.applied:
+            ema.step()
+    kept = {
+        "losses": losses,
+        "norms": norms,
+        "master": digest(engine),
+        "ema": hashlib.sha256(
+            b"".join(value.numpy().tobytes() for value in ema.state_dict().values())
+        ).hexdigest(),
+        "model": weights_of(engine),
+        "decisions": [d.after for d in engine.decisions if d.key == "optimizer.step"],
+        "added up": [d.after for d in engine.decisions if d.key == "optimizer.step.gradients"],
+        "gradients": {
+            str(slab.grad.dtype)
+            for slab in engine.master_weights._layout.tensors
+            if slab.grad is not None
+        },
+        "explained": "optimizer.step: " in engine.explain(),
+    }
+    engine.close()
+    return kept
+
+
+def begin(case: Case, model: Any, host_step: bool, added_up: str | None = None) -> Any:
+    from zerotune.plan.model import DeepSpeedPlan
+
+    original = DeepSpeedPlan.resolve
+
+    def resolve(self: Any, **arguments: Any) -> Any:
+        if added_up is not None:
+            config = {**self.to_dict(), "data_types": {"grad_accum_dtype": added_up}}
+            self = DeepSpeedPlan.from_dict(config)
+        return original(self, **arguments, host_step=host_step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedPlan, "resolve", resolve)
+        return start(case, model)
+
+
+def digest(engine: Any) -> str:
+    found = hashlib.sha256()
+    for fragment in engine.master_weights.read():
+        found.update(fragment.address.key.encode())
+        found.update(fragment.value.numpy().tobytes())
+        for name, state in sorted(fragment.states.items()):
+            found.update(name.encode() + state.view(torch.uint8).numpy().tobytes())
+        found.update(str(fragment.step).encode())
+    return found.hexdigest()
+
+
+def weights_of(engine: Any) -> str:
+    found = hashlib.sha256()
+    for name, value in engine.module.state_dict().items():
+        found.update(name.encode() + value.float().numpy().tobytes())
+    return found.hexdigest()
+
+
+CASES = [
+    Case(stage=1, offload="cpu", precision="bf16"),
+    Case(stage=2, offload="cpu", precision="bf16"),
+    Case(stage=2, offload="cpu"),
+    Case(stage=3, offload="cpu", precision="bf16", overrides=WHOLE_WEIGHTS),
+    Case(stage=3, offload="cpu", offload_param="cpu", overrides=WHOLE_WEIGHTS),
+]
+
+
+def same(
+    case: Case,
+    *,
+    world_size: int = 1,
+    drop: tuple[int, ...] = (),
+    added_up: str | None = None,
+) -> list[dict[str, Any]]:
+    """Assert that both steps leave the same; what the one in one pass left, by rank."""
+    mine = run_ranks(train, case, True, drop, added_up, world_size=world_size)
+    theirs = run_ranks(train, case, False, drop, added_up, world_size=world_size)
+    usual = "DeepSpeed's" if case.deepspeed else "torch's fused"
+    for one, other in zip(mine, theirs, strict=True):
+        assert one["decisions"] == ["one pass"]
+        assert other["decisions"] == [
+            "AdamWBF16States' own" if case.optimizer == "AdamWBF16States" else usual
+        ]
+        assert one["explained"]
+        for name in ("losses", "norms", "master", "ema", "model"):
+            assert one[name] == other[name], name
+    return mine
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_differs_from_deepspeeds_own_step(case):
+    (kept,) = same(case)
+    wanted = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    assert kept["gradients"] == {str(wanted)}, "gradients arrive in their own dtype"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_nor_on_two_ranks(case):
+    same(case, world_size=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        attrs.evolve(CASES[1], accumulation=3),
+        attrs.evolve(CASES[3], accumulation=3),
+        attrs.evolve(CASES[1], optimizer="AdamWBF16States"),
+        attrs.evolve(CASES[2], optimizer="AdamWBF16States", clipping=0.0),
+        attrs.evolve(CASES[3], optimizer="AdamWBF16States", accumulation=3),
+        attrs.evolve(CASES[1], clipping=0.0),
+        attrs.evolve(CASES[1], clipping=4.1),
+        attrs.evolve(CASES[3], clipping=4.1),
+        attrs.evolve(CASES[2], optimizer={"type": "Adam", "params": {"adam_w_mode": False,
+                                          "weight_decay": 0.1, "lr": 1e-3}}),
+    ],
+    ids=["accumulated", "accumulated at stage 3", "bf16 states", "bf16 states, fp32",
+         "bf16 states at stage 3", "not clipped", "clipped at times", "clipped at times at stage 3",
+         "L2 decay"],
+)  # fmt: skip
+def test_nor_with_other_settings(case):
+    kept = same(case)
+    assert kept[0]["added up"] == (["bfloat16"] if case.accumulation == 3 else [])
+    if case.clipping == 4.1:
+        norms = kept[0]["norms"]
+        assert min(norms) < 4.1 < max(norms), "only some steps may be clipped"
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_nor_when_micro_batches_are_added_up_in_fp32(case):
+    (kept,) = same(attrs.evolve(case, accumulation=3), added_up="fp32")
+    assert kept["gradients"] == {"torch.float32"}
+    assert kept["added up"] == ["float32"]
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_nor_when_windows_are_dropped(case):
+    same(case, drop=(1, 4))
+
+
+PLAIN = Case(deepspeed=False, offload="cpu", precision="bf16")
+
+
+def plainly(cases: list[tuple[Case, bool]]) -> list[list[dict[str, Any]]]:
+    """What both steps leave under the plain engine, and of the first what it does without."""
+    from zerotune.backend import plain
+
+    found = []
+    for case, apart in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            # As where the model has a memory of its own.
+            patch.setattr(plain, "_has_memory_of_its_own", lambda _, apart=apart: apart)
+            found.append([train(case, host_step, (1,)) for host_step in (True, False)])
+    found[0].append(train(attrs.evolve(cases[0][0], offload="none"), True, (1,)))
+    return found
+
+
+def same_plainly(cases: list[tuple[Case, bool]], world_size: int = 1) -> list[dict[str, Any]]:
+    """Assert that both steps leave the same; what is left of the first case by all three."""
+    for found in run_ranks(plainly, cases, world_size=world_size):
+        for (case, _), (mine, theirs, *_) in zip(cases, found, strict=True):
+            ours = case.optimizer == "AdamWBF16States"
+            assert mine["decisions"] == ["one pass"]
+            assert theirs["decisions"] == ["AdamWBF16States' own" if ours else "torch's fused"]
+            for name in ("losses", "norms", "master", "ema", "model"):
+                assert mine[name] == theirs[name], (case, name)
+    return found[0]
+
+
+def test_the_plain_engine_leaves_what_torchs_fused_step_leaves():
+    l2 = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1, "lr": 1e-3}}
+    mine, _, without = same_plainly([
+        (PLAIN, False),
+        (attrs.evolve(PLAIN, optimizer=l2, clipping=4.1), True),
+        (attrs.evolve(PLAIN, optimizer="AdamWBF16States", clipping=0.0), True),
+    ])  # fmt: skip
+    # torch's loop over tensors rounds square roots otherwise.
+    assert without["decisions"] == []
+    assert mine["losses"] == pytest.approx(without["losses"], rel=1e-4)
+
+
+@pytest.mark.world_size(2)
+def test_nor_do_two_processes_of_it():
+    same_plainly([(PLAIN, True)], world_size=2)
+
+
+def without_compiler(case: Case) -> list[tuple[str, str]]:
+    from tests.support.models import tiny_unet
+
+    with pytest.MonkeyPatch.context() as patch:
+        from zerotune.backend.step import deferred
+        from zerotune.errors import PlatformError
+
+        def refuse() -> None:
+            raise PlatformError("there is no C++ compiler")
+
+        patch.setattr(deferred, "load_host_step", refuse)
+        engine = start(case, tiny_unet())
+    found = [(d.after, d.reason) for d in engine.decisions if d.key == "optimizer.step"]
+    engine.backward(unet_loss(engine, 0))
+    assert engine.step().applied
+    engine.close()
+    return found
+
+
+def test_without_a_compiler_deepspeeds_step_stays():
+    (found,) = run_ranks(without_compiler, CASES[1])
+    assert found == [("DeepSpeed's", "the op host_step cannot be built: there is no C++ compiler")]
+
+
+def unused_parameter(stage: int) -> list[bool]:
+    """Whether a weight that got a gradient once moves as if it got zeros later."""
+    from zerotune.backend.build import build_engine
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.left = torch.nn.Linear(8, 8)
+            self.right = torch.nn.Linear(8, 8)
+
+        def forward(self, x_b8: torch.Tensor, both: bool) -> torch.Tensor:
+            return self.left(x_b8) + self.right(x_b8) if both else self.left(x_b8)
+
+    model = Two()
+    plan = DeepSpeedPlan.build(
+        stage=stage, offload="cpu", precision="fp32", micro_batch_size=2,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
+    )  # fmt: skip
+    resolved = plan.resolve(model=ModelFacts.from_module(model))
+    engine = build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+    seen = []
+    for both in (True, False):
+        engine.backward(engine(torch.ones(2, 8), both).square().sum())
+        engine.step()
+        seen.append(
+            {f.address.name: f.states["exp_avg"].clone() for f in engine.master_weights.read()}
+        )
+    engine.close()
+    name = "right.weight"
+    return [bool(torch.allclose(seen[1][name], 0.9 * seen[0][name], rtol=1e-6))]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_without_a_gradient_is_not_stepped_with_an_earlier_one(stage):
+    assert run_ranks(unused_parameter, stage) == [[True]]
+
+
+def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
+    """A run at stage 3 whose sub-groups lie on NVMe, in whose midst others write one of them."""
+    from zerotune.backend.build import build_engine
+    from zerotune.ema import EMAShadow
+    from zerotune.optim.resolver import OptimizerResolver
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(601, 601) for _ in range(4)))
+    place: dict[str, Any] = {"device": "cpu"}
+    if folder is not None:
+        place = {"device": "nvme", "nvme_path": folder}
+        place |= {"pipeline_read": pipelined, "pipeline_write": pipelined}
+    plan = DeepSpeedPlan.from_dict({
+        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3, "sub_group_size": 360_000, "stage3_param_persistence_threshold": 0,
+            "offload_optimizer": place,
+        },
+    })  # fmt: skip
+    resolved = plan.resolve(model=ModelFacts.from_module(model), world_size=1)
+    engine = build_engine(model=model, plan=OptimizerResolver().apply(resolved))
+    wrapper, losses, seen = engine.deepspeed_engine.optimizer, [], []
+    ema = EMAShadow(decay=0.9).attach(engine)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 601, generator=generator).to(engine.dtype)
+        loss = engine(x).float().square().mean()
+        losses.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+        ema.step()
+        with engine.master_weights.editing() as fragments:
+            next(fragments).value.mul_(1.5)
+        if folder is not None and pipelined:
+            seen.append(dict(wrapper.optimizer_swapper.swap_ops))
+    kept = {
+        "losses": losses,
+        "master": digest(engine),
+        "ema": [float(value.double().sum()) for value in ema.state_dict().values()],
+    }
+    swapped = [wrapper._swappable_optimizer_subgroup(each) for each in range(4)]
+    engine.close()
+    return {**kept, "swapped": swapped, "seen": seen}
+
+
+@pytest.mark.nvme
+def test_reading_ahead_and_writing_behind_changes_no_bit(tmp_path):
+    (host,) = run_ranks(swapping, None, False)
+    (in_turn,) = run_ranks(swapping, str(tmp_path / "in turn"), False)
+    (beside,) = run_ranks(swapping, str(tmp_path / "beside"), True)
+    assert in_turn["swapped"] == beside["swapped"] == [True] * 4
+    for name in ("losses", "master", "ema"):
+        assert host[name] == in_turn[name] == beside[name], name
+    assert len(beside["seen"]) == 4
+    under_way = [name for each in beside["seen"] for name, op in each.items() if op is not None]
+    assert not under_way, "who edits a sub-group leaves it written"
