@@ -173,7 +173,7 @@ def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_built(op: str) -> bool:
     from zerotune.backend.ops.diagnose import build_folder, built_library
-    from zerotune.backend.ops.host_step import host_step_status
+    from zerotune.backend.step.kernel import host_step_status
 
     if op == "host_step":
         return host_step_status().state == "built"
@@ -204,7 +204,7 @@ def _told(error: BaseException) -> str:
 
 def _load(op: str) -> None:
     from zerotune.backend.ops.build import build_op, building
-    from zerotune.backend.ops.host_step import load_host_step
+    from zerotune.backend.step.kernel import load_host_step
 
     if op == "host_step":
         load_host_step()

@@ -83,9 +83,9 @@ class Slab:
     """96 million weights with a bf16 gradient, twice: for the chain and for the pass."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        from zerotune.backend.deepspeed.host_adam import HostAdam
         from zerotune.backend.deepspeed.start import require_deepspeed
-        from zerotune.backend.ops.host_step import Average, load_host_step
+        from zerotune.backend.step.adams import HostAdam
+        from zerotune.backend.step.kernel import Average, load_host_step
 
         require_deepspeed(accelerator="cpu")
         self._settings = settings

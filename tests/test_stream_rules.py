@@ -16,7 +16,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, unet_loss
-from zerotune.backend.deepspeed.pending_step import Piece, StreamUpload
+from zerotune.backend.step.pending import Piece, StreamUpload
 from zerotune.backend.streams import RecordedStream, Recorder
 from zerotune.diffusion import ActivationOffload
 from zerotune.diffusion.activations import StreamTransfers
@@ -249,7 +249,7 @@ def gradients(waits: bool, overlap: bool) -> dict[str, Any]:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from tests.support.models import tiny_unet
-    from zerotune.backend.ops.host_step import HostStepOp
+    from zerotune.backend.step.kernel import HostStepOp
 
     recorder = Recorder()
     accelerator = type(get_accelerator())

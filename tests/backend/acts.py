@@ -55,6 +55,8 @@ ALL: Final = frozenset(KINDS)
 SHARDED: Final = frozenset({"z3", "z3 cpu"})
 """Where the model's own weights are empty between steps."""
 WHOLE: Final = ALL - SHARDED
+BUCKETED: Final = frozenset({"z1", "z1 cpu", "z2", "z2 cpu"})
+"""Where nothing that was trained from the start having a gradient ends the backward pass."""
 PLAIN: Final = frozenset({"plain", "plain cpu", "plain apart"})
 DEEPSPEED: Final = ALL - PLAIN
 
@@ -282,7 +284,7 @@ def _tie(model: Any, _context: Any) -> None:
     model.twin.weight = model.mix.weight
 
 
-@act("untie two weights", at=(3,), before=_tie)
+@act("untie two weights", at=(3,), before=_tie, ends=SHARDED)
 def _(engine, model, context):
     model.twin.weight = torch.nn.Parameter(model.mix.weight.detach().clone())
 
@@ -298,7 +300,7 @@ def _(engine, model, context):
     model.mix = torch.nn.Linear(Net.CHANNELS, Net.CHANNELS).to(engine.dtype)
 
 
-@act("replace a weight by another Parameter", at=(3,))
+@act("replace a weight by another Parameter", at=(3,), ends=SHARDED)
 def _(engine, model, context):
     model.scale = torch.nn.Parameter(torch.full((Net.CHANNELS,), 0.7).to(engine.dtype))
 
@@ -310,7 +312,7 @@ def _(engine, model, context):
     model.mix.weight = weight
 
 
-@act("register_parameter", at=(3,))
+@act("register_parameter", at=(3,), ends=SHARDED)
 def _(engine, model, context):
     more = torch.nn.Parameter(torch.zeros(Net.CHANNELS).to(engine.dtype))
     model.register_parameter("more", more)
@@ -328,7 +330,7 @@ def _(engine, model, context):
     context.resources.callback(handle.remove)
 
 
-@act("add adapters with peft", at=(3,), kinds=WHOLE)
+@act("add adapters with peft", at=(3,), kinds=WHOLE, ends=BUCKETED)
 def _(engine, model, context):
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -415,7 +417,7 @@ def _(engine, model, context):
 @act("swap in the average", needs_ema=True)
 def _(engine, model, context):
     with context.ema.swapped_in(), engine.evaluating():
-        context.look(engine(context.batch(99)))
+        context.look(engine(context.batch(99)), averaged=True)
 
 
 @act("swap by load_state_dict", kinds=WHOLE)
@@ -427,7 +429,7 @@ def _(engine, model, context):
     model.load_state_dict(kept)
 
 
-@act("load_state_dict with assign", kinds=WHOLE, at=(3,))
+@act("load_state_dict with assign", kinds=WHOLE, at=(3,), ends=BUCKETED)
 def _(engine, model, context):
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(kept, assign=True)
@@ -993,7 +995,8 @@ def _(engine, model, context):
     interrupted(0.003 + 0.003 * context.times, lambda: [p.sum() for p in model.parameters()])
 
 
-@act("KeyboardInterrupt in a forward without gradients", at=(2, 3, 5, 7))
+# Stage 3 itself does not survive one while it gathers weights.
+@act("KeyboardInterrupt in a forward without gradients", at=(2, 3, 5, 7), kinds=WHOLE)
 def _(engine, model, context):
     def forward():
         with torch.no_grad():
@@ -1038,8 +1041,6 @@ def _(engine, model, context):
 
 @act("close the engine and start another", at=(3, 6))
 def _(engine, model, context):
-    if context.ema is not None:
-        context.look(len(context.ema.state_dict()))
     engine.close()
     other = Net()
     other.load_state_dict({name: value.float() for name, value in model.state_dict().items()})

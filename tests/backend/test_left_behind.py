@@ -57,6 +57,8 @@ def train(engine: Any, steps: int = 2) -> None:
         loss = engine(torch.ones(2, 8).to(engine.dtype)).float().square().mean()
         engine.backward(loss)
         engine.step()
+        # Nothing of its graph lasts until the next forward.
+        del loss
 
 
 def held() -> tuple[int, int, int]:

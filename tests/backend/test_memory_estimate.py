@@ -174,7 +174,7 @@ def exchange(numel: int) -> tuple[int, int]:
     import torch
     import torch.distributed as dist
 
-    from zerotune.backend.deepspeed.pending_step import Exchange, Piece
+    from zerotune.backend.step.pending import Exchange, Piece
 
     engine = start(Case(stage=0), torch.nn.Linear(8, 8))
     group = engine.group

@@ -63,6 +63,7 @@ SCENARIOS = """
 
     import attrs
 
+    from zerotune.backend.ops import locks
     from zerotune.backend.ops.build import OP_NAMES, build_op, op_report
     from zerotune.errors import ZeroTuneError
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
@@ -121,6 +122,8 @@ SCENARIOS = """
     report("locked")
     os.utime(cache / "cpu_adam" / "lock", (time.time() - 3600,) * 2)
     report("abandoned")
+    # Of a local file system it would be taken over, and the op compiled.
+    locks.filesystem_kind = lambda _folder: "nfs4"
     failure("build abandoned", "cpu_adam")
     failure("build absent", "fused_lamb")
     failure("build unknown", "cpu_adm")

@@ -20,9 +20,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from zerotune.backend import proof as proofs
-from zerotune.backend.deepspeed import pending_step, placement
-from zerotune.backend.deepspeed.host_adam import SlabStep
-from zerotune.backend.deepspeed.pending_step import StreamUpload, Upload
+from zerotune.backend.deepspeed import placement
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.proof import (
     PATHS,
@@ -36,6 +34,9 @@ from zerotune.backend.proof import (
     report_path,
     store_proof,
 )
+from zerotune.backend.step import deferred
+from zerotune.backend.step.adams import SlabStep
+from zerotune.backend.step.pending import StreamUpload, Upload
 from zerotune.diffusion import activations
 from zerotune.diffusion.activations import (
     ActivationOffload,
@@ -180,7 +181,7 @@ def hides(
         group=SimpleNamespace(any=lambda flag, **_: flag or elsewhere),
     )
     plan = SimpleNamespace(platform=SimpleNamespace(accelerator=accelerator), hidden_step=asked)
-    decision = pending_step.choose_when(step, plan)  # type: ignore[arg-type]
+    decision = deferred.choose_when(step, plan)  # type: ignore[arg-type]
     assert ("thread" in decision.after) == ("hidden" in done)
     return decision, done
 
@@ -318,9 +319,7 @@ def test_one_pass_stays_without_a_proof_and_goes_with_a_failed_one() -> None:
     )
 
     def chosen() -> Any:
-        return pending_step.op_or_reason(
-            plan, ProcessGroup.alone(), obstacle=None, rounds_alike=None
-        )
+        return deferred.op_or_reason(plan, ProcessGroup.alone(), obstacle=None, rounds_alike=None)
 
     assert not isinstance(chosen(), str)
     store_proof(passed(exchange="has nothing to do with it"))

@@ -9,8 +9,8 @@ import torch
 
 from tests.support.models import HostileNet
 from zerotune.backend.deepspeed.external import master_weights_of
-from zerotune.backend.deepspeed.layouts import ParameterLayout
 from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.layouts import ParameterLayout
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.errors import EngineError
 

@@ -147,6 +147,23 @@ def test_prune_clears_dead_leftovers_but_no_stand_in(tmp_path):
     assert latest_checkpoint(tmp_path) == step_folder(tmp_path, 8)
 
 
+def test_a_stand_in_counts_among_those_that_are_kept(tmp_path):
+    publish(step_folder(tmp_path, 3)).rename(tmp_path / "step-00000003.tmp-000000000001")
+    steps(tmp_path, 4, 5)
+    assert prune(tmp_path, keep=3) == ()
+    assert prune(tmp_path, keep=2) == (step_folder(tmp_path, 3),)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_a_whole_folder_that_is_still_being_saved_is_not_pruned(tmp_path):
+    steps(tmp_path, 4, 5)
+    other = Staging(step_folder(tmp_path, 3))
+    fill(other.path)
+    assert prune(tmp_path, keep=2) == ()
+    other.publish()
+    assert names(tmp_path)[0] == "step-00000003"
+
+
 def test_links_are_never_followed(tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()

@@ -326,3 +326,91 @@ def what_the_script_lost() -> dict[str, Any]:
             "explained": run.engine.explain(),
         }
         return seen | {"late": refusal(lambda: register(late))}
+
+
+def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
+    """A script at stage 3 with a frozen text encoder, whose end is that of diffusers' scripts."""
+    import deepspeed
+    from diffusers import UNet2DModel
+    from examples.embedding import diffusers_after as script
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    from zerotune import export_model
+    from zerotune.plan import RunFacts
+    from zerotune.training import EmbeddedPlan
+
+    path = Path(folder)
+    encoder = path / f"text_{os.environ.get('RANK', '0')}"
+    CLIPTextModel(
+        CLIPTextConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+            vocab_size=99, max_position_embeddings=8,
+        )
+    ).save_pretrained(encoder)  # fmt: skip
+    whole = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = script.CONFIG | {"zero_optimization": whole}
+    model = script.new_model()
+    facts = RunFacts.from_arguments(script.parse_args([]))
+    with EmbeddedPlan(model=model, plan=config, run=facts) as run:
+        accelerator = run.accelerator()
+        text = CLIPTextModel.from_pretrained(encoder)
+        hidden = text(torch.ones(1, 4, dtype=torch.long)).last_hidden_state
+        prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        ending = accelerator.unwrap_model(prepared)
+        seen: dict[str, Any] = {
+            "hidden": tuple(hidden.shape),
+            "sample_size": ending.config.sample_size,
+            "saved": refusal(lambda: ending.save_pretrained(path / "ending")),
+            "written": sorted(path.glob("ending/*.safetensors")),
+            "explained": run.engine.explain(),
+        }
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            seen["gathered"] = {tuple(t.shape) for t in ending.state_dict().values()}
+        prepared.save_checkpoint(str(path / "deepspeeds"))
+        exported = export_model(path / "exported", engine=run.engine)
+    loaded = UNet2DModel.from_pretrained(exported)
+    return seen | {"exported": {tuple(t.shape) for t in loaded.state_dict().values()}}
+
+
+def attached_to_another_model(kind: str) -> str:
+    """What is said where a trainer prepares another model than the plan was made of."""
+    from zerotune.training import EmbeddedPlan
+
+    def build(width: int = 8) -> torch.nn.Sequential:
+        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+
+    model = build(16 if kind == "wider" else 8)
+    if kind == "deeper":
+        model.append(torch.nn.Linear(1, 1))
+    model[0].requires_grad_(kind != "frozen")
+    with EmbeddedPlan(model=build(), plan={"train_batch_size": 1}) as run:
+        accelerator = run.accelerator()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return refusal(lambda: accelerator.prepare(model, optimizer))
+
+
+def schedules_compared(scripts: list[tuple[int, int]]) -> list[str]:
+    """What is said of a script's warm-up, of so many steps, beside the plan's of 5."""
+    from diffusers.optimization import get_scheduler
+
+    from zerotune.backend.deepspeed.external import _rescheduled
+    from zerotune.training import EmbeddedPlan
+
+    model = torch.nn.Linear(2, 2)
+    plan = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": SCHEDULE,
+    }
+    with EmbeddedPlan(model=model, plan=plan) as run:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return [
+            str(
+                _rescheduled(
+                    run.plan,
+                    get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=steps),
+                    each_step=processes,
+                )
+            )
+            for steps, processes in scripts
+        ]

@@ -20,12 +20,15 @@ from tests.examples.embedded import (
     ACCUMULATION,
     MICRO,
     as_diffusers_writes_them,
+    attached_to_another_model,
     client_optimizer_in_accelerate,
+    ended_as_diffusers_do,
     gone_on_in_a_trainer,
     left_without_closing,
     resumed_in_a_trainer,
     run_script,
     saved_by_accelerate,
+    schedules_compared,
     swapped_in_silence,
     uninterrupted,
     what_the_script_lost,
@@ -172,6 +175,42 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
     assert "'EMAModel'" in seen["foreign"]
     assert "other parameters than the engine's" in seen["other"]
     assert "has averaged the model already" in seen["late"]
+
+
+@engine_runs
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+def test_the_ending_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, tmp_path):
+    needs("transformers")
+    for seen in run_ranks(ended_as_diffusers_do, str(tmp_path), world_size=world_size):
+        assert seen["hidden"] == (1, 4, 16), "a frozen text encoder runs"
+        assert "transformers.from_pretrained: 'partitioned' -> 'whole'" in seen["explained"]
+        assert seen["sample_size"] == 8, "the configuration may be read"
+        assert "zerotune.export_model(path, engine=run.engine)" in seen["saved"]
+        assert seen["written"] == []
+        assert seen["gathered"] == seen["exported"]
+        assert (0,) not in seen["exported"]
+
+
+@engine_runs
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        ("wider", "3 parameters differ, as 0.weight, which is trained, of shape (8, 4) in"),
+        ("deeper", "2.weight, which is missing in the plan's and trained, of shape (1, 1) in"),
+        ("frozen", "in the plan's and frozen, of shape (8, 4) in this one"),
+    ],
+)
+def test_another_model_than_the_plans_is_refused(kind, difference):
+    assert difference in run_ranks(attached_to_another_model, kind)[0]
+
+
+@engine_runs
+def test_a_scripts_schedule_is_compared_with_the_plans():
+    # The plan's own, multiplied by accumulation, and multiplied by processes that step it as often.
+    same, longer, ranks = run_ranks(schedules_compared, [(5, 1), (10, 1), (10, 2)])[0]
+    assert "LambdaLR" in same
+    assert "differ" not in same + ranks
+    assert "at optimizer step 5 the script's rate is 0.005 and the plan's 0.01" in longer
 
 
 @engine_runs

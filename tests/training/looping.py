@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import threading
 from contextlib import contextmanager
@@ -423,3 +424,19 @@ class Drawn(Callback):
 
     def on_values(self, trainer, values):
         self.values.append((trainer.step, dict(values)))
+
+
+def over_after_kills(folder: str) -> dict[str, list[str]]:
+    """A run with nothing left to do, in the folder where it was killed between save and prune."""
+    root, seen = Path(folder), {}
+    for kind in (SaveEvery, SaveEveryInBackground):
+        own = root / kind.__name__
+        with trainer(False, callbacks=[kind(steps=2, root=own, keep=2)]) as running:
+            running.fit(steps=4)
+            shutil.copytree(own / "step-00000002", own / "step-00000001")
+            for name in ("step-00000003.tmp-00000000000a", "step-00000001.trash-00000000000b"):
+                (own / name).mkdir()
+                (own / name / "rank-0.safetensors").write_bytes(b"half")
+            running.fit(steps=4)
+        seen[kind.__name__] = sorted(path.name for path in own.iterdir())
+    return seen

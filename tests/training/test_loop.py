@@ -113,6 +113,12 @@ def test_when_to_stop(tmp_path):
     assert found["no interval"].startswith("InvalidValueError: SaveEvery = ")
 
 
+def test_a_run_that_was_killed_at_its_end_keeps_no_more_than_asked(tmp_path):
+    (found,) = run_ranks(looping.over_after_kills, str(tmp_path))
+    whole = ["step-00000002", "step-00000004"]
+    assert found == {"SaveEvery": whole, "SaveEveryInBackground": whole}
+
+
 def test_several_averages_in_the_background(tmp_path):
     (found,) = run_ranks(looping.averaged, str(tmp_path))
     assert found["rest"][0] == found["rest"][1]

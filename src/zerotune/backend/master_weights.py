@@ -173,6 +173,8 @@ class MasterLayout(ABC):
     ) -> None:
         self.addresses = addresses
         self.order = order
+        self.edited = False
+        """Somebody else wrote master weights, which the model follows with the next step."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -200,6 +202,13 @@ class MasterLayout(ABC):
         """What the model computes with of a fragment, 1-D.
 
         ``None`` where that is the master weight itself, or one of both is not in memory.
+        """
+        return None
+
+    def states_at_rest(self, slab: int) -> OptimizerStates | None:  # noqa: ARG002 - of most layouts
+        """States of a slab of which names, dtypes and counters can be read where the slab lies.
+
+        ``None``: only once it is in memory.
         """
         return None
 
@@ -329,6 +338,9 @@ class MasterWeights:
             EngineError: They differ; names the parameter.
         """
         self.settle()
+        if self._layout.edited:
+            self._layout.edited = False
+            return
         chance = random.Random(sample)  # noqa: S311 - a sample, and no secret
         addresses = self._layout.addresses
         pairs: list[tuple[FragmentAddress, torch.Tensor, torch.Tensor]] = []
@@ -337,16 +349,20 @@ class MasterWeights:
             if weights is not None:
                 start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
                 part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
-                master = _narrow(self._layout.tensors[address.slab], address)[part]
+                master = _narrow(self._layout.tensors[address.slab].reshape(-1), address)[part]
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return
-        # As one tensor, so that a device is waited for once.
+        # As one tensor each, so that a device is waited for once.
         model = torch.cat([weights.float() for _, weights, _ in pairs]).cpu()
+        masters = torch.cat([master.float() for _, _, master in pairs]).cpu()
+        if torch.equal(model, masters):
+            return
         at = 0
-        for address, weights, master in pairs:
-            there, here = model[at : at + len(weights)], master.float().cpu()
-            at += len(weights)
+        for address, weights, _ in pairs:
+            part = slice(at, at + len(weights))
+            there, here = model[part], masters[part]
+            at = part.stop
             alike = (there == here) | (there.isnan() & here.isnan())
             if not alike.all():
                 worst = int((~alike).nonzero()[0])
@@ -365,6 +381,19 @@ class MasterWeights:
             with _Untracked(self._layout.reading(index)) as slab:
                 for address in addresses:
                     yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
+
+    def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
+        """This rank's fragments without their numbers: only names, dtypes and counters of states.
+
+        Brings in from NVMe only slabs whose states cannot be described where they lie.
+        """
+        for index, addresses in self._by_slab():
+            states = self._layout.states_at_rest(index)
+            if states is not None:
+                yield from ((address, states) for address in addresses)
+                continue
+            with _Untracked(self._layout.reading(index)) as slab:
+                yield from ((address, slab.states) for address in addresses)
 
     @contextmanager
     def editing(self) -> Iterator[Iterator[EditableFragment]]:

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerotune.backend.ops.host_step import AdamNumbers, load_host_step
+from zerotune.backend.step.kernel import AdamNumbers, load_host_step
 from zerotune.errors import PlatformError
 
 _MIB = 2**20

@@ -8,7 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +19,9 @@ from zerotune.backend.master_weights import MasterWeights
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.api import ResolvedPlan
+
+GONE: Final = "_zerotune_gone"
+"""Attribute of a module whose weights went with its engine: why."""
 
 E = TypeVar("E", bound="RunningEngine")
 P = ParamSpec("P")
@@ -113,17 +116,25 @@ class RunningEngine(Closing):
         Raises:
             EngineError: A parameter wants a gradient that nobody steps, or weights differ.
         """
+        self._check_trained()
+        self._master_weights.check_model(step)
+
+    def _check_trained(self) -> None:
+        """Does the optimizer step every parameter that wants a gradient?
+
+        Raises:
+            EngineError: Not this one.
+        """
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise EngineError(
-                    "wants a gradient, but was frozen or not there when the engine started, so "
+                    "wants a gradient, but was frozen or another one when the engine started, so "
                     "that nothing would train it",
                     key=f"model.{name}",
                     value="requires_grad=True",
                     fix="unfreeze or add it before the engine starts; what was trained from the "
                     "start may be frozen and unfrozen at any time",
                 )
-        self._master_weights.check_model(step)
 
     @abstractmethod
     def _checks(self) -> Checks:
@@ -183,3 +194,26 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> float:
     """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(found))
+
+
+def check_not_gone(module: torch.nn.Module) -> None:
+    """Whether a module still has its weights.
+
+    Raises:
+        EngineError: Its engine was closed and could not give them back.
+    """
+    for each in module.modules():
+        reason = vars(each).get(GONE)
+        if reason is not None:
+            raise gone(each, reason)
+
+
+def gone(module: torch.nn.Module, reason: str) -> EngineError:
+    """What whoever uses a module without its weights is told."""
+    return EngineError(
+        f"the engine that trained it at stage 3 is closed, and {reason}",
+        key="model",
+        value=type(module).__name__,
+        fix="save or export before closing (trainer.export(PATH), trainer.save(PATH)), and load "
+        "from there",
+    )

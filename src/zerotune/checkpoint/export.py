@@ -544,7 +544,7 @@ def _outline(engine: Engine) -> list[TensorSpec]:
     ]
     frozen = [
         TensorSpec(key=key, dtype=p.dtype, shape=tuple(getattr(p, "ds_shape", p.shape)))
-        for name, p in _frozen(engine.module)
+        for name, p in _untrained(engine)
         for key in (name, *aliases.get(name, ()))
     ]
     buffers = persistent_buffers(engine.module).items()
@@ -556,15 +556,17 @@ def _tensors(engine: Engine, weights: Gatherable) -> Named:
     for name, tensor in weights.gather():
         for key in (name, *aliases.get(name, ())):
             yield key, tensor
-    for name, parameter in _frozen(engine.module):
+    for name, parameter in _untrained(engine):
         tensor = whole_parameter(parameter)
         for key in (name, *aliases.get(name, ())):
             yield key, tensor
     yield from persistent_buffers(engine.module).items()
 
 
-def _frozen(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
+def _untrained(engine: Engine) -> list[tuple[str, torch.nn.Parameter]]:
+    """Parameters without master weights: frozen ones, and those without elements."""
+    trained = engine.master_weights.parameters
+    return [(name, p) for name, p in engine.module.named_parameters() if name not in trained]
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:

@@ -259,15 +259,27 @@ def _prune(folder: Path, keep: int) -> tuple[Path, ...]:
     whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
     removed = []
     for path in whole[keep:]:
-        # A stand-in for a checkpoint that was never renamed is there under its own name alone.
         if _is_folder(path):
             trash = _sibling(path, "trash")
             path.rename(trash)
             _remove(trash)
             removed.append(path)
+        elif _remove_stand_ins(path):
+            removed.append(path)
     if folder.is_dir():
         remove_leftovers(folder)
     return tuple(removed)
+
+
+def _remove_stand_ins(path: Path) -> bool:
+    """Remove the whole folders of a checkpoint that was never renamed, unless one is in use."""
+    removed = False
+    for beside in _leftovers(path.parent, name=path.name, kinds=("tmp", "old")):
+        with _unused(beside) as unused:
+            if unused:
+                _remove(beside)
+                removed = True
+    return removed
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:

@@ -102,7 +102,8 @@ def _untrained(engine: Engine) -> tuple[list[TensorRecord], dict[str, str]]:
     module = engine.module
     named = list(module.named_parameters())
     first = {id(parameter): name for name, parameter in named}
-    frozen = [_record(name, p) for name, p in named if not p.requires_grad]
+    trained = engine.master_weights.parameters
+    frozen = [_record(name, p) for name, p in named if name not in trained]
     every = module.named_parameters(remove_duplicate=False)
     return frozen, {name: first[id(p)] for name, p in every if first[id(p)] != name}
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from zerotune.cli.output import print_json, print_page, print_text
+from zerotune.cli import print_json, print_page, print_text
 
 if TYPE_CHECKING:
     from zerotune.offload import CleanupReport, FoundLease
@@ -96,7 +96,10 @@ def _status(arguments: argparse.Namespace) -> int:
         print_json(
             {
                 "root": str(arguments.root),
-                "leases": [_lease_data(lease) for lease in leases],
+                "leases": [
+                    {**attrs.asdict(one), "path": str(one.path), "reserved": one.reserved}
+                    for one in leases
+                ],
                 "others": [{**attrs.asdict(one), "path": str(one.path)} for one in strays],
                 "reclaimable": report.freed,
             }
@@ -132,13 +135,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     with redirect_stdout(sys.stderr):
         from zerotune.offload.disk import benchmark
 
-        found = benchmark(arguments.root, size=size, sweep=arguments.sweep)
-        saved = found.best.save(found.root) if arguments.save else None
-    seconds = _step_seconds(found, arguments.family) if arguments.family else None
+        result = benchmark(arguments.root, size=size, sweep=arguments.sweep)
+        saved = result.best.save(result.root) if arguments.save else None
+    seconds = _step_seconds(result, arguments.family) if arguments.family else None
     if arguments.json:
-        print_json({**_bench_data(found, saved), "step_seconds": seconds})
+        print_json({**_bench_data(result, saved), "step_seconds": seconds})
     else:
-        _print_bench(found, saved)
+        _print_bench(result, saved)
         if seconds is not None:
             sys.stdout.write(
                 f"a step of {arguments.family}, all of it on NVMe, spends at least {seconds:.1f} s"
@@ -147,17 +150,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _step_seconds(found: Benchmark, family: str) -> float:
+def _step_seconds(result: Benchmark, family: str) -> float:
     from zerotune.plan import DeepSpeedPlan
     from zerotune.platform import Platform
 
     plan = DeepSpeedPlan.build(stage=3, offload="nvme", offload_param="nvme", precision="bf16")
     estimate = plan.estimate(family, platform=Platform.synthetic("cuda"))
-    return found.best.step_seconds(estimate)
-
-
-def _lease_data(lease: FoundLease) -> dict[str, Any]:
-    return {**attrs.asdict(lease), "path": str(lease.path), "reserved": lease.reserved}
+    return result.best.step_seconds(estimate)
 
 
 def _lease_row(lease: FoundLease) -> tuple[str, ...]:
@@ -175,37 +174,37 @@ def _print_report(report: CleanupReport) -> None:
     )
     rows = [
         (one.path.name, f"{what} ({one.kind})", _size(one.nbytes), one.reason)
-        for what, found in groups
-        for one in found
+        for what, entries in groups
+        for one in entries
     ]
     _print_table(("folder", "outcome", "bytes", "why"), rows, empty="nothing here")
     verb = "would be freed" if report.dry_run else "freed"
     sys.stdout.write(f"{_size(report.freed)} {verb}\n")
 
 
-def _bench_data(found: Benchmark, saved: Path | None) -> dict[str, Any]:
+def _bench_data(result: Benchmark, saved: Path | None) -> dict[str, Any]:
     return {
-        "root": str(found.root),
-        "aio": found.best.settings,
-        "best": attrs.asdict(found.best),
+        "root": str(result.root),
+        "aio": result.best.settings,
+        "best": attrs.asdict(result.best),
         "samples": [
             {**attrs.asdict(one.settings), "read": one.read, "write": one.write}
-            for one in found.samples
+            for one in result.samples
         ],
         "saved": None if saved is None else str(saved),
     }
 
 
-def _print_bench(found: Benchmark, saved: Path | None) -> None:
+def _print_bench(result: Benchmark, saved: Path | None) -> None:
     rows = []
-    for one in found.samples:
+    for one in result.samples:
         numbers = attrs.astuple(one.settings)
-        best = "best" if numbers == tuple(found.best.settings.values()) else ""
+        best = "best" if numbers == tuple(result.best.settings.values()) else ""
         speeds = (f"{one.read / 1e9:.2f}", f"{one.write / 1e9:.2f}")
         rows.append((*map(str, numbers), *speeds, best))
     headings = ("block_size", "queue_depth", "threads", "read GB/s", "write GB/s", "")
     _print_table(headings, rows, empty="")
-    aio = json.dumps(found.best.settings)
+    aio = json.dumps(result.best.settings)
     sys.stdout.write(f'"aio": {aio}\n')
     sys.stdout.write(
         f"saved to {saved}; leases in this root use it\n"
@@ -214,11 +213,10 @@ def _print_bench(found: Benchmark, saved: Path | None) -> None:
     )
 
 
-def _print_table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
-    from zerotune._util.table import Column, Page, Table
+def _print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
+    from zerotune._util.table import Page, Table
 
-    columns = tuple(Column(name=head, head=head) for head in heads)
-    table = Table(columns=columns, rows=tuple(rows), indent=0)
+    table = Table(head=head, rows=tuple(rows), indent=0)
     if table.rows:
         print_page(Page(blocks=(table,)))
     elif empty:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of, unwrapped
-from zerotune.backend.deepspeed.layouts import full_shape
+from zerotune.backend.layouts import full_shape
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.ema.decay import RampDecay, WarmupDecay
 from zerotune.ema.shadow import EMAShadow
@@ -78,7 +78,7 @@ class EMAModel:
         EMAError: The parameters are not the fp32 weights, or none is trainable.
     """
 
-    def __init__(  # noqa: PLR0917 - diffusers' own signature
+    def __init__(
         self,
         parameters: Any,
         decay: float = 0.9999,
@@ -384,8 +384,15 @@ class EMAModel:
         return tuple(parameters)
 
     def _frozen_now(self) -> dict[int, torch.Tensor]:
-        parameters = enumerate(self._tracked.parameters)
-        return {index: p.detach() for index, p in parameters if not p.requires_grad}
+        # Those without elements are not trained either.
+        trained = self._tracked.master.parameters
+        return {
+            index: parameter.detach()
+            for index, (name, parameter) in enumerate(
+                zip(self._tracked.names, self._tracked.parameters, strict=True)
+            )
+            if not parameter.requires_grad or name not in trained
+        }
 
     def _live(self) -> list[torch.Tensor]:
         held = self._shadow.state_dict()

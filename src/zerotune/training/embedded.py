@@ -15,7 +15,9 @@ from zerotune.backend.deepspeed.external import (
     AttachedEngine,
     accelerate_optimizer,
     accelerator_arguments,
+    deepspeed_engine_of,
     embedded_accelerator,
+    loads_whole,
 )
 from zerotune.backend.deepspeed.placement import shard_from_host
 from zerotune.backend.deepspeed.start import (
@@ -31,6 +33,7 @@ from zerotune.decisions import Decision, announce
 from zerotune.ema import EMAModel, EMAShadow
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
+from zerotune.plan.model import ModelFacts
 from zerotune.training.inputs import as_plan
 from zerotune.training.setup import leased, settled
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
     from zerotune.optim import OptimizerResolver
     from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
-    from zerotune.plan.model import RunFacts
+    from zerotune.plan.model import ParameterFacts, RunFacts
     from zerotune.platform import Platform
 
 
@@ -99,6 +102,7 @@ class EmbeddedPlan(Closing):
         with self._starting():
             plan = as_plan(plan)
             resolved = settled(plan, model=model, optimizer=optimizer, run=run, platform=platform)
+            self._parameters = ModelFacts.from_module(model).parameters
             self._start(resolved, offload or OffloadManager())
         atexit.register(self._abandon)
 
@@ -133,6 +137,7 @@ class EmbeddedPlan(Closing):
 
     def accelerator_arguments(self) -> dict[str, Any]:
         """For ``Accelerator(**run.accelerator_arguments())``: plugin, precision, accumulation."""
+        self.decide(*loads_whole(self.plan))
         return accelerator_arguments(self.plan)
 
     def accelerate_optimizer(self, model: torch.nn.Module) -> tuple[Any, EngineSchedule]:
@@ -209,8 +214,8 @@ class EmbeddedPlan(Closing):
             The engine that EMA and checkpoints take; the loop may go on as it was.
 
         Raises:
-            EngineError: No DeepSpeed engine, another one is attached, or the trainer started
-                other processes.
+            EngineError: No DeepSpeed engine, another one is attached, it trains another model
+                than the plan's, or the trainer started other processes.
             VerificationError: What runs is not what the plan says.
         """
         if self._engine is not None:
@@ -228,6 +233,7 @@ class EmbeddedPlan(Closing):
                 value=launched.world_size,
                 fix="start the script with torchrun",
             )
+        self._check_model(deepspeed_engine_of(engine).module)
         self._engine = AttachedEngine(
             engine=engine,
             plan=self.plan,
@@ -237,6 +243,25 @@ class EmbeddedPlan(Closing):
         self.resources.callback(self._engine.close)
         self._preparing.close()
         return self._engine
+
+    def _check_model(self, module: torch.nn.Module) -> None:
+        planned = {each.name: each for each in self._parameters}
+        trained = {each.name: each for each in ModelFacts.from_module(module).parameters}
+        differing = [
+            name for name in {**planned, **trained} if planned.get(name) != trained.get(name)
+        ]
+        if not differing:
+            return
+        name = differing[0]
+        raise EngineError(
+            f"the trainer prepared another model than the plan's: {len(differing)} parameters "
+            f"differ, as {name}, which is {_described(planned.get(name))} in the plan's and "
+            f"{_described(trained.get(name))} in this one",
+            key="EmbeddedPlan.attach",
+            value=type(module).__name__,
+            fix="make the EmbeddedPlan of a model like the one that is trained: the same "
+            "configuration, adapters and frozen parts",
+        )
 
     @property
     def engine(self) -> AttachedEngine:
@@ -259,6 +284,12 @@ class EmbeddedPlan(Closing):
     def _abandon(self) -> None:
         # The script ended without close(), by an error perhaps: nobody may wait for other ranks.
         self.__exit__(SystemExit, SystemExit("the script ended without close()"), None)
+
+
+def _described(parameter: ParameterFacts | None) -> str:
+    if parameter is None:
+        return "missing"
+    return f"{'trained' if parameter.trainable else 'frozen'}, of shape {parameter.shape}"
 
 
 class EngineSchedule:

@@ -26,10 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerotune._util.environment import environment
 from zerotune.backend.build import build_engine
-from zerotune.backend.deepspeed.host_adam import SlabStep, torch_rounds_alike
-from zerotune.backend.deepspeed.pending_step import Piece, StreamUpload, Upload
 from zerotune.backend.ops.build import build_op
-from zerotune.backend.ops.host_step import load_host_step
 from zerotune.backend.proof import (
     COMMAND,
     VARIABLE,
@@ -38,6 +35,9 @@ from zerotune.backend.proof import (
     Proof,
     describe_error,
 )
+from zerotune.backend.step.adams import SlabStep, torch_rounds_alike
+from zerotune.backend.step.kernel import load_host_step
+from zerotune.backend.step.pending import Piece, StreamUpload, Upload
 from zerotune.backend.streams import Recorder
 from zerotune.backend.upstream import require_accelerate, require_deepspeed
 from zerotune.diffusion.activations import ActivationOffload, StreamTransfers

@@ -24,7 +24,7 @@ from zerotune.checkpoint import (
     step_folder,
 )
 from zerotune.checkpoint.collective import together
-from zerotune.checkpoint.folders import find_checkpoint
+from zerotune.checkpoint.folders import find_checkpoint, remove_leftovers
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data import derive_seed
 from zerotune.errors import UNSET, CheckpointCorruptError, InvalidValueError
@@ -47,7 +47,8 @@ class SaveEvery(Callback):
     """Saves ``root/step-…`` every few steps or minutes, and when a run ends, early or not.
 
     While ``fit`` runs, no other process may do so in ``root``: a job that is started twice is told
-    before its first step (see ``RootHold``).
+    before its first step (see ``RootHold``). What saves of killed runs left there is removed then,
+    and checkpoints beyond ``keep`` are when ``fit`` ends, also without a save.
 
     Args:
         steps: Optimizer steps between two checkpoints.
@@ -91,6 +92,7 @@ class SaveEvery(Callback):
         def take() -> tuple[Decision, ...]:
             if trainer.is_main:
                 self._hold = RootHold(self._root)
+                remove_leftovers(self._root)
             return () if self._hold is None else self._hold.decisions
 
         found = together(trainer.engine.group, f"take {self._root} for checkpoints", take)[0]
@@ -111,13 +113,17 @@ class SaveEvery(Callback):
 
     def on_stop(self, trainer: RunView, reason: str) -> None:  # noqa: ARG002
         """Save what was reached since the latest checkpoint."""
-        if not is_saved(trainer, self._root):
+        if is_saved(trainer, self._root):
+            self._prune(trainer)
+        else:
             self._save(trainer)
 
     def on_finish(self, trainer: RunView) -> None:
-        """Save the last steps, unless there were none."""
+        """Save the last steps; where there were none, remove what a killed run kept too many."""
         if self._moved and not is_saved(trainer, self._root):
             self._save(trainer)
+        else:
+            self._prune(trainer)
 
     def _save(self, trainer: RunView) -> None:
         self._confirm(trainer)

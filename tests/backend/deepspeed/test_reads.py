@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.backend.test_host_step import begin, digest
+from tests.backend.step.test_host_step import begin, digest
 from tests.support.models import HostileNet, tiny_unet
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, unet_loss

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend.test_hidden_step import Web, begin, loss_of
+from tests.backend.step.test_hidden_step import Web, begin, loss_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deepspeed

@@ -25,18 +25,9 @@ from zerotune.backend.deepspeed.fixes import (
     replay_adam_steps,
     undo_dummy_step,
 )
-from zerotune.backend.deepspeed.given_back import (
-    GivenBack,
-    check_not_gone,
-    end_threads,
-    remove_hooks,
-)
+from zerotune.backend.deepspeed.given_back import GivenBack, end_threads, remove_hooks
 from zerotune.backend.deepspeed.host_step import HostStep, take_over_step
-from zerotune.backend.deepspeed.layouts import (
-    inner_optimizer,
-    layout_of_deepspeed,
-    require_trainable,
-)
+from zerotune.backend.deepspeed.layouts import inner_optimizer, layout_of_deepspeed, note_edits
 from zerotune.backend.deepspeed.leaf_modules import (
     called_twice,
     doubtful_leaf_modules,
@@ -56,11 +47,18 @@ from zerotune.backend.deepspeed.start import (
 from zerotune.backend.deepspeed.verify import compare
 from zerotune.backend.dtypes import check_model_dtype, check_quantized
 from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.layouts import require_trainable
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers import ShardAware
 from zerotune.backend.optimizers.client import chosen_optimizer
 from zerotune.backend.proof import prove_offload
-from zerotune.backend.running import RunningEngine, StartedEngine, gradient_norm, naming_the_lost
+from zerotune.backend.running import (
+    RunningEngine,
+    StartedEngine,
+    check_not_gone,
+    gradient_norm,
+    naming_the_lost,
+)
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
@@ -82,6 +80,8 @@ class ZeROEngine(RunningEngine):
     _expected_groups: tuple[RunningGroup, ...]
     _host_step: HostStep | None = None
     """What takes the optimizer's steps in place of DeepSpeed, if anything does."""
+    _broken_by: str | None = None
+    """What ended a backward pass from which DeepSpeed does not recover."""
     _unfinished = False
     """Whether there are gradients of a micro batch that was never closed by ``step``."""
 
@@ -98,6 +98,7 @@ class ZeROEngine(RunningEngine):
             VerificationError: What runs is not what the plan says; names every difference.
         """
         layout = layout_of_deepspeed(self._engine, rank=self._group.rank)
+        note_edits(self._engine.optimizer, layout)
         self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
         inner = inner_optimizer(self._engine)
         if isinstance(inner, ShardAware):
@@ -164,25 +165,45 @@ class ZeROEngine(RunningEngine):
     @naming_the_lost
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass; at stage 3, weights are gathered layer by layer."""
+        if torch.is_grad_enabled():
+            self._check_goes_on()
+            self._check_trained()
         return self._engine(*args, **kwargs)
 
     @naming_the_lost
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a scalar loss; DeepSpeed divides by the accumulation steps."""
+        self._check_goes_on()
         self._unfinished = True
         self._master_weights.settle()
         try:
             self._engine.backward(loss)
-        except AssertionError as error:
-            told = called_twice(self._engine)
-            if told is None:
-                raise
-            raise told from error
-        except RuntimeError as error:
-            strided = self._strided()
-            if strided is None:
-                raise
-            raise strided from error
+        except BaseException as error:
+            self._broken_by = type(error).__name__ if self._plan.stage >= 2 else None
+            if (clear := self._clearer(error)) is not None:
+                raise clear from error
+            raise
+
+    def _clearer(self, error: BaseException) -> EngineError | None:
+        """An error that says what DeepSpeed's means, where that is known."""
+        if isinstance(error, AssertionError):
+            return called_twice(self._engine)
+        return self._strided() if isinstance(error, RuntimeError) else None
+
+    def _check_goes_on(self) -> None:
+        """Can another pass begin?
+
+        Raises:
+            EngineError: A backward pass has not ended.
+        """
+        if self._broken_by is not None:
+            raise EngineError(
+                f"the last backward pass ended in {self._broken_by}, and DeepSpeed keeps the "
+                "gradients that it had begun to reduce",
+                key="engine.backward",
+                fix="resume from the last checkpoint with a new engine; an error in the forward "
+                "pass would have left nothing behind",
+            )
 
     def _strided(self) -> EngineError | None:
         """Weights in a memory order of which DeepSpeed cannot take flat gradients."""
@@ -230,7 +251,12 @@ class ZeROEngine(RunningEngine):
         )
 
     def discard(self) -> None:
-        """Drop the accumulation window under way; it counts as a skipped step."""
+        """Drop the accumulation window under way; it counts as a skipped step.
+
+        Raises:
+            EngineError: A backward pass has not ended.
+        """
+        self._check_goes_on()
         self._master_weights.settle()
         discard_gradients(self._engine)
         self._unfinished = False

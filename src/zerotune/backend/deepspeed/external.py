@@ -10,22 +10,18 @@ from typing import Any, Final, Protocol
 import attrs
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from zerotune.backend.checks import check_alike, expected_groups
 from zerotune.backend.deepspeed.engine import ZeROEngine
 from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
 from zerotune.backend.deepspeed.host_step import take_over_step
-from zerotune.backend.deepspeed.layouts import (
-    ParameterLayout,
-    full_shape,
-    inner_optimizer,
-    layout_of_deepspeed,
-    trainable_parameters,
-)
+from zerotune.backend.deepspeed.layouts import inner_optimizer, layout_of_deepspeed
 from zerotune.backend.deepspeed.leaf_modules import reduce_by_parameter
 from zerotune.backend.deepspeed.start import check_plan, check_world
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
+from zerotune.backend.layouts import ParameterLayout, full_shape, trainable_parameters
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
@@ -37,8 +33,13 @@ from zerotune.backend.proof import prove_offload
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError
+from zerotune.optimizers.curves import lr_at
 from zerotune.plan.api import ResolvedPlan
 
+_SAMPLED: Final = (*range(20), *(round(20 * 1.1**power) for power in range(1, 90)))
+"""Optimizer steps at which schedules are compared, to about 96,000."""
+_SAME_RATE: Final = 0.01
+"""Share of the highest rate by which two schedules may differ."""
 _PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 """accelerate's names."""
 
@@ -143,7 +144,7 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     """
     accelerate = require_accelerate()
     arguments = {
-        "deepspeed_plugin": accelerate.DeepSpeedPlugin(hf_ds_config=plan.to_deepspeed()),
+        "deepspeed_plugin": _plugin_class()(hf_ds_config=plan.to_deepspeed()),
         "mixed_precision": _PRECISIONS[plan.precision],
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
@@ -151,6 +152,30 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
         gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
         arguments["kwargs_handlers"] = [gloo]
     return arguments
+
+
+def _plugin_class() -> Any:
+    class WholeModelsPlugin(require_accelerate().DeepSpeedPlugin):  # type: ignore[misc]
+        def set_deepspeed_weakref(self) -> None:
+            """Register no configuration with transformers, which partitions all it loads then."""
+            self.dschf = None
+
+    return WholeModelsPlugin
+
+
+def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
+    """That models which a script loads beside the trained one are not partitioned."""
+    if plan.stage != 3:
+        return ()
+    return (
+        Decision(
+            key="transformers.from_pretrained",
+            before="partitioned",
+            after="whole",
+            reason="a frozen text encoder in pieces cannot run; DeepSpeed partitions what is "
+            "trained when accelerate prepares it",
+        ),
+    )
 
 
 def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
@@ -223,11 +248,12 @@ def embedded_accelerator(embedding: Embedding, given: Mapping[str, Any]) -> Any:
     arguments = accelerator_arguments(embedding.plan)
     handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
     embedding.decide(
+        *loads_whole(embedding.plan),
         *(
             _replaced(f"Accelerator.{name}", given[name], value)
             for name, value in arguments.items()
             if name in given and given[name] != value
-        )
+        ),
     )
     accelerator = _accelerator_class()(**{**given, **arguments, "kwargs_handlers": handlers})
     accelerator.embedding = embedding
@@ -250,7 +276,8 @@ def _accelerator_class() -> Any:
             if not models:
                 return super().prepare(*objects, **options)
             _check_one(models)
-            prepared = super().prepare(*_planned(self.embedding, models[0], objects), **options)
+            planned = _planned(self, models[0], objects)
+            prepared = super().prepare(*planned, **options)
             together = prepared if isinstance(prepared, tuple) else (prepared,)
             self.embedding.attach(together[[each is models[0] for each in objects].index(True)])
             return prepared
@@ -297,8 +324,9 @@ def _check_one(models: list[torch.nn.Module]) -> None:
         )
 
 
-def _planned(embedding: Embedding, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:
+def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:
     """What the script prepares, with the plan's optimizer and schedule in its own one's place."""
+    embedding: Embedding = accelerator.embedding
     planned = list(objects)
     for index, each in enumerate(objects):
         if isinstance(each, torch.optim.Optimizer):
@@ -307,13 +335,41 @@ def _planned(embedding: Embedding, model: torch.nn.Module, objects: tuple[Any, .
             before = f"{type(each).__name__}(lr={each.defaults.get('lr')})"
             after = f"{choice.name}(lr={choice.lr})"
             embedding.decide(_replaced("accelerator.prepare.optimizer", before, after))
-        elif isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-            settled = embedding.plan.scheduler
+        elif isinstance(each, LRScheduler):
             planned[index] = embedding.schedule()
-            after = "a constant rate" if settled is None else settled.name
-            before = type(each).__name__
-            embedding.decide(_replaced("accelerator.prepare.lr_scheduler", before, after))
+            # accelerate steps a schedule once for each process that shares the data.
+            each_step = 1 if accelerator.split_batches else embedding.plan.world_size
+            embedding.decide(_rescheduled(embedding.plan, each, each_step=each_step))
     return planned
+
+
+def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> Decision:
+    """The plan's schedule in the script's place, compared with it where it can be read.
+
+    Args:
+        plan: A resolved plan with its optimizer chosen.
+        given: The script's.
+        each_step: How often the script's is stepped for each optimizer step.
+    """
+    name = "a constant rate" if plan.scheduler is None else plan.scheduler.name
+    decision = _replaced("accelerator.prepare.lr_scheduler", type(given).__name__, name)
+    if not isinstance(given, LambdaLR):
+        reason = f"{decision.reason}; the rates of the script's cannot be read and compared"
+        return attrs.evolve(decision, reason=reason)
+    base = chosen_optimizer(plan).lr
+    ours = [lr_at(plan.scheduler, step, base) for step in _SAMPLED]
+    first, curve = float(given.base_lrs[0]), given.lr_lambdas[0]
+    theirs = [first * float(curve(step * each_step)) for step in _SAMPLED]
+    worst = max(range(len(_SAMPLED)), key=lambda at: abs(ours[at] - theirs[at]))
+    if abs(ours[worst] - theirs[worst]) <= _SAME_RATE * max(ours):
+        return decision
+    return attrs.evolve(
+        decision,
+        reason=f"{decision.reason}, and they differ: at optimizer step {_SAMPLED[worst]} the "
+        f"script's rate is {theirs[worst]:.3g} and the plan's {ours[worst]:.3g}; where the script "
+        "multiplies its warm-up or total steps, give the plan the products",
+        severity="warning",
+    )
 
 
 def _not_called(what: str) -> Decision:
@@ -416,9 +472,11 @@ class AttachedEngine(ZeROEngine):
             *stepping,
         )
         self._verify(builder="the trainer")
-        self._trained = frozenset(id(parameter) for _, parameter in named)
+        self._trained = frozenset(id(p) for p in self._module.parameters() if p.requires_grad)
         checked = inner_optimizer(engine).register_step_pre_hook(self._before_optimizer)
         self.resources.callback(checked.remove)
+        if plan.stage == 3:
+            _refuse_empty_tensors(engine)
         announce(self._decisions, rank=self._group.rank)
 
     def _before_optimizer(self, *_: Any) -> None:
@@ -478,3 +536,34 @@ def _install_schedule(engine: Any, plan: ResolvedPlan) -> tuple[Decision, ...]:
             "engine, which steps it once per optimizer step",
         ),
     )
+
+
+def _refuse_empty_tensors(engine: Any) -> None:
+    """Have ``state_dict`` of a partitioned model raise, but for DeepSpeed's own checkpoints.
+
+    A script saves what comes from there: ``save_pretrained``, ``torch.save``, PEFT's adapters.
+    """
+    of_deepspeed, saving = engine.module_state_dict, False
+
+    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
+        nonlocal saving
+        saving = True
+        try:
+            return of_deepspeed(*args, **kwargs)
+        finally:
+            saving = False
+
+    def check(module: torch.nn.Module, _state: Any, _prefix: str, _metadata: Any) -> None:
+        parameters = list(module.parameters())
+        empty = sum(p.numel() == 0 and 0 not in full_shape(p) for p in parameters)
+        if empty and not saving:
+            raise EngineError(
+                f"ZeRO-3 holds {empty} of {len(parameters)} parameters in pieces, and a state_dict "
+                "or a save_pretrained of the model would have empty tensors in their place",
+                key="model.state_dict",
+                fix="call zerotune.export_model(path, engine=run.engine) on every rank, or "
+                "export_pipeline or export_adapters",
+            )
+
+    engine.module_state_dict = module_state_dict
+    engine.module.register_state_dict_post_hook(check)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from zerotune._util.text import format_size
-from zerotune.errors import EngineError
+from zerotune.backend.running import GONE, gone
 from zerotune.platform import detect_platform
 
 _OF_PARAMETERS: Final = frozenset(
@@ -51,7 +50,6 @@ _OF_MODULES: Final = frozenset(
 """What stage 3 of DeepSpeed 0.19.8 adds, beside names that begin with ``ds_``."""
 _SHARE: Final = 0.9
 """Of the free host memory, what weights from NVMe may take."""
-_GONE: Final = "_zerotune_gone"
 
 
 class ReplacedLinear:
@@ -61,19 +59,18 @@ class ReplacedLinear:
         self._users = 0
         self._before: Any = None
 
-    @contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Within the block DeepSpeed may replace it; the last to leave one puts it back."""
+    def lend(self) -> None:
+        """DeepSpeed may replace it, until ``put_back`` was called as often."""
         if self._users == 0:
             self._before = functional.linear
         self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            # What somebody else has put there since is not DeepSpeed's.
-            if self._users == 0 and functional.linear.__module__.startswith("deepspeed."):
-                functional.linear = self._before
+
+    def put_back(self) -> None:
+        """Nobody needs DeepSpeed's any more, when the last calls it."""
+        self._users -= 1
+        # What somebody else has put there since is not DeepSpeed's.
+        if self._users == 0 and functional.linear.__module__.startswith("deepspeed."):
+            functional.linear = self._before
 
 
 linear: Final = ReplacedLinear()
@@ -141,18 +138,6 @@ def end_threads(engine: Any) -> None:
             swapper.aio_read_handle = swapper.aio_write_handle = None
 
 
-def check_not_gone(module: torch.nn.Module) -> None:
-    """Whether a module still has its weights.
-
-    Raises:
-        EngineError: Its engine was closed and could not give them back.
-    """
-    for each in module.modules():
-        reason = vars(each).get(_GONE)
-        if reason is not None:
-            raise _gone(each, reason)
-
-
 def _too_large(module: torch.nn.Module) -> str | None:
     """Why weights that lie on NVMe cannot be brought into host memory; ``None``: they can."""
     swapped = sum(
@@ -198,18 +183,8 @@ def _strip(owner: torch.nn.Module | torch.nn.Parameter, names: frozenset[str]) -
 
 def _refuse(module: torch.nn.Module, reason: str) -> None:
     def refuse(asked: torch.nn.Module, *_: Any) -> None:
-        raise _gone(asked, reason)
+        raise gone(asked, reason)
 
-    vars(module)[_GONE] = reason
+    vars(module)[GONE] = reason
     module.register_forward_pre_hook(refuse, prepend=True)
     module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-
-
-def _gone(module: torch.nn.Module, reason: str) -> EngineError:
-    return EngineError(
-        f"the engine that trained it at stage 3 is closed, and {reason}",
-        key="model",
-        value=type(module).__name__,
-        fix="save or export before closing (trainer.export(PATH), trainer.save(PATH)), and load "
-        "from there",
-    )

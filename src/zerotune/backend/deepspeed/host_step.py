@@ -23,17 +23,29 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import override
 
-from zerotune.backend.deepspeed.host_adam import (
+from zerotune.backend.deepspeed.layouts import layout_of_deepspeed
+from zerotune.backend.deepspeed.reads import read_at_once
+from zerotune.backend.deepspeed.sources import PARTITIONED_STEP, SHARDED_STEP, Replaced
+from zerotune.backend.distributed import ProcessGroup
+from zerotune.backend.layouts import UNDER_WAY
+from zerotune.backend.master_weights import MasterLayout
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+from zerotune.backend.step.adams import (
     HostAdam,
     HostBF16Adam,
     SlabStep,
     Stepper,
     torch_rounds_alike,
 )
-from zerotune.backend.deepspeed.layouts import UNDER_WAY, layout_of_deepspeed
-from zerotune.backend.deepspeed.pending_step import (
+from zerotune.backend.step.deferred import (
     KEY,
     DeferredSteps,
+    choose_when,
+    op_or_reason,
+    shares_cores,
+)
+from zerotune.backend.step.kernel import HostStepOp
+from zerotune.backend.step.pending import (
     Exchange,
     Part,
     PendingStep,
@@ -41,17 +53,8 @@ from zerotune.backend.deepspeed.pending_step import (
     SharedStep,
     Span,
     Upload,
-    choose_when,
     divide_alike,
-    op_or_reason,
-    shares_cores,
 )
-from zerotune.backend.deepspeed.reads import read_at_once
-from zerotune.backend.deepspeed.sources import PARTITIONED_STEP, SHARDED_STEP, Replaced
-from zerotune.backend.distributed import ProcessGroup
-from zerotune.backend.master_weights import MasterLayout
-from zerotune.backend.ops.host_step import HostStepOp
-from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.decisions import Decision
 from zerotune.plan.api import ResolvedPlan
 

@@ -5,6 +5,7 @@ What is relied on is named in ``zerotune.backend.upstream.RELIED_ON`` too, and c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,143 +14,23 @@ from typing import Any, Final, cast
 import torch
 from typing_extensions import override
 
-from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout, Slab
+from zerotune.backend.layouts import (
+    ParameterLayout,
+    ResidentLayout,
+    SteppedLayout,
+    check_master,
+    full_shape,
+    trainable_parameters,
+    whole,
+)
+from zerotune.backend.master_weights import FragmentAddress, MasterLayout, Slab
 from zerotune.backend.states import OptimizerStates
-from zerotune.errors import EngineError, UnsupportedEngineError
-
-Named = list[tuple[str, torch.nn.Parameter]]
-
-
-def trainable_parameters(module: torch.nn.Module) -> Named:
-    """Names and parameters that require a gradient; a tied parameter counts once."""
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-
-
-def require_trainable(module: torch.nn.Module) -> Named:
-    """The trainable parameters of a model that an engine takes.
-
-    Raises:
-        EngineError: There are none.
-    """
-    named = trainable_parameters(module)
-    if not named:
-        raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
-    return named
-
-
-def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """Shape before ZeRO-3 partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+from zerotune.errors import UnsupportedEngineError
 
 
 def inner_optimizer(engine: Any) -> Any:
     """The optimizer that a ``deepspeed.DeepSpeedEngine`` steps, out of its ZeRO wrapper."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
-
-
-class ResidentLayout(MasterLayout):
-    """Slabs that always lie in memory: all engines but ZeRO-3 with NVMe."""
-
-    def __init__(
-        self,
-        *,
-        optimizer: torch.optim.Optimizer | None,
-        slabs: list[torch.Tensor],
-        addresses: tuple[FragmentAddress, ...],
-        order: tuple[tuple[str, tuple[int, ...]], ...],
-    ) -> None:
-        super().__init__(addresses=addresses, order=order)
-        self._optimizer = optimizer
-        self._slabs = slabs
-        for address in addresses:
-            _check_master(slabs[address.slab], address.name)
-
-    @property
-    @override
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._optimizer
-
-    @property
-    @override
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return self._slabs
-
-    @override
-    @contextmanager
-    def reading(self, slab: int) -> Iterator[Slab]:
-        key = self._slabs[slab]
-        yield Slab(value=key.data, states=OptimizerStates(self._optimizer, key))
-
-    writing = reading
-
-    @override
-    def refresh(self) -> None:
-        """The parameters are the master weights."""
-
-
-UNDER_WAY: Final = "zerotune_step"
-"""Attribute of a ZeRO wrapper or an optimizer: what may leave a step under way, with ``settle`` and
-``follow``."""
-
-
-class _SteppedLayout(MasterLayout):
-    """Of a ZeRO wrapper, or an optimizer, whose steps may be under way when they return."""
-
-    _wrapper: Any
-
-    @override
-    def settle(self) -> None:
-        stepping = getattr(self._wrapper, UNDER_WAY, None)
-        if stepping is not None:
-            stepping.settle()
-
-    @override
-    def follow(self, followers: Sequence[Follower]) -> bool:
-        stepping = getattr(self._wrapper, UNDER_WAY, None)
-        return stepping is not None and bool(stepping.follow(followers))
-
-
-class ParameterLayout(_SteppedLayout, ResidentLayout):
-    """The parameters are the master weights: the plain engine, and stage 0 in fp32.
-
-    Without an optimizer: a module nobody trains through an engine.
-
-    Args:
-        module: The model.
-        optimizer: What steps the master weights.
-        masters: Where these are not the parameters themselves: one for each of them.
-    """
-
-    replicated = True
-
-    def __init__(
-        self,
-        *,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        masters: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        self._wrapper = optimizer
-        named = trainable_parameters(module)
-        self._pairs = list(zip(masters or (), (p for _, p in named), strict=masters is not None))
-        super().__init__(
-            optimizer=optimizer,
-            slabs=[parameter for _, parameter in named] if masters is None else list(masters),
-            addresses=tuple(
-                _whole(name, parameter, slab=index, offset=0)
-                for index, (name, parameter) in enumerate(named)
-            ),
-            order=tuple((name, tuple(parameter.shape)) for name, parameter in named),
-        )
-
-    @override
-    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
-        return self._pairs[address.slab][1].data.reshape(-1) if self._pairs else None
-
-    @override
-    def refresh(self) -> None:
-        for master, parameter in self._pairs:
-            parameter.data.copy_(master.data)
 
 
 class HalfPrecisionLayout(ResidentLayout):
@@ -170,7 +51,7 @@ class HalfPrecisionLayout(ResidentLayout):
                     slabs.append(wrapper.fp32_groups[index][position])
                     offset = 0
                 addresses.append(
-                    _whole(names[id(parameter)], parameter, slab=len(slabs) - 1, offset=offset)
+                    whole(names[id(parameter)], parameter, slab=len(slabs) - 1, offset=offset)
                 )
                 self._pairs.append((parameter, addresses[-1]))
                 offset += parameter.numel()
@@ -199,7 +80,7 @@ _WRITTEN_BEHIND: Final = "async_swap_out"
 """What DeepSpeed's pipelined swapper calls a sub-group that it is still writing."""
 
 
-class PartitionedLayout(_SteppedLayout, ResidentLayout):
+class PartitionedLayout(SteppedLayout, ResidentLayout):
     """Stages 1 and 2: each rank owns a contiguous part of every flat group."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any) -> None:
@@ -245,7 +126,7 @@ class PartitionedLayout(_SteppedLayout, ResidentLayout):
         self._wrapper.update_lp_params()
 
 
-class ShardedLayout(_SteppedLayout):
+class ShardedLayout(SteppedLayout):
     """Stage 3: every parameter is split over all ranks; sub-groups may lie on NVMe."""
 
     def __init__(self, *, module: torch.nn.Module, wrapper: Any, rank: int) -> None:
@@ -303,6 +184,12 @@ class ShardedLayout(_SteppedLayout):
         return cast(Sequence[torch.Tensor], self._wrapper.fp32_partitioned_groups_flat)
 
     @override
+    def states_at_rest(self, slab: int) -> OptimizerStates | None:
+        states = OptimizerStates(self._wrapper.optimizer, self.tensors[slab])
+        swapped = self._wrapper._swappable_optimizer_subgroup(slab)
+        return None if swapped and not states.described_on_nvme else states
+
+    @override
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         with self._resident(slab, leave=self._wrapper._release_swap_buffers) as resident:
@@ -335,7 +222,7 @@ class ShardedLayout(_SteppedLayout):
         if swapped:
             wrapper._optimizer_states_and_gradient_swap_in(slab)
         try:
-            _check_master(key, f"sub-group {slab}")
+            check_master(key, f"sub-group {slab}")
             yield Slab(value=key.data, states=OptimizerStates(wrapper.optimizer, key))
         finally:
             if swapped:
@@ -351,6 +238,32 @@ class ShardedLayout(_SteppedLayout):
         self._wrapper.empty_partition_cache()
         if persistent:
             persistent[0].all_gather(persistent)
+
+
+def note_edits(wrapper: Any, layout: MasterLayout) -> None:
+    """Have a layout know of master weights that are written through DeepSpeed itself.
+
+    ``safe_set_full_fp32_param`` and the like write them, and the model follows with the next step.
+
+    Args:
+        wrapper: DeepSpeed's optimizer, of any stage.
+        layout: Of its master weights.
+    """
+    setters = ("set_full_hp_param", "set_local_hp_param")
+    owners = [wrapper, *(p for group in getattr(wrapper, "bit16_groups", ()) for p in group)]
+    for owner in owners:
+        for name in setters:
+            if (setter := getattr(owner, name, None)) is not None:
+                setattr(owner, name, _noting(setter, layout))
+
+
+def _noting(setter: Any, layout: MasterLayout) -> Any:
+    @functools.wraps(setter)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        layout.edited = True
+        return setter(*args, **kwargs)
+
+    return call
 
 
 def layout_of_deepspeed(engine: Any, *, rank: int) -> MasterLayout:
@@ -379,31 +292,3 @@ def layout_of_deepspeed(engine: Any, *, rank: int) -> MasterLayout:
 
 def _names(module: torch.nn.Module) -> Mapping[int, str]:
     return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
-def _whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -> FragmentAddress:
-    return FragmentAddress(
-        name=name,
-        shape=tuple(parameter.shape),
-        start=0,
-        numel=parameter.numel(),
-        slab=slab,
-        offset=offset,
-    )
-
-
-def _check_master(tensor: torch.Tensor, name: str) -> None:
-    if tensor.dtype != torch.float32:
-        raise EngineError(
-            "master weights are fp32",
-            key=name,
-            value=str(tensor.dtype),
-            fix="load the model in float32; the plan's precision decides what the forward uses",
-        )
-    if not tensor.is_contiguous():
-        raise EngineError(
-            "a parameter with a strided layout cannot be viewed flat",
-            key=name,
-            value=tuple(tensor.stride()),
-            fix="call model.to(memory_format=torch.contiguous_format) before building the engine",
-        )

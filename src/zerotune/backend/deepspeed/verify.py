@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from zerotune.backend.checks import Checks, RunningGroup
-from zerotune.backend.deepspeed.layouts import full_shape, inner_optimizer
+from zerotune.backend.deepspeed.layouts import inner_optimizer
 from zerotune.backend.deepspeed.leaf_modules import leaf_modules, named_leaf_modules
+from zerotune.backend.layouts import full_shape
 from zerotune.backend.optimizers.client import scheduler_class
 from zerotune.plan.api import ResolvedPlan
 

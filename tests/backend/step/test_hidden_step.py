@@ -20,12 +20,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.backend.test_host_step import digest, weights_of
+from tests.backend.step.test_host_step import digest, weights_of
 from tests.support.ranks import RanksFailed, run_ranks
 from zerotune.backend import plain
 from zerotune.backend.build import build_engine
-from zerotune.backend.deepspeed import host_step, pending_step
-from zerotune.backend.deepspeed.host_adam import SlabStep
+from zerotune.backend.deepspeed import host_step
+from zerotune.backend.step import deferred, pending
+from zerotune.backend.step.adams import SlabStep
 
 pytestmark = pytest.mark.deepspeed
 
@@ -121,17 +122,17 @@ def loss_of(engine: Any, step: int) -> torch.Tensor:
 def in_small_parts() -> Iterator[Counter[str]]:
     """Parts of a few elements; counts who takes them."""
     taken: Counter[str] = Counter()
-    original = pending_step.PendingStep._take
+    original = pending.PendingStep._take
 
     def take(self: Any, index: int) -> None:
         taken[threading.current_thread().name.split("_")[0]] += 1
         original(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending_step, "_LEAST", 96)
-        patch.setattr(pending_step, "_PARTS", 10**9)
-        patch.setattr(pending_step, "_SHARED_PARTS", 10**9)
-        patch.setattr(pending_step.PendingStep, "_take", take)
+        patch.setattr(pending, "_LEAST", 96)
+        patch.setattr(pending, "_PARTS", 10**9)
+        patch.setattr(pending, "_SHARED_PARTS", 10**9)
+        patch.setattr(pending.PendingStep, "_take", take)
         yield taken
 
 
@@ -161,7 +162,7 @@ def delayed(seed: int, model: torch.nn.Module) -> Iterator[None]:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlabStep, "run", slow(SlabStep.run))
-        patch.setattr(pending_step.Upload, "send", slow(pending_step.Upload.send))
+        patch.setattr(pending.Upload, "send", slow(pending.Upload.send))
         patch.setattr(host_step.HostStep, "_is_here", lambda *_: False)
         yield
     for handle in handles:
@@ -452,7 +453,7 @@ def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
 
     def note(step: Any, *arguments: Any) -> None:
         name = threading.current_thread().name.split("_")[0]
-        seen.add((name, step.op.threads, torch.get_num_threads()))
+        seen.add((name, engine._host_step.op.threads, torch.get_num_threads()))
         run(step, *arguments)
 
     with in_small_parts(), pytest.MonkeyPatch.context() as patch:
@@ -462,7 +463,7 @@ def spared(threads: int) -> tuple[set[tuple[str, int, int]], list[Any]]:
             engine.step()
             engine.deepspeed_engine.optimizer.zerotune_step._thread.submit(int).result()
     said = [
-        (d.before, d.after, d.reason) for d in engine.decisions if d.key == pending_step.THREADS_KEY
+        (d.before, d.after, d.reason) for d in engine.decisions if d.key == deferred.THREADS_KEY
     ]
     engine.close()
     return seen, said

@@ -226,13 +226,13 @@ def without_compiler(case: Case) -> list[tuple[str, str]]:
     from tests.support.models import tiny_unet
 
     with pytest.MonkeyPatch.context() as patch:
-        from zerotune.backend.deepspeed import pending_step
+        from zerotune.backend.step import deferred
         from zerotune.errors import PlatformError
 
         def refuse() -> None:
             raise PlatformError("there is no C++ compiler")
 
-        patch.setattr(pending_step, "load_host_step", refuse)
+        patch.setattr(deferred, "load_host_step", refuse)
         engine = start(case, tiny_unet())
     found = [(d.after, d.reason) for d in engine.decisions if d.key == "optimizer.step"]
     engine.backward(unet_loss(engine, 0))

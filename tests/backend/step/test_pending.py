@@ -16,14 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune.backend.deepspeed.pending_step import (
-    DeferredSteps,
-    PendingStep,
-    ThreadedStep,
-    Upload,
-    divide,
-)
 from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.step.deferred import DeferredSteps
+from zerotune.backend.step.pending import PendingStep, ThreadedStep, Upload, divide
 from zerotune.errors import EngineError
 
 

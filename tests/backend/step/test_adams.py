@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.ranks import run_ranks
-from zerotune.backend.ops import host_step
+from zerotune.backend.step import kernel
 
 pytestmark = pytest.mark.deepspeed
 
@@ -31,8 +31,8 @@ def deviations() -> list[str]:
 
 def stepped(decoupled: bool, decay: float, dtype: torch.dtype, size: int) -> list[Any]:
     """Name, result of the pass and result of the chain, after some steps of both."""
-    from zerotune.backend.deepspeed.host_adam import HostAdam
-    from zerotune.backend.ops.host_step import Average, load_host_step
+    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.kernel import Average, load_host_step
 
     op = load_host_step()
     generator = torch.Generator().manual_seed(size)
@@ -84,8 +84,8 @@ def cpu_adam(weights: torch.Tensor, decoupled: bool, decay: float) -> Any:
 
 def powers(first: int) -> list[float]:
     """Weights of one element, whose steps follow a counter that begins anew at ``first``."""
-    from zerotune.backend.deepspeed.host_adam import HostAdam
-    from zerotune.backend.ops.host_step import load_host_step
+    from zerotune.backend.step.adams import HostAdam
+    from zerotune.backend.step.kernel import load_host_step
 
     adam = cpu_adam(torch.ones(16), True, 0.0)
     host = HostAdam(op=load_host_step(), adam=adam)
@@ -110,7 +110,7 @@ def powers(first: int) -> list[float]:
 
 def norms() -> list[tuple[float, float]]:
     """Sums of squares of the op and of torch in fp64."""
-    from zerotune.backend.ops.host_step import load_host_step
+    from zerotune.backend.step.kernel import load_host_step
 
     op, found = load_host_step(), []
     for dtype, size in itertools.product((torch.float32, torch.bfloat16, torch.float16), SIZES):
@@ -122,7 +122,7 @@ def norms() -> list[tuple[float, float]]:
 
 
 def not_finite() -> list[float]:
-    from zerotune.backend.ops.host_step import load_host_step
+    from zerotune.backend.step.kernel import load_host_step
 
     op, found = load_host_step(), []
     for value in (float("inf"), float("-inf"), float("nan"), 3e38):
@@ -163,9 +163,9 @@ def test_a_sum_is_finite_if_and_only_if_all_elements_are():
 
 def bf16_stepped(sizes: tuple[int, ...], dtype: torch.dtype, decay: float) -> list[str]:
     """What differs between AdamWBF16States and the pass, in parts and in any order, after steps."""
-    from zerotune.backend.deepspeed.host_adam import HostBF16Adam, torch_rounds_alike
-    from zerotune.backend.ops.host_step import Average, load_host_step
     from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
+    from zerotune.backend.step.adams import HostBF16Adam, torch_rounds_alike
+    from zerotune.backend.step.kernel import Average, load_host_step
 
     op = load_host_step()
     if not torch_rounds_alike(op):
@@ -231,9 +231,9 @@ def test_the_source_is_one_file_wherever_it_was_installed(tmp_path, monkeypatch)
         source = tmp_path / place / "host_step.cpp"
         source.parent.mkdir()
         source.write_text("int one();")
-        monkeypatch.setattr(host_step, "_SOURCE", source)
-        path = host_step._source_in(folder)
+        monkeypatch.setattr(kernel, "_SOURCE", source)
+        path = kernel._source_in(folder)
         found.append((path, path.stat().st_mtime_ns))
     assert found[0] == found[1], "ninja would build again"
     source.write_text("int two();")
-    assert host_step._source_in(folder).read_text() == "int two();"
+    assert kernel._source_in(folder).read_text() == "int two();"

@@ -1,0 +1,1 @@
+"""The optimizer's step in host memory: one pass, taken at once or later; knows no engine."""

@@ -1,0 +1,420 @@
+"""One step of an Adam in host memory, whoever wrote it, each slab in one pass over memory.
+
+``Stepper.begin`` counts a step and settles its numbers. The ``SlabStep`` it returns updates nothing
+until it is run, in any pieces and from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+from torch.optim.adam import adam as torch_adam
+from torch.optim.adamw import adamw as torch_adamw
+from typing_extensions import override
+
+from zerotune.backend.optimizers.adamw_bf16_states import Noise, update_chunk
+from zerotune.backend.step.kernel import AdamNumbers, Average, HostStepOp, TorchAdamNumbers
+
+_VECTOR: Final = 16
+"""Elements of the widest vectors; what is left over, DeepSpeed and torch update one by one."""
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+TORCH_ADAMS: Final = (torch.optim.Adam, torch.optim.AdamW)
+
+Vectors = Callable[[slice, Sequence[Average]], None]
+Tail = Callable[[slice], None]
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SlabStep:
+    """One step of one slab, begun but not yet taken: any part of it may be run at any time.
+
+    All tensors are flat and equally long.
+    """
+
+    weight: torch.Tensor
+    out: torch.Tensor | None
+    """Where the weights go in their own dtype."""
+    vectors: Vectors
+    """Updates, averages and casts elements of which there are whole vectors."""
+    tail: Tail
+    """Updates the last elements, whose fmas the compiler of the other op chose."""
+
+    def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
+        """Update elements ``start`` to ``stop``, each exactly once a step.
+
+        Args:
+            start: First element.
+            stop: One past the last.
+            averages: Shadows of exactly these elements.
+        """
+        middle = max(start, min(stop, self.weight.numel() // _VECTOR * _VECTOR))
+        if start < middle:
+            self.vectors(slice(start, middle), averages)
+        if middle < stop:
+            last = slice(middle, stop)
+            self.tail(last)
+            for average in averages:
+                average.shadow[middle - start :].lerp_(self.weight[last], average.weight)
+            if self.out is not None:
+                self.out[last].copy_(self.weight[last])
+
+
+def no_step(slab: torch.Tensor) -> SlabStep:
+    """Of a slab without a gradient, which torch leaves as it is; averages still follow it."""
+    weight = slab.data.view(-1)
+
+    def follow(part: slice, averages: Sequence[Average]) -> None:
+        for average in averages:
+            average.shadow[: part.stop - part.start].lerp_(weight[part], average.weight)
+
+    return SlabStep(weight=weight, out=None, vectors=follow, tail=lambda _part: None)
+
+
+class Stepper(ABC):
+    """Begins the steps of an optimizer in host memory, whose groups and states stay its own.
+
+    Args:
+        op: The compiled functions.
+        adam: The optimizer.
+    """
+
+    _state_dtype: torch.dtype = torch.float32
+
+    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
+        self._op = op
+        self._adam = adam
+
+    def rewind(self, numels: Sequence[int]) -> None:  # noqa: B027 - most know nothing of others
+        """Before the first slab of a ``step``; ``numels`` are the sizes of all it takes."""
+
+    def replay(self, steps: int) -> None:  # noqa: B027 - most count in each tensor's own state
+        """Go through the steps that were taken before, as another process did."""
+
+    def begin(
+        self,
+        slab: torch.Tensor,
+        *,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+        factor: float,
+        out: torch.Tensor | None,
+    ) -> SlabStep:
+        """Count a step of a slab and settle its numbers; nothing is updated yet.
+
+        Args:
+            slab: fp32, flat; a key of the optimizer's states.
+            gradient: Its gradient, of any dtype the op knows.
+            group: Its group.
+            factor: What its gradient is multiplied by.
+            out: As ``SlabStep.out``.
+        """
+        state = self._adam.state[slab]
+        for name in _MOMENTS:
+            if name not in state:
+                state[name] = torch.zeros_like(slab.data, dtype=self._state_dtype)
+        out = None if out is None else out.data.view(-1)
+        flat = {
+            "weight": slab.data.view(-1),
+            **{name: state[name].view(-1) for name in _MOMENTS},
+            "gradient": gradient.data.view(-1),
+            "out": out,
+        }
+        taken = self._count(state)
+        vectors, tail = self._update(slab, flat, group=dict(group), taken=taken, factor=factor)
+        return SlabStep(weight=flat["weight"], out=out, vectors=vectors, tail=tail)
+
+    def _count(self, state: dict[str, Any]) -> int:
+        """Count a step; those before it."""
+        taken = int(state.get("step", 0))
+        state["step"] = taken + 1
+        return taken
+
+    @abstractmethod
+    def _update(
+        self,
+        slab: torch.Tensor,
+        flat: Mapping[str, Any],
+        *,
+        group: Mapping[str, Any],
+        taken: int,
+        factor: float,
+    ) -> tuple[Vectors, Tail]:
+        """How this step of a slab's flat tensors goes."""
+
+
+def _at(flat: Mapping[str, Any], part: slice) -> dict[str, Any]:
+    return {name: None if tensor is None else tensor[part] for name, tensor in flat.items()}
+
+
+class HostBF16Adam(Stepper):
+    """Bit for bit what an AdamWBF16States does itself."""
+
+    _state_dtype = torch.bfloat16
+
+    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
+        super().__init__(op=op, adam=adam)
+        self._noise = Noise()
+
+    @override
+    def rewind(self, numels: Sequence[int]) -> None:
+        self._noise.rewind(max(numels, default=0))
+
+    @override
+    def _update(
+        self,
+        slab: torch.Tensor,
+        flat: Mapping[str, Any],
+        *,
+        group: Mapping[str, Any],
+        taken: int,
+        factor: float,
+    ) -> tuple[Vectors, Tail]:
+        numbers, noise = (
+            _torch_numbers(group, taken + 1, factor),
+            self._noise.take(slab, seed=taken),
+        )
+
+        def chunks(part: slice) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+            """The part, cut where its random bits are, with these."""
+            start = part.start
+            while start < part.stop:
+                stop = min(part.stop, (start // noise.size + 1) * noise.size)
+                yield slice(start, stop), [noise.of(moment, start, stop) for moment in range(2)]
+                start = stop
+
+        def vectors(part: slice, averages: Sequence[Average]) -> None:
+            for each, bits in chunks(part):
+                inside = slice(each.start - part.start, each.stop - part.start)
+                followers = [attrs.evolve(a, shadow=a.shadow[inside]) for a in averages]
+                self._op.adam_bf16(
+                    numbers=numbers, noise=(bits[0], bits[1]), averages=followers, **_at(flat, each)
+                )
+
+        def tail(part: slice) -> None:
+            for each, bits in chunks(part):
+                update_chunk(
+                    flat["weight"][each], flat["gradient"][each].float() * factor,
+                    [flat[name][each] for name in _MOMENTS], noise=bits, taken=taken, group=group,
+                    wide=[torch.empty(each.stop - each.start) for _ in range(2)],
+                )  # fmt: skip
+
+        return vectors, tail
+
+
+class HostTorchAdam(Stepper):
+    """Bit for bit what the fused ``torch.optim.Adam`` or ``AdamW`` does.
+
+    torch's loop over tensors takes a square root that is not rounded to the nearest number; its
+    fused step, which this equals, does.
+    """
+
+    @staticmethod
+    def obstacle(adam: torch.optim.Optimizer) -> str | None:
+        """Why this optimizer does more than such a step, if so."""
+        if type(adam) not in TORCH_ADAMS:
+            return f"{type(adam).__name__} is neither Adam nor AdamW"
+        names = ("amsgrad", "maximize", "capturable", "differentiable", "foreach")
+        found = [name for group in adam.param_groups for name in names if group.get(name)]
+        return f"{found[0]} was asked for" if found else None
+
+    @override
+    def _count(self, state: dict[str, Any]) -> int:
+        step = state.setdefault("step", torch.tensor(0.0))
+        taken = int(step)
+        step += 1
+        return taken
+
+    @override
+    def _update(
+        self,
+        slab: torch.Tensor,
+        flat: Mapping[str, Any],
+        *,
+        group: Mapping[str, Any],
+        taken: int,
+        factor: float,
+    ) -> tuple[Vectors, Tail]:
+        decoupled, (beta1, beta2) = isinstance(self._adam, torch.optim.AdamW), group["betas"]
+        numbers = _torch_numbers(group, taken + 1, factor, decoupled=decoupled)
+        update = torch_adamw if decoupled else torch_adam
+
+        def tail(part: slice) -> None:
+            update(
+                [flat["weight"][part]], [flat["gradient"][part].float() * factor],
+                [flat["exp_avg"][part]], [flat["exp_avg_sq"][part]], [],
+                [torch.full((), float(taken))],
+                fused=True, foreach=False, amsgrad=False, maximize=False,
+                lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )  # fmt: skip
+
+        return (
+            lambda part, averages: self._op.adam_torch(
+                numbers=numbers, averages=averages, **_at(flat, part)
+            ),
+            tail,
+        )
+
+
+class HostAdam(Stepper):
+    """Bit for bit what a DeepSpeedCPUAdam does to a gradient multiplied by ``factor``."""
+
+    def __init__(self, *, op: HostStepOp, adam: Any) -> None:
+        super().__init__(op=op, adam=adam)
+        self._powers = BetaPowers(*adam.defaults["betas"])
+        self._scalar = threading.Lock()
+
+    @override
+    def replay(self, steps: int) -> None:
+        betas = list(dict.fromkeys(tuple(group["betas"]) for group in self._adam.param_groups))
+        # Where groups differ, each change from one to the next begins anew.
+        for step in range(1 if len(betas) == 1 else steps, steps + 1):
+            for beta1, beta2 in betas:
+                self._powers.at(step, beta1, beta2)
+
+    @override
+    def _update(
+        self,
+        slab: torch.Tensor,
+        flat: Mapping[str, Any],
+        *,
+        group: Mapping[str, Any],
+        taken: int,
+        factor: float,
+    ) -> tuple[Vectors, Tail]:
+        adam, numbers = self._adam, self._numbers(group, taken + 1, factor)
+
+        def tail(part: slice) -> None:
+            gradient = flat["gradient"][part].float() * factor
+            # It counts steps in a place that all threads share.
+            with self._scalar:
+                adam.ds_opt_adam.adam_update(
+                    adam.opt_id, taken + 1, group["lr"], *group["betas"], group["eps"],
+                    group["weight_decay"], group["bias_correction"],
+                    flat["weight"][part], gradient, *(flat[name][part] for name in _MOMENTS),
+                )  # fmt: skip
+
+        return (
+            lambda part, averages: self._op.adam(
+                numbers=numbers, averages=averages, **_at(flat, part)
+            ),
+            tail,
+        )
+
+    def _numbers(self, group: Mapping[str, Any], step: int, factor: float) -> AdamNumbers:
+        """Rounded where the op rounds, so that not even the last bit differs."""
+        beta1, beta2 = (_fp32(beta) for beta in group["betas"])
+        lr, decay = _fp32(group["lr"]), _fp32(group["weight_decay"])
+        first = inverse_root = 1.0
+        powers = self._powers.at(step, *group["betas"])
+        if group["bias_correction"]:
+            first = _fp32(1.0 - powers[0])
+            inverse_root = _fp32(1.0 / _fp32(math.sqrt(_fp32(1.0 - powers[1]))))
+        decoupled = bool(self._adam.adam_w_mode)
+        return AdamNumbers(
+            factor=factor,
+            beta1=beta1,
+            beta2=beta2,
+            one_minus_beta1=_fp32(1.0 - beta1),
+            one_minus_beta2=_fp32(1.0 - beta2),
+            inverse_root=inverse_root,
+            eps=_fp32(group["eps"]),
+            step_size=_fp32(-lr / first),
+            decay=_fp32(-lr * decay) if decoupled else decay,
+            decays=0 if decay <= 0 else (1 if decoupled else 2),
+        )
+
+
+class BetaPowers:
+    """Powers of the betas as DeepSpeedCPUAdam's op keeps them: running products, each rounded.
+
+    A resumed run must ``at`` every step again that an uninterrupted one took.
+    """
+
+    def __init__(self, beta1: float, beta2: float) -> None:
+        self._betas = _fp32(beta1), _fp32(beta2)
+        self._step = 0
+        self._powers = 1.0, 1.0
+
+    def at(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
+        """Both betas to the power of ``step``, in fp32; the counter moves there."""
+        betas = _fp32(beta1), _fp32(beta2)
+        if betas == self._betas and step == self._step:
+            return self._powers
+        if betas == self._betas and step == self._step + 1:
+            first, second = self._powers
+            self._powers = _fp32(first * betas[0]), _fp32(second * betas[1])
+        else:
+            self._powers = _fp32(math.pow(betas[0], step)), _fp32(math.pow(betas[1], step))
+        self._betas, self._step = betas, step
+        return self._powers
+
+
+def _torch_numbers(
+    group: Mapping[str, Any], step: int, factor: float, *, decoupled: bool = True
+) -> TorchAdamNumbers:
+    (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+    return TorchAdamNumbers(
+        factor=factor,
+        decay=1.0 - lr * decay if decoupled else 1.0,
+        l2=0.0 if decoupled else decay,
+        first=1.0 - beta1,
+        beta2=beta2,
+        second=1.0 - beta2,
+        root=math.sqrt(1.0 - math.pow(beta2, step)),
+        eps=group["eps"],
+        step_size=-lr / (1.0 - math.pow(beta1, step)),
+    )
+
+
+# -- Does this build of torch round as the op does? Other compilers choose other fmas.
+
+
+def torch_rounds_alike(op: HostStepOp) -> bool:
+    """Whether an AdamWBF16States would."""
+    generator = torch.Generator().manual_seed(0)
+    numel, group = 64 * _VECTOR, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    group["weight_decay"] = 0.01
+    weight, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
+    moments = torch.rand(2, numel, generator=generator).bfloat16() * 1e-3
+    noise = torch.randint(0, 2**16, (2, numel), dtype=torch.int32, generator=generator)
+    theirs = [weight.clone(), *moments.clone()]
+    update_chunk(
+        theirs[0], gradient, theirs[1:], wide=torch.empty(2, numel).unbind(), noise=noise.unbind(),
+        taken=6, group=group,
+    )  # fmt: skip
+    op.adam_bf16(
+        weight=weight, exp_avg=moments[0], exp_avg_sq=moments[1], gradient=gradient,
+        noise=(noise[0], noise[1]), numbers=_torch_numbers(group, 7, 1.0),
+    )  # fmt: skip
+    return all(map(torch.equal, theirs, (weight, *moments)))
+
+
+def torch_rounds_alike_in_fp32(op: HostStepOp) -> bool:
+    """Whether the fused Adam and AdamW would."""
+    generator = torch.Generator().manual_seed(0)
+    for kind in TORCH_ADAMS:
+        start, *gradients = torch.randn(4, 64 * _VECTOR + 5, generator=generator).unbind()
+        theirs, mine = (torch.nn.Parameter(start.clone()) for _ in range(2))
+        fused = kind([theirs], lr=1e-3, weight_decay=0.01, fused=True)
+        stepped = kind([mine], lr=1e-3, weight_decay=0.01)
+        stepper, group = HostTorchAdam(op=op, adam=stepped), stepped.param_groups[0]
+        for gradient in gradients:
+            theirs.grad = gradient * 0.3
+            fused.step()
+            begun = stepper.begin(mine, gradient=gradient, group=group, factor=0.3, out=None)
+            begun.run(0, mine.numel())
+        if not torch.equal(theirs.data, mine.data):
+            return False
+    return True
+
+
+def _fp32(value: float) -> float:
+    return ctypes.c_float(value).value
