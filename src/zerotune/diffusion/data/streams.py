@@ -170,7 +170,9 @@ def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.T
     batch = {}
     for name in rows[0] if rows else ():
         tensors = [row[name] for row in rows]
-        if _ragged(name, rows[0]):
+        if name + _MASK in rows[0] or (
+            name.endswith(_MASK) and name.removesuffix(_MASK) in rows[0]
+        ):
             tensors = _padded(tensors)
         shapes = sorted({tuple(tensor.shape) for tensor in tensors})
         if len(shapes) > 1:
@@ -194,10 +196,6 @@ def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Ten
             length = int(marked.max()) + 1 if len(marked) else 1
             row |= {each: row[each][:length] for each in (name, name + _MASK)}
     return row
-
-
-def _ragged(name: str, names: Mapping[str, Any]) -> bool:
-    return name + _MASK in names or (name.endswith(_MASK) and name.removesuffix(_MASK) in names)
 
 
 def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
