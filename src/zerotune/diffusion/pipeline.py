@@ -132,7 +132,12 @@ class FrozenParts:
     @contextmanager
     def on(self, device: torch.device, names: Sequence[str]) -> Iterator[None]:
         """Some parts on a device; afterwards they are where they were."""
-        moved = [(self.modules[n], _device(self.modules[n])) for n in names if n in self.modules]
+        modules = self.modules
+        moved = [
+            (modules[name], next(modules[name].parameters()).device)
+            for name in names
+            if name in modules
+        ]
         for module, _ in moved:
             module.to(device)
         try:
@@ -351,7 +356,7 @@ class PipelineModel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the engine with the arguments a pipeline gives its model."""
         model: Any = self._model
-        names = _parameters_of(getattr(model, "module", model))
+        names = inspect.signature(getattr(model, "module", model).forward).parameters
         arguments = [
             value if name in _EXACT else _cast(value, model.dtype)
             for name, value in zip(names, args, strict=False)
@@ -367,15 +372,6 @@ class PipelineModel(torch.nn.Module):
         if name.startswith("_") or module is None:
             return super().__getattr__(name)
         return getattr(module, name)
-
-
-def _device(module: torch.nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
-def _parameters_of(module: Any) -> list[str]:
-    """Names of what the model's forward pass takes by place."""
-    return list(inspect.signature(module.forward).parameters)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

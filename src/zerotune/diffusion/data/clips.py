@@ -317,7 +317,10 @@ class ClipFolder:
             return ClipItem(name=name, size=size, frames=count, rate=clips[name].rate, **captions)
 
         self._items, self.broken, scanned = scan(
-            {name: stamp_of(_files_of(files)) for name, files in found.items()},
+            {
+                name: stamp_of((files,) if isinstance(files, Path) else files)
+                for name, files in found.items()
+            },
             look,
             item,
             index=index,
@@ -356,10 +359,6 @@ class ClipFolder:
     def content(self, index: int) -> str:
         """A hash of the file, or of all frames."""
         return self._clips[index].content()
-
-
-def _files_of(clip: Path | tuple[Path, ...]) -> tuple[Path, ...]:
-    return (clip,) if isinstance(clip, Path) else clip
 
 
 def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[BrokenImage]]:

@@ -189,7 +189,7 @@ class TextToImage(ABC):
         parts = self._needed("captions")
         self._bring(parts, device, list(parts.text_encoders))
         with torch.no_grad():
-            where = _device_of(parts.text_encoders)
+            where = next(next(iter(parts.text_encoders.values())).parameters()).device
             if not self.reads_references:
                 return self.embed(parts, list(captions), where)
             if references is None:
@@ -505,10 +505,6 @@ class _LastStep:
 
     def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
         self.latents = latents
-
-
-def _device_of(modules: Mapping[str, torch.nn.Module]) -> torch.device:
-    return next(next(iter(modules.values())).parameters()).device
 
 
 def _no_empty_text(dropout: float) -> DataError:
