@@ -349,7 +349,7 @@ class MasterWeights:
             if weights is not None:
                 start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
                 part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
-                master = _narrow(self._layout.tensors[address.slab], address)[part]
+                master = _narrow(self._layout.tensors[address.slab].reshape(-1), address)[part]
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return

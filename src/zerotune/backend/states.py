@@ -28,18 +28,30 @@ class OptimizerStates:
     def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
         self._optimizer = optimizer
         self._key = key
+        self._copies: dict[str, torch.Tensor] = {}
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """States with one element per weight, by name; empty before the first step.
 
-        fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``).
+        fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``). Of a tensor that
+        is not contiguous they are copies, which ``write_back`` brings to the optimizer.
         """
         return {
-            name: value
+            name: value if value.is_contiguous() else self._copy(name, value)
             for name, value in self._state.items()
             if _is_numbers(name, value) and value.numel() == self._key.numel()
         }
+
+    def write_back(self) -> None:
+        """Have the optimizer's states be what was written to their copies."""
+        for name, copy in self._copies.items():
+            self._state[name].copy_(copy)
+
+    def _copy(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if name not in self._copies:
+            self._copies[name] = value.contiguous()
+        return self._copies[name]
 
     @property
     def scalars(self) -> dict[str, float]:

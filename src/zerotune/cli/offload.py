@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from zerotune.cli.output import print_json, print_page, print_text
+from zerotune.cli import print_json, print_page, print_text
 
 if TYPE_CHECKING:
     from zerotune.offload import CleanupReport, FoundLease
@@ -63,7 +63,10 @@ def _status(arguments: argparse.Namespace) -> int:
         print_json(
             {
                 "root": str(arguments.root),
-                "leases": [_lease_data(lease) for lease in leases],
+                "leases": [
+                    {**attrs.asdict(one), "path": str(one.path), "reserved": one.reserved}
+                    for one in leases
+                ],
                 "others": [{**attrs.asdict(one), "path": str(one.path)} for one in strays],
                 "reclaimable": report.freed,
             }
@@ -87,10 +90,6 @@ def _clean(arguments: argparse.Namespace) -> int:
     return 1 if report.failures or any(one.kind == "bare" for one in report.kept) else 0
 
 
-def _lease_data(lease: FoundLease) -> dict[str, Any]:
-    return {**attrs.asdict(lease), "path": str(lease.path), "reserved": lease.reserved}
-
-
 def _lease_row(lease: FoundLease) -> tuple[str, ...]:
     owners = ", ".join(
         f"{record.owner.host}:{record.owner.pid} (rank {record.rank})" for record in lease.records
@@ -106,19 +105,18 @@ def _print_report(report: CleanupReport) -> None:
     )
     rows = [
         (one.path.name, f"{what} ({one.kind})", _size(one.nbytes), one.reason)
-        for what, found in groups
-        for one in found
+        for what, entries in groups
+        for one in entries
     ]
     _print_table(("folder", "outcome", "bytes", "why"), rows, empty="nothing here")
     verb = "would be freed" if report.dry_run else "freed"
     sys.stdout.write(f"{_size(report.freed)} {verb}\n")
 
 
-def _print_table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
-    from zerotune._util.table import Column, Page, Table
+def _print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
+    from zerotune._util.table import Page, Table
 
-    columns = tuple(Column(name=head, head=head) for head in heads)
-    table = Table(columns=columns, rows=tuple(rows), indent=0)
+    table = Table(head=head, rows=tuple(rows), indent=0)
     if table.rows:
         print_page(Page(blocks=(table,)))
     elif empty:

@@ -50,7 +50,7 @@ class Family(Protocol):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The model's output, shaped as ``noisy``, in the model's precision.
+        """The model's output, shaped as ``noisy``, in its precision or fp32.
 
         Args:
             model: What predicts.

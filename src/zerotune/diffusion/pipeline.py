@@ -6,6 +6,7 @@ the trained model the pipeline has a ``PipelineModel``, which calls the engine.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from zerotune.diffusion.data.cache import hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.family import Denoiser
 from zerotune.diffusion.latents import LatentSpace
-from zerotune.errors import DataError
+from zerotune.errors import DataError, MissingDependencyError
 
 _EXACT: Final = (
     "timestep",
@@ -182,6 +183,21 @@ class FrozenParts:
         return "+".join(hash_weights(self.modules[name]) for name in names)
 
 
+def pipeline_class(name: str) -> Any:
+    """A pipeline of diffusers.
+
+    Raises:
+        MissingDependencyError: transformers is not installed, and all pipelines of texts need it.
+    """
+    import diffusers
+
+    if not diffusers.utils.is_transformers_available():
+        raise MissingDependencyError(
+            f"diffusers has {name} only beside transformers", fix="pip install transformers"
+        )
+    return getattr(diffusers, name)
+
+
 class Described:
     """A model that answers questions and computes nothing: no module to a pipeline.
 
@@ -272,6 +288,7 @@ class Blueprint:
         )
 
     @classmethod
+    @functools.cache
     def usual(cls, kind: type[Any]) -> Blueprint:
         """One of a class alone: its settings, and its sizes without a VAE, are the defaults."""
         from diffusers import FlowMatchEulerDiscreteScheduler
@@ -290,8 +307,10 @@ class Blueprint:
 
     def around(self, **components: Any) -> Any:
         """A pipeline of these components and the described VAE alone."""
-        missing = dict.fromkeys(self.components)
-        pipe = self.kind(**missing | dict(self.settings) | {"vae": self.vae} | components)
+        settings: dict[str, Any] = dict.fromkeys(self.components) | dict(self.settings)
+        if "safety_checker" in settings:
+            settings["requires_safety_checker"] = False  # It would warn of that at every step.
+        pipe = self.kind(**settings | {"vae": self.vae} | components)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -11,7 +11,7 @@ import attrs
 
 from zerotune._util.mistakes import noted, together
 from zerotune._util.numbers import as_number
-from zerotune._util.table import Block, Column, Line, Page, Table
+from zerotune._util.table import Block, Line, Page, Table
 from zerotune.decisions import Decision, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.arguments import Suggestion
@@ -451,8 +451,7 @@ _DECAY: Final = {
 
 
 def _arguments(params: Mapping[str, Any]) -> Table:
-    columns = (Column(name="argument"), Column(name="value", show=_value))
-    return Table(columns=columns, rows=tuple(params.items()))
+    return Table(rows=tuple((name, _value(value)) for name, value in params.items()))
 
 
 def _value(value: Any) -> str:
@@ -470,9 +469,8 @@ def _curve(scheduler: SchedulerChoice, base_lr: float) -> tuple[Line, Table]:
     steps |= {warmup + 1} if warmup is not None else set()
     steps = {step for step in steps if total is None or step < total}
     steps |= {total - 1} if total is not None else set()
-    columns = (Column(name="update", right=True), Column(name="rate", show="{:.6g}".format))
-    rows = tuple((step, lr_at(scheduler, step, base_lr)) for step in sorted(steps))
+    rows = tuple((str(step), f"{lr_at(scheduler, step, base_lr):.6g}") for step in sorted(steps))
     return (
         Line("learning rate of update number (from 0)", indent=2),
-        Table(columns=columns, rows=rows, indent=4),
+        Table(rows=rows, align="r", indent=4),
     )

@@ -8,8 +8,6 @@ from zerotune.plan.api import Candidate as Candidate
 from zerotune.plan.api import DeepSpeedPlan as DeepSpeedPlan
 from zerotune.plan.api import MemoryEstimate as MemoryEstimate
 from zerotune.plan.api import ResolvedPlan as ResolvedPlan
-from zerotune.plan.arguments import add_plan_arguments as add_plan_arguments
-from zerotune.plan.arguments import plan_from_arguments as plan_from_arguments
 from zerotune.plan.diff import Change as Change
 from zerotune.plan.diff import PlanDifference as PlanDifference
 from zerotune.plan.families import family as family

@@ -194,7 +194,7 @@ class MemoryEstimate(Readable, EstimateValue):
         """The estimate as text: one bar per place, then its components."""
         from zerotune.plan import text
 
-        return text.explain_estimate(self)
+        return text.estimate_page(self).text(text.WIDTH)
 
     def step_time(self, rates: Rates | None = None) -> StepTime | None:
         """What an optimizer step is predicted to take.
@@ -260,13 +260,13 @@ class Advice(Readable, advise.AdviceValue):
         """What was chosen and why, what is left, and why the others were not."""
         from zerotune.plan import text
 
-        return text.explain_advice(self)
+        return text.advice_page(self).text(text.WIDTH)
 
     def explain_markdown(self) -> str:
         """The same as ``explain``, as Markdown."""
         from zerotune.plan import text
 
-        return text.markdown_advice(self)
+        return text.advice_page(self).markdown()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data that JSON can hold; sizes in bytes."""
@@ -434,7 +434,7 @@ class DeepSpeedPlan(Readable, PlanValue):
         return document.text
 
     def to_python(self) -> str:
-        """A Python expression equal to this plan, given the names of ``zerotune.plan``."""
+        """A Python expression equal to this plan, where ``DeepSpeedPlan`` is imported."""
         from zerotune.plan import write
 
         return write.python_expression(self)
@@ -473,18 +473,21 @@ class DeepSpeedPlan(Readable, PlanValue):
         """
         return read.normalised_plan(self)
 
-    def with_overrides(self, overrides: Mapping[str, Any]) -> DeepSpeedPlan:
+    def with_overrides(
+        self, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
         """The plan with some settings changed, each change recorded as a decision.
 
         Args:
             overrides: By path (``"zero_optimization.stage"``), nested, or by the short names of
                 ``zerotune.plan.read.SHORT_NAMES`` (``"zero_stage"``, ``"mixed_precision"``);
                 ``None`` removes a setting.
+            also_known: As in ``from_dict``.
 
         Raises:
             PlanError: As in ``from_dict``; also one setting given twice under two names.
         """
-        return read.override_plan(self, overrides)
+        return read.override_plan(self, overrides, also_known=also_known)
 
     @classmethod
     def build(

@@ -676,6 +676,28 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def passed_paths(plan: PlanValue, *, unknown: bool = False) -> frozenset[str]:
+    """Paths of all keys a plan passes through, so that reading it again lets them pass too.
+
+    Args:
+        plan: The plan.
+        unknown: Only those that are refused where ``also_known`` does not name them.
+    """
+    sections: list[tuple[Section, str]] = [(plan, "")]
+    sections += [(plan.launch, "launch")] if plan.launch else []
+    found: set[str] = set()
+    for section, prefix in sections:
+        for name in getattr(section, "extra", {}):
+            path = join(prefix, name)
+            if not (unknown and _passes(type(section), name, path, ())):
+                found.add(path)
+        for attribute in modelled(type(section)):
+            value = getattr(section, attribute.name)
+            if isinstance(value, Section):
+                sections.append((value, join(prefix, attribute.name)))
+    return frozenset(found)
+
+
 @contextmanager
 def located(prefix: str) -> Iterator[None]:
     """Put ``prefix`` before the key of any zerotune error raised inside."""

@@ -36,6 +36,7 @@ from zerotune.plan.model import (
     join,
     modelled,
     normalise_top_level,
+    passed_paths,
     read_launch,
     read_section,
     rename,
@@ -409,21 +410,6 @@ def normalised_plan(plan: PlanT) -> PlanT:
     return with_launch(attrs.evolve(again, decisions=found), launch)
 
 
-def passed_paths(plan: PlanValue) -> frozenset[str]:
-    """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
-    launched = _passed(plan.launch, "launch") if plan.launch else ()
-    return frozenset({*_passed(plan, ""), *launched})
-
-
-def _passed(section: Section, prefix: str) -> Iterator[str]:
-    for name in getattr(section, "extra", {}):
-        yield join(prefix, name)
-    for attribute in modelled(type(section)):
-        value = getattr(section, attribute.name)
-        if isinstance(value, Section):
-            yield from _passed(value, join(prefix, attribute.name))
-
-
 # -- The configuration behind ``DeepSpeedPlan.build``.
 
 
@@ -547,13 +533,15 @@ Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
 
 
 @all_at_once
-def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _REASON) -> PlanT:
+def override_plan(
+    plan: PlanT, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
+) -> PlanT:
     """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
 
     Args:
         plan: What they are put above.
         overrides: Settings by path, nested or by a short name; ``None`` removes one.
-        reason: Why, for the decisions.
+        also_known: Paths of further keys to pass through.
 
     Raises:
         PlanError: As in ``DeepSpeedPlan.from_dict``.
@@ -564,9 +552,9 @@ def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _R
     for path, value in settings_by_path(overrides, partial(_written_out, plan)).items():
         before = _put(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
-            decisions.append(Decision(key=path, before=before, after=value, reason=reason))
+            decisions.append(Decision(key=path, before=before, after=value, reason=_REASON))
     read: list[Decision] = []
-    known = passed_paths(plan)
+    known = passed_paths(plan) | {*also_known}
     section = read_launch(config.pop(_LAUNCH, {}), read, known)
     new = plan_from_mapping(type(plan), config, source=plan.source, also_known=known)
     found = (*plan.decisions, *decisions, *read, *new.decisions)

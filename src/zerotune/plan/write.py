@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from pprint import pformat
+from textwrap import indent
 from typing import Any, Final
 
 import attrs
@@ -30,10 +32,9 @@ from zerotune.plan.model import (
     LaunchSection,
     PlanT,
     PlanValue,
-    Section,
     as_tuple,
     evolved,
-    modelled,
+    passed_paths,
 )
 from zerotune.plan.source import (
     INIT_FLAG,
@@ -650,88 +651,31 @@ def _yaml(content: dict[str, Any]) -> str:
 # -- A plan as Python source.
 
 
-_WIDTH: Final = 88
-_STEP: Final = "    "
-_LONG: Final = 10_000
+_WIDTH: Final = 84
 
 
-def python_expression(plan: PlanValue) -> str:
-    """An expression that is equal to ``plan`` where the names of ``zerotune.plan`` are known."""
-    return _call(plan, "")
+def python_expression(plan: PlanValue, *, width: int = _WIDTH) -> str:
+    """An expression that is equal to ``plan`` where ``DeepSpeedPlan`` is imported."""
+    known = sorted(passed_paths(plan, unknown=True))
+
+    def call(name: str, value: Any, *, launched: bool) -> str:
+        passed = [path for path in known if path.startswith("launch.") == launched]
+        parts = [pformat(value, width=width, sort_dicts=False)]
+        parts += [f"also_known={passed!r}"] if passed else []
+        if len(parts) == 1 and "\n" not in parts[0]:
+            return f"{name}({parts[0]})"
+        lines = indent(",\n".join(parts), "    ")
+        return f"{name}(\n{lines},\n)"
+
+    launch = plan.launch.to_dict() if plan.launch else {}
+    return call("DeepSpeedPlan.from_dict", plan.to_dict(), launched=False) + (
+        call(".with_overrides", {"launch": launch}, launched=True) if launch else ""
+    )
 
 
 def python_script(plan: PlanValue) -> str:
     """A script that builds ``plan`` under the name ``plan``."""
-    names = ", ".join(sorted(_names(plan)))
-    single = f"from zerotune.plan import {names}"
-    if len(single) > _WIDTH:
-        listed = "".join(f"{_STEP}{name},\n" for name in sorted(_names(plan)))
-        single = f"from zerotune.plan import (\n{listed})"
-    return f"{single}\n\nplan = {python_expression(plan)}\n"
-
-
-def _names(section: Section) -> set[str]:
-    found = {type(section).__name__}
-    for _, value in _arguments(section):
-        if isinstance(value, Section):
-            found |= _names(value)
-    return found
-
-
-def _arguments(section: Section) -> list[tuple[str, Any]]:
-    names = [attribute.name for attribute in modelled(type(section))]
-    pairs = [(name, getattr(section, name, None)) for name in (*names, "launch")]
-    written = [(name, value) for name, value in pairs if value is not None]
-    extra = getattr(section, "extra", None)
-    return [*written, ("extra", dict(extra))] if extra else written
-
-
-def _call(section: Section, indent: str) -> str:
-    name = type(section).__name__
-    inner = indent + _STEP
-    arguments = [f"{key}={_value(value, inner)}" for key, value in _arguments(section)]
-    single = f"{name}({', '.join(arguments)})"
-    if len(single) <= _WIDTH - len(indent) and "\n" not in single:
-        return single
-    return f"{name}(\n" + "".join(f"{inner}{each},\n" for each in arguments) + f"{indent})"
-
-
-def _value(value: Any, indent: str) -> str:
-    if isinstance(value, Section):
-        return _call(value, indent)
-    if not isinstance(value, dict | list) or not value:
-        # One letter that is not ASCII makes each of a long text take four bytes.
-        return ascii(value) if isinstance(value, str) and len(value) > _LONG else repr(value)
-    inner = indent + _STEP
-    if isinstance(value, list) and not any(isinstance(each, dict | list) for each in value):
-        return _row(value, indent)
-    single = repr(value)
-    if len(single) <= _WIDTH - len(indent):
-        return single
-    if isinstance(value, dict):
-        lines = [f"{key!r}: {_value(item, inner)}" for key, item in value.items()]
-        return "{\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "}"
-    lines = [_value(item, inner) for item in value]
-    return "[\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "]"
-
-
-def _row(values: list[Any], indent: str) -> str:
-    """A list of plain values, as many in a line as there is room for."""
-    room, length = _WIDTH - len(indent) - len(_STEP), 0
-    lines: list[str] = []
-    line: list[str] = []
-    for text in map(repr, values):
-        if line and length + len(text) > room:
-            lines.append(", ".join(line))
-            line, length = [], 0
-        line.append(text)
-        length += len(text) + 2
-    whole = ", ".join([*lines, ", ".join(line)]) if len(lines) < 2 else ""
-    if whole and len(whole) + 2 <= _WIDTH - len(indent):
-        return f"[{whole}]"
-    lines.append(", ".join(line))
-    inner = indent + _STEP
-    return "[\n" + "".join(f"{inner}{each},\n" for each in lines) + indent + "]"
+    return f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
 
 
 # -- A plan inside a trainer's ``config.json``.

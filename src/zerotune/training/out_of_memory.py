@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -285,7 +286,7 @@ def build_call(plan: DeepSpeedPlan) -> str:
             return f"DeepSpeedPlan.build({words})"
     except PlanError:
         pass
-    return " ".join(python_expression(plan).split())
+    return python_expression(plan, width=sys.maxsize)
 
 
 def _optimizer(plan: DeepSpeedPlan, *, settled: bool = False) -> str | dict[str, Any] | None:

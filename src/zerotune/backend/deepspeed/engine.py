@@ -251,7 +251,12 @@ class ZeROEngine(RunningEngine):
         )
 
     def discard(self) -> None:
-        """Drop the accumulation window under way; it counts as a skipped step."""
+        """Drop the accumulation window under way; it counts as a skipped step.
+
+        Raises:
+            EngineError: A backward pass has not ended.
+        """
+        self._check_goes_on()
         self._master_weights.settle()
         discard_gradients(self._engine)
         self._unfinished = False
