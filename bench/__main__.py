@@ -1,7 +1,7 @@
 """Run benchmarks by name; ``python -m bench`` alone lists them, ``python -m bench.gpu`` is a GPU's.
 
-Each leaves ``NAME.json``: medians, quartiles and ratios, with the machine and versions; and
-``NAME.png``, its picture. docs/performance.md is made from those in docs/results.
+Each leaves ``NAME.json``: medians, quartiles and ratios, with the machine and versions.
+docs/performance.md and its charts are made from those in docs/results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAMES = (
-    "ema", "data", "offload", "memory", "checkpoint", "step", "overhead", "prediction",
+    "ema", "data", "memory", "checkpoint", "step", "overhead", "prediction",
 )  # fmt: skip
 """Shortest first."""
 
@@ -34,11 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read when torch is loaded: threads that spin while they wait starve the next contestant.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from bench.runner import load, run
-    from bench.show import draw, markdown
+    from bench.show import markdown
 
     for name in NAMES if "all" in options.names else options.names:
         result = run(load(name), output=output, quick=options.quick, fresh=options.fresh)
-        draw(result, output / f"{name}.png")
         sys.stdout.write(markdown(result))
     if not options.names:
         sys.stdout.writelines(f"{name:12}{load(name).title}\n" for name in NAMES)

@@ -7,7 +7,6 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from bench.ema import WIDTH
 from bench.loops import BY_HAND, LOOPS, OURS
 from bench.overhead import PLANS
 from bench.runner import Benchmark, Case, Goal, Measured, alternate
-from bench.workers import Worker
+from bench.workers import Worker, together
 
 PAGE = 4096
 """Of growth no less is told, so that there is something to compare with."""
@@ -44,10 +43,7 @@ def cases(quick: bool) -> Sequence[Case]:
 
 def measure(settings: Mapping[str, Any], scratch: Path) -> Measured:
     """Start the three, train a little, then let them save and resume in turns."""
-    with ExitStack() as stack:
-        workers = {
-            name: stack.enter_context(Worker(loop, dict(settings))) for name, loop in LOOPS.items()
-        }
+    with together({name: (loop, settings) for name, loop in LOOPS.items()}) as workers:
         parameters = 0
         for worker in workers.values():
             parameters = worker.call("start")

@@ -10,7 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
 from bench.runner import Benchmark, Case, Goal, Measured, alternate
 
@@ -34,12 +36,13 @@ def pixels(settings: Mapping[str, Any], scratch: Path) -> Measured:
     """Decode, resize, crop, stack; in this process."""
     from zerotune.diffusion.data import AspectBuckets, BucketStream, ImageFolder, PreparedImages
 
-    _draw(scratch / "pictures", settings["images"], settings["side"])
+    folder = scratch / "images"
+    _draw(folder, settings["images"], settings["side"])
     side, batch = settings["area"], settings["batch"]
     buckets = AspectBuckets(area=side * side, step=max(8, side // 8))
-    dataset = PreparedImages(ImageFolder(scratch / "pictures"), buckets=buckets, minimum=batch)
+    dataset = PreparedImages(ImageFolder(folder), buckets=buckets, minimum=batch)
     loaders: dict[str, Iterator[Any]] = {
-        MEMORY: _endless(_FilesInMemory(scratch, side), batch),
+        MEMORY: _endless(_FilesInMemory(folder, side), batch),
         BUCKETS: BucketStream(dataset, micro_batch_size=batch),
     }
 
@@ -62,16 +65,13 @@ class _FilesInMemory(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """What one writes first: decode, resize the short side, crop the middle."""
 
     def __init__(self, folder: Path, side: int) -> None:
-        self._files = [path.read_bytes() for path in sorted(folder.glob("pictures/*.jpg"))]
+        self._files = [path.read_bytes() for path in sorted(folder.glob("*.jpg"))]
         self._side = side
 
     def __len__(self) -> int:
         return len(self._files)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        import numpy as np
-        from PIL import Image
-
         image = Image.open(io.BytesIO(self._files[index])).convert("RGB")
         scale = self._side / min(image.size)
         width, height = (max(self._side, round(side * scale)) for side in image.size)
@@ -83,17 +83,13 @@ class _FilesInMemory(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _endless(dataset: Any, batch: int) -> Iterator[Any]:
+    loader = torch.utils.data.DataLoader(dataset, batch_size=batch, shuffle=True, drop_last=True)
     while True:
-        yield from torch.utils.data.DataLoader(
-            dataset, batch_size=batch, shuffle=True, drop_last=True
-        )
+        yield from loader
 
 
 def _draw(folder: Path, count: int, side: int) -> None:
-    """Pictures of many shapes, smooth with some grain, so that JPEG has what photographs give."""
-    import numpy as np
-    from PIL import Image
-
+    """Images of many shapes, smooth with some grain, so that JPEG has what photographs give."""
     folder.mkdir()
     random = np.random.default_rng(0)
     for number in range(count):
@@ -101,10 +97,9 @@ def _draw(folder: Path, count: int, side: int) -> None:
         width, height = round(side * aspect**0.5), round(side / aspect**0.5)
         coarse = Image.fromarray(random.integers(0, 256, (12, 12, 3), dtype=np.uint8))
         smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
-        grain = random.normal(0, 6, smooth.shape)
-        picture = np.clip(smooth + grain, 0, 255).astype(np.uint8)
-        Image.fromarray(picture).save(folder / f"{number:05}.jpg", quality=90)
-        (folder / f"{number:05}.txt").write_text(f"picture {number}")
+        image = np.clip(smooth + random.normal(0, 6, smooth.shape), 0, 255).astype(np.uint8)
+        Image.fromarray(image).save(folder / f"{number:05}.jpg", quality=90)
+        (folder / f"{number:05}.txt").write_text(f"image {number}")
 
 
 BENCHMARK = Benchmark(

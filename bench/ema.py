@@ -66,12 +66,7 @@ def update(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     moved = dict.fromkeys(samples, 12 * count) | {COPY: 8 * count, TWO: 20 * count}
     for name, found in samples.items():
         found["bytes_per_second"] = [moved[name] / seconds for seconds in found["seconds"]]
-    return Measured(samples=samples, baseline=COPY, facts=_facts(model))
-
-
-def _facts(model: torch.nn.Module) -> dict[str, Any]:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": count, "threads": torch.get_num_threads()}
+    return Measured(samples=samples, baseline=COPY, facts={"parameters": count})
 
 
 def _contestants(model: Stack) -> dict[str, Callable[[], object]]:
@@ -123,37 +118,29 @@ def training_step(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     model = Stack(settings["layers"], settings["width"])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x_bc = torch.randn(settings["batch"], settings["width"])
+
+    def two_steps(update_average: Callable[[], object]) -> dict[str, float]:
+        # The update of the first step overlaps the second, and its end is waited for there.
+        began = 0.0
+        for repeat in range(3):
+            if repeat == 1:
+                began = time.perf_counter()
+            model(x_bc).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update_average()
+        return {"seconds": (time.perf_counter() - began) / 2}
+
     ema = EMAShadow(decay=DECAY).attach(model)
     with BackgroundEMA(shadow=EMAShadow(decay=DECAY), optimizer=optimizer).attach(model) as later:
         updates = {NONE: lambda: None, FOREGROUND: ema.step, BACKGROUND: later.step}
         samples = alternate(
-            {
-                name: functools.partial(_two_steps, model, optimizer, x_bc, step)
-                for name, step in updates.items()
-            },
+            {name: functools.partial(two_steps, step) for name, step in updates.items()},
             rounds=settings["rounds"],
             warm_up=2,
             before=later.join,
         )
-    return Measured(samples=samples, baseline=NONE, facts=_facts(model))
-
-
-def _two_steps(
-    model: Stack,
-    optimizer: torch.optim.Optimizer,
-    x_bc: torch.Tensor,
-    update_average: Callable[[], object],
-) -> dict[str, float]:
-    # The update of the first step overlaps the second, and its end is waited for there.
-    began = 0.0
-    for repeat in range(3):
-        if repeat == 1:
-            began = time.perf_counter()
-        model(x_bc).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        update_average()
-    return {"seconds": (time.perf_counter() - began) / 2}
+    return Measured(samples=samples, baseline=NONE)
 
 
 FOREACH, TIMM = "diffusers EMAModel, foreach", "timm ModelEmaV3, foreach"

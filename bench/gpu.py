@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
-from xml.etree import ElementTree
 
 from tools.carry import WHEELS, paths
 
@@ -72,22 +71,14 @@ class Session:
         path: The JSON file, one for a machine.
         machine: Hardware and versions, as the first piece found them.
         until: When no piece runs any more, by ``time.monotonic``.
-        say: Where progress goes.
         only: Parts of names; pieces with one of them are run, again if they are done, and no
             others. Empty: whatever is needed.
     """
 
     def __init__(
-        self,
-        path: Path,
-        machine: Mapping[str, Any],
-        *,
-        until: float,
-        say: Callable[[str], None],
-        only: Sequence[str] = (),
+        self, path: Path, machine: Mapping[str, Any], *, until: float, only: Sequence[str] = ()
     ) -> None:
-        self.path, self.machine = path, machine
-        self._until, self._say, self._only = until, say, tuple(only)
+        self.path, self.machine, self._until, self._only = path, machine, until, tuple(only)
         stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"pieces": {}}
         self.entries: dict[str, dict[str, Any]] = stored["pieces"]
         """What was learnt, by the pieces' names."""
@@ -116,12 +107,12 @@ class Session:
             left = self._until - time.monotonic()
             if left < piece.least_s:
                 whole = False
-                self._say(f"{piece.name}: left for the next call")
+                _say(f"{piece.name}: left for the next call")
                 continue
-            self._say(f"{piece.name} ...")
+            _say(f"{piece.name} ...")
             found = run_piece(piece, self.path.parent, left=left)
             self.add(piece, **found)
-            self._say(f"  {found['state']} in {found['seconds']:.0f} s{_in_short(found)}")
+            _say(f"  {found['state']} in {found['seconds']:.0f} s{_in_short(found)}")
             whole = whole and not self.needs(piece)
             saved()
         return whole
@@ -235,6 +226,8 @@ def _end_with_the_session() -> None:
 _COLUMNS: Final = (
     "piece", "state", "s", "seconds per step", "device, GiB", "expected", "host, GiB", "expected",
 )  # fmt: skip
+_SHOWN: Final = ("device_bytes", "host_bytes", "seconds", "estimate", "plan")
+"""What of a result the table has a column for, or nobody reads."""
 
 
 def report(
@@ -255,7 +248,8 @@ def report(
     if goals:
         lines += ["", "## Goals", "", *goals]
     for name, entry in entries.items():
-        plain = [f"- {key}: {value}" for key, value in _others(entry.get("result") or {})]
+        others = {k: v for k, v in (entry.get("result") or {}).items() if k not in _SHOWN}
+        plain = [f"- {key}: {json.dumps(value)[:2000]}" for key, value in others.items()]
         lines += ["", f"## {name}", "", *plain] if plain else []
         if entry["state"] != "done":
             last = entry.get("output", "").strip().splitlines()[-8:]
@@ -286,26 +280,6 @@ def _measures(result: Mapping[str, Any]) -> list[str]:
         off = f" ({expected / measured - 1:+.0%})" if measured and expected else ""
         cells.append("" if expected is None else f"{expected / GIB:.2f}{off}")
     return cells
-
-
-def _others(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Plain values of a result that the table has no column for."""
-    for key, value in result.items():
-        if key not in ("device_bytes", "host_bytes", "seconds", "estimate", "plan"):
-            yield from _plain(key, value)
-
-
-def _plain(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Values by where they lie; of lists of numbers the median."""
-    if isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _plain(f"{key}, {name}", one)
-    elif isinstance(value, str):
-        yield key, " / ".join(value.strip().splitlines()[-3:])
-    elif isinstance(value, (int, float)):
-        yield key, f"{value:.6g}" if isinstance(value, float) else str(value)
-    elif value and all(isinstance(one, (int, float)) for one in value):
-        yield key, f"{statistics.median(value):.6g}"
 
 
 _GOALS: Final = (
@@ -352,12 +326,7 @@ MACHINE: Final = Piece(name="machine", made="bench.gpu:machine")
 
 
 def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
-    """All of them, in the order of what they teach.
-
-    Args:
-        about: What ``machine`` gave.
-        quick: One of each kind, tiny.
-    """
+    """All of them, in the order of what they teach; ``about`` is what ``machine`` gave."""
     here = about.get("built", _OPS)
     yield Piece(
         name="ops", made="bench.gpu:build", settings={"ops": _OPS}, limit_s=240.0,
@@ -526,12 +495,13 @@ def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Those that time was left for: an interrupted pytest still says what it has found.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        xml = Path(folder, "tests.xml")
-        command = [sys.executable, "-c", _INTERRUPTIBLE, "-v", "-m", "gpu or device",
-                   "-p", "no:cacheprovider", "--continue-on-collection-errors",
-                   f"--junitxml={xml}", *marked(settings["files"])]  # fmt: skip
-        process = subprocess.Popen(command)
+    command = [sys.executable, "-c", _INTERRUPTIBLE, "-v", "-rfEs", "-m", "gpu or device",
+               "-p", "no:cacheprovider", "--continue-on-collection-errors",
+               *marked(settings["files"])]  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output:
+        # Wide enough for a whole line of why a test failed.
+        wide = {**os.environ, "COLUMNS": "400"}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=wide)
         whole = True
         try:
             process.wait(max(1.0, settings["limit_s"] - _ENDING_S))
@@ -539,7 +509,10 @@ def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
             whole = False
             process.send_signal(signal.SIGINT)
             process.wait()
-        return {**counted(xml), "whole": whole}
+        output.seek(0)
+        text = output.read()
+    print(text)
+    return {**counted(text), "whole": whole}
 
 
 def marked(places: Iterable[str]) -> list[str]:
@@ -556,26 +529,15 @@ def marked(places: Iterable[str]) -> list[str]:
     return [str(file) for file in files if _MARKS.search(file.read_text(encoding="utf-8"))]
 
 
-def counted(xml: Path) -> dict[str, Any]:
-    """What a file of pytest says of its tests; none where it was ended before any began."""
-    if not xml.exists():
-        return {"passed": 0, "skipped": 0, "failed": 0, "failures": {}, "skips": []}
-    (suite,) = ElementTree.parse(xml).getroot().iter("testsuite")
-    failures, skips = {}, []
-    for case in suite.iter("testcase"):
-        bad = [*case.findall("failure"), *case.findall("error")]
-        if bad:
-            text = "\n".join(one.text or "" for one in bad)[-1500:]
-            failures[f"{case.get('classname')}.{case.get('name')}"] = text
-        skips += [str(one.get("message")) for one in case.findall("skipped")]
-    return {
-        # A test that was interrupted is a case as well, but none that was counted.
-        "passed": int(suite.get("tests", 0)) - len(failures) - len(skips),
-        "skipped": len(skips),
-        "failed": len(failures),
-        "failures": failures,
-        "skips": sorted(set(skips)),
-    }
+def counted(text: str) -> dict[str, Any]:
+    """What pytest printed of its tests; nothing where it was ended before any began."""
+    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0}
+    (*_, last) = ["", *re.findall(r"^=+ (.* in [\d.]+s.*) =+$", text, re.MULTILINE)]
+    found |= {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skip)", last)}
+    found["skipped"] = found.pop("skip", 0)
+    found["failures"] = re.findall(r"^(?:FAILED|ERROR) (.*)$", text, re.MULTILINE)
+    found["skips"] = re.findall(r"^SKIPPED (.*)$", text, re.MULTILINE)
+    return found
 
 
 # -- The command.
@@ -628,7 +590,7 @@ def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] 
             "checkout"
         )
     name = file_name(machine) + ("-quick" if quick else "")
-    session = Session(folder / f"{name}.json", machine, until=until, say=_to_stderr, only=only)
+    session = Session(folder / f"{name}.json", machine, until=until, only=only)
 
     def write_report() -> str:
         text = report(machine, session.entries, () if quick else goals(session.entries))
@@ -640,7 +602,7 @@ def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] 
     print(write_report(), flush=True)
     failed = [piece for piece, entry in session.entries.items() if entry["state"] != "done"]
     state = "all has been run" if whole else "run it again to go on"
-    _to_stderr(f"{session.path}: {state}" + (f"; not done: {', '.join(failed)}" if failed else ""))
+    _say(f"{session.path}: {state}" + (f"; not done: {', '.join(failed)}" if failed else ""))
     return 0
 
 
@@ -652,7 +614,7 @@ def file_name(machine: Mapping[str, Any]) -> str:
     return "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
 
 
-def _to_stderr(text: str) -> None:
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

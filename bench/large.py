@@ -15,7 +15,8 @@ import attrs
 import torch
 
 from bench.gpu import GIB, in_words
-from bench.workers import AnonPeak, alone, anon_bytes
+from bench.memory import TINY
+from bench.workers import AnonPeak, alone, anon_bytes, load_libraries
 from tools.families import FLUX, SDXL
 from zerotune import DeepSpeedPlan, Platform, detect_platform
 from zerotune.plan.families import family, family_names
@@ -25,19 +26,7 @@ from zerotune.plan.model import ModelFacts
 SEED: Final = 0
 RATES: Final = "rates.json"
 """Where a session keeps what it measured of its machine, in its folder."""
-TINY: Final[dict[str, Any]] = SDXL | {
-    "sample_size": 8,
-    "block_out_channels": [16, 32, 32],
-    "layers_per_block": 1,
-    "cross_attention_dim": 16,
-    "transformer_layers_per_block": [1, 1, 1],
-    "attention_head_dim": [2, 2, 2],
-    "norm_num_groups": 8,
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 48 + 16,
-}
-"""SDXL's architecture with few channels."""
-MODELS: Final = {"sdxl": SDXL, "flux": FLUX, "tiny": TINY}
+MODELS: Final[dict[str, dict[str, Any]]] = {"sdxl": SDXL, "flux": FLUX, "tiny": TINY}
 DOUBLE, SINGLE = 19, 38
 """Blocks of the published Flux."""
 _USED: Final = 0.9
@@ -130,12 +119,7 @@ class Contestant:
 
     def load(self) -> None:
         """Import everything, limit the device's memory, and build the model in host memory."""
-        import accelerate
-        import diffusers
-
-        import zerotune.training
-
-        _ = accelerate.Accelerator, diffusers.UNet2DConditionModel, zerotune.training.Trainer
+        load_libraries()
         limit_memory(self._settings.get("cap_gib"))
         self._model = build(self._config)
         self._model.train()

@@ -15,7 +15,9 @@ from typing import Any
 import attrs
 import torch
 
-from bench.workers import alone, anon_bytes
+from bench.ema import Stack
+from bench.workers import alone, anon_bytes, load_libraries, resolved
+from zerotune.training import Callback, Trainer
 
 SEED = 0
 UNETS: Mapping[str, Mapping[str, Any]] = {
@@ -69,8 +71,6 @@ def unet_problem(kind: str, *, batch: int, side: int) -> Problem:
 
 def stack_problem(layers: int, *, width: int) -> Problem:
     """Wide linear layers: many parameters, little arithmetic."""
-    from bench.ema import Stack
-
     torch.manual_seed(SEED)
 
     def loss(
@@ -80,12 +80,8 @@ def stack_problem(layers: int, *, width: int) -> Problem:
         output: torch.Tensor = engine((batch["x"] + noise).to(engine.device))
         return (output.float() - batch["x"].to(engine.device)).square().mean()
 
-    return Problem(
-        model=Stack(layers, width),
-        batches=[{"x": torch.randn(2, width)} for _ in range(2)],
-        by_hand=loss,
-        objective=loss,
-    )
+    model, batches = Stack(layers, width), [{"x": torch.randn(2, width)} for _ in range(2)]
+    return Problem(model=model, batches=batches, by_hand=loss, objective=loss)
 
 
 def problem(settings: Mapping[str, Any]) -> Problem:
@@ -110,16 +106,7 @@ class Loop:
         self._generator = torch.Generator().manual_seed(SEED)
 
     def held(self) -> int:
-        """Bytes held with the libraries loaded and nothing else."""
-        import accelerate
-        import diffusers
-        import diffusers.training_utils  # Of every script of diffusers.
-
-        import zerotune.training
-
-        _ = accelerate.Accelerator, diffusers.UNet2DModel, zerotune.training.Trainer
-        gc.collect()
-        return anon_bytes()
+        return load_libraries()
 
     def start(self) -> int:
         """Make model and engine; the number of parameters."""
@@ -146,7 +133,11 @@ class Loop:
 
     def config(self) -> dict[str, Any]:
         """What DeepSpeed is given: the plan as zerotune renders it."""
-        return _resolved(self._settings, self._problem.model).to_deepspeed()
+        return dict(self.plan().to_deepspeed())
+
+    def plan(self) -> Any:
+        batch = self._settings.get("batch", 2)
+        return resolved(self._problem.model, self._settings["plan"], batch=batch)
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -155,28 +146,21 @@ class Loop:
         raise NotImplementedError
 
 
-def _resolved(settings: Mapping[str, Any], model: torch.nn.Module) -> Any:
-    from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
-    from zerotune.plan.model import ModelFacts
+class _Watch(Callback):
+    def __init__(self, note: Callable[[Any], None]) -> None:
+        self._note = note
 
-    plan = DeepSpeedPlan.build(
-        micro_batch_size=settings.get("batch", 2),
-        optimizer={"type": "AdamW", "params": {"lr": 1e-4}},
-        **settings["plan"],
-    ).resolve(platform=detect_platform(log=False), model=ModelFacts.from_module(model))
-    return OptimizerResolver().apply(plan)
+    def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
+        self._note(metrics)
 
 
 class TrainerLoop(Loop):
     """zerotune's ``Trainer``."""
 
     def _begin(self) -> None:
-        from zerotune.training import Trainer
-
-        plan = _resolved(self._settings, self._problem.model)
         self._trainer = Trainer(
-            model=self._problem.model, plan=plan, data=self._problem.batches,
-            objective=self._problem.objective, callbacks=(_watch(self._note),), seed=SEED,
+            model=self._problem.model, plan=self.plan(), data=self._problem.batches,
+            objective=self._problem.objective, callbacks=(_Watch(self._note),), seed=SEED,
         )  # fmt: skip
         self._generator = self._trainer._generator
         self._generator.manual_seed(SEED)
@@ -205,16 +189,6 @@ class TrainerLoop(Loop):
 
     def close(self) -> None:
         self._trainer.close()
-
-
-def _watch(note: Callable[[Any], None]) -> Any:
-    from zerotune.training import Callback
-
-    class Watch(Callback):
-        def on_step_end(self, trainer: Any, metrics: Any) -> None:  # noqa: ARG002
-            note(metrics)
-
-    return Watch()
 
 
 class ByHand(Loop):

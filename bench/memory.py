@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.runner import Benchmark, Case, Goal, Measured
-from bench.workers import Worker, anon_bytes
+from bench.workers import Worker, load_libraries
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -91,13 +91,7 @@ class Run:
         self._settings, self._facts = settings, facts
 
     def held(self) -> int:
-        """Bytes this process holds with its libraries loaded and nothing else."""
-        import diffusers
-
-        import zerotune.training
-
-        _ = diffusers.UNet2DConditionModel, zerotune.training.Trainer
-        return anon_bytes()
+        return load_libraries()
 
     def held_without_freed_blocks(self) -> int:
         """The same, and from now on freed blocks of 64 KiB or more go back to the system."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench.loops import BY_HAND, LOOPS, OURS
 from bench.runner import Benchmark, Case, Goal, Measured, alternate
-from bench.workers import Worker
+from bench.workers import Worker, together
 
 PLANS: Mapping[str, Mapping[str, Any]] = {
     "ZeRO-2, optimizer in RAM": {"stage": 2, "offload": "cpu", "precision": "fp32"},
@@ -41,10 +40,7 @@ def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
         rounds=settings["starts"],
         warm_up=0,
     )
-    with ExitStack() as stack:
-        workers = {
-            name: stack.enter_context(Worker(loop, dict(settings))) for name, loop in LOOPS.items()
-        }
+    with together({name: (loop, settings) for name, loop in LOOPS.items()}) as workers:
         parameters = 0
         for worker in workers.values():
             worker.call("held")

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from bench.memory import SMALL, TINY
 from bench.runner import Benchmark, Case, Goal, Measured, alternate
-from bench.workers import Worker
+from bench.workers import Worker, resolved
 from tools.families import FLUX, SD3
 from zerotune.diffusion.facts import example_inputs
 from zerotune.training.events import Callback, RunView, StepMetrics
@@ -93,15 +93,15 @@ def cases(quick: bool) -> Sequence[Case]:
 
 def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     """Steps and rates in turns."""
-    single = {"OMP_NUM_THREADS": "1"}
+    single, scale = {"OMP_NUM_THREADS": "1"}, settings.get("scale", 1.0)
     with (
         Worker(Run, dict(settings), environment=single, fresh=True) as worker,
-        Worker(Doctor, settings.get("scale", 1.0), environment=single) as doctor,
+        Worker(Doctor, environment=single) as doctor,
     ):
         samples = alternate(
             {
                 MEASURED: functools.partial(worker.call, "steps", settings["steps"]),
-                PREDICTED: lambda: worker.call("predict", doctor.call("rates")),
+                PREDICTED: lambda: worker.call("predict", doctor.call("rates", scale)),
             },
             rounds=settings["rounds"],
             # An average joins the step once three updates were looked at.
@@ -114,16 +114,11 @@ def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
 class Doctor:
     """Measures rates as ``zerotune doctor --rates`` does, in processor time of one thread."""
 
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
-
-    def rates(self) -> dict[str, float]:
-        """Of this machine as it is now."""
+    def rates(self, scale: float) -> dict[str, float]:
         from zerotune.backend.rates import measure_rates
 
         torch.set_num_threads(1)
-        cpu = torch.device("cpu")
-        return measure_rates(device=cpu, scale=self._scale, now=time.process_time)
+        return measure_rates(device=torch.device("cpu"), scale=scale, now=time.process_time)
 
 
 class Run:
@@ -135,18 +130,18 @@ class Run:
 
         torch.manual_seed(0)
         model, data, loss = _problem(settings)
+        deepspeed = settings.get("deepspeed", True)
         self._last = _Last()
         self._trainer = Trainer(
             model=model,
-            plan=_resolved(settings, model),
-            data=data,
-            objective=loss,
+            plan=resolved(
+                model, settings["plan"], batch=settings["batch"], deepspeed=deepspeed,
+                host_step=settings.get("host_step", True),
+            ),
+            data=data, objective=loss, deepspeed=deepspeed, threads=1, callbacks=(self._last,),
             ema=EMAShadow(decay=0.999) if settings.get("ema") else None,
-            callbacks=(self._last,),
-            deepspeed=settings.get("deepspeed", True),
             gradient_checkpointing=settings.get("checkpointing", False),
-            threads=1,
-        )
+        )  # fmt: skip
         self._trainer.running.clock = StepClock(self._trainer.engine.device, now=time.process_time)
         self._numel = sum(p.numel() for p in model.parameters())
         self._predicted: Any = None
@@ -209,42 +204,17 @@ def _problem(settings: Mapping[str, Any]) -> tuple[torch.nn.Module, list[Any], A
     kind = getattr(diffusers, config["_class_name"])
     model = kind.from_config(config)
     side, batch = settings["side"], settings["batch"]
-    arguments = {
-        name: _random(value) for name, value in example_inputs(model)(batch, side, side).items()
-    }
+    made = example_inputs(model)(batch, side, side)
+    arguments = tree_map_only(torch.Tensor, lambda leaf: torch.rand(leaf.shape), made)
     latents = torch.randn(batch, 4, side // 8, side // 8)
 
     def loss(engine: Any, _batch: Any, _generator: torch.Generator) -> torch.Tensor:
-        found: torch.Tensor = engine(**tree_map(_for(engine), arguments)).sample
+        dtype = next(engine.module.parameters()).dtype
+        given = tree_map_only(torch.Tensor, lambda leaf: leaf.to(dtype), arguments)
+        found: torch.Tensor = engine(**given).sample
         return found.float().square().mean()
 
     return model, [{"latents": latents}] * 2, loss
-
-
-def _random(value: Any) -> Any:
-    return torch.rand(value.shape) if isinstance(value, torch.Tensor) else value
-
-
-def _for(engine: Any) -> Any:
-    dtype = next(engine.module.parameters()).dtype
-    return lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _resolved(settings: Mapping[str, Any], model: torch.nn.Module) -> Any:
-    from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
-    from zerotune.plan.model import ModelFacts
-
-    resolved = DeepSpeedPlan.build(
-        micro_batch_size=settings["batch"],
-        optimizer={"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.01}},
-        **settings["plan"],
-    ).resolve(
-        platform=detect_platform(log=False),
-        model=ModelFacts.from_module(model),
-        host_step=settings.get("host_step", True),
-        deepspeed=settings.get("deepspeed", True),
-    )
-    return OptimizerResolver().apply(resolved)
 
 
 BENCHMARK = Benchmark(

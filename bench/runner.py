@@ -170,16 +170,8 @@ def alternate(
     """Let all contestants run once per round, in another order from round to round.
 
     The first of a round changes, and every other round goes backwards, so that no contestant
-    always follows the same one.
-
-    Args:
-        contestants: By name.
-        rounds: That count.
-        warm_up: Rounds before these that do not.
-        before: Called before each contestant's turn, outside of what it measures.
-
-    Returns:
-        Samples by contestant and quantity; the n-th of all are of one round.
+    always follows the same one. Rounds of ``warm_up`` do not count; ``before`` is called before
+    each turn, outside of what it measures. The n-th samples of all are of one round.
     """
     names = list(contestants)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in names}

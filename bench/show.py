@@ -1,15 +1,8 @@
-"""A result as Markdown and as a picture, and figures with their units.
-
-Markdown needs the standard library only: the documentation is made with it.
-"""
+"""A result as Markdown, and figures with their units; the standard library only."""
 
 from __future__ import annotations
 
-import io
-import json
-import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 _TITLES: Final = {
@@ -18,8 +11,6 @@ _TITLES: Final = {
 }  # fmt: skip
 _SECONDS: Final = {1.0: "s", 1e-3: "ms", 1e-6: "µs"}
 _BYTES: Final = {2.0**30: "GiB", 2.0**20: "MiB", 2.0**10: "KiB", 1.0: "B"}
-SHOWN: Final = "zerotune-shown"
-"""A picture holds under this name what it shows, so that a test finds an older one."""
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -114,78 +105,3 @@ def times(ratio: Sequence[float] | None) -> str:
         return ""
     low, middle, high = ratio
     return f"{middle:.3f}" if low == high else f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
-# -- The picture.
-
-
-def panels(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By quantity and case what each contestant took, of the quantities that goals are about."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for case in result["cases"]:
-        taken = list(case["contestants"].values())
-        aimed = {goal["quantity"] for goal in result["goals"] if goal["case"] == case["name"]}
-        for quantity in sorted(aimed) or [next(iter(taken[0]))]:
-            bars = {
-                name: quantities[quantity]
-                for name, quantities in case["contestants"].items()
-                if quantity in quantities
-            }
-            found.setdefault(quantity, {})[case["name"]] = bars
-    return found
-
-
-def shown(result: Mapping[str, Any]) -> str:
-    """All that the picture of a result says, as text."""
-    return json.dumps([result["title"], machine(result), result["ours"], panels(result)])
-
-
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """A panel for each quantity, a bar with quartiles for each contestant of each case."""
-    from zerotune._util.files import write_atomically
-    from zerotune._util.palette import empty_figure
-
-    drawn = panels(result)
-    lines = [sum(len(bars) + 1 for bars in cases.values()) for cases in drawn.values()]
-    height = 0.24 * sum(lines) + 0.6 * len(lines) + 0.8
-    figure = empty_figure(figsize=(8.0, height), dpi=100, layout="constrained")
-    marks = "bar: median, line: quartiles; orange: zerotune, dark: compared with"
-    heading = textwrap.fill(f"{result['title']}. {machine(result)}; {marks}", 90)
-    figure.suptitle(heading, fontsize=9)
-    axes = figure.subplots(len(drawn), 1, height_ratios=lines, squeeze=False)[:, 0]
-    for axis, (quantity, cases) in zip(axes, drawn.items(), strict=True):
-        _draw_panel(axis, quantity, cases, result)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", metadata={SHOWN: shown(result), "Software": None})
-    write_atomically(path, picture.getvalue())
-
-
-def _draw_panel(
-    axis: Any, quantity: str, cases: Mapping[str, Mapping[str, Any]], result: Mapping[str, Any]
-) -> None:
-    from zerotune._util.palette import BASELINE, OTHERS, OURS
-
-    baselines = {case["name"]: case["baseline"] for case in result["cases"]}
-    most = max(bar["median"] for bars in cases.values() for bar in bars.values())
-    size, unit = unit_of(most, quantity)
-    names: list[str] = []
-    for case, bars in cases.items():
-        names.append(f"{textwrap.shorten(case, 50)}:")
-        for name, bar in bars.items():
-            middle, low, high = (bar[key] / size for key in ("median", "q1", "q3"))
-            other = BASELINE if name == baselines[case] else OTHERS
-            colour = OURS if name in result["ours"] else other
-            axis.barh(len(names), middle, color=colour, height=0.7)
-            axis.plot([low, high], [len(names)] * 2, color="black", linewidth=1)
-            text = f" {amount(bar['median'], quantity)}"
-            axis.text(max(middle, high), len(names), text, fontsize=8, va="center")
-            names.append(name)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set_ylim(len(names), -0.6)
-    axis.margins(x=0.12)
-    axis.tick_params(axis="x", labelsize=8)
-    axis.tick_params(axis="y", length=0)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    more = "higher is better" if more_is_better(quantity) else "lower is better"
-    named = ", ".join(filter(None, (title(quantity), unit)))
-    axis.set_title(f"{named} ({result['better'] or more})", fontsize=8.5, loc="left")

@@ -6,7 +6,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch
 
 from bench.ema import Stack
 from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
-from bench.workers import Worker, alone
+from bench.workers import Worker, alone, resolved, together
 
 CHAIN, PASS, COPY = "DeepSpeed's chain", "one pass", "memory copy"
 BY_HAND, THEIRS, OURS = "DeepSpeed by hand", "zerotune, host_step=False", "zerotune"
 BEHIND, BEFORE = "zerotune, hidden=True", "zerotune, hidden=False"
-IN_TURN, BESIDE = "one sub-group after the other", "reading ahead, writing behind"
 AVERAGES: Mapping[str, int] = {"": 0, ", one EMA": 1, ", two EMAs": 2}
 _RAM = {"offload": "cpu", "precision": "bf16"}
 PLANS: Mapping[str, Mapping[str, Any]] = {
@@ -35,16 +33,16 @@ def cases(quick: bool) -> Sequence[Case]:
     small = {"layers": 2, "width": 256, "rounds": 2, "steps": 1}
     size = small if quick else {"layers": 24, "width": 1410, "rounds": 15, "steps": 2}
     slow = small if quick else {"layers": 24, "width": 2000, "rounds": 10, "steps": 1}
-    two, three = PLANS.values()
-    slow = {**slow, "plan": dict(two), "forward_seconds": 0.01 if quick else 0.3}
-    nvme = {**three, "offload": "nvme", "sub_group_size": 4_000_000}
-    swapped = {"plan": nvme, "layers": 12, "width": 1410, "rounds": 10, "steps": 1}
+    slow = {
+        **slow,
+        "plan": dict(PLANS["ZeRO-2 with EMA"]),
+        "forward_seconds": 0.01 if quick else 0.3,
+    }
     names = list(PLANS)[:1] if quick else list(PLANS)
     return (
         Case("step alone", step_alone, by_itself),
         *(Case(name, training, {"plan": dict(PLANS[name]), **size}) for name in names),
         Case(SIMULATED, hidden, slow),
-        *(() if quick else (Case("ZeRO-3, NVMe", swapping, swapped),)),
     )
 
 
@@ -160,25 +158,12 @@ def hidden(settings: Mapping[str, Any], _scratch: Path) -> Measured:
     return Measured(samples=samples, baseline=BEFORE, facts=found.facts)
 
 
-def swapping(settings: Mapping[str, Any], scratch: Path) -> Measured:
-    """Steps of states on NVMe, their transfers beside the arithmetic or after it."""
-    contestants: dict[str, tuple[type[_Loop], dict[str, Any]]] = {}
-    for name, beside in ((IN_TURN, False), (BESIDE, True)):
-        place = {"pipeline_read": beside, "pipeline_write": beside}
-        plan = {**settings["plan"], "nvme_path": str(scratch / str(beside))}
-        contestants[name] = SwappingLoop, {"plan": plan, "swapped": place}
-    return _interleaved(contestants, settings)
-
-
 def _interleaved(
     contestants: Mapping[str, tuple[type[_Loop], dict[str, Any]]], settings: Mapping[str, Any]
 ) -> Measured:
     """What the steps of each take; compared with the first."""
-    with ExitStack() as stack:
-        workers = {
-            name: stack.enter_context(Worker(loop, {**settings, **more}))
-            for name, (loop, more) in contestants.items()
-        }
+    made = {name: (loop, {**settings, **more}) for name, (loop, more) in contestants.items()}
+    with together(made) as workers:
         samples = alternate(
             {
                 name: functools.partial(worker.call, "steps", settings["steps"])
@@ -210,7 +195,8 @@ class _Loop:
         """Seconds of a step, and of its parts."""
         parts = {"forward": self._forward, "backward": lambda: self.engine.backward(self._loss),
                  "step": self.engine.step, "ema": self.average}  # fmt: skip
-        found = dict.fromkeys(("seconds", "device_seconds", *(f"{p}_seconds" for p in parts)), 0.0)
+        names = ("seconds", "device_seconds", *(f"{part}_seconds" for part in parts))
+        found = dict.fromkeys(names, 0.0)
         for _ in range(count):
             for part, act in parts.items():
                 seconds = timed(act)()["seconds"] / count
@@ -238,24 +224,11 @@ class _Loop:
         return self._losses
 
     def _resolved(self) -> Any:
-        from zerotune.optim.resolver import OptimizerResolver
-        from zerotune.plan import DeepSpeedPlan
-        from zerotune.plan.model import ModelFacts
-
-        plan = DeepSpeedPlan.build(
-            **self._settings["plan"], micro_batch_size=2, gradient_clipping=1.0,
-            optimizer={"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-        )  # fmt: skip
-        if swapped := self._settings.get("swapped"):
-            config = plan.to_dict()
-            config["zero_optimization"]["offload_optimizer"] |= swapped
-            plan = DeepSpeedPlan.from_dict(config)
-        resolved = plan.resolve(
-            model=ModelFacts.from_module(self._model),
-            host_step=self._settings.get("host_step", True),
+        plan, host_step = self._settings["plan"], self._settings.get("host_step", True)
+        return resolved(
+            self._model, {**plan, "gradient_clipping": 1.0}, batch=2, host_step=host_step,
             hidden=self._settings.get("hidden"),
-        )
-        return OptimizerResolver().apply(resolved)
+        )  # fmt: skip
 
 
 class EngineLoop(_Loop):
@@ -271,27 +244,6 @@ class EngineLoop(_Loop):
 
     def average(self) -> None:
         self._ema.step()
-
-
-class SwappingLoop(EngineLoop):
-    """zerotune's engine with its states on NVMe, and no shadow, which would read them again."""
-
-    def average(self) -> None:
-        pass
-
-    def steps(self, count: int) -> dict[str, float]:
-        """As ``_Loop.steps``, and what goes to the disk and comes from it meanwhile."""
-        before = _disk_bytes()
-        found = super().steps(count)
-        moved = (_disk_bytes() - before) / count
-        return {**found, "bytes": moved, "bytes_per_second": moved / found["seconds"]}
-
-
-def _disk_bytes() -> int:
-    """What this process has moved to and from disks."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    counted = dict(line.split(": ") for line in lines)
-    return int(counted["read_bytes"]) + int(counted["write_bytes"])
 
 
 class SleepingLoop(EngineLoop):
@@ -348,7 +300,7 @@ class RawLoop(_Loop):
         from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 
         super().__init__(settings)
-        resolved = self._resolved()
+        config = self._resolved().to_deepspeed()
         os.environ.update(alone())
         deepspeed = require_deepspeed(accelerator="cpu")
         quiet_deepspeed()
@@ -356,7 +308,7 @@ class RawLoop(_Loop):
             self.engine, *_ = deepspeed.initialize(
                 model=self._model,
                 model_parameters=list(self._model.parameters()),
-                config=resolved.to_deepspeed(),
+                config=config,
             )
         three = settings["plan"]["stage"] == 3
         name = "fp32_partitioned_groups_flat" if three else "single_partition_of_fp32_groups"
@@ -375,7 +327,7 @@ BENCHMARK = Benchmark(
     name="step",
     title="Adam's step in host memory in one pass against DeepSpeed's chain",
     cases=cases,
-    ours=(OURS, BEHIND, BESIDE, *(PASS + name for name in AVERAGES)),
+    ours=(OURS, BEHIND, *(PASS + name for name in AVERAGES)),
     goals=(
         *(
             Goal(f"the pass takes at most 0.65 of the chain{name}", "step alone", PASS + name,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,16 @@ class Worker:
         self.close()
 
 
+@contextmanager
+def together(made: Mapping[str, tuple[Any, Mapping[str, Any]]]) -> Iterator[dict[str, Worker]]:
+    """A worker of each class with its settings, all at once."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Worker(make, dict(settings)))
+            for name, (make, settings) in made.items()
+        }
+
+
 def _serve(
     pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...], variables: dict[str, str]
 ) -> None:
@@ -128,17 +140,38 @@ def _serve(
 
 def alone() -> dict[str, str]:
     """What a launcher would set for a single process; DeepSpeed asks for MPI without it."""
-    return {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-    }  # fmt: skip
-
-
-def free_port() -> int:
-    """A port that nothing listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        port = str(probe.getsockname()[1])
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **here}
+
+
+def resolved(model: Any, plan: Mapping[str, Any], *, batch: int, **how: Any) -> Any:
+    """A plan with AdamW, resolved for a model on this machine; ``how`` as of ``resolve``."""
+    from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
+    from zerotune.plan.model import ModelFacts
+
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
+    built = DeepSpeedPlan.build(micro_batch_size=batch, optimizer=adam, **plan)
+    facts = ModelFacts.from_module(model)
+    found = built.resolve(platform=detect_platform(log=False), model=facts, **how)
+    return OptimizerResolver().apply(found)
+
+
+def load_libraries() -> int:
+    """Import what a training script does; the anonymous memory held then."""
+    import accelerate
+    import diffusers
+    import diffusers.training_utils
+
+    import zerotune.training
+
+    # Their names are loaded when they are asked for.
+    _ = accelerate.Accelerator, zerotune.training.Trainer
+    _ = diffusers.UNet2DModel, diffusers.UNet2DConditionModel
+    gc.collect()
+    return anon_bytes()
 
 
 def anon_bytes(pid: int | None = None) -> int:

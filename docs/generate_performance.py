@@ -20,7 +20,7 @@ from bench.show import amount, case_table, machine, more_is_better, provenance  
 
 RESULTS = ROOT / "docs" / "results"
 TARGET = ROOT / "docs" / "performance.md"
-ORDER = ("overhead", "checkpoint", "step", "ema", "offload", "data", "memory", "prediction")
+ORDER = ("overhead", "checkpoint", "step", "ema", "data", "memory", "prediction")
 UNMEASURED = "not measured yet"
 
 INTRODUCTION = """\

@@ -3,7 +3,8 @@
 Each cell trains a small network (a convolution, a norm, linear layers) to recognise scikit-learn's
 digits. A cell works when its engine starts, verifies itself, moves the weights and lowers the
 loss; everything else is recorded as what it cannot, with the engine's own words. The table goes
-into ``src/zerotune/optim/data/capabilities.json`` and from there into ``docs/optimizers.md``.
+into ``src/zerotune/optim/data/capabilities.json``; ``python docs/generate_optimizers.py`` writes it
+into the page.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ from zerotune.platform import detect_platform
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "src" / "zerotune" / "optim" / "data" / "capabilities.json"
-PAGE = ROOT / "docs" / "optimizers.md"
-BEGIN, END = "<!-- capabilities: begin -->", "<!-- capabilities: end -->"
 PACKAGES = ("torch", "deepspeed", "mup", "prodigyopt", "schedulefree", "torchao", "bitsandbytes")
 
 STEPS = 30
@@ -213,60 +212,6 @@ def _quiet() -> None:
     logging.disable(logging.WARNING)
 
 
-_LEGEND = (
-    "✓ works, ◐ works with a change that `capability(…)` names (both were run), "
-    "✗ cannot, · not run."
-)
-
-
-def rendered(table: CapabilityTable) -> str:
-    """The table for the docs: a row a name, a column a place."""
-    columns = [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (1, "cpu"), (2, "cpu"),
-               (3, "cpu"), (3, "nvme")]  # fmt: skip
-    head = [
-        f"Z{stage}" + ("" if offload == "none" else f" {offload}") for stage, offload in columns
-    ]
-    versions = ", ".join(f"{package} {number}" for package, number in table.versions.items())
-    lines = [
-        f"Run with {versions} on {table.platform}, accelerator {table.accelerator}.",
-        "A cell with two marks: fp32, then bf16.",
-        "",
-        f"| name | {' | '.join(head)} |",
-        f"|---|{'---|' * len(columns)}",
-    ]
-    notes: dict[str, int] = {}
-    for name in OPTIMIZERS:
-        row = [_mark(table, name, place, notes) for place in columns]
-        lines.append(f"| {name} | {' | '.join(row)} |")
-    lines += [
-        "",
-        _LEGEND,
-    ]
-    lines += [""] + [f"{number}. {reason}" for reason, number in notes.items()]
-    return "\n".join(lines)
-
-
-def _mark(table: CapabilityTable, name: str, place: tuple[int, str], notes: dict[str, int]) -> str:
-    marks = []
-    for precision in ("fp32", "bf16"):
-        cell = table.cells.get((name, *place, precision))
-        mark = (
-            "·" if cell is None else {"works": "✓", "works with": "◐", "cannot": "✗"}[cell.outcome]
-        )
-        if cell is not None and cell.reason:
-            mark += f"<sup>{notes.setdefault(cell.reason, len(notes) + 1)}</sup>"
-        marks.append(mark)
-    return marks[0] if marks[0] == marks[1] else " ".join(marks)
-
-
-def write_page(table: CapabilityTable) -> None:
-    """Put the table between its marks in the docs."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{rendered(table)}\n{END}{after}", encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run cells and store the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -304,8 +249,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         partial = TABLE.with_suffix(".partial")
         partial.write_text(table.to_json(), encoding="utf-8")
         partial.replace(TABLE)
-    if PAGE.exists():
-        write_page(CapabilityTable.from_json(TABLE.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -45,14 +45,7 @@ Fetch = Callable[[str, Path], Path]
 def gather(
     needed: Sequence[str], have: Mapping[str, str], into: Path, fetch: Fetch, *, python: str
 ) -> dict[str, str]:
-    """Fetch what is missing, and what that needs, and so on.
-
-    Args:
-        needed: Names of packages.
-        have: Names and versions of what the other machine has.
-        into: A folder for the wheels.
-        fetch: Gets one.
-        python: The other machine's version of Python.
+    """Fetch what a machine lacks that ``have`` lists, and what that needs, and so on.
 
     Returns:
         Names and versions of what is carried.
@@ -61,38 +54,29 @@ def gather(
     from packaging.utils import canonicalize_name, parse_wheel_filename
 
     present = {canonicalize_name(name): version for name, version in have.items()}
+    environment = {"python_version": python, "extra": "", "sys_platform": "linux",
+                   "platform_system": "Linux", "platform_machine": "x86_64",
+                   "python_full_version": f"{python}.0"}  # fmt: skip
     carried: dict[str, str] = {}
     queue = [Requirement(name) for name in needed]
     while queue:
         wanted = queue.pop(0)
         name = canonicalize_name(wanted.name)
-        if name in carried or _serves(wanted, name, present):
+        version = present.get(name)
+        # What is there and, where its version is known, new enough.
+        serves = not version or name in _STAYS or wanted.specifier.contains(version, True)
+        if name in carried or (version is not None and serves):
             continue
         wheel = fetch(_pinned(wanted), into)
         carried[name] = str(parse_wheel_filename(wheel.name)[1])
-        environment = {"python_version": python, "extra": "", "sys_platform": "linux",
-                       "platform_system": "Linux", "platform_machine": "x86_64",
-                       "python_full_version": f"{python}.0"}  # fmt: skip
-        for line in _requirements(wheel):
+        with zipfile.ZipFile(wheel) as archive:
+            (path,) = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
+            text = archive.read(path).decode("utf-8", errors="replace")
+        for line in Parser().parsestr(text).get_all("Requires-Dist") or ():
             found = Requirement(line)
             if found.marker is None or found.marker.evaluate(environment):
                 queue.append(found)
     return carried
-
-
-def _serves(wanted: Any, name: str, present: Mapping[str, str]) -> bool:
-    """Whether what that machine has is there and, where its version is known, new enough."""
-    if name not in present:
-        return False
-    version = present[name]
-    return not version or name in _STAYS or wanted.specifier.contains(version, prereleases=True)
-
-
-def _requirements(wheel: Path) -> list[str]:
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
-        text = archive.read(name).decode("utf-8", errors="replace")
-    return list(Parser().parsestr(text).get_all("Requires-Dist") or ())
 
 
 def _pinned(wanted: Any) -> str:
@@ -109,26 +93,18 @@ def _pinned(wanted: Any) -> str:
 
 
 def check_size(folder: Path) -> int:
-    """Bytes of all wheels.
-
-    Raises:
-        SystemExit: They are too many; the largest are named.
-    """
+    """Bytes of all wheels; ``SystemExit`` where they are too many, with the largest."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.whl")}
     total = sum(sizes.values())
     if total > LIMIT:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:4]
-        told = ", ".join(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
-        raise SystemExit(f"the wheels take {total / 2**20:.1f} of 64 MiB; the largest: {told}")
+        names = ", ".join(f"{name} {sizes[name] / 2**20:.1f} MiB" for name in largest)
+        raise SystemExit(f"the wheels take {total / 2**20:.1f} of 64 MiB; the largest: {names}")
     return total
 
 
 def read_list(path: Path) -> dict[str, str]:
-    """Names and versions of ``pip list``, in either form; of bare names no versions.
-
-    Raises:
-        SystemExit: It names no torch: nothing that could train, or no such list.
-    """
+    """Names and versions of ``pip list``, in either form; of bare names no versions."""
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         found = {one["name"]: one["version"] for one in json.loads(text)}
@@ -141,11 +117,7 @@ def read_list(path: Path) -> dict[str, str]:
 
 
 def unpack(wheels: Path, site: Path) -> Path:
-    """Make wheels importable without pip: a wheel is an archive of what is to lie in one folder.
-
-    Returns:
-        ``site``; nothing is done where the same wheels lie there already.
-    """
+    """Make wheels importable without pip: a wheel is an archive of what is to lie in one folder."""
     found = sorted(wheels.glob("*.whl"))
     stamp, wanted = site / ".unpacked", "\n".join(path.name for path in found)
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:

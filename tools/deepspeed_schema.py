@@ -33,41 +33,26 @@ _DTYPES = (
     *("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16"),
     *("fp32", "float32", "float", "torch.float32"),
 )
+_WRITER = {
+    "type": {"enum": [None, "mock", "python", "fast"], HANDLING: "any case"},
+    "data_parallel": {"enum": [None, "replica", "socket", "machine"], HANDLING: "any case"},
+}
+_NAMES = {"type": "array", "items": {"type": "string"}}
 _JUDGED_IN_CODE = {
     "checkpoint": {
         "tag_validation": {"enum": ["warn", "ignore", "fail"], HANDLING: "any case"},
         "parallel_write": {"type": "object", "properties": {"pipeline_stage": _TRUTH}},
-        "writer": {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "properties": {
-                        "type": {"enum": [None, "mock", "python", "fast"], HANDLING: "any case"},
-                        "data_parallel": {
-                            "enum": [None, "replica", "socket", "machine"],
-                            HANDLING: "any case",
-                        },
-                    },
-                },
-                {"type": "null"},
-            ]
-        },
+        "writer": {"anyOf": [{"type": "object", "properties": _WRITER}, {"type": "null"}]},
     },
     "data_types": {
-        "keep_in_fp32_modules": {
-            "anyOf": [{"const": "auto"}, {"type": "array", "items": {"type": "string"}}]
-        },
-        **{
-            f"{kind}_dtype": {"enum": [*_DTYPES, None]}
-            for kind in ("grad_accum", "param", "buffer")
-        },
+        "keep_in_fp32_modules": {"anyOf": [{"const": "auto"}, _NAMES]},
+        **{f"{one}_dtype": {"enum": [*_DTYPES, None]} for one in ("grad_accum", "param", "buffer")},
     },
     "flops_profiler": {"enabled": _TRUTH},
     "torch_autocast": {
-        "dtype": {"enum": list(_DTYPES)},
-        "lower_precision_safe_modules": {"type": "array", "items": {"type": "string"}},
+        "dtype": {"enum": list(_DTYPES)}, "lower_precision_safe_modules": _NAMES,
     },
-}
+}  # fmt: skip
 """What raises in the code that reads these sections."""
 _SPOKEN_FREELY = {"description", "default", "deprecated", HANDLING}
 _WORDS = {
@@ -76,7 +61,7 @@ _WORDS = {
         {"const": "auto"},  # Which resolving refuses, with better words.
     ]
 }
-_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_TEXT = {"anyOf": [{"type": "string"}, _NAMES]}
 
 
 def deepspeed_schema() -> dict[str, Any]:

@@ -63,21 +63,12 @@ class FakePass:
             most = max(most, live)
         return most
 
-    def reserved(self, *, before: tuple[int, ...] = (), expandable: bool = False) -> int:
-        """Bytes that torch's caching allocator holds in the end.
-
-        Args:
-            before: Blocks that are there when the pass begins and stay: weights, buckets.
-            expandable: As with ``expandable_segments:True``.
-        """
-        return self._on(CachingAllocator(expandable=expandable), before)
+    def reserved(self, *, before: tuple[int, ...] = ()) -> int:
+        """Bytes that torch's caching allocator holds in the end, ``before`` included."""
+        return self._on(CachingAllocator(), before)
 
     def least(self, *, before: tuple[int, ...] = ()) -> int:
-        """Bytes of the smallest device it runs on, to 2 MiB: free segments are given back there.
-
-        Args:
-            before: As in ``reserved``.
-        """
+        """Bytes of the smallest device it runs on, to 2 MiB: free segments are given back there."""
         step = 2 * _MIB
         enough, short = -(-self.reserved(before=before) // step), 0
         while enough - short > 1:
@@ -133,15 +124,7 @@ class FakeDevice:
     def step(
         self, *, batch: int, height: int, width: int, keeping: Keeping, frames: int | None = None
     ) -> FakePass:
-        """One forward and backward pass in bf16.
-
-        Args:
-            batch: Samples.
-            height: Pixels.
-            width: Pixels.
-            keeping: What waits for the backward pass, and where.
-            frames: Of clips; ``None``: the model takes images.
-        """
+        """One forward and backward pass in bf16; ``height`` and ``width`` in pixels."""
         clip = {} if frames is None else {"frames": frames}
         given = self._arguments(batch, height, width, **clip)
         transfers = FakeTransfers()
@@ -340,19 +323,14 @@ class CachingAllocator:
     driver where it has no more.
 
     Args:
-        limit: Bytes the driver has; ``MemoryError`` where they do not suffice. Not with
-            ``expandable``.
-        expandable: One segment of each kind, which grows by pages of 2 and 20 MiB; all blocks are
-            split to 512 bytes, and what can grow is taken last.
+        limit: Bytes the driver has; ``MemoryError`` where they do not suffice.
     """
 
-    def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
-        self._expandable = expandable
+    def __init__(self, *, limit: int | None = None) -> None:
         self._limit = limit
         self._idle: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}
         self._blocks: dict[tuple[int, int], _Block] = {}
         self._taken: dict[int, tuple[_Block, bool]] = {}
-        self._last: dict[bool, _Block] = {}
         self._segments = 0
         self.reserved = 0
         """Bytes of all segments."""
@@ -362,7 +340,7 @@ class CachingAllocator:
         small = nbytes <= _MIB
         block = self._found(nbytes, small) or self._grown(nbytes, small)
         left = block.size - nbytes
-        if left >= _ALIGNMENT if small or self._expandable else left > _MIB:
+        if left >= _ALIGNMENT if small else left > _MIB:
             self._split(block, nbytes, small)
         block.free = False
         self._taken[key] = (block, small)
@@ -381,16 +359,10 @@ class CachingAllocator:
         position = bisect_left(idle, (nbytes, 0, 0))
         if position == len(idle):
             return None
-        last = self._last.get(small)
-        # What can grow counts as large as it can become, so that others go first.
-        if last is not None and idle[position][1:] == (last.segment, last.start):
-            position += position + 1 < len(idle)
         _, segment, start = idle.pop(position)
         return self._blocks[segment, start]
 
     def _grown(self, nbytes: int, small: bool) -> _Block:
-        if self._expandable:
-            return self._extended(nbytes, small)
         if small:
             size = 2 * _MIB
         elif nbytes < 10 * _MIB:
@@ -416,38 +388,13 @@ class CachingAllocator:
                     del self._blocks[segment, start]
                     self.reserved -= size
 
-    def _extended(self, nbytes: int, small: bool) -> _Block:
-        page, last = (2 if small else 20) * _MIB, self._last.get(small)
-        if last is not None and last.free:
-            self._idle[small].remove((last.size, last.segment, last.start))
-            missing = nbytes - last.size
-        else:
-            missing = nbytes
-        size = -(-missing // page) * page
-        self.reserved += size
-        if last is not None and last.free:
-            last.size += size
-            return last
-        start = 0 if last is None else last.start + last.size
-        block = _Block(segment=-1 - small, start=start, size=size, before=last)
-        if last is not None:
-            last.after = block
-        self._last[small] = block
-        self._blocks[block.segment, start] = block
-        return block
-
     def _split(self, block: _Block, nbytes: int, small: bool) -> None:
         rest = _Block(
-            segment=block.segment,
-            start=block.start + nbytes,
-            size=block.size - nbytes,
-            before=block,
-            after=block.after,
-        )
+            segment=block.segment, start=block.start + nbytes, size=block.size - nbytes,
+            before=block, after=block.after,
+        )  # fmt: skip
         if block.after is not None:
             block.after.before = rest
-        elif self._last.get(small) is block:
-            self._last[small] = rest
         block.after, block.size = rest, nbytes
         self._offer(rest, small)
 
@@ -461,8 +408,6 @@ class CachingAllocator:
         first.after = second_.after
         if second_.after is not None:
             second_.after.before = first
-        if self._last.get(small) is second_:
-            self._last[small] = first
         return first
 
     def _offer(self, block: _Block, small: bool) -> None:
@@ -499,7 +444,6 @@ def rows(name: str) -> Iterator[dict[str, Any]]:
                 "counted": taken.peak, "estimated": on_device,
                 "host": taken.host, "estimated_host": on_host,
                 "reserved": taken.reserved(before=(weights,)) - weights,
-                "expandable": taken.reserved(before=(weights,), expandable=True) - weights,
             }  # fmt: skip
 
 

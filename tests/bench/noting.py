@@ -77,7 +77,7 @@ def piece(name: str, function: Any = note, **more: Any) -> Piece:
 
 def session(output: Path, *, left: float = 120.0, **more: Any) -> Session:
     until = time.monotonic() + left
-    return Session(output / "machine.json", MACHINE, until=until, say=lambda _text: None, **more)
+    return Session(output / "machine.json", MACHINE, until=until, **more)
 
 
 def run(output: Path, *pieces: Piece, **more: Any) -> tuple[bool, dict[str, Any]]:

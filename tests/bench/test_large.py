@@ -1,21 +1,11 @@
-"""The large models of a GPU session: what fits, and the tiny one that stands for them."""
+"""The large models of a GPU session: how much of them fits."""
 
 from __future__ import annotations
 
 import pytest
 
-from bench.large import DOUBLE, SINGLE, TINY, flux_depth, flux_need
-from tools.families import SDXL
+from bench.large import DOUBLE, SINGLE, flux_depth, flux_need
 from zerotune.platform import GIB, Platform
-
-
-def test_the_tiny_model_is_of_the_same_kind() -> None:
-    assert {key for key in SDXL if SDXL[key] == TINY[key]} >= {
-        "_class_name",
-        "down_block_types",
-        "up_block_types",
-        "addition_embed_type",
-    }
 
 
 def machine(ram: int, torch: str) -> Platform:

@@ -26,7 +26,6 @@ def measured(name, folder):
     # Others are compared with what need not be installed here.
     aims = [goal for goal in load(name).goals if goal.case in cases and goal.limit is not None]
     assert reached >= {goal.text for goal in aims}
-    assert (folder / f"{name}.png").stat().st_size > 1000
     return cases
 
 
@@ -59,10 +58,6 @@ def test_ema(tmp_path):
 def test_data(tmp_path):
     cases = measured("data", tmp_path)
     assert cases["pixels"]["facts"]["buckets"] > 1
-
-
-def test_offload(tmp_path):
-    assert len(measured("offload", tmp_path)) == 3
 
 
 @pytest.mark.deepspeed

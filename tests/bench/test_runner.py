@@ -29,7 +29,7 @@ from bench.runner import (
     summarised,
     timed,
 )
-from bench.show import amount, draw, markdown, span, title
+from bench.show import amount, markdown, span, title
 from bench.workers import AnonPeak, Worker, WorkerError
 
 COUNTS = {"calls": 0}
@@ -147,16 +147,6 @@ def test_a_call_is_timed(monkeypatch):
     calls = []
     assert timed(lambda: calls.append(1))() == {"seconds": 0.75}
     assert len(calls) == 1
-
-
-def test_what_is_nothing_or_less_is_drawn_too(tmp_path):
-    result = run(benchmark(), output=tmp_path)
-    for value in (0.0, -1.0):
-        for contestant in ("slow", "fast"):
-            found = dict.fromkeys(("q1", "median", "q3"), value)
-            result["cases"][0]["contestants"][contestant]["seconds"] = found
-        draw(result, tmp_path / "chart.png")
-        assert (tmp_path / "chart.png").stat().st_size > 1000
 
 
 def test_the_interval_of_a_median_is_that_of_order_statistics():

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from bench.show import SHOWN, shown
-
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -32,19 +30,31 @@ def test_the_memory_that_readme_shows_is_what_its_command_answers():
 
 
 def test_results_and_charts_are_what_the_benchmarks_say_today():
-    found = list(generator().results())
+    pictures = generator()
+    found = list(pictures.results())
     assert len(found) >= 6
     for path, stored, today in found:
         again = f"{path.name}: run python docs/generate_pictures.py"
         assert stored == today, again
         with Image.open(path.with_suffix(".png")) as drawn:
-            assert drawn.text[SHOWN] == shown(today), again
+            assert drawn.text[pictures.SHOWN] == pictures.shown(today), again
 
 
 def test_a_chart_shows_the_hardware_and_ours_beside_others():
-    for path, _, today in generator().results():
-        title, hardware, ours, panels = json.loads(shown(today))
+    pictures = generator()
+    for path, _, today in pictures.results():
+        title, hardware, ours, panels = json.loads(pictures.shown(today))
         assert title == today["title"]
         assert today["hardware"]["processor"] in hardware
         for cases in panels.values():
             assert any(set(bars) & set(ours) for bars in cases.values()), path.name
+
+
+def test_what_is_nothing_or_less_is_drawn_too(tmp_path):
+    pictures = generator()
+    _, _, result = next(pictures.results())
+    for bars in result["cases"][0]["contestants"].values():
+        for value, quantity in zip((0.0, -1.0), bars, strict=False):
+            bars[quantity] = dict.fromkeys(("q1", "median", "q3"), value)
+    pictures.draw(result, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 1000

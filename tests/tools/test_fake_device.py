@@ -62,9 +62,8 @@ def test_the_memory_model_is_near_every_pass(family: str, side: int, batch: int,
     assert taken.host * (1 - UNDER) <= on_host <= taken.host * (1 + OVER)
     assert (taken.host > 0) == (keeping == KINDS[2])
     weights = 2 * facts.numel
-    for expandable in (False, True):
-        reserved = taken.reserved(before=(weights,), expandable=expandable) - weights
-        assert taken.peak <= reserved < 2 * taken.peak + 192 * MIB
+    reserved = taken.reserved(before=(weights,)) - weights
+    assert taken.peak <= reserved < 2 * taken.peak + 192 * MIB
 
 
 @pytest.mark.parametrize("keeping", KINDS)
@@ -151,10 +150,9 @@ def test_a_small_device_has_free_segments_given_back():
     assert split.least() == 80 * MIB, "a segment of which a part is in use is not given back"
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_the_allocator_hands_nothing_out_twice(expandable: bool):
+def test_the_allocator_hands_nothing_out_twice():
     generator = torch.Generator().manual_seed(3)
-    allocator, held = CachingAllocator(expandable=expandable), {}
+    allocator, held = CachingAllocator(), {}
     for key in range(600):
         size = 512 * int(torch.randint(1, 30_000, (), generator=generator))
         allocator.take(key, size)
