@@ -179,10 +179,10 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
     """Open the text of a configuration.
 
     A configuration that says something impossible opens all the same, to be repaired in the
-    form; only what is no JSON, YAML or HJSON, or no configuration at all, is refused.
+    form; only what is no JSON or YAML, or no configuration at all, is refused.
 
     Args:
-        text: JSON, accelerate's YAML, or HJSON.
+        text: JSON or accelerate's YAML.
         name: Name of the file, for messages and for its suffix.
         root: Where files that the text names may lie.
         folder: Where relative ones are looked up.

@@ -2212,7 +2212,7 @@ class DeepSpeedPlan(Readable, Section):
     def load(
         cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
     ) -> DeepSpeedPlan:
-        """Read a file by its suffix: YAML, ``.hjson`` with DeepSpeed's parser, else JSON.
+        """Read a file by its suffix: YAML, else JSON.
 
         Args:
             path: The file.
