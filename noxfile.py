@@ -263,7 +263,7 @@ def matrix(session: nox.Session) -> None:
         "tests/diffusion/families/test_overfit.py",
         "tests/backend/test_distributed.py", "tests/backend/test_compilation.py",
         "tests/examples/test_embedding.py",
-        "tests/builder/test_launching.py", "tests/faults/test_campaign.py",
+        "tests/builder/test_launching.py", "tests/stress/test_faults.py",
         *session.posargs,
     )  # fmt: skip
     if not session.posargs:
@@ -271,17 +271,17 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
-def faults(session: nox.Session) -> None:
-    """Faults of every class by chance, for two minutes: ``nox -s faults -- --minutes 30``."""
+def stress(session: nox.Session) -> None:
+    """Faults of every class by chance, for two minutes: ``nox -s stress -- --minutes 30``."""
     training_environment(session)
-    run(session, "-m", "tests.faults", *(session.posargs or ["--minutes", "2"]))
+    run(session, "-m", "stress.faults", *(session.posargs or ["--minutes", "2"]))
 
 
 @nox.session(python=False)
 def fuzz(session: nox.Session) -> None:
     """Anything at all, given to all that reads: ``nox -s fuzz -- --minutes 30 --seed 1``."""
     shared_environment(session)
-    run(session, "-m", "tests.fuzz", *session.posargs)
+    run(session, "-m", "stress.fuzz", *session.posargs)
 
 
 @nox.session(python=False)
@@ -304,11 +304,11 @@ def parity(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Benchmarks by name: ``nox -s bench -- overhead``."""
     training_environment(session)
-    run(session, "-m", "benchmarks", *session.posargs)
+    run(session, "-m", "bench", *session.posargs)
 
 
 @nox.session(python=False)
 def gpu(session: nox.Session) -> None:
     """What a GPU is for, piece by piece: ``nox -s gpu -- --minutes 10 --output DIR``."""
     training_environment(session, "cpu_adam")
-    run(session, "-m", "benchmarks", "gpu", *(session.posargs or ["--minutes", "60"]))
+    run(session, "-m", "bench.gpu", *(session.posargs or ["--minutes", "60"]))

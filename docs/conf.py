@@ -14,7 +14,7 @@ extensions = [
     "sphinx.ext.napoleon",
 ]
 # Tables beside the results are in the performance page already.
-exclude_patterns = ["_build", "results/*.md"]
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"zerotune {release}"
 myst_heading_anchors = 3

@@ -17,6 +17,7 @@ from typing import Any, Final
 from zerotune.diffusion.families.declared import (
     AuraFlow,
     Chroma,
+    Flux,
     Flux2,
     Flux2Klein,
     FluxKontext,
@@ -31,14 +32,13 @@ from zerotune.diffusion.families.declared import (
     QwenImageEdit,
     QwenImageEditPlus,
     Sana,
+    StableDiffusion,
+    StableDiffusion3,
+    StableDiffusionXL,
     Wan,
     WanLowNoise,
     ZImage,
 )
-from zerotune.diffusion.families.flux import Flux
-from zerotune.diffusion.families.stable_diffusion import StableDiffusion
-from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
-from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.families import family, family_names, model_family

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerotune.errors import NothingFitsError
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.api import Advice
+from zerotune.plan.advise import Advice
 from zerotune.plan.families import model_family
 
 TARGET = Path(__file__).parent / "fits.md"
@@ -172,26 +172,20 @@ def memory_page() -> str:
 
 
 def _passes() -> str:
-    cases = json.loads(RESULT.read_text(encoding="utf-8"))["cases"]
+    passes = json.loads(RESULT.read_text(encoding="utf-8"))
     rows = [
-        "| pass | counted | estimated | error | on the host | error | reserved | expandable |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| pass | counted | estimated | error | on the host | error | reserved |",
+        "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    return "\n".join([*rows, *(_pass(case) for case in cases)])
+    return "\n".join([*rows, *map(_pass, passes)])
 
 
-def _pass(case: Mapping[str, Any]) -> str:
-    found = case["contestants"]
-
-    def taken(name: str, place: str = "device") -> float:
-        return float(found[name][f"{place}_bytes"]["median"])
-
-    counted, host = taken("counted"), taken("counted", "host")
-    cells = [_mib(counted), _mib(taken("estimated")), _error(taken("estimated"), counted)]
-    cells += [_mib(host), _error(taken("estimated", "host"), host)] if host else ["", ""]
-    for name in ("reserved by torch's allocator", "reserved in expandable segments"):
-        cells.append(_error(taken(name), counted))
-    return f"| {case['name']} | " + " | ".join(cells) + " |"
+def _pass(one: Mapping[str, Any]) -> str:
+    counted, host = one["counted"], one["host"]
+    cells = [_mib(counted), _mib(one["estimated"]), _error(one["estimated"], counted)]
+    cells += [_mib(host), _error(one["estimated_host"], host)] if host else ["", ""]
+    cells.append(_error(one["reserved"], counted))
+    return f"| {one['pass']} | " + " | ".join(cells) + " |"
 
 
 def _mib(nbytes: float) -> str:

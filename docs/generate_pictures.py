@@ -1,17 +1,18 @@
 """Draws every picture that shows what the code answers: ``python docs/generate_pictures.py``.
 
-README's picture of memory, and the charts of docs/results with their tables and the page made of
-them. What a picture shows is written into the file, so that a test can tell when the code's answer
-has become another one. The digits are drawn by ``nox -s demo``, the builder by
-docs/generate_builder.py.
+README's picture of memory, and the charts of docs/results with the page made of them. What a
+picture shows is written into the file, so that a test can tell when the code's answer has become
+another one. The digits are drawn by ``nox -s demo``, the builder by docs/generate_builder.py.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import runpy
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,19 @@ DOCS = Path(__file__).resolve().parent
 # As a script it is started from anywhere.
 sys.path.insert(0, str(DOCS.parent))
 
-from benchmarks.framework.plots import plot  # noqa: E402
-from benchmarks.framework.results import refreshed  # noqa: E402
-from benchmarks.framework.tables import markdown  # noqa: E402
-from benchmarks.registry import load  # noqa: E402
+from bench.runner import compact, load, refreshed  # noqa: E402
+from bench.show import amount, machine, more_is_better, title, unit_of  # noqa: E402
 from zerotune import cli  # noqa: E402
+from zerotune._util.files import write_atomically  # noqa: E402
+from zerotune._util.palette import BASELINE, OTHERS, OURS, empty_figure  # noqa: E402
 from zerotune.plan import DeepSpeedPlan  # noqa: E402
 
 PICTURE = DOCS / "images" / "memory.png"
 COMMAND = "plan advise --family sdxl --vram 12 --ram 128 --ema host"
 ANSWER = "zerotune-answer"
 RESULTS = DOCS / "results"
+SHOWN = "zerotune-shown"
+"""A chart holds under this name what it shows, so that a test finds an older one."""
 
 
 def answer() -> dict[str, dict[str, int]]:
@@ -55,12 +58,10 @@ def results() -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
 
 
 def draw_results() -> None:
-    """Charts, tables and the page, with the words and goals that the benchmarks have today."""
-    for path, stored, today in results():
-        if stored != today:
-            path.write_text(json.dumps(today, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(markdown(today), encoding="utf-8")
-        plot(today, path.with_suffix(".png"))
+    """Charts and the page, with the words and goals that the benchmarks have today."""
+    for path, _, today in results():
+        path.write_text(compact(today), encoding="utf-8")
+        draw(today, path.with_suffix(".png"))
     runpy.run_path(str(DOCS / "generate_performance.py"), run_name="__main__")
 
 
@@ -72,6 +73,73 @@ def draw_memory() -> None:
     with Image.open(PICTURE) as drawn:
         drawn.load()
         drawn.save(PICTURE, pnginfo=words, optimize=True)
+
+
+def panels(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By quantity and case what each contestant took, of the quantities that goals are about."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for case in result["cases"]:
+        taken = list(case["contestants"].values())
+        aimed = {goal["quantity"] for goal in result["goals"] if goal["case"] == case["name"]}
+        for quantity in sorted(aimed) or [next(iter(taken[0]))]:
+            bars = {
+                name: quantities[quantity]
+                for name, quantities in case["contestants"].items()
+                if quantity in quantities
+            }
+            found.setdefault(quantity, {})[case["name"]] = bars
+    return found
+
+
+def shown(result: Mapping[str, Any]) -> str:
+    """All that the picture of a result says, as text."""
+    return json.dumps([result["title"], machine(result), result["ours"], panels(result)])
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """A panel for each quantity, a bar with quartiles for each contestant of each case."""
+    drawn = panels(result)
+    lines = [sum(len(bars) + 1 for bars in cases.values()) for cases in drawn.values()]
+    height = 0.24 * sum(lines) + 0.6 * len(lines) + 0.8
+    figure = empty_figure(figsize=(8.0, height), dpi=100, layout="constrained")
+    marks = "bar: median, line: quartiles; orange: zerotune, dark: compared with"
+    heading = textwrap.fill(f"{result['title']}. {machine(result)}; {marks}", 90)
+    figure.suptitle(heading, fontsize=9)
+    axes = figure.subplots(len(drawn), 1, height_ratios=lines, squeeze=False)[:, 0]
+    for axis, (quantity, cases) in zip(axes, drawn.items(), strict=True):
+        _draw_panel(axis, quantity, cases, result)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", metadata={SHOWN: shown(result), "Software": None})
+    write_atomically(path, picture.getvalue())
+
+
+def _draw_panel(
+    axis: Any, quantity: str, cases: Mapping[str, Mapping[str, Any]], result: Mapping[str, Any]
+) -> None:
+    baselines = {case["name"]: case["baseline"] for case in result["cases"]}
+    most = max(bar["median"] for bars in cases.values() for bar in bars.values())
+    size, unit = unit_of(most, quantity)
+    names: list[str] = []
+    for case, bars in cases.items():
+        names.append(f"{textwrap.shorten(case, 50)}:")
+        for name, bar in bars.items():
+            middle, low, high = (bar[key] / size for key in ("median", "q1", "q3"))
+            other = BASELINE if name == baselines[case] else OTHERS
+            colour = OURS if name in result["ours"] else other
+            axis.barh(len(names), middle, color=colour, height=0.7)
+            axis.plot([low, high], [len(names)] * 2, color="black", linewidth=1)
+            text = f" {amount(bar['median'], quantity)}"
+            axis.text(max(middle, high), len(names), text, fontsize=8, va="center")
+            names.append(name)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_ylim(len(names), -0.6)
+    axis.margins(x=0.12)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    more = "higher is better" if more_is_better(quantity) else "lower is better"
+    named = ", ".join(filter(None, (title(quantity), unit)))
+    axis.set_title(f"{named} ({result['better'] or more})", fontsize=8.5, loc="left")
 
 
 if __name__ == "__main__":

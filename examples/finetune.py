@@ -1,4 +1,4 @@
-"""Fine-tune SDXL, SD 1.5/2.1, SD3/3.5 or Flux on a folder of images with captions.
+"""Fine-tune a diffusers pipeline (SDXL, SD3, Flux, …) on a folder of images with captions.
 
 All weights of the U-Net or transformer, or adapters beside it:
 
@@ -10,10 +10,8 @@ All weights of the U-Net or transformer, or adapters beside it:
         --lora 16
 
 An installed zerotune has it too: torchrun -m zerotune.examples.finetune, with --plan sdxl,
-sdxl-lora, sd3 or flux-lora.
+sdxl-lora, sd3 or flux-lora. ``zerotune init`` writes it for one model, card and folder of images.
 
-MODEL is a folder or a hub id, such as stabilityai/stable-diffusion-xl-base-1.0; what it is stands
-in its model_index.json. PHOTOS holds images, each with its caption beside it (cat.png, cat.txt).
 The same command goes on after a stop, also under another plan or number of GPUs, and with more
 --steps after the end. A run that was stopped exports nothing unless --export-stopped asks for it;
 an export takes the place of that of an earlier run. --start goes on from another script's run: of
@@ -29,41 +27,93 @@ from pathlib import Path
 
 from zerotune import DeepSpeedPlan, EMAShadow, Trainer, latest_checkpoint
 from zerotune.checkpoint import export_adapters, export_pipeline
-from zerotune.diffusion import LoRA, Pretrained, add_lora, encode_dataset, load_pretrained
+from zerotune.diffusion import ActivationOffload, LoRA, add_lora, encode_dataset, load_pretrained
 from zerotune.diffusion.data import AspectBuckets, Augmentation, ImageFolder, PreparedImages
 from zerotune.training import Callback, ProgressBar, SaveEvery, ValidationImages
 
-PLANS = Path(__file__).parent / "plans"
+HERE = Path(__file__).resolve().parent
+
+# A folder with model_index.json, or the id of a pipeline on the hub.
+MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
+
+# Images, each with its caption beside it (cat.png, cat.txt), or with a metadata.jsonl.
+PHOTOS = Path("photos")
+
+# Everything the run makes: latents and embeddings, checkpoints, validation images, the export.
+OUTPUT = Path("runs/finetune")
+
+# ZeRO stage, offload, batch and learning rate.
+PLAN = HERE / "plans" / "sdxl.json"
+
+# Rank of adapters; 0 trains all weights. Each needs a plan of its own.
+LORA = 0
+
+# Optimizer steps, counted from the beginning of the first run.
+STEPS = 2000
+
+# Steps between two checkpoints, and between two sheets of validation images.
+EVERY = 500
+
+# What the validation images show.
+PROMPTS = ["a photo of a cat", "a cup of coffee"]
+
+# Most pixels of an image; each is brought to the nearest of several shapes, not to a square.
+AREA = 1024 * 1024
+
+# Sides are multiples of this.
+BUCKET_STEP = 64
+
+# How activations fit beside the plan: "auto" recomputes them if memory demands it.
+GRADIENT_CHECKPOINTING = "auto"
+ACTIVATION_OFFLOAD = False
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
-    shipped = PLANS / f"{options.plan}.json"
+    shipped = HERE / "plans" / f"{options.plan}.json"
     plan = DeepSpeedPlan.from_json(shipped if shipped.is_file() else options.plan)
+    # The weights wait in their files until the engine takes them: no process holds a copy.
     loaded = load_pretrained(options.model, plan=plan)
     if options.lora:
         adapters = LoRA(rank=options.lora, targets=loaded.family.lora_targets)
         add_lora(loaded.model, adapters, base_dtype=options.base_dtype)
+
     images = PreparedImages(
         ImageFolder(options.photos),
         buckets=AspectBuckets(area=options.area, step=options.bucket_step),
+        # Some captions are left out, so that guidance works.
         augmentation=Augmentation(caption_dropout=0.1),
     )
-    # Latents and embeddings are computed once; then VAE and text encoders leave the GPU.
+    # Computed once; then VAE and text encoders leave the card.
     data = encode_dataset(images, family=loaded.family, folder=options.output / "cache")
+
     with Trainer(
         model=loaded.model,
         plan=plan,
         data=data,
         objective=loaded.objective(),
+        # The average of the weights, which is drawn with and exported.
         ema=EMAShadow(decay=0.999),
+        activations=ActivationOffload() if ACTIVATION_OFFLOAD else None,
+        gradient_checkpointing=GRADIENT_CHECKPOINTING,
         callbacks=callbacks(options),
     ) as trainer:
         if checkpoint := latest_checkpoint(options.output / "checkpoints") or options.start:
             trainer.resume(checkpoint)
         report = trainer.fit(steps=options.steps)
-        if report.stopped is None or options.export_stopped:
-            export(trainer, loaded, options)
+
+        # A run that was stopped exports nothing; the next one does.
+        finished = report.stopped is None or options.export_stopped
+        if finished and options.lora:
+            export_adapters(options.output / "adapters", engine=trainer.engine, weights=trainer.ema)
+        elif finished:
+            export_pipeline(
+                options.output / "pipeline",
+                engine=trainer.engine,
+                base=loaded.folder,
+                weights=trainer.ema,
+                dtype="bf16",
+            )
         if trainer.is_main:
             print(report.render())
     return list(report.losses)
@@ -83,38 +133,25 @@ def callbacks(options: argparse.Namespace) -> list[Callback]:
     ]
 
 
-def export(trainer: Trainer, loaded: Pretrained, options: argparse.Namespace) -> None:
-    """What other programs load: ``load_lora_weights``, or ``from_pretrained``."""
-    if options.lora:
-        export_adapters(options.output / "adapters", engine=trainer.engine, weights=trainer.ema)
-    else:
-        export_pipeline(
-            options.output / "pipeline",
-            engine=trainer.engine,
-            base=loaded.folder,
-            weights=trainer.ema,
-            dtype="bf16",
-        )
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What the command line says; else what stands above."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model")
-    parser.add_argument("photos", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--plan", required=True, help="a DeepSpeed configuration, or sdxl, …")
-    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains all")
+    parser.add_argument("model", nargs="?", default=MODEL)
+    parser.add_argument("photos", nargs="?", type=Path, default=PHOTOS)
+    parser.add_argument("output", nargs="?", type=Path, default=OUTPUT)
+    parser.add_argument("--plan", default=PLAN, help="a DeepSpeed configuration")
+    parser.add_argument("--lora", type=int, default=LORA, help="rank of adapters; 0 trains all")
     parser.add_argument("--base-dtype", default="bf16", help="of the weights beside adapters")
     parser.add_argument("--start", type=Path, help="checkpoint to begin with, also a converted one")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--every", type=int, default=500, help="steps between checkpoints")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--every", type=int, default=EVERY, help="steps between checkpoints")
     parser.add_argument("--export-stopped", action="store_true", help="also after a signal")
-    parser.add_argument("--area", type=int, default=1024 * 1024, help="most pixels of an image")
-    parser.add_argument("--bucket-step", type=int, default=64)
+    parser.add_argument("--area", type=int, default=AREA, help="most pixels of an image")
+    parser.add_argument("--bucket-step", type=int, default=BUCKET_STEP)
     parser.add_argument("--draw-steps", type=int, default=30)
-    parser.add_argument("--prompts", nargs="+", default=["a photo of a cat", "a cup of coffee"])
+    parser.add_argument("--prompts", nargs="+", default=PROMPTS)
     return parser.parse_args(arguments)
 
 

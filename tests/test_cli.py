@@ -16,7 +16,7 @@ import pytest
 from zerotune import cli
 from zerotune.backend.ops.build import OpStatus
 from zerotune.cli import doctor
-from zerotune.cli.checkup import Checkup
+from zerotune.cli.doctor import Checkup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, PlatformError
 from zerotune.platform import GIB, DeepSpeedSupport, Platform

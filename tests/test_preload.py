@@ -21,7 +21,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("module", ["tests.support.preload", "benchmarks.framework.preload"])
+@pytest.mark.parametrize("module", ["tests.support.preload", "bench.preload"])
 def test_cuda_is_not_touched_before_the_fork(module):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT.format(module=module))],

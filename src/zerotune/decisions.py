@@ -1,21 +1,29 @@
-"""Automatic choices, recorded where they are made and announced once."""
+"""Automatic choices, recorded where they are made and announced once; a log of them.
+
+Code that reads or settles is passed a ``Log``. It records its decisions there, and the mistakes
+behind which it can go on, so that a user sees every mistake at once.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypeVar, cast
 
 import attrs
 
-from zerotune.errors import readable, shorten
+from zerotune.errors import ZeroTuneError, both_names, shorten
 
 logger = logging.getLogger("zerotune")
 
 Severity = Literal["note", "warning"]
 
+T = TypeVar("T")
+
 _LONGEST_VALUE = 1000
+_MOST_MISTAKES: Final = 20
+"""Mistakes after which nobody reads on."""
 
 _announced: set[tuple[str, str, str]] = set()
 
@@ -43,12 +51,114 @@ class Decision:
         return self.severity == "warning" or self.before != self.after
 
     def __str__(self) -> str:
-        name = readable(self.written or self.key)
+        name = "".join(both_names(self.key, self.written))
         return f"{name}: {_show(self.before)} -> {_show(self.after)} ({self.reason})"
 
 
 def _show(value: Any) -> str:
     return "unset" if value is None else shorten(value, _LONGEST_VALUE)
+
+
+# -- What is said while something is read or settled.
+
+
+Names = Mapping[str, str]
+"""Path of a setting to its name in a file where that is another (accelerate's, a trainer's)."""
+
+
+def name_of(path: str | None, names: Names) -> str | None:
+    """What the file calls the setting at ``path``; ``None``: the same."""
+    name, below = path or "", ""
+    while name not in names:
+        name, dot, last = name.rpartition(".")
+        if not dot:
+            return None
+        below = f".{last}{below}"
+    return f"{names[name]}{below}"
+
+
+@attrs.define(kw_only=True)
+class Log:
+    """The decisions and the mistakes of one reading or settling, in their order."""
+
+    also_known: frozenset[str] = frozenset()
+    """Paths of keys to pass through although neither zerotune nor DeepSpeed knows them."""
+    names: dict[str, str] = attrs.field(factory=dict)
+    """What the file that is read calls its settings, by path; for what is recorded from now on."""
+    decisions: list[Decision] = attrs.field(factory=list)
+    mistakes: list[ZeroTuneError] = attrs.field(factory=list)
+
+    def decide(
+        self, key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
+    ) -> None:
+        """Record a decision."""
+        self.decisions.append(
+            Decision(
+                key=key,
+                before=before,
+                after=after,
+                reason=reason,
+                severity=severity,
+                written=name_of(key, self.names),
+            )
+        )
+
+    def refuse(self, error: ZeroTuneError) -> None:
+        """Record a mistake, to go on without what is wrong.
+
+        Raises:
+            ZeroTuneError: It is one too many.
+        """
+        if self._holds(error):
+            raise error
+        self._keep(error)
+        if len(self.mistakes) >= _MOST_MISTAKES:
+            raise self.mistakes[-1] from None
+
+    def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
+        """What ``work`` returns; ``None`` where it makes a mistake, which is recorded.
+
+        Raises:
+            ZeroTuneError: As ``refuse``.
+        """
+        try:
+            return work(*arguments)
+        except ZeroTuneError as error:
+            self.refuse(error)
+            return None
+
+    def outcome(self, work: Callable[..., T], *arguments: Any) -> T | None:
+        """What ``work`` returns; ``None`` where it ended early. Every mistake is recorded."""
+        try:
+            return work(*arguments)
+        except ZeroTuneError as error:
+            if not self._holds(error):
+                self._keep(error)
+            return None
+
+    def whole(self, work: Callable[..., T], *arguments: Any) -> T:
+        """What ``work`` returns.
+
+        Raises:
+            ZeroTuneError: The first of all mistakes, recorded or raised, with the others.
+        """
+        result = self.outcome(work, *arguments)
+        raise_all(self.mistakes)
+        return cast("T", result)
+
+    def _holds(self, error: ZeroTuneError) -> bool:
+        return any(error is each for each in self.mistakes)
+
+    def _keep(self, error: ZeroTuneError) -> None:
+        for each in error.each():
+            written = None if each.written else name_of(each.key, self.names)
+            self.mistakes.append(each.called(written) if written else each)
+
+
+def raise_all(mistakes: Sequence[ZeroTuneError]) -> None:
+    """Raise ``mistakes``, if there are any, as one error: the first, with the ``others``."""
+    if mistakes:
+        raise mistakes[0].with_others(mistakes[1:]) from None
 
 
 def announce(decisions: Iterable[Decision], *, rank: int | None = None) -> None:

@@ -34,7 +34,7 @@ read says all its mistakes at once, each in a line: the first is the error, ``ot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 if TYPE_CHECKING:
@@ -104,6 +104,14 @@ def readable(name: str) -> str:
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
 
 
+def both_names(key: str, written: str | None) -> tuple[str, str]:
+    """What messages call a setting, and its path in brackets where the user's file differs."""
+    if written is None:
+        return readable(key), ""
+    alike = f".{written.lstrip('-')}".endswith(f".{key.removeprefix('launch.')}")
+    return readable(written), "" if alike else f" ({readable(key)})"
+
+
 def _cut(sentence: str) -> str:
     whole = len(sentence) <= _LONGEST_SENTENCE
     return sentence if whole else f"{sentence[: _LONGEST_SENTENCE - 1]}…"
@@ -117,7 +125,7 @@ class ZeroTuneError(Exception):
 
     Attributes:
         key: Path of the offending setting (``"zero_optimization.stage"``), or ``None``.
-        written: What the user's own file calls it, where that is not ``key``; messages show it.
+        written: What the user's own file calls it, where that is not ``key``; messages show both.
         value: The offending value; ``UNSET`` when there is none.
         reason: Why it cannot be accepted.
         fix: What to write or do instead, or ``None``.
@@ -152,11 +160,15 @@ class ZeroTuneError(Exception):
         state = {**self.__dict__, "others": tuple(others)}
         return _rebuild(type(self), state) if state["others"] or self.others else self
 
-    def reworded(self, written: str | None, say: Callable[[str], str]) -> Self:
-        """The same mistake, its setting called ``written`` and its sentences as ``say`` says."""
-        fix = None if self.fix is None else say(self.fix)
-        state = {**self.__dict__, "written": written, "reason": say(self.reason), "fix": fix}
-        return _rebuild(type(self), state)
+    def called(self, written: str) -> Self:
+        """The same mistake in a file that calls the setting ``written``."""
+        return _rebuild(type(self), {**self.__dict__, "written": written})
+
+    def below(self, section: str) -> Self:
+        """The same mistake, its key inside ``section``."""
+        if not section or self.key is None:
+            return self
+        return _rebuild(type(self), {**self.__dict__, "key": f"{section}.{self.key}"})
 
     def passed_on(self, rank: int) -> Self:
         """This error as the other processes raise it.
@@ -171,10 +183,11 @@ class ZeroTuneError(Exception):
         return "\n".join([self._sentences(), *map(str, self.others)])
 
     def _sentences(self) -> str:
-        name = self.written or self.key
-        subject = readable(name) if isinstance(name, str) else ""
+        key = self.key if isinstance(self.key, str) else ""
+        subject, path = both_names(key, self.written)
         if not isinstance(self.value, _Unset):
             subject = f"{subject} = {shorten(self.value)}" if subject else shorten(self.value)
+        subject += path
         sentence = _cut(self.reason).rstrip(".") + "."
         text = f"{subject}: {sentence}" if subject else sentence
         if not self.fix:
@@ -249,7 +262,7 @@ class NothingFitsError(PlanError):
     """No plan fits into the memory there is.
 
     Attributes:
-        nearest: The candidate that is over the budget by least (``zerotune.plan.api.Candidate``).
+        nearest: The candidate that is over the budget by least (``zerotune.plan.Candidate``).
     """
 
     def __init__(self, reason: str, *, nearest: Any, key: str, value: Any, fix: str) -> None:

@@ -1,15 +1,13 @@
-"""One table in three forms, and how it goes to a terminal."""
+"""Lines and tables as text, as Markdown and at a terminal."""
 
 from __future__ import annotations
 
 import io
-import json
 import re
 
 import pytest
 
-from zerotune._util.table import Code, Column, Line, Page, Table
-from zerotune.errors import UNSET
+from zerotune._util.table import Line, Page, Table
 
 
 class Terminal(io.StringIO):
@@ -20,14 +18,9 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def table():
     return Table(
-        title="Sizes",
-        above="sizes:",
-        columns=(
-            Column(name="name", head="name", show=Code),
-            Column(name="size", head="GiB", show=lambda size: f"{size:.1f}", right=True),
-            Column(name="note", head="why"),
-        ),
-        rows=(("a.b", 1.5, "small"), ("a_long_name", 12.25, UNSET)),
+        head=("name", "GiB", "why"),
+        align="lr",
+        rows=(("a.b", "1.5", "small"), ("a_long_name", "12.2", "")),
     )
 
 
@@ -57,7 +50,8 @@ FINDING = Line(
 
 
 def test_text_has_columns_as_wide_as_their_cells(table):
-    assert Page(title="All", blocks=(table,)).text().split("\n") == [
+    page = Page(title="All", blocks=(Line("sizes:", style="title"), table))
+    assert page.text().split("\n") == [
         "All",
         "sizes:",
         "  name          GiB  why",
@@ -66,21 +60,21 @@ def test_text_has_columns_as_wide_as_their_cells(table):
     ]
 
 
-def test_markdown_has_a_heading_for_each_table_that_has_rows(table):
-    empty = Table(title="Nothing", columns=table.columns, rows=())
-    assert Page(title="a|b", blocks=(table, empty)).markdown() == (
-        "# a\\|b\n\n## Sizes\n\n| name | GiB | why |\n| --- | ---: | --- |\n"
-        "| `a.b` | 1.5 | small |\n| `a_long_name` | 12.2 |  |\n"
+def test_markdown_has_the_parts_of_the_text_without_what_is_empty(table):
+    empty = Table(head=table.head, rows=())
+    parts = (Line("sizes:", style="title"), table, empty, FINDING, Line(""), Line("a *b*"))
+    assert Page(title="a|b", blocks=parts).markdown() == (
+        "# a\\|b\n\n## sizes\n\n| name | GiB | why |\n| --- | ---: | --- |\n"
+        "| a.b | 1.5 | small |\n| a_long_name | 12.2 |  |\n\n"
+        f"- **error** {FINDING.text}\n\na \\*b\\*\n"
     )
 
 
-def test_data_are_the_values_and_lack_what_a_row_lacks(table):
-    data = table.data()
-    assert json.loads(json.dumps(data)) == data
-    assert data == [
-        {"name": "a.b", "size": 1.5, "note": "small"},
-        {"name": "a_long_name", "size": 12.25},
-    ]
+def test_a_cell_of_two_lines_stays_one_row_of_markdown_and_html():
+    table = Table(rows=(("a\nb", "c"),))
+    assert table.markdown().split("\n")[-1] == "| a<br>b | c |"
+    assert ">a<br>b</td>" in table.html()
+    assert Page(blocks=(table,)).text() == "  a  c\n  b"
 
 
 def test_a_pipe_breaks_no_line_and_has_no_colours():
@@ -99,9 +93,7 @@ def test_a_terminal_wraps_where_it_ends_and_goes_on_further_in(terminal):
 
 
 def test_a_row_goes_on_below_its_last_cell(terminal):
-    table = Table(
-        columns=(Column(name="a", width=6), Column(name="b")), rows=(("one", "word " * 20),)
-    )
+    table = Table(rows=(("one", "word " * 20),), widths=(6,))
     first, *rest = terminal(Page(blocks=(table,)), 60, NO_COLOR="1").splitlines()
     assert first.startswith("  one     word")
     assert rest
@@ -118,8 +110,19 @@ def test_findings_have_colours_at_a_terminal_unless_they_are_not_wanted(terminal
 
 
 def test_a_cell_wider_than_its_column_touches_no_other():
-    columns = (Column(name="what", width=6), Column(name="where", width=6))
-    table = Table(columns=columns, rows=(("accumulated gradients", "host"), ("EMA", "host")))
-    first, second = (line.text for line in table.lines(None))
+    table = Table(rows=(("accumulated gradients", "host"), ("EMA", "host")), widths=(6, 6))
+    first, second = Page(blocks=(table,)).text().split("\n")
     assert first.split() == ["accumulated", "gradients", "host"]
     assert first.index("host") == second.index("host")
+
+
+def test_text_never_goes_to_a_notebook_and_has_no_colours(table, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert Page(blocks=(table,)).text().startswith("  name ")
+
+
+def test_lines_alone_read_as_they_do_beside_a_table(table):
+    lines = (FINDING, Line("two\nlines", mark="-"), Line("  inside"), Line(""), Line("x", indent=4))
+    alone, beside = Page(title="All", blocks=lines), Page(title="All", blocks=(*lines, table))
+    assert beside.text().startswith(alone.text() + "\n  name ")

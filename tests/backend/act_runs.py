@@ -155,8 +155,7 @@ def begin(kind: Kind, mode: Mode, model: torch.nn.Module) -> Any:
     from zerotune.backend import plain
     from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     plan = DeepSpeedPlan.build(
         stage=kind.stage or 0, offload=kind.offload, micro_batch_size=2, gradient_clipping=0.5,

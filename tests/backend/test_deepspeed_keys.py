@@ -14,7 +14,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 def made_anew() -> tuple[Any, str, str]:
-    from benchmarks.deepspeed_keys import FILE, deepspeed_keys, render
+    from tools.deepspeed_keys import FILE, deepspeed_keys, render
 
     keys = deepspeed_keys()
     return keys, render(keys), FILE.read_text(encoding="utf-8")
@@ -25,7 +25,7 @@ def test_the_file_is_what_the_code_says() -> None:
     recorded = json.loads(on_file)
     if Version(keys["deepspeed"]) < Version(recorded["deepspeed"]):
         pytest.skip(f"the keys on file are those of DeepSpeed {recorded['deepspeed']}")
-    assert text == on_file, "run python -m benchmarks.deepspeed_keys, and look at the difference"
+    assert text == on_file, "run python -m tools.deepspeed_keys, and look at the difference"
     assert keys["modules"]["deepspeed.runtime.config"]["param_dict"]["train_batch_size"] == {
         "name": "TRAIN_BATCH_SIZE",
         "default": None,

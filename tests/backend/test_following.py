@@ -109,3 +109,38 @@ def test_another_memory_order_is_named_where_deepspeed_cannot_take_it():
     (error,) = run_ranks(strided, 2)
     assert "0.weight" in error
     assert "contiguous_format" in error
+
+
+def failed_backward(stage: int) -> tuple[str, str]:
+    """What a loop is told that drops a window and goes on after an exception in backward."""
+    from zerotune.errors import EngineError
+
+    engine = begin(stage, Web(), hidden=False)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    loss = loss_of(engine, 1)
+    hook = engine.module.twice.weight.register_hook(lambda _: 1 / 0)
+    try:
+        engine.backward(loss)
+    except ZeroDivisionError:
+        hook.remove()
+    said = []
+    for go_on in (engine.discard, lambda: loss_of(engine, 2)):
+        try:
+            go_on()
+            said.append("went on")
+        except EngineError as error:
+            said.append(str(error))
+    engine.close()
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("stage", [PLAIN, 2, 3])
+def test_after_a_failed_backward_the_run_goes_on_or_is_told_that_it_cannot(stage):
+    ((dropped, then),) = run_ranks(failed_backward, stage)
+    if stage == PLAIN:
+        assert (dropped, then) == ("went on", "went on")
+        return
+    for said in (dropped, then):
+        assert "ZeroDivisionError" in said
+        assert "last checkpoint" in said

@@ -15,8 +15,7 @@ from zerotune.errors import EngineError, VerificationError
 from zerotune.optim import OptimizerResolver, ParameterGroup, ParameterGroups
 from zerotune.optimizers.choices import GroupChoice, OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import lr_at
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
 SCHEDULE = {
     "type": "WarmupLR",

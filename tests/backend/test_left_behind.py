@@ -22,7 +22,7 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.errors import CollectiveError, EngineError
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan import ModelFacts
-from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
 

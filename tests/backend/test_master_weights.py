@@ -242,19 +242,6 @@ def test_swapped_out_shards_are_read_and_written(world_size: int, tmp_path) -> N
         }
 
 
-def strided() -> str:
-    import torch
-
-    from zerotune.errors import EngineError
-
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
-    try:
-        start(PLAIN, model)
-    except EngineError as error:
-        return str(error)
-    return ""
-
-
 def zero_dimensional() -> str:
     from tests.support.models import HostileNet
     from zerotune.errors import EngineError
@@ -270,9 +257,3 @@ def test_a_parameter_without_dimensions_is_refused_before_deepspeed_fails_on_it(
     (message,) = run_ranks(zero_dimensional)
     assert "model.scale = ()" in message
     assert "one element" in message
-
-
-def test_a_strided_parameter_is_refused_with_the_fix() -> None:
-    (message,) = run_ranks(strided)
-    assert "0.weight" in message
-    assert "contiguous_format" in message

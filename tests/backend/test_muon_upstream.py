@@ -75,8 +75,7 @@ def test_deepspeed_refuses_stage_3_as_it_is_configured_by_default() -> None:
 def ours(stage: int) -> list[str]:
     from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     model = Net()
     plan = DeepSpeedPlan.build(
@@ -204,8 +203,7 @@ def test_defects_reported_upstream_are_gone_from_0_19_8(
 def first_updates_and_losses(stage: int, offload: str) -> dict[str, Any]:
     from zerotune.backend.build import build_engine
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     model = Matrices()
     whole = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}

@@ -28,8 +28,7 @@ def rates(accumulations: list[int]) -> dict[tuple[str, int], float]:
     from zerotune.backend.build import build_engine
     from zerotune.backend.distributed import Launch
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     found = {}
     for name, params in SCHEDULES.items():

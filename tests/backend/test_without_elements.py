@@ -17,7 +17,7 @@ from zerotune.checkpoint.save import save_checkpoint
 from zerotune.ema import EMAModel, EMAShadow
 from zerotune.optim.resolver import OptimizerResolver
 from zerotune.plan import ModelFacts
-from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import DeepSpeedPlan
 
 pytestmark = pytest.mark.deepspeed
 

@@ -9,7 +9,6 @@ from importlib import metadata
 import pytest
 
 from tests.builder.states import PLAN, state
-from tests.support.needs import needs
 from tests.support.ranks import run_ranks
 from zerotune._util.palette import COMPONENTS
 from zerotune.plan import DeepSpeedPlan
@@ -193,18 +192,6 @@ class TestOpen:
         assert {one["key"] for one in opened["messages"]} == {
             "train_batch_sise", "zero_optimization.stage",
         }  # fmt: skip
-
-    @pytest.mark.parametrize("place", ["path", "text"])
-    def test_hjson_opens(self, client, root, place):
-        text = "{\n  train_batch_size: 4  # four\n  zero_optimization: {stage: 2}\n}\n"
-        (root / "ds.hjson").write_text(text)
-        asked = {"path": "ds.hjson"} if place == "path" else {"text": text, "name": "ds.hjson"}
-        needs("hjson")
-        opened = self.open(client, **asked).json()
-        assert opened["state"]["config"] == {
-            "train_batch_size": 4, "zero_optimization": {"stage": 2},
-        }  # fmt: skip
-        assert "HJSON" in opened["messages"][0]["text"]
 
     def test_nothing_is_lost_or_changed(self, client):
         config = {

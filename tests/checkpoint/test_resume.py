@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
+import torch
 
-from tests.checkpoint.runs import BEFORE, begun_again, resumed, uninterrupted
+from tests.checkpoint.runs import BEFORE, WideNet, begun_again, resumed, uninterrupted
 from tests.support.ranks import run_ranks
-from tests.support.runs import PLAIN, Case
+from tests.support.runs import PLAIN, Case, start
+from zerotune.checkpoint import save_checkpoint
 
 # Several sub-groups, and every parameter partitioned although the model is tiny.
 PARTITIONED = (("sub_group_size", 100), ("stage3_param_persistence_threshold", 0))
@@ -83,6 +86,52 @@ def test_a_resumed_run_with_nvme_equals_an_uninterrupted_one(world_size, tmp_pat
     )
     results = check(case, world_size, tmp_path / "step-00000003", astray=world_size - 1)
     assert all(result["swapped"] >= 2 for result in results)
+
+
+def brought_in(case, folder):
+    """How often each sub-group on NVMe is brought in by a save before the first step, and after."""
+    with start(case, WideNet()) as engine:
+        wrapper = engine.deepspeed_engine.optimizer
+        swapped = [
+            index
+            for index in range(len(wrapper.fp32_partitioned_groups_flat))
+            if wrapper._swappable_optimizer_subgroup(index)
+        ]
+        counts = Counter()
+        bring = wrapper._optimizer_states_and_gradient_swap_in
+
+        def counted(index, *arguments, **others):
+            counts[index] += 1
+            return bring(index, *arguments, **others)
+
+        found = []
+        for number in range(2):
+            wrapper._optimizer_states_and_gradient_swap_in = counted
+            save_checkpoint(folder / str(number), engine=engine)
+            found.append([counts[index] for index in swapped])
+            counts.clear()
+            wrapper._optimizer_states_and_gradient_swap_in = bring
+            x = torch.randn(4, 7, 7).to(engine.dtype)
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        return found
+
+
+@pytest.mark.deepspeed
+@pytest.mark.nvme
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_save_brings_each_sub_group_in_from_nvme_once(world_size, tmp_path):
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    case = Case(
+        stage=3,
+        offload="nvme",
+        nvme_path=str(swap),
+        overrides=(("sub_group_size", 300_000), ("stage3_param_persistence_threshold", 0)),
+    )
+    for found in run_ranks(brought_in, case, tmp_path, world_size=world_size):
+        assert len(found[0]) >= 2
+        assert {count for counts in found for count in counts} == {1}
 
 
 @pytest.mark.deepspeed

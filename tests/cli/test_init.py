@@ -5,6 +5,7 @@ import contextlib
 import io
 import re
 import runpy
+import sys
 
 import pytest
 import torch
@@ -15,9 +16,8 @@ from tests.support import pipelines
 from tests.support.ranks import run_ranks
 from zerotune import cli
 from zerotune.checkpoint import latest_checkpoint
-from zerotune.cli.plan import families_named
 from zerotune.plan import DeepSpeedPlan
-from zerotune.plan.families import model_family
+from zerotune.plan.families import family_names, model_family
 
 CARD = ("--vram", "12", "--ram", "64")
 
@@ -90,7 +90,7 @@ class TestWhatIsWritten:
 
     # What those of clips are told is below.
     @pytest.mark.parametrize(
-        "family", [one for one in families_named().split(", ") if model_family(one).frames is None]
+        "family", [one for one in family_names() if model_family(one).frames is None]
     )
     def test_every_family(self, init, tmp_path, family):
         big = ("--vram", "80", "--ram", "2000", "--lora", "8")
@@ -168,6 +168,7 @@ class TestWhatIsRefused:
 def trained(script):
     """What ``python SCRIPT`` prints."""
     torch.set_num_threads(1)
+    sys.argv = [script]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(script, run_name="__main__")

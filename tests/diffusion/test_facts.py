@@ -15,7 +15,7 @@ from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DCondi
 from tests.support.declared_pipelines import MAKERS
 from tests.support.models import tiny_unet
 from tests.support.needs import needs
-from zerotune.diffusion import Flux, LoRA, PipelineFamily, Tokens, add_lora
+from zerotune.diffusion import Flux, LoRA, add_lora
 from zerotune.diffusion import facts as counting
 from zerotune.diffusion.facts import (
     example_inputs,
@@ -338,19 +338,10 @@ def test_pipelines_that_take_samples_in_turn_keep_all_their_graphs(tmp_path):
 def test_a_captured_call_is_the_one_written_by_hand(monkeypatch):
     """Flux is known by hand; its declaration gives its model the same."""
 
-    class DeclaredFlux(PipelineFamily):
-        pipeline = "FluxPipeline"
-        text_tensors = ("prompt_embeds", "pooled_prompt_embeds")
-        packing = Tokens(2)
-        guided_by = None
-        told_guidance = "guidance_scale"
-
     with torch.device("meta"):
         model = FluxTransformer2DModel.from_config(FLUX)
     by_hand = example_inputs(model)(2, 256, 512)
-    monkeypatch.setattr(
-        "zerotune.diffusion.facts.BY_MODEL", {"FluxTransformer2DModel": DeclaredFlux}
-    )
+    monkeypatch.setattr("zerotune.diffusion.facts.BY_MODEL", {"FluxTransformer2DModel": Flux})
     captured = example_inputs(model)(2, 256, 512)
     for key, tensor in by_hand.items():
         assert captured[key].shape == tensor.shape, key

@@ -28,9 +28,7 @@ from zerotune.diffusion import (
     InputPerturbation,
     OffsetNoise,
 )
-from zerotune.diffusion.families.flux import Flux
-from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
-from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
+from zerotune.diffusion.families.declared import Flux, StableDiffusion3, StableDiffusionXL
 
 STEPS = 4
 SDXL = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

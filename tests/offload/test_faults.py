@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.killing import Victim, digest_of
-from tests.faults.trainee import train
+from stress.faults.killing import Victim, digest_of
+from stress.faults.trainee import train
 from tests.support.ranks import run_ranks
 from zerotune.offload import cleanup_stale_swap, find_leases
 

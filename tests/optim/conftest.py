@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import ModelFacts, RunFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, RunFacts
 from zerotune.platform import Platform
 
 VERSIONS = {"python": "3.11.9", "torch": "2.13.0", "deepspeed": "0.19.8"}

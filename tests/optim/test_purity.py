@@ -8,7 +8,7 @@ import sys
 from zerotune.optim import OptimizerResolver, normalise_optimizer_name
 from zerotune.optimizers.choices import SchedulerChoice
 from zerotune.optimizers.curves import lr_at
-from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import DeepSpeedPlan
 from zerotune.plan.model import ModelFacts
 from zerotune.platform import Platform
 

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from zerotune import DeepSpeedPlan, OptimizerResolver, Platform, RunFacts
-from zerotune._util.mistakes import as_far_as_possible
 from zerotune.errors import PlanError, PlanFileError
 from zerotune.plan import RuleContext
 from zerotune.plan.accelerate import OF_THE_SCRIPT
+from zerotune.plan.read import plan_from_mapping, read_partly
 
 FOUR = {
     "train_batch_siz": 8,
@@ -157,7 +157,7 @@ def test_rules_speak_of_what_is_left(rest):
         "train_batch_size": 7, "train_micro_batch_size_per_gpu": 3, **rest,
         "zero_optimization": {"stage": 2, "foo": 1, "offload_optimizer": {"device": "nvme"}},
     }  # fmt: skip
-    plan, mistakes = as_far_as_possible(lambda: DeepSpeedPlan.from_dict(config))
+    plan, mistakes = read_partly(lambda log: plan_from_mapping(config, log, source="dict"))
     assert [error.key for error in mistakes] == ["zero_optimization.foo"]
     found = inspected(plan, mistakes)
     assert {finding.key for finding in found.findings} == {
@@ -179,7 +179,7 @@ def test_rules_speak_of_what_is_left(rest):
     ],
 )  # fmt: skip
 def test_a_mistake_makes_no_others(config):
-    plan, mistakes = as_far_as_possible(lambda: DeepSpeedPlan.from_dict(config))
+    plan, mistakes = read_partly(lambda log: plan_from_mapping(config, log, source="dict"))
     assert len(mistakes) == 1
     found = inspected(plan, mistakes)
     assert (found.findings, found.refusals) == ((), ())

@@ -53,8 +53,8 @@ class TestPlans:
         assert "  ~ zero_optimization.stage: 2 -> 3" in lines
         assert "  + bf16.enabled: true" in lines
         assert '  - scheduler.type: "WarmupLR"' in lines
-        assert "| `zero_optimization.stage` | changed | `2` | `3` |" in difference.markdown()
-        assert "| `bf16.enabled` | added |  | `true` |" in difference.markdown()
+        assert "- **~** zero_optimization.stage: 2 -> 3\n" in difference.markdown()
+        assert "- **+** bf16.enabled: true\n" in difference.markdown()
         data = difference.to_dict()
         assert json.loads(json.dumps(data)) == data
         assert {"key": "bf16.enabled", "kind": "added", "after": True} in data["changes"]

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerotune._util.table import Code
 from zerotune._util.table import markdown_cell as cell
 from zerotune._util.table import markdown_table as table
 
 
 def test_a_table():
-    assert table(("name", "size"), [("weights", "4.00"), (Code("a.b"), "")], numbers="lr") == (
-        "| name | size |\n| --- | ---: |\n| weights | 4.00 |\n| `a.b` |  |"
+    assert table(("name", "size"), [("weights", "4.00"), ("a.b", "")], align="lr") == (
+        "| name | size |\n| --- | ---: |\n| weights | 4.00 |\n| a.b |  |"
     )
 
 
@@ -23,19 +22,15 @@ def test_a_table():
         ("a|b", "a\\|b"),
         ("a *b* [c] `d`", "a \\*b\\* \\[c\\] \\`d\\`"),
         ("<b> & c", "&lt;b> &amp; c"),
-        ("one\n  two", "one two"),
+        ("one  two\n  three", "one two<br>three"),
         ("zero_optimization", "zero_optimization"),
-        (Code("plain_key"), "`plain_key`"),
-        (Code("a|b"), "<code>a\\|b</code>"),
-        (Code("a`<"), "<code>a\\`&lt;</code>"),
-        (Code(""), ""),
     ],
 )
 def test_cells(text, shown):
     assert cell(text) == shown
 
 
-@given(st.lists(st.tuples(st.text(), st.text().map(Code)), max_size=4))
+@given(st.lists(st.tuples(st.text(), st.text()), max_size=4))
 def test_no_cell_breaks_the_table(rows):
     lines = table(("a", "b"), rows).split("\n")
 

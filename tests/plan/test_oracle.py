@@ -89,8 +89,8 @@ def compare():
     import deepspeed
     import deepspeed.runtime.config as reading
 
-    from benchmarks.deepspeed_schema import FILE, deepspeed_schema, render
     from tests.plan.test_deepspeed_agrees import Ranks
+    from tools.deepspeed_schema import FILE, deepspeed_schema, render
     from zerotune.backend.schema import plan_schema
 
     logging.disable(logging.CRITICAL)
@@ -144,4 +144,4 @@ def test_the_schema_on_file_is_what_deepspeed_says(compared):
     version, _, _, made, file = compared
     if Version(version) < Version(json.loads(file)["deepspeed"]):
         pytest.skip(f"the schema on file is not that of DeepSpeed {version}")
-    assert made == file, "run python -m benchmarks.deepspeed_schema, and look at the difference"
+    assert made == file, "run python -m tools.deepspeed_schema, and look at the difference"

@@ -44,6 +44,21 @@ def test_importing_and_reading_a_plan_loads_nothing_heavy(tmp_path):
     assert not HEAVY & set(measured["after"])
 
 
+def test_the_values_load_nothing_that_works_on_them():
+    script = """
+import sys
+import zerotune.plan.model
+print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan.")))
+import zerotune.plan.memory.model
+print(*sorted(name for name in sys.modules if name.startswith("zerotune.plan.")))
+"""
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    values, costs = (line.split() for line in result.stdout.splitlines())
+    assert values == ["zerotune.plan.model"]
+    assert costs == ["zerotune.plan.memory", "zerotune.plan.memory.model", "zerotune.plan.model"]
+
+
 def test_importing_takes_less_than_100_ms(tmp_path):
     # The fastest of a few, in processor time and with compiled files, as users have them: what
     # the code costs, not what the machine does besides.

@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError, PlanConflictError, UnresolvedPlanError
-from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection
+from zerotune.plan import DeepSpeedPlan, ModelFacts, RunFacts, ZeroSection, fill, rules
 from zerotune.plan.model import AUTO
 from zerotune.platform import DeepSpeedSupport, Platform
 
@@ -22,6 +22,24 @@ def resolve(config, platform, **kwargs):
 def decision(resolved, key):
     (found,) = [each for each in resolved.decisions if each.key == key]
     return found
+
+
+@pytest.mark.parametrize("solved", ["solve_batch", "decide_precision"])
+def test_resolving_works_out_batch_and_precision_once(monkeypatch, cuda, solved):
+    calls, work = [], getattr(fill, solved)
+    monkeypatch.setattr(fill, solved, lambda *a, **k: calls.append(solved) or work(*a, **k))
+    resolve(zero(stage=2, offload_optimizer={"device": "cpu"}), cuda)
+    assert calls == [solved]
+
+
+def test_resolving_asks_each_rule_once(monkeypatch, cuda):
+    asked, find = [], rules.Rule.find
+    monkeypatch.setattr(
+        rules.Rule, "find", lambda rule, case: asked.append(rule.id) or find(rule, case)
+    )
+    resolve(zero(stage="auto", offload_optimizer={"device": None}), cuda)
+    assert len(asked) > 20
+    assert len(asked) == len(set(asked))
 
 
 def warnings(resolved):

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from zerotune.platform.cgroups import CgroupMemory, cpu_quota, memory_constraint
 
 MIB = 1024**2
-V1_UNLIMITED = "9223372036854771712\n"
 MOUNT_V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
-
-
-def v1_mount(controllers, root="/", point=None):
-    point = point or f"/sys/fs/cgroup/{controllers}"
-    return f"34 31 0:31 {root} {point} rw,relatime - cgroup cgroup rw,{controllers}\n"
 
 
 def v2(path, files, mount=MOUNT_V2):
@@ -23,7 +17,7 @@ def v2(path, files, mount=MOUNT_V2):
     return {**system, **files}.get
 
 
-class TestMemoryVersion2:
+class TestMemory:
     def test_no_control_groups(self):
         assert memory_constraint({}.get) == CgroupMemory(limit=None, available=None)
 
@@ -105,51 +99,6 @@ class TestMemoryVersion2:
         assert memory_constraint(read).limit == 3
 
 
-class TestMemoryVersion1:
-    def read(self, files, cgroup="4:memory:/docker/abc\n", mount=None):
-        mount = mount or v1_mount("memory")
-        return {"/proc/self/cgroup": cgroup, "/proc/self/mountinfo": mount, **files}.get
-
-    def test_the_largest_integer_is_no_limit(self):
-        read = self.read({"/sys/fs/cgroup/memory/docker/abc/memory.limit_in_bytes": V1_UNLIMITED})
-
-        assert memory_constraint(read).limit is None
-
-    def test_a_limit(self):
-        folder = "/sys/fs/cgroup/memory/docker/abc"
-        read = self.read(
-            {
-                f"{folder}/memory.limit_in_bytes": str(512 * MIB),
-                f"{folder}/memory.usage_in_bytes": str(200 * MIB),
-                f"{folder}/memory.stat": f"inactive_file 1\ntotal_inactive_file {50 * MIB}\n",
-                "/sys/fs/cgroup/memory/memory.limit_in_bytes": V1_UNLIMITED,
-            }
-        )
-
-        assert memory_constraint(read) == CgroupMemory(limit=512 * MIB, available=362 * MIB)
-
-    def test_an_invisible_parents_limit_is_in_the_statistics(self):
-        read = self.read(
-            {
-                "/sys/fs/cgroup/memory/memory.limit_in_bytes": V1_UNLIMITED,
-                "/sys/fs/cgroup/memory/memory.stat": f"hierarchical_memory_limit {9 * MIB}\n",
-            },
-            mount=v1_mount("memory", root="/docker/abc"),
-        )
-
-        assert memory_constraint(read).limit == 9 * MIB
-
-    def test_mixed_with_an_empty_version_2_hierarchy(self):
-        unified = MOUNT_V2.replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
-        read = self.read(
-            {"/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "6"},
-            cgroup="9:name=systemd:/\n4:memory:/job\n1:cpu:/\n0::/\n",
-            mount=v1_mount("cpu") + v1_mount("memory") + unified,
-        )
-
-        assert memory_constraint(read).limit == 6
-
-
 class TestCpuQuota:
     @pytest.mark.parametrize(
         ("text", "quota"),
@@ -163,7 +112,7 @@ class TestCpuQuota:
             ("100000 0", None),
         ],
     )
-    def test_version_2(self, text, quota):
+    def test_cores_are_quota_by_period(self, text, quota):
         assert cpu_quota(v2("/a", {"/sys/fs/cgroup/a/cpu.max": text})) == quota
 
     def test_the_smallest_on_the_path_binds(self):
@@ -176,18 +125,6 @@ class TestCpuQuota:
         )
 
         assert cpu_quota(read) == 2.0
-
-    @pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("400000", 4.0)])
-    def test_version_1_with_joined_controllers(self, quota, cores):
-        folder = "/sys/fs/cgroup/cpu,cpuacct/job"
-        read = {
-            "/proc/self/cgroup": "3:cpu,cpuacct:/job\n2:cpuset:/job\n",
-            "/proc/self/mountinfo": v1_mount("cpu,cpuacct") + v1_mount("cpuset"),
-            f"{folder}/cpu.cfs_quota_us": f"{quota}\n",
-            f"{folder}/cpu.cfs_period_us": "100000\n",
-        }.get
-
-        assert cpu_quota(read) == cores
 
 
 limits = st.lists(st.none() | st.integers(1, 2**50), min_size=1, max_size=5)
@@ -208,7 +145,7 @@ def test_nesting_never_loosens_a_limit(limits):
 junk = st.text(alphabet=st.sampled_from("0123456789max:/,- .\n\\cgroup2abc"), max_size=200)
 
 
-@given(cgroup=junk, mountinfo=junk | st.just(MOUNT_V2 + v1_mount("memory")), content=junk)
+@given(cgroup=junk, mountinfo=junk | st.just(MOUNT_V2), content=junk)
 def test_no_text_breaks_the_parsers(cgroup, mountinfo, content):
     system = {"/proc/self/cgroup": cgroup, "/proc/self/mountinfo": mountinfo}
 

@@ -13,8 +13,7 @@ import torch
 from zerotune.backend.build import build_engine
 from zerotune.backend.distributed import Launch
 from zerotune.optim.resolver import OptimizerResolver
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
 
 def main(output: Path) -> None:

@@ -105,6 +105,14 @@ def unet(**settings: Any) -> UNet2DConditionModel:
     )  # fmt: skip
 
 
+def sdxl_unet() -> UNet2DConditionModel:
+    return unet(
+        cross_attention_dim=2 * WIDTH, addition_embed_type="text_time",
+        addition_time_embed_dim=8, transformer_layers_per_block=(1, 1),
+        projection_class_embeddings_input_dim=WIDTH + 6 * 8, use_linear_projection=True,
+    )  # fmt: skip
+
+
 def sd3_transformer() -> SD3Transformer2DModel:
     torch.manual_seed(4)
     model = SD3Transformer2DModel(
@@ -149,11 +157,7 @@ def sdxl(folder: Path) -> Path:
         vae=vae(scaling_factor=0.13025, force_upcast=True),
         text_encoder=clip(projection=False), text_encoder_2=clip(projection=True),
         tokenizer=clip_tokenizer(folder / "made"), tokenizer_2=clip_tokenizer(folder / "made"),
-        unet=unet(
-            cross_attention_dim=2 * WIDTH, addition_embed_type="text_time",
-            addition_time_embed_dim=8, transformer_layers_per_block=(1, 1),
-            projection_class_embeddings_input_dim=WIDTH + 6 * 8, use_linear_projection=True,
-        ),
+        unet=sdxl_unet(),
         scheduler=EulerDiscreteScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear"
         ),

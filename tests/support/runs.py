@@ -38,8 +38,7 @@ def start(case: Case, model: Any) -> Any:
     """A verified engine for ``case``."""
     from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     optimizer = case.optimizer
     if isinstance(optimizer, str):

@@ -17,7 +17,7 @@ from tests.support import pipelines
 from tests.support.models import tiny_unet
 from zerotune.diffusion import DataStream
 from zerotune.errors import DataError, InvalidValueError, PlanFileError
-from zerotune.plan.api import DeepSpeedPlan
+from zerotune.plan.model import DeepSpeedPlan
 from zerotune.training.inputs import as_plan
 from zerotune.training.step import TrainStep
 from zerotune.training.streams import as_stream

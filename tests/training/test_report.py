@@ -34,8 +34,9 @@ def test_rates_and_rows_are_plain_arithmetic():
     assert ("weights", "device", "1.0 MiB", "bf16") in rows
     assert ("master weights", "host", "1.0 MiB", "fp32, 1/2 of it; pinned") in rows
     assert [row[:3] for row in rows if row[0] == "EMA"] == [("EMA", "host", "1.0 MiB")]
-    (buckets,) = [row for row in rows if row[0] == "buckets"]
-    assert buckets[3].endswith("only in the forward and backward pass")
+    reduced, exchanged = [row[3] for row in rows if row[0] == "buckets"]
+    assert reduced.endswith("only in the forward and backward pass")
+    assert "next forward" in exchanged
     assert [row[:2] for row in rows[-5:]] == [
         ("expected peak", "device"),
         ("expected peak", "host"),
@@ -123,7 +124,7 @@ def test_the_record_adds_up_and_starts_again_after_a_resume(tmp_path):
 
 def test_pictures_are_pictures(tmp_path):
     loss, memory = report().save(tmp_path / "pictures")
-    for path, width in ((loss, 840), (memory, 1200)):
+    for path, width in ((loss, 840), (memory, 1350)):
         with Image.open(path) as image:
             image.load()
             assert image.format == "PNG"
@@ -183,7 +184,7 @@ def test_the_memory_picture_is_a_chart_with_what_was_measured(tmp_path):
     with Image.open(path) as image:
         pixels = image.convert("RGB").getcolors(image.width * image.height)
         area = {colour: count / (image.width * image.height) for count, colour in pixels}
-    # A bar, where the swatch of a table would be a hundredth of that.
+    # A bar, where the swatch of a legend would be a hundredth of that.
     assert area.get(ImageColor.getrgb(colours["runtime"]), 0) > 0.04
     assert found.measured_memory() == {"host": found.host_peak, "device": found.device_peak}
     without = plot_report(tmp_path / "without.png", report(estimate=None))

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from stress.faults.resuming import Resumed
 from tests.checkpoint.crafted import sign
-from tests.faults.resuming import Resumed
 from tests.support.ranks import run_ranks
 from tests.training.faulty import told
 from zerotune.checkpoint.manifest import MANIFEST

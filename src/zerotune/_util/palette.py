@@ -1,4 +1,4 @@
-"""What every picture is drawn on and with: an empty figure, and a colour for each thing shown.
+"""What every chart is drawn on and with: an empty figure, and a colour for each thing shown.
 
 Each component of memory and each phase of a step has one. Any two components, and any two phases,
 are told apart by readers with protanopia and deuteranopia too: CIEDE2000 differences of at least
@@ -48,8 +48,6 @@ PAPER: Final = "#ffffff"
 ROOM: Final = "#f0f0f0"
 """What is free."""
 ALARM: Final = "#b2182b"
-LINE: Final = "#c6c6c6"
-HEADER: Final = "#deebf7"
 PALE: Final = "#9ecae1"
 STRONG: Final = "#08519c"
 OURS: Final = "#d9601a"
@@ -86,9 +84,3 @@ def component_colours(components: Iterable[str]) -> dict[str, str]:
     unknown = [name for name in dict.fromkeys(components) if name not in COMPONENTS]
     spare = {name: _SPARE[place % len(_SPARE)] for place, name in enumerate(unknown)}
     return {**COMPONENTS, **spare}
-
-
-def ink_on(colour: str) -> str:
-    """The colour of letters that are read on ``colour``."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return PAPER if 0.299 * red + 0.587 * green + 0.114 * blue < 130 else INK

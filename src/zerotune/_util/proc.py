@@ -94,8 +94,6 @@ class Mount:
     """What is mounted: a device, ``server:/export``, or a name without meaning."""
     root: str = "/"
     """Which folder of the file system is mounted."""
-    options: tuple[str, ...] = ()
-    """The file system's own; of a control group, its controllers."""
 
     @property
     def locality(self) -> Locality:
@@ -158,7 +156,6 @@ def parse_mount(line: str) -> Mount | None:
         point=Path(_unescape(fields[4])),
         source=details[1] if len(details) > 1 else "",
         root=_unescape(fields[3]),
-        options=tuple(details[2].split(",")) if len(details) > 2 else (),
     )
 
 

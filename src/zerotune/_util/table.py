@@ -1,25 +1,24 @@
-"""One table in four forms: text for terminals and pipes, Markdown, HTML for notebooks, and data.
+"""Reports as pages of lines and tables: rich lays them out as text; also Markdown and HTML.
 
-What is told is a ``Page`` of blocks. A block gives lines; a line knows how it goes on below when it
-does not fit. In a pipe nothing is broken that a program may look for; at a terminal lines end where
-the terminal does, and findings have colours, which ``NO_COLOR`` takes away.
+In a pipe no line is broken, since a program may search it, unless the caller asks for a width. At
+a terminal lines end where the terminal does, and findings have colours, which ``NO_COLOR`` removes.
 """
 
 from __future__ import annotations
 
 import html
-import json
+import io
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TextIO
 
 import attrs
 
-from zerotune.errors import UNSET
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
 
 _MARKUP: Final = str.maketrans(
-    {"&": "&amp;", "<": "&lt;", **{mark: f"\\{mark}" for mark in "\\|*[]`"}}
+    {"&": "&amp;", "<": "&lt;", "\n": "<br>", **{mark: f"\\{mark}" for mark in "\\|*[]`"}}
 )
 _STYLES: Final[Mapping[str, str]] = {
     "title": "bold",
@@ -33,139 +32,132 @@ _STYLES: Final[Mapping[str, str]] = {
     "passed": "bold green",
     "failed": "bold red",
 }
+_BOLD: Final = frozenset({"title", "error", "passed", "failed"})
 _PRINTED: Final = 100
-"""Letters of a line where the width of what shows it is not known."""
-_NARROWEST: Final = 24
-"""Columns that must be left to go on below the last cell; else a row goes on further left."""
-
-
-@attrs.frozen
-class Line:
-    """A paragraph, one line where there is room."""
-
-    text: str
-    indent: int = attrs.field(default=0, kw_only=True)
-    hang: int = attrs.field(default=2, kw_only=True)
-    """Blanks more than ``indent`` before what goes on below."""
-    mark: str = attrs.field(default="", kw_only=True)
-    """What goes before the text and alone has the colour."""
-    style: str = attrs.field(default="", kw_only=True)
-    """A word for what it means: ``"error"``, ``"title"``, ``"good"`` …"""
-    width: int | None = attrs.field(default=None, kw_only=True)
-    """Letters it may have wherever it goes; ``None``: as many as there are."""
-
-    def lines(self, width: int | None) -> Iterator[Line]:  # noqa: ARG002
-        """Itself: a line is a block of one."""
-        yield self
-
-    def html(self) -> str:
-        """As a paragraph of a notebook."""
-        words = html.escape(self.text.strip())
-        if not words:
-            return ""
-        mark = f"<b>{html.escape(self.mark)}</b> " if self.mark else ""
-        return f'<p style="margin:0 0 0 {self.indent / 2}em">{mark}{_bold(words, self.style)}</p>'
-
-    def wrapped(self, width: int | None) -> list[str]:
-        """As lines of at most ``width`` letters; ``None``: where it is broken does not matter."""
-        whole = " " * self.indent + (f"{self.mark} {self.text}" if self.mark else self.text)
-        limits = [limit for limit in (width, self.width) if limit is not None]
-        if not limits or not whole.strip():
-            return [whole]
-        most = min(limits)
-        below = self.indent + self.hang
-        if most - below < _NARROWEST:
-            below = self.indent + 2
-        # Blanks inside a line are columns; only what does not fit is broken.
-        return textwrap.wrap(whole, most, subsequent_indent=" " * below, replace_whitespace=False)
+"""Characters of a line where the width of what shows it is not known."""
+_UNBROKEN: Final = 10**6
 
 
 class Block(Protocol):
     """A part of a page."""
 
-    def lines(self, width: int | None) -> Iterable[Line]:
-        """What it tells in text, for ``width`` letters where that is known."""
+    def layout(self) -> RenderableType:
+        """What rich lays out as text."""
+
+    def markdown(self) -> str:
+        """The same as Markdown; empty where there is nothing to show."""
 
     def html(self) -> str:
-        """What it tells in a notebook."""
+        """The same as HTML for a notebook."""
 
 
-def _shown(value: Any) -> str:
-    return "" if value is None or value is UNSET else str(value)
+@attrs.frozen
+class Line:
+    """A paragraph; one line where there is room."""
+
+    text: str
+    indent: int = attrs.field(default=0, kw_only=True)
+    mark: str = attrs.field(default="", kw_only=True)
+    """Goes before the text and alone has the colour."""
+    style: str = attrs.field(default="", kw_only=True)
+    """A word for the meaning: ``"error"``, ``"title"``, ``"good"`` …"""
+
+    def layout(self) -> RenderableType:
+        """Text that continues below its own beginning, right of indentation and mark."""
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        style, lead = _STYLES.get(self.style, ""), self._lead
+        if not lead:
+            return Text(self.text, style)
+        grid = Grid.grid()
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        grid.add_row(Text(lead, style), Text(self.text, "" if self.mark else style))
+        return grid
+
+    def unbroken(self) -> str:
+        """What ``layout`` shows where every line has room."""
+        lead = self._lead
+        return f"{lead}{self.text}".replace("\n", "\n" + " " * len(lead)).rstrip()
+
+    @property
+    def _lead(self) -> str:
+        return " " * self.indent + (f"{self.mark} " if self.mark else "")
+
+    def markdown(self) -> str:
+        """A heading, an item of a list, or a paragraph."""
+        if self.style == "title":
+            return f"## {markdown_cell(self.text).rstrip(':')}"
+        mark = f"- **{markdown_cell(self.mark.strip('[]:'))}** " if self.mark else ""
+        return mark + markdown_cell(self.text)
+
+    def html(self) -> str:
+        """A paragraph."""
+        words = html.escape(self.text.strip())
+        if not words:
+            return ""
+        words = f"<b>{words}</b>" if self.style in _BOLD and not self.mark else words
+        mark = f"<b>{html.escape(self.mark)}</b> " if self.mark else ""
+        return f'<p style="margin:0 0 0 {self.indent / 2}em">{mark}{words}</p>'
 
 
-@attrs.frozen(kw_only=True)
-class Column:
-    """What one cell of every row is, and how it is shown."""
-
-    name: str
-    """Its key in the data."""
-    head: str = ""
-    """What stands above it."""
-    show: Callable[[Any], str] = _shown
-    """Text of a value; a ``Code`` is shown as code."""
-    right: bool = False
-    """Whether it ends, instead of begins, where its column does."""
-    width: int | None = None
-    """Least letters in text; ``None``: those of its widest cell."""
-    gap: int = 2
-    """Blanks before it in text; the first column has the table's indentation."""
-
-
-Row = Sequence[Any]
-"""As many values as the table has columns; ``UNSET``: there is none."""
+Row = Sequence[str]
 
 
 @attrs.frozen(kw_only=True)
 class Table:
-    """Rows of values, and how each column shows them."""
+    """Rows of text in columns."""
 
-    columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    title: str = ""
-    """Heading of its section in Markdown."""
-    above: str = ""
-    """What text says before the rows."""
+    head: tuple[str, ...] = ()
+    """What stands above each column."""
+    align: str = ""
+    """One letter a column: ``"r"`` aligns it to the right (``"lrr"``)."""
+    widths: tuple[int, ...] = ()
+    """Least characters of the first columns, so that several tables agree."""
+    gap: int = 2
+    """Blanks between columns."""
     indent: int = 2
-    sentences: tuple[Line, ...] = ()
-    """What text tells in place of columns that would be too wide for it."""
     style: Callable[[Row], str] = lambda _row: ""
     """What a row means, for its colour; see ``Line.style``."""
 
-    def lines(self, width: int | None) -> Iterator[Line]:  # noqa: ARG002
-        """What text tells: sentences where there are any, else the rows in columns."""
-        if self.above and self.rows:
-            yield Line(self.above)
-        if self.sentences:
-            yield from self.sentences
-            return
-        heads = [column.head for column in self.columns]
-        shown = self._shown()
-        widths = [
-            max(*map(len, cells), column.width or 0)
-            for column, *cells in zip(self.columns, heads, *shown, strict=True)
-        ]
-        if any(heads) and shown:
-            yield self._line(heads, widths, "title")
-        for row, cells in zip(self.rows, shown, strict=True):
-            yield self._line(cells, widths, self.style(row))
+    def layout(self) -> RenderableType:
+        """Columns as wide as their cells; where that is too wide, the widest are wrapped."""
+        from rich.padding import Padding
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        grid = Grid(
+            box=None,
+            show_header=bool(self.head),
+            header_style=_STYLES["title"],
+            pad_edge=False,
+            padding=(0, self.gap, 0, 0),
+        )
+        for number in range(self._columns):
+            grid.add_column(
+                Text(self.head[number] if self.head else ""),
+                justify="right" if self.align[number : number + 1] == "r" else "left",
+                min_width=self.widths[number] if number < len(self.widths) else None,
+                overflow="fold",
+            )
+        for row in self.rows:
+            grid.add_row(*map(Text, row), style=_STYLES.get(self.style(row), ""))
+        return Padding(grid, (0, 0, 0, self.indent), expand=False)
 
     def markdown(self) -> str:
         """The rows as a Markdown table."""
-        numbers = "".join("lr"[column.right] for column in self.columns)
-        return markdown_table(
-            [column.head for column in self.columns], self._shown(), numbers=numbers
-        )
-
-    def html(self) -> str:
-        """The rows as a table of a notebook."""
         if not self.rows:
             return ""
-        above = Line(self.above or self.title, style="title").html()
-        heads = [column.head for column in self.columns]
-        sides = ["right" if column.right else "left" for column in self.columns]
-        rows = [("th", heads)] if any(heads) else []
-        rows += [("td", cells) for cells in self._shown()]
+        return markdown_table(self.head or [""] * self._columns, self.rows, align=self.align)
+
+    def html(self) -> str:
+        """The rows as an HTML table."""
+        if not self.rows:
+            return ""
+        sides = ["right" if side == "r" else "left" for side in self.align.ljust(self._columns)]
+        rows = [("th", self.head)] if self.head else []
         lines = "".join(
             "<tr>"
             + "".join(
@@ -173,68 +165,50 @@ class Table:
                 for side, cell in zip(sides, cells, strict=True)
             )
             + "</tr>"
-            for kind, cells in rows
+            for kind, cells in (*rows, *(("td", row) for row in self.rows))
         )
-        return f"{above}<table>{lines}</table>"
+        return f"<table>{lines}</table>".replace("\n", "<br>")
 
-    def data(self) -> list[dict[str, Any]]:
-        """The rows as data that JSON can hold, without what a row does not have."""
-        return [
-            {
-                column.name: plain_value(value)
-                for column, value in zip(self.columns, row, strict=True)
-                if value is not UNSET
-            }
-            for row in self.rows
-        ]
-
-    def _shown(self) -> list[list[str]]:
-        return [
-            [column.show(value) for column, value in zip(self.columns, row, strict=True)]
-            for row in self.rows
-        ]
-
-    def _line(self, cells: Sequence[str], widths: Sequence[int], style: str) -> Line:
-        text = ""
-        last = len(cells) - 1
-        start = 0
-        for place, (column, cell, width) in enumerate(
-            zip(self.columns, cells, widths, strict=True)
-        ):
-            text += " " * (column.gap if place else 0)
-            start = len(text)
-            text += cell.rjust(width) if column.right else cell.ljust(width if place < last else 0)
-        return Line(text.rstrip(), indent=self.indent, hang=start, style=style)
+    @property
+    def _columns(self) -> int:
+        return len(self.rows[0] if self.rows else self.head)
 
 
 @attrs.frozen(kw_only=True)
 class Page:
-    """A report: what it is about, and its parts."""
+    """A report: its subject, and its parts."""
 
     title: str = ""
     blocks: tuple[Block, ...] = ()
 
-    def lines(self, width: int | None) -> Iterator[Line]:
-        """The title and every part, as lines."""
-        if self.title:
-            yield Line(self.title, style="title")
-        for block in self.blocks:
-            yield from block.lines(width)
-
     def text(self, width: int | None = None) -> str:
-        """As text, for strings and pipes."""
-        return "\n".join(piece for line in self.lines(width) for piece in line.wrapped(width))
+        """As text of at most ``width`` columns; ``None``: no line is broken."""
+        lines = [block for block in self.blocks if isinstance(block, Line)]
+        if width is None and len(lines) == len(self.blocks):
+            # Loading rich takes a small command as long as a fifth of its work.
+            title = [self.title] if self.title else []
+            return "\n".join((*title, *(line.unbroken() for line in lines))).rstrip("\n")
+        from rich.console import Console
+
+        written = io.StringIO()
+        console = Console(
+            file=written,
+            width=width or _UNBROKEN,
+            color_system=None,
+            force_terminal=False,
+            force_jupyter=False,
+        )
+        self._show(console)
+        return "\n".join(line.rstrip() for line in written.getvalue().split("\n")).rstrip("\n")
 
     def markdown(self) -> str:
-        """Title and tables as Markdown."""
-        parts = [f"# {markdown_cell(self.title)}"]
-        for block in self.blocks:
-            if isinstance(block, Table) and block.rows:
-                parts += [*([f"## {block.title}"] if block.title else []), block.markdown()]
-        return "\n\n".join(parts) + "\n"
+        """As Markdown."""
+        parts = [f"# {markdown_cell(self.title)}"] if self.title else []
+        parts += [block.markdown() for block in self.blocks]
+        return "\n\n".join(part for part in parts if part) + "\n"
 
     def html(self) -> str:
-        """As HTML for a notebook; whatever it tells stays text."""
+        """As HTML for a notebook; nothing in it is markup but what this module writes."""
         title = Line(self.title, style="title").html()
         return f"<div>{title}{''.join(block.html() for block in self.blocks)}</div>"
 
@@ -243,24 +217,20 @@ class Page:
 
         Args:
             stream: Where to; standard output by default.
-            width: Letters of a line where it is none.
+            width: Columns of a line where it is no terminal.
         """
         to = sys.stdout if stream is None else stream
         if not to.isatty():
-            to.write(self.text(width).rstrip("\n") + "\n")
+            to.write(self.text(width) + "\n")
             return
         from rich.console import Console
-        from rich.text import Text
 
-        console = Console(file=to, highlight=False, markup=False, emoji=False)
-        for line in self.lines(console.width):
-            style = _STYLES.get(line.style, "")
-            for number, piece in enumerate(line.wrapped(console.width)):
-                text = Text(piece)
-                end = line.indent + len(line.mark) if line.mark else len(piece)
-                if number == 0 or not line.mark:
-                    text.stylize(style, 0, end)
-                console.print(text, soft_wrap=True)
+        self._show(Console(file=to, force_jupyter=False))
+
+    def _show(self, console: Console) -> None:
+        title = [Line(self.title, style="title")] if self.title else []
+        for block in (*title, *self.blocks):
+            console.print(block.layout(), highlight=False, markup=False, emoji=False)
 
 
 class Readable:
@@ -273,7 +243,7 @@ class Readable:
         raise NotImplementedError
 
     def page(self) -> Page:
-        """All it has to tell."""
+        """The whole report."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -284,26 +254,6 @@ class Readable:
 
     def _repr_html_(self) -> str:
         return self.page().html()
-
-
-def _bold(words: str, style: str) -> str:
-    return f"<b>{words}</b>" if style in {"title", "error", "passed", "failed"} else words
-
-
-class Code(str):
-    """A cell to be shown as code."""
-
-    __slots__ = ()
-
-
-def json_code(value: Any) -> Code:
-    """A value of a configuration as JSON spells it; nothing where there is none."""
-    if value is None or value is UNSET:
-        return Code("")
-    try:
-        return Code(json.dumps(value, ensure_ascii=False))
-    except (TypeError, ValueError):
-        return Code(repr(value))
 
 
 def plain_value(value: Any) -> Any:
@@ -317,28 +267,20 @@ def plain_value(value: Any) -> Any:
     return repr(value)
 
 
-def markdown_table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: str = ""
-) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "") -> str:
     """A Markdown table that stays one whatever its cells hold.
 
     Args:
-        header: Names of the columns.
-        rows: As many cells each as ``header`` has; ``Code`` cells are shown as code.
-        numbers: One letter a column: ``"r"`` aligns it to the right (``"lrr"``).
+        head: Names of the columns.
+        rows: As many cells each as ``head`` has.
+        align: One letter a column: ``"r"`` aligns it to the right (``"lrr"``).
     """
-    sides = numbers.ljust(len(header), "l")
-    rule = ["---:" if side == "r" else "---" for side in sides]
-    cells = [[markdown_cell(text) for text in row] for row in (header, *rows)]
+    rule = ["---:" if side == "r" else "---" for side in align.ljust(len(head))]
+    cells = [[markdown_cell(text) for text in row] for row in (head, *rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (cells[0], rule, *cells[1:]))
 
 
 def markdown_cell(text: str) -> str:
-    """``text`` on one line, nothing in it markup."""
-    plain = " ".join(text.split())
-    if not isinstance(text, Code) or not plain:
-        return plain.translate(_MARKUP)
-    # A backtick span can hold neither a pipe nor a backtick inside a table.
-    if any(mark in plain for mark in "|`\\"):
-        return f"<code>{plain.translate(_MARKUP)}</code>"
-    return f"`{plain}`"
+    """``text`` on one line, with nothing in it read as markup."""
+    lines = (" ".join(line.split()) for line in text.strip().split("\n"))
+    return "\n".join(lines).translate(_MARKUP)

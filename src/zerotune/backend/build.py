@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from zerotune.backend.engine import Engine
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 
 def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float = 600.0) -> Engine:

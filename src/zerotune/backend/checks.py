@@ -15,7 +15,7 @@ from zerotune.optimizers.curves import betas_at, lr_at
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 _COMPARED = ("lr", "betas", "eps", "weight_decay", "momentum", "use_muon")
 

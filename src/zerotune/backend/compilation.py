@@ -26,7 +26,7 @@ from zerotune.errors import EngineError, InvalidValueError, VerificationError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 KEY: Final = "compile"
 _SPARE: Final = 8

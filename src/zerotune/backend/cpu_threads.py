@@ -23,7 +23,7 @@ from zerotune.platform.cores import CoreShare, affinity_here, read_cpus, share_c
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 VARIABLE: Final = "OMP_NUM_THREADS"
 KEY: Final = "threads"

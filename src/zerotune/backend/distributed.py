@@ -648,17 +648,16 @@ class DeepSpeedGroups:
         self._users = 0
         self._groups: list[Any] = []
 
-    @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
-        """Use them within the block; the last to leave one ends them."""
+    def join(self) -> None:
+        """An engine uses them, until it calls ``leave``."""
         self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if self._users == 0:
-                _forget_in_deepspeed(self._groups)
-                end_groups(self._groups)
+
+    def leave(self) -> None:
+        """The last to leave ends them."""
+        self._users -= 1
+        if self._users == 0:
+            _forget_in_deepspeed(self._groups)
+            end_groups(self._groups)
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:

@@ -8,8 +8,7 @@ from typing import Final
 import torch
 
 from zerotune.errors import EngineError, InvalidValueError
-from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import ModelFacts, ResolvedPlan
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "fp32": torch.float32,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.master_weights import MasterWeights
     from zerotune.decisions import Decision
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 
 @attrs.frozen(kw_only=True)

@@ -45,7 +45,15 @@ def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 
 
 class ResidentLayout(MasterLayout):
-    """Slabs that always lie in memory: all engines but ZeRO-3 with NVMe."""
+    """Slabs that always lie in memory: all engines but ZeRO-3 with NVMe.
+
+    Args:
+        optimizer: What steps them.
+        slabs: fp32. One that is not contiguous, as in channels_last, is read and written through
+            copies, since its fragments are numbered as if it were.
+        addresses: As for ``MasterLayout``.
+        order: As for ``MasterLayout``.
+    """
 
     def __init__(
         self,
@@ -75,9 +83,20 @@ class ResidentLayout(MasterLayout):
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         key = self._slabs[slab]
-        yield Slab(value=key.data, states=OptimizerStates(self._optimizer, key))
+        states = OptimizerStates(self._optimizer, key)
+        yield Slab(value=key.data.contiguous(), states=states)
 
-    writing = reading
+    @override
+    @contextmanager
+    def writing(self, slab: int) -> Iterator[Slab]:
+        key = self._slabs[slab]
+        with self.reading(slab) as resident:
+            try:
+                yield resident
+            finally:
+                if not key.is_contiguous():
+                    key.data.copy_(resident.value)
+                    resident.states.write_back()
 
     @override
     def refresh(self) -> None:
@@ -165,7 +184,7 @@ def check_master(tensor: torch.Tensor, name: str) -> None:
     """Whether a tensor can be a slab.
 
     Raises:
-        EngineError: It is not fp32, or not contiguous.
+        EngineError: It is not fp32.
     """
     if tensor.dtype != torch.float32:
         raise EngineError(
@@ -173,11 +192,4 @@ def check_master(tensor: torch.Tensor, name: str) -> None:
             key=name,
             value=str(tensor.dtype),
             fix="load the model in float32; the plan's precision decides what the forward uses",
-        )
-    if not tensor.is_contiguous():
-        raise EngineError(
-            "a parameter with a strided layout cannot be viewed flat",
-            key=name,
-            value=tuple(tensor.stride()),
-            fix="call model.to(memory_format=torch.contiguous_format) before building the engine",
         )

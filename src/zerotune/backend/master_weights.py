@@ -205,6 +205,13 @@ class MasterLayout(ABC):
         """
         return None
 
+    def states_at_rest(self, slab: int) -> OptimizerStates | None:  # noqa: ARG002 - of most layouts
+        """States of a slab of which names, dtypes and counters can be read where the slab lies.
+
+        ``None``: only once it is in memory.
+        """
+        return None
+
     @abstractmethod
     def reading(self, slab: int) -> AbstractContextManager[Slab]:
         """Bring a slab into memory to read it."""
@@ -342,7 +349,7 @@ class MasterWeights:
             if weights is not None:
                 start = chance.randrange(max(1, address.numel - _COMPARED_ELEMENTS))
                 part = slice(start, min(start + _COMPARED_ELEMENTS, address.numel))
-                master = _narrow(self._layout.tensors[address.slab], address)[part]
+                master = _narrow(self._layout.tensors[address.slab].reshape(-1), address)[part]
                 pairs.append((address, weights[part], master.to(weights.dtype)))
         if not pairs:
             return
@@ -374,6 +381,19 @@ class MasterWeights:
             with _Untracked(self._layout.reading(index)) as slab:
                 for address in addresses:
                     yield Fragment(address=address, value=_narrow(slab.value, address), slab=slab)
+
+    def describe(self) -> Iterator[tuple[FragmentAddress, OptimizerStates]]:
+        """This rank's fragments without their numbers: only names, dtypes and counters of states.
+
+        Brings in from NVMe only slabs whose states cannot be described where they lie.
+        """
+        for index, addresses in self._by_slab():
+            states = self._layout.states_at_rest(index)
+            if states is not None:
+                yield from ((address, states) for address in addresses)
+                continue
+            with _Untracked(self._layout.reading(index)) as slab:
+                yield from ((address, slab.states) for address in addresses)
 
     @contextmanager
     def editing(self) -> Iterator[Iterator[EditableFragment]]:

@@ -48,8 +48,7 @@ from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
-from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.model import pins
+from zerotune.plan.model import ResolvedPlan, pins
 
 # `accelerate launch` passes its own configuration through these; the resolved plan has already
 # taken what it wants from it, and a second reader would decide behind its back.
@@ -65,6 +64,14 @@ _ACCELERATE_CONFIGURATION = (
 _SCALE: Final = ("scale", "_growth_tracker")
 """What of a ``GradScaler``'s state changes while it runs."""
 _ADAMS: Final = (*TORCH_ADAMS, AdamWBF16States)
+_ELEMENT_BY_ELEMENT: Final = (
+    *_ADAMS,
+    torch.optim.Adagrad,
+    torch.optim.NAdam,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+)
+"""What steps weights in whatever order they lie."""
 _REASON: Final = (
     "clipping, Adam and the averages go over host memory once, not once each; the bits of torch's "
     "fused Adam, whose loop over tensors rounds square roots otherwise in the last one"
@@ -114,6 +121,7 @@ class PlainEngine(StartedEngine):
         self._wrapped = self._accelerator.prepare_model(model)
         named = self._place(named, plan)
         self._torch_optimizer = build_client_optimizer(choice, named)
+        _check_contiguous(named, self._torch_optimizer)
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
         layout = ParameterLayout(
             module=model,
@@ -157,7 +165,7 @@ class PlainEngine(StartedEngine):
         op = op_or_reason(
             plan,
             self._group,
-            obstacle=None if ours else HostTorchAdam.obstacle(adam),
+            obstacle=_strided(self._parameters) or (None if ours else HostTorchAdam.obstacle(adam)),
             rounds_alike=torch_rounds_alike if ours else torch_rounds_alike_in_fp32,
         )
         if isinstance(op, str):
@@ -392,12 +400,14 @@ class HostWeights:
         at = 0
         for (name, parameter), size in zip(named, sizes, strict=True):
             part = slice(at, at + parameter.numel())
-            master = torch.nn.Parameter(weights[part].view(parameter.shape))
+            # In the same order, as channels_last perhaps; without gaps where it has some.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            master = torch.nn.Parameter(weights[part].as_strided(parameter.shape, strides))
             master.data.copy_(parameter.data)
             # mup's optimizers look for the widths that it has noted there.
             vars(master).update(vars(parameter))
             self.named.append((name, master))
-            self._gradients.append(gradients[part].view(parameter.shape))
+            self._gradients.append(gradients[part].as_strided(parameter.shape, strides))
             at += size
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -434,8 +444,8 @@ class HostWeights:
 
     def upload(self) -> None:
         """Bring the weights to the device."""
-        for master, weight in self.flat:
-            weight.copy_(master)
+        for (_, master), parameter in zip(self.named, self._parameters, strict=True):
+            parameter.data.copy_(master.data)
 
     def close(self) -> None:
         """Leave the parameters' gradients where they are from now on."""
@@ -548,6 +558,27 @@ class PlainStep(DeferredSteps):
 
 def _has_memory_of_its_own(device: torch.device) -> bool:
     return device.type != "cpu"
+
+
+def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
+    """Why weights cannot be stepped as flat ones, if so."""
+    if all(parameter.is_contiguous() for parameter in parameters):
+        return None
+    return "some weights are not contiguous (channels_last), and the pass goes over flat ones"
+
+
+def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, _ELEMENT_BY_ELEMENT):
+        return
+    for name, parameter in named:
+        if not parameter.is_contiguous():
+            raise EngineError(
+                f"{type(optimizer).__name__} cannot step a parameter with a strided layout",
+                key=name,
+                value=tuple(parameter.stride()),
+                fix="call model.to(memory_format=torch.contiguous_format) before building the "
+                "engine, or train with AdamW",
+            )
 
 
 def _step_fused(adam: torch.optim.Optimizer) -> None:

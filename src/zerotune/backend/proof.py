@@ -33,7 +33,7 @@ from zerotune._util.versions import installed_version, installed_versions
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import Accelerator
 from zerotune.platform.facts import DEEPSPEED_NAMES
 from zerotune.platform.probe import MachineProbe, first_line

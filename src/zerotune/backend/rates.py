@@ -31,7 +31,7 @@ def measure_rates(
 ) -> dict[str, float]:
     """Rates by name, of torch's present number of threads; takes some seconds.
 
-    Disks are measured by ``zerotune offload bench ROOT``.
+    Disks are measured by DeepSpeed's ``ds_nvme_tune``.
 
     Args:
         device: What training runs on; the first accelerator, or the CPU, when not given.

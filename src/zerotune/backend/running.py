@@ -18,7 +18,7 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.master_weights import MasterWeights
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 GONE: Final = "_zerotune_gone"
 """Attribute of a module whose weights went with its engine: why."""

@@ -3,7 +3,7 @@
 DeepSpeed declares its keys in three ways. Pydantic models tell theirs with types and defaults.
 Sections that are read with ``get_scalar_param(section, NAME, NAME_DEFAULT)`` or
 ``section.get(NAME, NAME_DEFAULT)`` name their keys nowhere but in those calls: what the calls say
-is recorded in ``data/keys.json``, written by ``python -m benchmarks.deepspeed_keys``, and looked up
+is recorded in ``data/keys.json``, written by ``python -m tools.deepspeed_keys``, and looked up
 in the constants of the installed release. The rest is spelt out here.
 """
 

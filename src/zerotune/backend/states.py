@@ -9,6 +9,7 @@ import torch
 
 from zerotune.errors import EngineError
 
+_OF_ADAM: Final = frozenset({"step", "exp_avg", "exp_avg_sq"})
 _BEGIN_AT: Final[Mapping[str, float]] = {"mu_product": 1.0}
 """NAdam's product of momenta (``torch/optim/nadam.py``); whatever else is kept begins at zero."""
 
@@ -27,18 +28,30 @@ class OptimizerStates:
     def __init__(self, optimizer: torch.optim.Optimizer | None, key: torch.Tensor) -> None:
         self._optimizer = optimizer
         self._key = key
+        self._copies: dict[str, torch.Tensor] = {}
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """States with one element per weight, by name; empty before the first step.
 
-        fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``).
+        fp32, unless the optimizer keeps them in fewer bits (``AdamWBF16States``). Of a tensor that
+        is not contiguous they are copies, which ``write_back`` brings to the optimizer.
         """
         return {
-            name: value
+            name: value if value.is_contiguous() else self._copy(name, value)
             for name, value in self._state.items()
             if _is_numbers(name, value) and value.numel() == self._key.numel()
         }
+
+    def write_back(self) -> None:
+        """Have the optimizer's states be what was written to their copies."""
+        for name, copy in self._copies.items():
+            self._state[name].copy_(copy)
+
+    def _copy(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if name not in self._copies:
+            self._copies[name] = value.contiguous()
+        return self._copies[name]
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -56,6 +69,15 @@ class OptimizerStates:
         return tuple(
             name for name, value in self._state.items() if name not in known and value is not None
         )
+
+    @property
+    def described_on_nvme(self) -> bool:
+        """Whether the other properties hold while DeepSpeed has emptied all tensors.
+
+        It empties counters that are tensors too, and then nothing tells one from a state.
+        """
+        counted = not isinstance(self._state.get("step"), torch.Tensor)
+        return counted and self._state.keys() <= _OF_ADAM and len(self.tensors) in (0, 2)
 
     @property
     def step(self) -> int | None:

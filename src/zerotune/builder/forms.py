@@ -13,12 +13,12 @@ from typing import Any, Final, TypeVar
 
 import attrs
 
-from zerotune._util.mistakes import as_far_as_possible
 from zerotune._util.text import json_of
-from zerotune.decisions import Decision
+from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.model import read_launch, with_launch
+from zerotune.plan.read import plan_from_mapping, read_partly
 from zerotune.plan.source import wrapper_of
 
 _ChoiceT = TypeVar("_ChoiceT")
@@ -221,22 +221,19 @@ class Reading:
 
 def read_plan(state: FormState) -> Reading:
     """The plan a form says; raises nothing."""
-    plan, errors = as_far_as_possible(lambda: _plan(state.config, state.launch))
+    plan, errors = read_partly(lambda log: _plan(state.config, state.launch, log))
     return Reading(plan=None if errors else plan, rest=plan, errors=errors)
 
 
-def _plan(config: Mapping[str, Any], launch: Mapping[str, Any]) -> DeepSpeedPlan:
+def _plan(config: Mapping[str, Any], launch: Mapping[str, Any], log: Log) -> DeepSpeedPlan:
     wrapper = wrapper_of(config)
     if wrapper is not None:
         # Reading it could open any file of this machine; only `opening` does, inside the root.
         raise InvalidValueError(
             "is a configuration inside a configuration", key=wrapper, fix="open it as a file"
         )
-    plan = DeepSpeedPlan.from_dict(config, source="form")
-    decisions: list[Decision] = []
-    section = read_launch(launch, decisions)
-    plan = with_launch(plan, section)
-    return attrs.evolve(plan, decisions=(*plan.decisions, *decisions))
+    plan = plan_from_mapping(config, log, source="form")
+    return with_launch(plan, read_launch(launch, log))
 
 
 def is_written(config: Any, key: str) -> bool:

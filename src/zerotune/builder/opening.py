@@ -17,8 +17,10 @@ from zerotune._util.files import fix_of
 from zerotune._util.text import format_size
 from zerotune.builder.forms import FormState, check_content
 from zerotune.builder.preview import Message, of_decisions, of_error
+from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
+from zerotune.plan.read import plan_from_mapping, read_whole
 from zerotune.plan.source import (
     WRAPPERS,
     YAML_SUFFIXES,
@@ -177,10 +179,10 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
     """Open the text of a configuration.
 
     A configuration that says something impossible opens all the same, to be repaired in the
-    form; only what is no JSON, YAML or HJSON, or no configuration at all, is refused.
+    form; only what is no JSON or YAML, or no configuration at all, is refused.
 
     Args:
-        text: JSON, accelerate's YAML, or HJSON.
+        text: JSON or accelerate's YAML.
         name: Name of the file, for messages and for its suffix.
         root: Where files that the text names may lie.
         folder: Where relative ones are looked up.
@@ -196,8 +198,13 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
             "holds no configuration", key=name, value=content, fix="open an object of settings"
         )
     content = _inside(content, root, folder or root.folder)
+
+    def read(log: Log) -> DeepSpeedPlan:
+        tolerated(sentences, name, log)
+        return plan_from_mapping(content, log, source=name, folder=folder)
+
     try:
-        plan = DeepSpeedPlan.from_dict(content, source=name, folder=folder)
+        plan = read_whole(read)
     except (PlanFileError, PlanSyntaxError):
         raise
     except ZeroTuneError as error:
@@ -206,7 +213,7 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
             raise
         wrong = tuple(map(of_error, error.each()))
         return Opened(state=FormState(config=config), messages=wrong, source=name)
-    messages = of_decisions((*tolerated(sentences, name), *plan.decisions))
+    messages = of_decisions(plan.decisions)
     return Opened(state=FormState.of_plan(plan), messages=tuple(messages), source=name)
 
 

@@ -32,7 +32,7 @@ from zerotune.plan.memory.estimate import sample_size
 from zerotune.plan.memory.model import EMAPlace, Workload
 from zerotune.plan.model import OFFLOAD_DEVICES
 from zerotune.plan.rules import RuleContext
-from zerotune.plan.text import DURING, describe, estimate_data, fits, subject, told_and_defaults
+from zerotune.plan.text import DURING, describe, estimate_data, fits, shown_and_defaults, subject
 from zerotune.plan.write import launchable
 from zerotune.platform import Platform, detect_platform
 
@@ -87,7 +87,7 @@ def of_decisions(
 ) -> list[Message]:
     """Decisions as messages, without DeepSpeed's own defaults and what ``findings`` tell."""
     known = [finding.as_decision() for finding in findings]
-    told, _ = told_and_defaults(decisions)
+    told, _ = shown_and_defaults(decisions)
     unique: list[Decision] = []
     for decision in told:
         if decision not in known and decision not in unique:

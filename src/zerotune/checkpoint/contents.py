@@ -18,7 +18,8 @@ from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.backend.master_weights import Fragment, FragmentAddress
+    from zerotune.backend.master_weights import FragmentAddress
+    from zerotune.backend.states import OptimizerStates
 
 SHADOW: Final = "shadow/"
 BUFFER: Final = "buffer/"
@@ -117,7 +118,7 @@ class RankContents:
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Look at this rank's share of an engine; reads no weights but brings in NVMe shards."""
+        """Look at this rank's share of an engine; reads no weights."""
         others = {
             BUFFER + name: buffer for name, buffer in persistent_buffers(engine.module).items()
         }
@@ -128,13 +129,13 @@ class RankContents:
         counters: dict[str, Counters] = {}
         if owner:
             parts, counters = _optimized(engine)
-        kept: dict[str, Tensors] = {}
+        averages: dict[str, Tensors] = {}
         for name, shadow in shadows.items():
             state = shadow.state_dict()
-            kept[name] = {k: t for k, t in state.items() if owner and k in addresses}
-            if kept[name]:
-                owned = tuple(Part.of(addresses[key]) for key in kept[name])
-                parts[Subject(kind="shadow", of=name)] = owned
+            averages[name] = {k: t for k, t in state.items() if owner and k in addresses}
+            if averages[name]:
+                subject = Subject(kind="shadow", of=name)
+                parts[subject] = tuple(Part.of(addresses[key]) for key in averages[name])
             others |= {shadow_key(name, k): t for k, t in state.items() if k not in addresses}
         group = engine.group
         metadata = {"format": "pt", "rank": str(group.rank)}
@@ -144,7 +145,7 @@ class RankContents:
         return cls(
             parts=parts,
             counters=counters,
-            shadows=kept,
+            shadows=averages,
             others=others,
             metadata=metadata,
             rank=group.rank,
@@ -197,34 +198,34 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[str, Counters]]:
     parts: dict[Subject, list[Part]] = {WEIGHTS: []}
     counters = {}
-    for fragment in engine.master_weights.read():
-        part = Part.of(fragment.address)
+    for address, states in engine.master_weights.describe():
+        part = Part.of(address)
         parts[WEIGHTS].append(part)
-        for name in _checked_states(fragment):
+        for name in _checked_states(states, part.name):
             parts.setdefault(Subject(kind="optimizer", of=name), []).append(part)
         counters[part.name] = Counters(
-            step=fragment.step, scalars=plain_data(fragment.scalars, part.name)
+            step=states.step, scalars=plain_data(states.scalars, part.name)
         )
-    return {subject: tuple(owned) for subject, owned in parts.items()}, counters
+    return {subject: tuple(some) for subject, some in parts.items()}, counters
 
 
-def _checked_states(fragment: Fragment) -> tuple[str, ...]:
-    name, states = fragment.address.name, fragment.states
-    if fragment.other_states:
+def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
+    if states.others:
         raise CheckpointError(
-            f"the optimizer keeps {', '.join(fragment.other_states)}, which no checkpoint can "
+            f"the optimizer keeps {', '.join(states.others)}, which no checkpoint can "
             "divide like the weights",
             key=name,
             fix="train with an optimizer that keeps one number per weight, such as AdamW",
         )
-    for state, tensor in states.items():
+    tensors = states.tensors
+    for state, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16):
             raise CheckpointError(
                 f"optimizer state {state!r} is {tensor.dtype}; fp32 and bf16 states are saved",
                 key=name,
                 fix="use an optimizer with states in one of them, such as AdamW",
             )
-    return tuple(states)
+    return tuple(tensors)
 
 
 def plain_data(value: Any, key: str) -> Any:

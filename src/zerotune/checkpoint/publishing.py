@@ -15,7 +15,7 @@ from zerotune.backend.adapter_layouts import LORA_FILE, PEFT_CONFIG
 from zerotune.checkpoint.folders import check_replaceable, files_of_export
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError, MissingDependencyError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 CARD: Final = "README.md"
 _SAMPLES: Final = "samples"

@@ -1,4 +1,4 @@
-"""The ``zerotune`` command.
+"""The ``zerotune`` command, and what every command prints with.
 
 Exit status: 0 when all is well, 1 when a command worked and has bad news, 2 for an error or
 wrong usage, 130 when interrupted.
@@ -9,13 +9,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, Final, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from zerotune._util.versions import installed_version
 from zerotune.errors import ZeroTuneError
+
+if TYPE_CHECKING:
+    from zerotune._util.table import Page
 
 _COMMANDS: Final = (
     "zerotune.cli.init",
@@ -26,6 +30,44 @@ _COMMANDS: Final = (
     "zerotune.cli.checkpoint",
     "zerotune.cli.builder",
 )
+
+
+def print_page(page: Page, *, width: int | None = None) -> None:
+    """Print a report: wrapped and in colour at a terminal, plain elsewhere.
+
+    Args:
+        page: The report.
+        width: Columns of a line in a pipe; ``None``: lines stay whole.
+    """
+    page.print(sys.stdout, width=width)
+
+
+def print_text(text: str) -> None:
+    """Print a report, with one line break at its end."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON."""
+    sys.stdout.write(json.dumps(data, indent=2, allow_nan=False) + "\n")
+
+
+def tell(text: str) -> None:
+    """Say something that is not part of the report."""
+    sys.stderr.write(f"zerotune: {text}\n")
+
+
+class LazyParser(argparse.ArgumentParser):
+    """Adds its arguments when it parses, so that one command loads nothing for another."""
+
+    configure: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``argparse`` does."""
+        configure, self.configure = self.configure, None
+        if configure is not None:
+            configure(self)
+        return super().parse_known_args(*args, **kwargs)
 
 
 class Command(Protocol):
@@ -54,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What a terminal has no sign for is written as an escape; a report never fails on it.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    given = sys.argv[1:] if argv is None else argv
-    arguments = _parser(given).parse_args(given)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()
@@ -80,14 +122,16 @@ def _parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         description="ZeRO-offloaded diffusion training around DeepSpeed.",
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+    )
     named = [module for module in _COMMANDS if argv and module.endswith(f".{argv[0]}")]
     for module in named or _COMMANDS:
         command = cast(Command, importlib.import_module(module))
         subparser = commands.add_parser(
             command.NAME, help=command.SUMMARY, description=command.SUMMARY
         )
-        command.configure(subparser)
+        subparser.configure = command.configure
         subparser.set_defaults(run=command.run)
     return parser
 

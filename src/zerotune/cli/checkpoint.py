@@ -7,10 +7,10 @@ import importlib.util
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from zerotune._util.text import counted, disk_size
-from zerotune.cli.output import print_json, print_page
+from zerotune.cli import LazyParser, print_json, print_page
 from zerotune.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ SUMMARY: Final = "Show, verify or convert checkpoints."
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``checkpoint``."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+    )
     for name, summary, act in (
         ("show", "What a checkpoint holds; reads its manifest alone.", _show),
         ("verify", "Compare every file with its size and hash.", _verify),
@@ -35,20 +37,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("path", type=Path, metavar="PATH", help="the checkpoint's folder")
-        if name == "convert":
-            _configure_convert(command)
         command.add_argument("--json", action="store_true", help="print everything as JSON")
+        if name == "convert":
+            command.configure = _configure_convert
         command.set_defaults(act=act)
 
 
 def _configure_convert(parser: argparse.ArgumentParser) -> None:
+    from zerotune.plan.model import PRECISIONS
+
     parser.add_argument("target", type=Path, metavar="TARGET", help="what to write; must not exist")
     parser.add_argument(
         "--shadow", metavar="NAME", help="write this EMA shadow instead of the trained weights"
     )
     parser.add_argument(
         "--dtype",
-        choices=("fp32", "bf16", "fp16"),
+        choices=PRECISIONS,
         default="fp32",
         help="precision of a model folder (default: %(default)s)",
     )
@@ -80,9 +84,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
     folder, manifest = find_checkpoint(arguments.path)
     if arguments.json:
-        print_json({"path": str(folder), "nbytes": manifest.nbytes, **_content(manifest)})
-        return 0
-    print_page(_contents_page(manifest))
+        import attrs
+
+        content = attrs.asdict(manifest)
+        # The text of a run's generators and the like is for the run, not for a reader.
+        content["extra"] = sorted(manifest.extra)
+        print_json({"path": str(folder), "nbytes": manifest.nbytes, **content})
+    else:
+        print_page(_contents_page(manifest))
     return 0
 
 
@@ -121,44 +130,29 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _content(manifest: Manifest) -> dict[str, Any]:
-    import attrs
-
-    content = attrs.asdict(manifest)
-    # The text of a run's generators and the like is for the run, not for a reader.
-    content["extra"] = sorted(manifest.extra)
-    return content
-
-
 def _contents_page(manifest: Manifest) -> Page:
-    from zerotune._util.table import Column, Line, Page, Table
+    from zerotune._util.table import Page, Table
 
-    settings = Table(
-        columns=(Column(name="label", width=12), Column(name="value", gap=0)),
-        rows=tuple(_lines(manifest)),
-        indent=0,
-    )
-    files = (Line(f"{file.name}  {disk_size(file.nbytes)}", indent=2) for file in manifest.files)
-    return Page(blocks=(settings, *files))
-
-
-def _lines(manifest: Manifest) -> list[tuple[str, str]]:
     elements = sum(math.prod(record.shape) for record in manifest.parameters)
     states = sorted({state for record in manifest.parameters for state in record.states})
     versions = ", ".join(f"{name} {number}" for name, number in sorted(manifest.versions.items()))
-    lines = [
+    frozen = [("frozen", f"{len(manifest.frozen):,}, not in it")] if manifest.frozen else []
+    contents = (
         ("written by", f"{manifest.origin}, {manifest.created}"),
         ("step", f"{manifest.state.global_step:,} ({manifest.state.skipped_steps} skipped)"),
         ("model", str((manifest.model or {}).get("_class_name", "not a diffusers model"))),
         ("parameters", f"{len(manifest.parameters):,} with {elements:,} elements, fp32"),
-        ("frozen", f"{len(manifest.frozen):,}, not in it"),
+        *frozen,
         ("states", ", ".join(states) or "none"),
         ("shadows", ", ".join(manifest.shadows) or "none"),
         ("saved under", _plan(manifest)),
         ("versions", versions),
         ("size", disk_size(manifest.nbytes)),
-    ]
-    return [line for line in lines if line[0] != "frozen" or manifest.frozen]
+    )
+    files = tuple((file.name, disk_size(file.nbytes)) for file in manifest.files)
+    return Page(
+        blocks=(Table(rows=contents, widths=(11,), gap=1, indent=0), Table(rows=files, align="lr"))
+    )
 
 
 def _plan(manifest: Manifest) -> str:

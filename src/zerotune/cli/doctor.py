@@ -9,19 +9,18 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, Final
 
-from zerotune._util.table import Column, Line, Page, Table
-from zerotune.cli.output import print_json, print_page
-from zerotune.errors import PlatformError
+import attrs
+
+from zerotune._util.table import Line, Page, Table
+from zerotune.cli import print_json, print_page
+from zerotune.errors import PlatformError, ZeroTuneError
 from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
-from zerotune.platform import GIB, Device, Platform, detect_platform
+from zerotune.platform import GIB, Platform, detect_platform
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from zerotune._util.table import Block
     from zerotune.backend.ops.build import OpStatus
-    from zerotune.cli.checkup import Checkup
-    from zerotune.platform.toolchain import Tool, Toolchain
+    from zerotune.platform.toolchain import Toolchain
 
 NAME: Final = "doctor"
 SUMMARY: Final = "Show what this machine can train with, and why not where it cannot."
@@ -35,8 +34,81 @@ _STYLES: Final = {
     "blocked": "bad",
     "absent": "faint",
 }
-_LABEL: Final = 16
-_PATH: Final = 21
+_LABEL: Final = 15
+_PATH: Final = 20
+
+
+@attrs.frozen(kw_only=True)
+class Checkup:
+    """The state of a machine, as far as training on it goes."""
+
+    platform: Platform
+    toolchain: Toolchain
+    ops: tuple[OpStatus, ...] = ()
+    """Empty when DeepSpeed does not run."""
+    own_op: OpStatus | None = None
+    """zerotune's one op; ``None`` when DeepSpeed does not run."""
+    ops_problem: str | None = None
+    """Why DeepSpeed could not be asked for its ops."""
+
+    @classmethod
+    def of(cls, platform: Platform) -> Checkup:
+        """Examine the machine that ``platform`` describes, which must be this one."""
+        from zerotune.backend.ops.build import op_report
+        from zerotune.backend.step.kernel import host_step_status
+        from zerotune.platform.toolchain import detect_toolchain
+
+        toolchain = detect_toolchain()
+        if not platform.deepspeed.available:
+            return cls(platform=platform, toolchain=toolchain)
+        try:
+            ops = op_report(toolchain=toolchain)
+        except ZeroTuneError as error:
+            return cls(platform=platform, toolchain=toolchain, ops_problem=str(error))
+        own = host_step_status(toolchain=toolchain)
+        return cls(platform=platform, toolchain=toolchain, ops=ops, own_op=own)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether DeepSpeed runs and can offload the optimizer."""
+        return (
+            self.platform.deepspeed.available
+            and self.ops_problem is None
+            and self._cpu_adam is None
+        )
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one line."""
+        support = self.platform.deepspeed
+        if not support.available:
+            advice = "" if support.fix is None else f" Fix: {support.fix}."
+            return f"DeepSpeed does not run here: {support.reason}.{advice}"
+        if self.ops_problem is not None:
+            return f"DeepSpeed does not run here: {self.ops_problem}"
+        if self._cpu_adam is not None:
+            return (
+                f"{support.reason}, but the optimizer cannot be offloaded: cpu_adam: "
+                f"{self._cpu_adam.cause}."
+            )
+        unusable = [op.name for op in self.ops if not op.usable]
+        without = f" (not {', '.join(unusable)})" if unusable else ""
+        usable = len(self.ops) - len(unusable)
+        return f"{support.reason}; {usable} of {len(self.ops)} ops can be used{without}."
+
+    @property
+    def _cpu_adam(self) -> OpStatus | None:
+        """The op that offloading stands on, when it is blocked."""
+        return next((op for op in self.ops if op.name == "cpu_adam" and not op.usable), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-ready values."""
+        data = attrs.asdict(self)
+        host = self.platform.host_memory
+        data["platform"]["host_memory"]["limit"] = host.limit
+        data["platform"]["deepspeed"]["environment"] = self.platform.deepspeed.environment
+        data["verdict"] = {"healthy": self.healthy, "text": self.verdict}
+        return data
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -87,29 +159,31 @@ def run(arguments: argparse.Namespace) -> int:
         )
         _build(arguments.build, platform)
         if arguments.build_missing is not None and platform.deepspeed.available:
-            _build(_missing(arguments.build_missing), platform)
-        proven = _prove(platform) if arguments.prove else True
-        from zerotune.cli.checkup import Checkup
+            from zerotune.backend.ops.build import op_report
 
+            missing = [op.name for op in op_report() if op.state in ("buildable", "stale")]
+            wanted = arguments.build_missing or missing
+            _build([name for name in missing if name in wanted], platform)
+        proven = _prove(platform) if arguments.prove else True
         checkup = Checkup.of(platform)
-        measured = _measure(platform) if arguments.rates else None
+        if arguments.rates:
+            from zerotune.backend.rates import measure_rates
+
+            sys.stderr.write("measuring rates for some seconds ...\n")
+            rates_file = store_rates(platform, measure_rates())
     rates = known_rates(platform)
     if arguments.json:
-        print_json(
-            checkup.to_dict() | {"rates": _rates_data(rates), "proof": _proof_data(platform)}
-        )
+        by_name = {
+            name: {"per_second": getattr(rates, name), "source": rates.source(name)}
+            for name in RATE_NAMES
+        }
+        more = {"rates": {"origin": rates.origin, **by_name}, "proof": _proof_data(platform)}
+        print_json(checkup.to_dict() | more)
     else:
         _print(checkup, rates if arguments.rates else None)
-    if measured is not None:
-        sys.stderr.write(f"rates kept in {measured}\n")
+    if arguments.rates:
+        sys.stderr.write(f"rates kept in {rates_file}\n")
     return 0 if checkup.healthy and proven else 1
-
-
-def _missing(wanted: list[str]) -> list[str]:
-    from zerotune.backend.ops.build import op_report
-
-    missing = [op.name for op in op_report() if op.state in ("buildable", "stale")]
-    return [name for name in missing if not wanted or name in wanted]
 
 
 def _build(names: Iterable[str], platform: Platform) -> None:
@@ -123,13 +197,6 @@ def _build(names: Iterable[str], platform: Platform) -> None:
         started = time.perf_counter()
         build_op(name)
         sys.stderr.write(f"loaded {name} in {time.perf_counter() - started:.1f} s\n")
-
-
-def _measure(platform: Platform) -> Path:
-    from zerotune.backend.rates import measure_rates
-
-    sys.stderr.write("measuring rates for some seconds ...\n")
-    return store_rates(platform, measure_rates())
 
 
 def _prove(platform: Platform) -> bool:
@@ -153,8 +220,8 @@ def _proof_data(platform: Platform) -> dict[str, Any]:
 
     proof = load_proof(Combination.here(platform.accelerator))
     unproven = {path: why_unproven(path, accelerator=platform.accelerator) for path in PATHS}
-    said = {"problem": proof} if isinstance(proof, str) else proof.to_dict()
-    return {**said, "unproven": {path: why for path, why in unproven.items() if why is not None}}
+    data = {"problem": proof} if isinstance(proof, str) else proof.to_dict()
+    return {**data, "unproven": {path: why for path, why in unproven.items() if why is not None}}
 
 
 def _proof_rows(platform: Platform) -> list[tuple[str, str]]:
@@ -174,12 +241,6 @@ def _proof_rows(platform: Platform) -> list[tuple[str, str]]:
     ]
 
 
-def _rates_data(rates: Rates) -> dict[str, Any]:
-    found = {name: {"per_second": getattr(rates, name), "source": rates.source(name)}
-             for name in RATE_NAMES}  # fmt: skip
-    return {"origin": rates.origin, **found}
-
-
 def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
     arithmetic = ("products", "convolutions", "attention")
     rows = []
@@ -196,17 +257,18 @@ def _rate_rows(rates: Rates) -> list[tuple[str, str]]:
 
 def _print(checkup: Checkup, rates: Rates | None = None) -> None:
     platform = checkup.platform
-    decisions = [(one.severity, str(one)) for one in platform.decisions]
+    names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
+    versions = [(name, platform.versions.get(name, "not installed")) for name in names]
     sections = {
         "Platform": _table(_platform_rows(platform)),
         "Memory": _table(_memory_rows(platform)),
-        "Versions": _table(_version_rows(platform)),
+        "Versions": _table([*versions, ("torch built for", platform.torch_build or "unknown")]),
         "Toolchain": _table(_toolchain_rows(checkup.toolchain)),
         "DeepSpeed ops": _ops_table(checkup.ops),
         "Own op": _ops_table([] if checkup.own_op is None else [checkup.own_op]),
         "Fast paths": _table(_proof_rows(platform), label=_PATH),
         "Rates": _table([] if rates is None else _rate_rows(rates)),
-        "Decisions": _table(decisions),
+        "Decisions": _table((one.severity, str(one)) for one in platform.decisions),
     }
     blocks: list[Block] = []
     for title, table in sections.items():
@@ -218,10 +280,7 @@ def _print(checkup: Checkup, rates: Rates | None = None) -> None:
 
 
 def _table(rows: Iterable[tuple[str, str]], *, label: int = _LABEL) -> Table:
-    return Table(
-        columns=(Column(name="label", width=label), Column(name="value", gap=0)),
-        rows=tuple(rows),
-    )
+    return Table(rows=tuple(rows), widths=(label,), gap=1)
 
 
 def _ops_table(ops: Iterable[OpStatus]) -> Table:
@@ -232,12 +291,9 @@ def _ops_table(ops: Iterable[OpStatus]) -> Table:
             if detail is not None:
                 rows.append(("", "", detail))
     return Table(
-        columns=(
-            Column(name="op", width=_LABEL),
-            Column(name="state", width=10, gap=0),
-            Column(name="purpose", gap=1),
-        ),
         rows=tuple(rows),
+        widths=(_LABEL, 10),
+        gap=1,
         style=lambda row: _STYLES.get(row[1], ""),
     )
 
@@ -248,21 +304,21 @@ def _platform_rows(platform: Platform) -> list[tuple[str, str]]:
         f"{platform.usable_cores} usable"
     )
     processor = f", {platform.processor}" if platform.processor else ""
+    devices = []
+    for index, device in enumerate(platform.devices):
+        major_minor = ".".join(map(str, device.capability or ()))
+        capability = f", capability {major_minor}" if major_minor else ""
+        memory = _gib(device.total_memory)
+        devices.append((f"device {index}", f"{device.name}, {memory}{capability}"))
+    bf16, fp16 = ("yes" if works else "no" for works in (platform.bf16, platform.fp16))
     return [
         ("system", f"{platform.system} {platform.machine}{processor}"),
         ("cores", cores),
         ("accelerator", platform.accelerator),
-        *[(f"device {index}", _device(item)) for index, item in enumerate(platform.devices)],
-        ("precision", f"bf16 {_yes(platform.bf16)}, fp16 {_yes(platform.fp16)}"),
+        *devices,
+        ("precision", f"bf16 {bf16}, fp16 {fp16}"),
         ("DeepSpeed", platform.deepspeed.reason),
     ]
-
-
-def _device(device: Device) -> str:
-    capability = (
-        "" if device.capability is None else ", capability {}.{}".format(*device.capability)
-    )
-    return f"{device.name}, {_gib(device.total_memory)}{capability}"
 
 
 def _memory_rows(platform: Platform) -> list[tuple[str, str]]:
@@ -275,37 +331,23 @@ def _memory_rows(platform: Platform) -> list[tuple[str, str]]:
     ]
 
 
-def _version_rows(platform: Platform) -> list[tuple[str, str]]:
-    names = ("python", "torch", "deepspeed", "accelerate", "diffusers")
-    rows = [(name, platform.versions.get(name, "not installed")) for name in names]
-    return [*rows, ("torch built for", platform.torch_build or "unknown")]
-
-
 def _toolchain_rows(toolchain: Toolchain) -> list[tuple[str, str]]:
     libaio = toolchain.libaio
+    tools = {"c++": toolchain.cxx, "ninja": toolchain.ninja, "nvcc": toolchain.nvcc}
     return [
-        ("c++", _tool(toolchain.cxx)),
-        ("ninja", _tool(toolchain.ninja)),
-        ("nvcc", _tool(toolchain.nvcc)),
-        ("Python.h", _found(toolchain.python_headers)),
-        ("libaio", f"header {_found(libaio.header)}, library {_found(libaio.library)}"),
+        *(
+            (name, f"{tool.version or 'does not run'} ({tool.path})" if tool else "absent")
+            for name, tool in tools.items()
+        ),
+        ("Python.h", _presence(toolchain.python_headers)),
+        ("libaio", f"header {_presence(libaio.header)}, library {_presence(libaio.library)}"),
     ]
 
 
-def _tool(tool: Tool | None) -> str:
-    if tool is None:
-        return "absent"
-    return f"{tool.version or 'does not run'} ({tool.path})"
-
-
-def _found(answer: bool | None) -> str:
+def _presence(answer: bool | None) -> str:
     if answer is None:
         return "unknown without a compiler"
     return "found" if answer else "absent"
-
-
-def _yes(answer: bool) -> str:
-    return "yes" if answer else "no"
 
 
 def _gib(size: int) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import textwrap
 from pathlib import Path
-from string import Template
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from zerotune._util.text import counted
-from zerotune.cli.output import print_text
-from zerotune.cli.plan import add_machine, at_least_one, families_named, machine_of
+from zerotune.cli import print_text
+from zerotune.cli.plan import LORA_HELP, add_machine, at_least_one, machine_of
 from zerotune.errors import InvalidValueError, PlanFileError
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ _PIPELINES: Final = {
 }
 """Where a family's weights lie on the hub, when ``--model`` does not say it."""
 
-_TEMPLATE: Final = Path(__file__).with_name("train.py.template")
+_SCRIPT: Final = Path("examples", "finetune.py")
+"""Lies inside an installed package, and beside its sources in a clone."""
+
 _ACCUMULATED: Final = 4
 _LEARNING_RATE: Final = {"all": 1e-5, "adapters": 1e-4}
 _MOST_PROMPTS: Final = 4
@@ -43,8 +46,10 @@ _MOST_PROMPTS: Final = 4
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", help="where train.py and plan.json are written")
+    from zerotune.plan.families import family_names
+
     parser.add_argument(
-        "--family", metavar="NAME", required=True, help=f"the model: {families_named()}"
+        "--family", metavar="NAME", required=True, help=f"the model: {', '.join(family_names())}"
     )
     parser.add_argument(
         "--photos",
@@ -57,9 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_machine(parser)
     training = parser.add_argument_group("training")
-    training.add_argument(
-        "--lora", type=at_least_one, metavar="RANK", help="train adapters of this rank beside it"
-    )
+    training.add_argument("--lora", type=at_least_one, metavar="RANK", help=LORA_HELP)
     training.add_argument(
         "--resolution",
         type=at_least_one,
@@ -73,14 +76,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write both files, or neither."""
+    from zerotune.plan.families import family_names, model_family
+
     folder = Path(arguments.folder)
     plan, script = folder / "plan.json", folder / "train.py"
     for path in (plan, script):
-        _refuse_existing(path)
-    _refuse_clips(arguments.family)
+        if os.path.lexists(path):
+            raise InvalidValueError(
+                "is there already, and is never overwritten",
+                key=str(path),
+                fix="name another folder, or move the file away",
+            )
+    family = arguments.family
+    if family in family_names() and model_family(family).frames is not None:
+        raise InvalidValueError(
+            "is trained on clips, and the script that is written reads images",
+            key="--family",
+            value=family,
+            fix="name a model of images, or write the script by hand (docs/families.md)",
+        )
     model = _model(arguments)
     advice = _advice(arguments)
-    count, captions = _pictures(arguments.photos)
+    count, captions = _images(arguments.photos)
     text = _script(arguments, advice, model=model, captions=captions)
     _write({plan: advice.plan.to_json().rstrip("\n") + "\n", script: text})
     captioned = "with captions" if captions else "no captions: every picture is trained without"
@@ -94,32 +111,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refuse_existing(path: Path) -> None:
-    if os.path.lexists(path):
-        raise InvalidValueError(
-            "is there already, and is never overwritten",
-            key=str(path),
-            fix="name another folder, or move the file away",
-        )
-
-
-def _refuse_clips(family: str) -> None:
-    from zerotune.plan.families import family_names, model_family
-
-    if family in family_names() and model_family(family).frames is not None:
-        raise InvalidValueError(
-            "is trained on clips, and the script that is written reads pictures",
-            key="--family",
-            value=family,
-            fix="name a model of images, or write the script by hand (docs/families.md)",
-        )
-
-
 def _model(arguments: argparse.Namespace) -> str:
     """The pipeline to load; a folder by its whole path, so that the script runs from anywhere."""
     given = arguments.model
     if given is None:
-        if arguments.family in _PIPELINES or arguments.family not in families_named().split(", "):
+        from zerotune.plan.families import family_names
+
+        if arguments.family in _PIPELINES or arguments.family not in family_names():
             # A family that does not exist is refused by the advice, which lists those that do.
             return _PIPELINES.get(arguments.family, "")
         raise InvalidValueError(
@@ -159,11 +157,11 @@ def _advice(arguments: argparse.Namespace) -> Advice:
     )
 
 
-def _pictures(folder: str) -> tuple[int, list[str]]:
+def _images(folder: str) -> tuple[int, list[str]]:
     """How many there are, and some of their captions."""
-    from zerotune.diffusion.data import HeaderOnly, ImageFolder
+    from zerotune.diffusion.data import ImageFolder
 
-    images = ImageFolder(Path(folder).expanduser(), check=HeaderOnly())
+    images = ImageFolder(Path(folder).expanduser(), check="header")
     captions = dict.fromkeys(images.item(index).caption.strip() for index in range(len(images)))
     return len(images), [caption for caption in captions if caption]
 
@@ -171,30 +169,60 @@ def _pictures(folder: str) -> tuple[int, list[str]]:
 def _script(
     arguments: argparse.Namespace, advice: Advice, *, model: str, captions: list[str]
 ) -> str:
-    from zerotune._util.text import format_size
+    """``examples/finetune.py`` with the constants of this run, and its docstring."""
     from zerotune.plan.families import model_family
 
     resolution = arguments.resolution or model_family(arguments.family).resolution
+    photos = str(Path(arguments.photos).expanduser().resolve())
+    values = {
+        "MODEL": repr(model),
+        "PHOTOS": f"Path({photos!r})",
+        "OUTPUT": "HERE",
+        "PLAN": 'HERE / "plan.json"',
+        "LORA": arguments.lora or 0,
+        "STEPS": arguments.steps,
+        "EVERY": max(1, arguments.steps // 4),
+        "PROMPTS": repr(captions[:_MOST_PROMPTS] or ["a photo"]),
+        "AREA": f"{resolution} * {resolution}",
+        "BUCKET_STEP": max(1, min(64, resolution // 4)),
+        "GRADIENT_CHECKPOINTING": advice.gradient_checkpointing,
+        "ACTIVATION_OFFLOAD": advice.activation_offload,
+    }
+    package = Path(__file__).parents[1]
+    places = (package / _SCRIPT, package.parents[1] / _SCRIPT)
+    example = next(path for path in places if path.is_file()).read_text(encoding="utf-8")
+    _, _, code = example.split('"""', 2)
+    for name, value in values.items():
+        line = f"{name} = {value}"
+        code = re.sub(rf"(?m)^{name} = .*$", line.replace("\\", r"\\"), code)
+    return f'"""{_docstring(arguments, advice)}"""{code}'
+
+
+def _docstring(arguments: argparse.Namespace, advice: Advice) -> str:
+    from zerotune._util.text import format_size
+
     budget = advice.budget
     sizes = {"device memory": budget.device, "host memory": budget.host, "NVMe": budget.nvme}
-    values: dict[str, Any] = {
-        "family": arguments.family,
-        "model": repr(model),
-        "photos": repr(str(Path(arguments.photos).expanduser().resolve())),
-        "lora": arguments.lora or 0,
-        "export": "``adapters``" if arguments.lora else "``pipeline``",
-        "steps": arguments.steps,
-        "every": max(1, arguments.steps // 4),
-        "prompts": repr(captions[:_MOST_PROMPTS] or ["a photo"]),
-        "prompts_from": "captions of your pictures" if captions else "write what you want to see",
-        "resolution": resolution,
-        "bucket_step": max(1, min(64, resolution // 4)),
-        "budget": ", ".join(f"{format_size(size)} of {name}" for name, size in sizes.items()),
-        "chosen": f"{advice.chosen.title}, {advice.chosen.reason}",
-        "gradient_checkpointing": advice.gradient_checkpointing,
-        "activation_offload": advice.activation_offload,
-    }
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(values)
+    memory = ", ".join(f"{format_size(size)} of {name}" for name, size in sizes.items())
+    chosen = textwrap.fill(f"{advice.chosen.title}, {advice.chosen.reason}.", 96)
+    export = "adapters" if arguments.lora else "pipeline"
+    return f"""Trains {arguments.family} on a folder of images.
+
+Written by ``zerotune init``; yours to change.
+
+    python train.py
+
+on several cards ``torchrun --nproc-per-node 2 train.py``. Everything it makes lies beside it:
+``cache`` (latents and embeddings), ``checkpoints``, ``validation`` (images drawn on the way) and,
+at the end, ``{export}``. Stop it with Ctrl-C when you like: the same command goes on from the
+newest checkpoint, and with more STEPS after the end. ``--help`` lists what the command line may
+say in place of the constants below.
+
+The plan beside this file was advised for
+{memory}:
+{chosen}
+GRADIENT_CHECKPOINTING and ACTIVATION_OFFLOAD belong to it.
+"""
 
 
 def _write(texts: dict[Path, str]) -> None:

@@ -1,27 +1,22 @@
-"""``zerotune offload``: what lies in a swap root, what of it is dead, and how fast its disk is."""
+"""``zerotune offload``: what lies in a swap root, and what of it is dead."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from zerotune.cli.output import print_json, print_page, print_text
+from zerotune.cli import print_json, print_page, print_text
 
 if TYPE_CHECKING:
     from zerotune.offload import CleanupReport, FoundLease
-    from zerotune.offload.disk import Benchmark
 
 NAME: Final = "offload"
-SUMMARY: Final = "Show, clean up or measure a swap root."
-
-_MEASURED_SIZE: Final = "256MiB"
+SUMMARY: Final = "Show or clean up a swap root."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +25,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, summary, act in (
         ("status", "List the leases in a root and who holds them; changes nothing.", _status),
         ("clean", "Remove what runs that are provably dead left behind.", _clean),
-        ("bench", "Measure reading and writing through DeepSpeed's aio.", _bench),
     ):
         command = commands.add_parser(name, help=summary, description=summary)
         command.add_argument("root", type=Path, metavar="ROOT", help="the swap root")
@@ -38,8 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         command.set_defaults(act=act)
         if name == "clean":
             _configure_clean(command)
-        if name == "bench":
-            _configure_bench(command)
 
 
 def _configure_clean(parser: argparse.ArgumentParser) -> None:
@@ -48,31 +40,6 @@ def _configure_clean(parser: argparse.ArgumentParser) -> None:
         "--adopt",
         action="store_true",
         help="also remove DeepSpeed's own zero_stage_* folders, where no process can be using them",
-    )
-
-
-def _configure_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--size",
-        default=_MEASURED_SIZE,
-        help="bytes to write and read (256MiB, 1 GiB, …), locked in memory meanwhile "
-        "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--sweep",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="search for the best settings, or measure DeepSpeed's defaults alone",
-    )
-    parser.add_argument(
-        "--family",
-        metavar="NAME",
-        help="also say how long a step of this model, all of it on NVMe, spends on the disk (sdxl)",
-    )
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help="keep the best settings in ROOT, where later leases use them",
     )
 
 
@@ -96,7 +63,10 @@ def _status(arguments: argparse.Namespace) -> int:
         print_json(
             {
                 "root": str(arguments.root),
-                "leases": [_lease_data(lease) for lease in leases],
+                "leases": [
+                    {**attrs.asdict(one), "path": str(one.path), "reserved": one.reserved}
+                    for one in leases
+                ],
                 "others": [{**attrs.asdict(one), "path": str(one.path)} for one in strays],
                 "reclaimable": report.freed,
             }
@@ -120,46 +90,6 @@ def _clean(arguments: argparse.Namespace) -> int:
     return 1 if report.failures or any(one.kind == "bare" for one in report.kept) else 0
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    from zerotune._util.text import parse_size
-
-    size = parse_size(arguments.size, key="--size")
-    if arguments.family:
-        from zerotune.plan import family
-
-        family(arguments.family)  # before a minute of measuring
-    # DeepSpeed and its compiler print; what we print on stdout may be read by a program.
-    with redirect_stdout(sys.stderr):
-        from zerotune.offload.disk import benchmark
-
-        found = benchmark(arguments.root, size=size, sweep=arguments.sweep)
-        saved = found.best.save(found.root) if arguments.save else None
-    seconds = _step_seconds(found, arguments.family) if arguments.family else None
-    if arguments.json:
-        print_json({**_bench_data(found, saved), "step_seconds": seconds})
-    else:
-        _print_bench(found, saved)
-        if seconds is not None:
-            sys.stdout.write(
-                f"a step of {arguments.family}, all of it on NVMe, spends at least {seconds:.1f} s"
-                " on this disk\n"
-            )
-    return 0
-
-
-def _step_seconds(found: Benchmark, family: str) -> float:
-    from zerotune.plan import DeepSpeedPlan
-    from zerotune.platform import Platform
-
-    plan = DeepSpeedPlan.build(stage=3, offload="nvme", offload_param="nvme", precision="bf16")
-    estimate = plan.estimate(family, platform=Platform.synthetic("cuda"))
-    return found.best.step_seconds(estimate)
-
-
-def _lease_data(lease: FoundLease) -> dict[str, Any]:
-    return {**attrs.asdict(lease), "path": str(lease.path), "reserved": lease.reserved}
-
-
 def _lease_row(lease: FoundLease) -> tuple[str, ...]:
     owners = ", ".join(
         f"{record.owner.host}:{record.owner.pid} (rank {record.rank})" for record in lease.records
@@ -175,50 +105,18 @@ def _print_report(report: CleanupReport) -> None:
     )
     rows = [
         (one.path.name, f"{what} ({one.kind})", _size(one.nbytes), one.reason)
-        for what, found in groups
-        for one in found
+        for what, entries in groups
+        for one in entries
     ]
     _print_table(("folder", "outcome", "bytes", "why"), rows, empty="nothing here")
     verb = "would be freed" if report.dry_run else "freed"
     sys.stdout.write(f"{_size(report.freed)} {verb}\n")
 
 
-def _bench_data(found: Benchmark, saved: Path | None) -> dict[str, Any]:
-    return {
-        "root": str(found.root),
-        "aio": found.best.settings,
-        "best": attrs.asdict(found.best),
-        "samples": [
-            {**attrs.asdict(one.settings), "read": one.read, "write": one.write}
-            for one in found.samples
-        ],
-        "saved": None if saved is None else str(saved),
-    }
+def _print_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
+    from zerotune._util.table import Page, Table
 
-
-def _print_bench(found: Benchmark, saved: Path | None) -> None:
-    rows = []
-    for one in found.samples:
-        numbers = attrs.astuple(one.settings)
-        best = "best" if numbers == tuple(found.best.settings.values()) else ""
-        speeds = (f"{one.read / 1e9:.2f}", f"{one.write / 1e9:.2f}")
-        rows.append((*map(str, numbers), *speeds, best))
-    headings = ("block_size", "queue_depth", "threads", "read GB/s", "write GB/s", "")
-    _print_table(headings, rows, empty="")
-    aio = json.dumps(found.best.settings)
-    sys.stdout.write(f'"aio": {aio}\n')
-    sys.stdout.write(
-        f"saved to {saved}; leases in this root use it\n"
-        if saved
-        else "give --save to let leases in this root use it\n"
-    )
-
-
-def _print_table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, empty: str) -> None:
-    from zerotune._util.table import Column, Page, Table
-
-    columns = tuple(Column(name=head, head=head) for head in heads)
-    table = Table(columns=columns, rows=tuple(rows), indent=0)
+    table = Table(head=head, rows=tuple(rows), indent=0)
     if table.rows:
         print_page(Page(blocks=(table,)))
     elif empty:

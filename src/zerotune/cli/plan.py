@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
-from zerotune.cli.output import print_json, print_page, print_text, tell
+from zerotune.cli import LazyParser, print_json, print_page, print_text, tell
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
 
 if TYPE_CHECKING:
-    from zerotune._util.table import Page
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
-    from zerotune.plan import Advice, DeepSpeedPlan, Finding, MemoryEstimate, ResolvedPlan
+    from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
     from zerotune.plan.memory.model import Place
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
@@ -23,16 +22,16 @@ NAME: Final = "plan"
 SUMMARY: Final = "Check, convert and explain DeepSpeed configurations."
 
 _FILE: Final = "DeepSpeed JSON, a trainer's config.json, or accelerate's YAML"
-_WIDTH: Final = 100
-"""Letters of a line of an estimate or of advice that goes into a pipe."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands below ``plan``."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=LazyParser
+    )
     for name, (summary, add_arguments, act) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        add_arguments(command)
+        command.configure = add_arguments
         command.set_defaults(run_plan=act)
 
 
@@ -50,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 # -- What the commands share.
 
 
-_EMA_PLACES: Final = ("none", "host", "device", "nvme")
+LORA_HELP: Final = "train LoRA adapters of this rank instead of the full model"
 
 
 def at_least_one(text: str) -> int:
@@ -74,18 +73,22 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     """Add what a step works on."""
+    from zerotune.plan.memory.model import EMAPlace
+    from zerotune.plan.model import STORAGES
+
     group = parser.add_argument_group("workload")
     group.add_argument("--world-size", type=at_least_one, default=1, metavar="N", help="processes")
     group.add_argument(
-        "--ema", choices=_EMA_PLACES, default="none", help="where an EMA of the weights is kept"
+        "--ema",
+        choices=get_args(EMAPlace),
+        default="none",
+        help="where an EMA of the weights is kept",
     )
-    group.add_argument(
-        "--lora", type=at_least_one, metavar="RANK", help="train adapters of this rank beside it"
-    )
+    group.add_argument("--lora", type=at_least_one, metavar="RANK", help=LORA_HELP)
     group.add_argument(
         "--base-dtype",
         metavar="DTYPE",
-        help="what the model beside the adapters is quantized to: nf4, fp4, int8, fp8",
+        help=f"what the model beside the adapters is quantized to: {', '.join(STORAGES)}",
     )
 
 
@@ -195,24 +198,19 @@ def _check(arguments: argparse.Namespace) -> int:
             }
         )
     else:
-        summary = ", ".join(_counted(count, name) for name, count in counts.items() if count)
-        head = f"{arguments.file}: {summary or 'nothing to report'}"
-        ranks = _counted(arguments.world_size, "process", "processes")
-        print_page(_problems_page(f"{head} at {ranks}", problems))
-    failed = counts["error"] or (arguments.strict and counts["warning"])
-    return status if failed else 0
+        from zerotune._util.table import Line, Page
+        from zerotune._util.text import counted
 
-
-def _problems_page(title: str, problems: Iterable[Problem]) -> Page:
-    from zerotune._util.table import Line, Page
-
-    return Page(
-        title=title,
-        blocks=tuple(
+        summary = ", ".join(counted(count, name) for name, count in counts.items() if count)
+        ranks = counted(arguments.world_size, "process", "processes")
+        lines = (
             Line(f"{one.rule}: {one.text}", mark=f"[{one.severity}]", style=one.severity)
             for one in problems
-        ),
-    )
+        )
+        title = f"{arguments.file}: {summary or 'nothing to report'} at {ranks}"
+        print_page(Page(title=title, blocks=tuple(lines)))
+    failed = counts["error"] or (arguments.strict and counts["warning"])
+    return status if failed else 0
 
 
 def _problems_of(file: str, *, world_size: int) -> list[Problem]:
@@ -222,11 +220,11 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         PlanFileError: The file is missing or cannot be read.
         PlanSyntaxError: It is neither JSON nor YAML.
     """
-    from zerotune._util.mistakes import as_far_as_possible, raise_all
-    from zerotune.plan import DeepSpeedPlan, RuleContext
+    from zerotune.decisions import raise_all
+    from zerotune.plan import RuleContext, read
     from zerotune.platform import Platform
 
-    plan, mistakes = as_far_as_possible(lambda: DeepSpeedPlan.load(file))
+    plan, mistakes = read.read_partly(lambda log: read.load_plan(file, log))
     if any(isinstance(error, PlanFileError | PlanSyntaxError) for error in mistakes):
         raise_all(mistakes)
     refused = [_from_error("read", error) for error in mistakes]
@@ -243,16 +241,18 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         ),
         mistakes=mistakes,
     )
-    found = [*refused, *(_from_decision("read", decision) for decision in plan.decisions)]
-    found += [_from_finding(finding) for finding in inspection.findings]
-    told = {problem.key for problem in found}
+    problems = [*refused, *(_from_decision("read", decision) for decision in plan.decisions)]
+    problems += [
+        Problem(one.severity, one.rule, one.key, str(one.as_error())) for one in inspection.findings
+    ]
+    keys = {problem.key for problem in problems}
     later = [_from_error(refusal.step, refusal.error) for refusal in inspection.refusals]
     later += [
         _from_decision("optimizer", decision)
         for decision in inspection.settled
         if decision.severity == "warning"
     ]
-    return [*found, *(each for each in later if each.key not in told)]
+    return [*problems, *(each for each in later if each.key not in keys)]
 
 
 def _settled(resolved: ResolvedPlan) -> ResolvedPlan:
@@ -278,15 +278,6 @@ def _open_run(plan: DeepSpeedPlan) -> Any:
     )
 
 
-def _from_finding(finding: Finding) -> Problem:
-    return Problem(
-        severity=finding.severity,
-        rule=finding.rule,
-        key=finding.key,
-        text=str(finding.as_error()),
-    )
-
-
 def _from_error(rule: str, error: ZeroTuneError) -> Problem:
     return Problem(
         severity="error",
@@ -302,20 +293,15 @@ def _from_decision(rule: str, decision: Decision) -> Problem:
     return Problem(severity=decision.severity, rule=rule, key=decision.key, text=str(decision))
 
 
-def _counted(count: int, name: str, plural: str | None = None) -> str:
-    return f"{count} {name if count == 1 else plural or name + 's'}"
-
-
 # -- convert
-
-
-_FORMATS: Final = ("deepspeed", "accelerate", "trainer", "python")
 
 
 def _configure_convert(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    from zerotune.plan.write import FORMATS
+
     _add_file(parser)
-    parser.add_argument("--to", choices=_FORMATS, required=True, help="format to write")
+    parser.add_argument("--to", choices=FORMATS, required=True, help="format to write")
     parser.add_argument(
         "-o",
         "--output",
@@ -369,7 +355,6 @@ def _tell_decisions(decisions: Iterable[Decision]) -> None:
 # -- explain
 
 
-_ACCELERATORS: Final = ("cuda", "rocm", "mps", "xpu", "cpu")
 _NEED_A_MODEL: Final = (
     "batch",
     "resolution",
@@ -381,19 +366,15 @@ _NEED_A_MODEL: Final = (
 )
 
 
-def families_named() -> str:
-    """Names of the families, without what loading them takes."""
-    folder = Path(__file__).parents[1] / "plan" / "families"
-    return ", ".join(sorted(file.stem for file in folder.glob("*.json")))
-
-
 def _configure_explain(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    from zerotune.plan.families import family_names
+    from zerotune.platform.facts import ACCELERATORS
+
     _add_file(parser)
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--family", metavar="NAME", help=f"cost the plan for this model: {families_named()}"
-    )
+    families = ", ".join(family_names())
+    model.add_argument("--family", metavar="NAME", help=f"cost the plan for this model: {families}")
     model.add_argument("--batch", type=at_least_one, metavar="N", help="samples per rank and pass")
     model.add_argument("--resolution", type=at_least_one, metavar="N", help="pixels of a side")
     model.add_argument("--frames", type=at_least_one, metavar="N", help="of a clip")
@@ -401,7 +382,7 @@ def _configure_explain(parser: argparse.ArgumentParser) -> None:
         "--no-gradient-checkpointing", action="store_true", help="keep every activation"
     )
     machine = parser.add_argument_group("machine", "this one, unless something of it is given")
-    machine.add_argument("--accelerator", choices=_ACCELERATORS, help="what it trains on")
+    machine.add_argument("--accelerator", choices=ACCELERATORS, help="what it trains on")
     machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
     machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
     machine.add_argument("--nvme", metavar="SIZE", help="disk space for swap files (500GB)")
@@ -438,9 +419,10 @@ def _explain_plan(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
 def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
     import attrs
 
-    from zerotune.plan.text import estimate_page, fits, markdown_estimate, resolved_page
+    from zerotune.plan.text import WIDTH, estimate_page, fits, resolved_page
+    from zerotune.platform import detect_platform
 
-    platform = _described(arguments) or _detected()
+    platform = _described(arguments) or detect_platform(log=False)
     estimate = _estimate(plan, platform, arguments)
     budget = _budget(platform, estimate, arguments)
     every = fits(estimate, budget)
@@ -455,11 +437,11 @@ def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
         )
     elif arguments.markdown:
         print_text(estimate.resolved.explain_markdown())
-        print_text("\n" + markdown_estimate(estimate, budget=budget))
+        print_text("\n" + estimate_page(estimate, budget=budget).markdown())
     else:
         print_page(resolved_page(estimate.resolved))
         print_text("")
-        print_page(estimate_page(estimate, budget=budget), width=_WIDTH)
+        print_page(estimate_page(estimate, budget=budget), width=WIDTH)
     return 0 if all(fit.fits for fit in every) else 1
 
 
@@ -495,12 +477,6 @@ def _described(arguments: argparse.Namespace) -> Platform | None:
     )
 
 
-def _detected() -> Platform:
-    from zerotune.platform import detect_platform
-
-    return detect_platform(log=False)
-
-
 def _budget(
     platform: Platform, estimate: MemoryEstimate, arguments: argparse.Namespace
 ) -> RankBudget:
@@ -523,7 +499,7 @@ def _budget(
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add the memory to plan for; ``machine_of`` reads it."""
-    machine = parser.add_argument_group("machine", "memory that is not given is this machine's")
+    machine = parser.add_argument_group("machine", "anything not given is taken from this machine")
     machine.add_argument("--vram", metavar="SIZE", help="memory of each device (12, 12GiB)")
     machine.add_argument("--ram", metavar="SIZE", help="memory of the host (64, 64GiB)")
     machine.add_argument(
@@ -533,8 +509,13 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 def _configure_advise(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    families = f"the model: {families_named()}"
-    parser.add_argument("--family", metavar="NAME", required=True, help=families)
+    from zerotune.plan.advise import PREFERENCES
+    from zerotune.plan.families import family_names
+    from zerotune.plan.model import AUTO, PRECISIONS
+
+    parser.add_argument(
+        "--family", metavar="NAME", required=True, help=f"the model: {', '.join(family_names())}"
+    )
     add_machine(parser)
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -550,11 +531,11 @@ def _configure_advise(parser: argparse.ArgumentParser) -> None:
         "--frames", type=at_least_one, metavar="N", help="of a clip; the model's own by default"
     )
     training.add_argument("--optimizer", default="AdamW", metavar="NAME", help="AdamW by default")
-    training.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto")
+    training.add_argument("--precision", choices=(AUTO, *PRECISIONS), default=AUTO)
     parser.add_argument(
         "--prefer",
-        choices=("fastest", "least offload"),
-        default="fastest",
+        choices=PREFERENCES,
+        default=PREFERENCES[0],
         help="what to choose of all that fits; by predicted seconds per step when not given",
     )
     _add_workload(parser)
@@ -616,7 +597,7 @@ def machine_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
-    from zerotune.plan.text import FOREMOST, advice_page, markdown_advice, rank_budget
+    from zerotune.plan.text import FOREMOST, WIDTH, advice_page, rank_budget
 
     budget = advice.budget
     sizes: Mapping[Place, int] = {
@@ -628,10 +609,10 @@ def _report_advice(advice: Advice, arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(advice.to_dict())
     elif arguments.markdown:
-        print_text(markdown_advice(advice))
+        print_text(advice.explain_markdown())
     else:
         most = None if arguments.all else FOREMOST
-        print_page(advice_page(advice, most=most), width=_WIDTH)
+        print_page(advice_page(advice, most=most), width=WIDTH)
         if most is not None and len(advice.candidates) > most:
             print_text(f"  --all shows {len(advice.candidates) - most} more")
     if arguments.output:
@@ -649,7 +630,7 @@ def _save(plan: DeepSpeedPlan, path: str) -> None:
 def _report_nothing(
     error: NothingFitsError, machine: Mapping[str, Any], arguments: argparse.Namespace
 ) -> None:
-    from zerotune.plan.text import candidate_data, nearest_budget, nearest_page
+    from zerotune.plan.text import WIDTH, candidate_data, nearest_budget, nearest_page
 
     nearest = error.nearest
     budget: Mapping[Place, int] = {
@@ -663,7 +644,7 @@ def _report_nothing(
     else:
         print_text(str(error))
         print_text("")
-        print_page(nearest_page(nearest, budget=budget), width=_WIDTH)
+        print_page(nearest_page(nearest, budget=budget), width=WIDTH)
 
 
 _COMMANDS: Final[

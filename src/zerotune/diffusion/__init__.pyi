@@ -12,6 +12,7 @@ from zerotune.diffusion.data import RepeatedBatches as RepeatedBatches
 from zerotune.diffusion.encoding import encode_dataset as encode_dataset
 from zerotune.diffusion.families.declared import AuraFlow as AuraFlow
 from zerotune.diffusion.families.declared import Chroma as Chroma
+from zerotune.diffusion.families.declared import Flux as Flux
 from zerotune.diffusion.families.declared import Flux2 as Flux2
 from zerotune.diffusion.families.declared import Flux2Klein as Flux2Klein
 from zerotune.diffusion.families.declared import FluxKontext as FluxKontext
@@ -26,14 +27,13 @@ from zerotune.diffusion.families.declared import QwenImage as QwenImage
 from zerotune.diffusion.families.declared import QwenImageEdit as QwenImageEdit
 from zerotune.diffusion.families.declared import QwenImageEditPlus as QwenImageEditPlus
 from zerotune.diffusion.families.declared import Sana as Sana
+from zerotune.diffusion.families.declared import StableDiffusion as StableDiffusion
+from zerotune.diffusion.families.declared import StableDiffusion3 as StableDiffusion3
+from zerotune.diffusion.families.declared import StableDiffusionXL as StableDiffusionXL
 from zerotune.diffusion.families.declared import Wan as Wan
 from zerotune.diffusion.families.declared import WanLowNoise as WanLowNoise
 from zerotune.diffusion.families.declared import ZImage as ZImage
-from zerotune.diffusion.families.flux import Flux as Flux
 from zerotune.diffusion.families.pipeline_family import PipelineFamily as PipelineFamily
-from zerotune.diffusion.families.stable_diffusion import StableDiffusion as StableDiffusion
-from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3 as StableDiffusion3
-from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL as StableDiffusionXL
 from zerotune.diffusion.families.text_to_image import TextToImage as TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional as ClassConditional
 from zerotune.diffusion.families.unconditional import Unconditional as Unconditional

@@ -75,12 +75,14 @@ def encode_dataset(
     """
     with ExitStack() as resources:
         chosen = ranks or _launched(resources)
+        place = os.environ.get("LOCAL_RANK", chosen.rank)
+        default = f"cuda:{place}" if torch.cuda.is_available() else "cpu"
         return _encode(
             images,
             family=family,
             folder=folder,
             ranks=chosen,
-            device=torch.device(device or _default_device(chosen.rank)),
+            device=torch.device(device or default),
             batch_size=batch_size,
             shown=progress and chosen.rank == 0,
             timeout_s=timeout_s,
@@ -159,12 +161,6 @@ def _check(images: PreparedImages, family: TextToImage) -> None:
         check_edits(images)
     else:
         images.augmentation.check_countable()
-
-
-def _default_device(rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
 
 
 class _Bar:

@@ -23,7 +23,14 @@ from zerotune._util.files import write_atomically
 from zerotune._util.text import json_of
 from zerotune.diffusion.activations import ActivationOffload, Loading, Stored, stored_strides
 from zerotune.diffusion.families.declared import BY_MODEL
-from zerotune.diffusion.passes import KINDS, Pass, counted_pass, sizes_only
+from zerotune.diffusion.passes import (
+    KINDS,
+    Pass,
+    counted_pass,
+    counted_passes,
+    dropped_gradients,
+    sizes_only,
+)
 from zerotune.diffusion.pipeline import Blueprint
 from zerotune.errors import InvalidValueError, MissingDependencyError
 from zerotune.plan.families import facts_from_json, facts_to_json, family_of
@@ -368,26 +375,13 @@ def measure_step(
     """
     make = inputs or _clips_for(module, example_inputs(module))
     module.to(torch.bfloat16)
-    handles = [
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    ]
-    try:
-        full, again = _passes(module, make), None
-        checkpointed = offloaded = host = None
-        if hasattr(module, "enable_gradient_checkpointing"):
-            switch: Any = module
-            switch.enable_gradient_checkpointing()
-            again = _passes(module, make)
-            checkpointed = _moments(again)
-            switch.disable_gradient_checkpointing()
-            offloaded, host = _offloaded(module, make)
-    finally:
-        for handle in handles:
-            handle.remove()
+    full, again = counted_passes(module, [make(batch, side, side) for batch, side in _POINTS])
+    offloaded, host = (None, None) if again is None else _offloaded(module, make)
     kept = ActivationFacts(
-        full=_moments(full), checkpointed=checkpointed, offloaded=offloaded, offloaded_host=host
+        full=_moments(full),
+        checkpointed=None if again is None else _moments(again),
+        offloaded=offloaded,
+        offloaded_host=host,
     )
     return kept, _arithmetic(full, again)
 
@@ -403,10 +397,6 @@ def _clips_for(module: torch.nn.Module, make: Callable[..., Mapping[str, Any]]) 
         return make
     frames = (_LATENTS - 1) * each + 1
     return lambda batch, height, width: make(batch, height // 2, width // 2, frames=frames)
-
-
-def _passes(module: torch.nn.Module, make: MakeInputs) -> list[Pass]:
-    return [counted_pass(module, make(batch, side, side)) for batch, side in _POINTS]
 
 
 def _arithmetic(full: Sequence[Pass], again: Sequence[Pass] | None) -> ArithmeticFacts:
@@ -485,7 +475,8 @@ def _offloaded(
     for batch, side in _POINTS:
         transfers = _CountedTransfers()
         # All of them leave, whatever their size, so that each pass is made of the same operators.
-        with ActivationOffload(smallest=0, transfers=transfers).attach(module):
+        offload = ActivationOffload(smallest=0, transfers=transfers)
+        with dropped_gradients(module), offload.attach(module):
             passes.append(counted_pass(module, make(batch, side, side), watched_by=transfers.watch))
         stays.append(transfers.away)
     sizes = [[one.nbytes for one in away] for away in stays]
@@ -503,10 +494,6 @@ def _key_sizes() -> tuple[np.ndarray, ...]:
     grid = [(batch, side * side) for batch in (1, 2, 4, 8, 16, 32, 64) for side in _SIDES]
     batches, pixels = np.asarray(grid, dtype=float).T
     return batches, batches * pixels
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 _SIDES: Final = (64, 128, 256, 512, 768, 1024, 1536, 2048, 4096)

@@ -50,7 +50,7 @@ class Family(Protocol):
     def predict(
         self, model: Denoiser, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        """The model's output, shaped as ``noisy``, in the model's precision.
+        """The model's output, shaped as ``noisy``, in its precision or fp32.
 
         Args:
             model: What predicts.
@@ -76,25 +76,19 @@ class LabelFamily(Family, Protocol):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Drawing:
-    """Images wanted of one rank."""
+    """Images wanted of one rank; options are those of ``sample``."""
 
     prompts: tuple[str, ...]
     seeds: tuple[int, ...]
     """One for each prompt: it alone decides the image's noise."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
     steps: int = 50
     guidance_scale: float = 1.0
     size: tuple[int, int] | None = None
-    """Height and width in pixels; what the model was made for when not given."""
     frames: int | None = None
-    """Of a clip; the pipeline's default when not given."""
     references: Tensor | None = None
-    """Images that are edited, one for each prompt, (n, 3, height, width) in [-1, 1]."""
     scheduler: Any = None
-    """A diffusers scheduler to draw with; the pipeline's own when not given."""
     trained_with: Any = None
-    """The objective's scheduler: the pipeline's own takes over what the model predicts."""
 
 
 @runtime_checkable

@@ -418,7 +418,7 @@ def _train_only(
         name=adapter,
         layers=tuple(layers),
         tensors=len(trained),
-        trained=sum(_numel(parameter) for parameter in trained.values()),
+        trained=sum(int(getattr(each, "ds_numel", each.numel())) for each in trained.values()),
         total=ModelFacts.from_module(model).numel,
         decisions=decisions,
         initial={name: starting_points(parameter) for name, parameter in trained.items()},
@@ -449,10 +449,6 @@ def _cast_base(model: torch.nn.Module, dtype: torch.dtype) -> tuple[Decision, ..
             reason="frozen weights need no more precision than the forward pass",
         ),
     )
-
-
-def _numel(parameter: torch.nn.Parameter) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _peft() -> ModuleType:

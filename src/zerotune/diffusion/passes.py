@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 from unittest import mock
 
 import attrs
@@ -58,6 +58,45 @@ def activation_peak(module: torch.nn.Module, arguments: Mapping[str, Any]) -> in
         arguments: Arguments of ``forward``.
     """
     return counted_pass(module, arguments).peak
+
+
+def counted_passes(
+    module: torch.nn.Module, arguments: Sequence[Mapping[str, Any]], *, checkpointed: bool = True
+) -> tuple[list[Pass], list[Pass] | None]:
+    """A pass for each of these arguments, without and with recomputed blocks.
+
+    Args:
+        module: As in ``activation_peak``; left without checkpointing.
+        arguments: Likewise.
+        checkpointed: ``False`` leaves the second list out, as a model that cannot recompute does.
+    """
+    with dropped_gradients(module):
+        full, switch = [counted_pass(module, each) for each in arguments], cast("Any", module)
+        if not checkpointed or not hasattr(module, "enable_gradient_checkpointing"):
+            return full, None
+        switch.enable_gradient_checkpointing()
+        recomputed = [counted_pass(module, each) for each in arguments]
+        switch.disable_gradient_checkpointing()
+    return full, recomputed
+
+
+@contextlib.contextmanager
+def dropped_gradients(module: torch.nn.Module) -> Iterator[None]:
+    """Inside, gradients are dropped as they appear: an estimate counts them apart."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def counted_pass(

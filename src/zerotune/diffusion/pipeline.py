@@ -6,6 +6,7 @@ the trained model the pipeline has a ``PipelineModel``, which calls the engine.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from zerotune.diffusion.data.cache import hash_weights
 from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.family import Denoiser
 from zerotune.diffusion.latents import LatentSpace
-from zerotune.errors import DataError
+from zerotune.errors import DataError, MissingDependencyError
 
 _EXACT: Final = (
     "timestep",
@@ -131,7 +132,12 @@ class FrozenParts:
     @contextmanager
     def on(self, device: torch.device, names: Sequence[str]) -> Iterator[None]:
         """Some parts on a device; afterwards they are where they were."""
-        moved = [(self.modules[n], _device(self.modules[n])) for n in names if n in self.modules]
+        modules = self.modules
+        moved = [
+            (modules[name], next(modules[name].parameters()).device)
+            for name in names
+            if name in modules
+        ]
         for module, _ in moved:
             module.to(device)
         try:
@@ -180,6 +186,21 @@ class FrozenParts:
     def hash(self, names: Sequence[str]) -> str:
         """A hash of the weights of some parts."""
         return "+".join(hash_weights(self.modules[name]) for name in names)
+
+
+def pipeline_class(name: str) -> Any:
+    """A pipeline of diffusers.
+
+    Raises:
+        MissingDependencyError: transformers is not installed, and all pipelines of texts need it.
+    """
+    import diffusers
+
+    if not diffusers.utils.is_transformers_available():
+        raise MissingDependencyError(
+            f"diffusers has {name} only beside transformers", fix="pip install transformers"
+        )
+    return getattr(diffusers, name)
 
 
 class Described:
@@ -272,6 +293,7 @@ class Blueprint:
         )
 
     @classmethod
+    @functools.cache
     def usual(cls, kind: type[Any]) -> Blueprint:
         """One of a class alone: its settings, and its sizes without a VAE, are the defaults."""
         from diffusers import FlowMatchEulerDiscreteScheduler
@@ -290,8 +312,10 @@ class Blueprint:
 
     def around(self, **components: Any) -> Any:
         """A pipeline of these components and the described VAE alone."""
-        missing = dict.fromkeys(self.components)
-        pipe = self.kind(**missing | dict(self.settings) | {"vae": self.vae} | components)
+        settings: dict[str, Any] = dict.fromkeys(self.components) | dict(self.settings)
+        if "safety_checker" in settings:
+            settings["requires_safety_checker"] = False  # It would warn of that at every step.
+        pipe = self.kind(**settings | {"vae": self.vae} | components)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -332,7 +356,7 @@ class PipelineModel(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the engine with the arguments a pipeline gives its model."""
         model: Any = self._model
-        names = _parameters_of(getattr(model, "module", model))
+        names = inspect.signature(getattr(model, "module", model).forward).parameters
         arguments = [
             value if name in _EXACT else _cast(value, model.dtype)
             for name, value in zip(names, args, strict=False)
@@ -348,15 +372,6 @@ class PipelineModel(torch.nn.Module):
         if name.startswith("_") or module is None:
             return super().__getattr__(name)
         return getattr(module, name)
-
-
-def _device(module: torch.nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
-def _parameters_of(module: Any) -> list[str]:
-    """Names of what the model's forward pass takes by place."""
-    return list(inspect.signature(module.forward).parameters)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -28,30 +28,23 @@ from zerotune.backend.stored import (
 from zerotune.backend.unpartitioned import unpartitioned
 from zerotune.decisions import Decision, announce
 from zerotune.diffusion.families.declared import DECLARED
-from zerotune.diffusion.families.flux import Flux
 from zerotune.diffusion.families.pipeline_family import PipelineFamily
 from zerotune.diffusion.families.probe import probe, probe_texts
-from zerotune.diffusion.families.stable_diffusion import StableDiffusion
-from zerotune.diffusion.families.stable_diffusion_3 import StableDiffusion3
-from zerotune.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from zerotune.diffusion.families.text_to_image import TextToImage
 from zerotune.diffusion.families.unconditional import ClassConditional, Unconditional
 from zerotune.diffusion.family import Family
 from zerotune.diffusion.noise_schedule import adds_noise, ddpm_of
 from zerotune.diffusion.objective import DenoisingObjective, FlowMatchingObjective
-from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
+from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
 from zerotune.errors import CheckpointCorruptError, InvalidValueError, MissingDependencyError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import DeepSpeedPlan
 
-FAMILIES: Final[dict[str, type[TextToImage]]] = {
-    family.pipeline: family
-    for family in (StableDiffusion, StableDiffusionXL, StableDiffusion3, Flux, *DECLARED)
-}
+FAMILIES: Final[dict[str, type[TextToImage]]] = {family.pipeline: family for family in DECLARED}
 """Families by the class of their diffusers pipeline."""
 
 _INDEX: Final = "model_index.json"
@@ -186,7 +179,7 @@ def load_pretrained(
             options |= _left_out(index, leave_out) | _precision(_dtype(frozen_dtype))
             loaded = _frozen(folder, kind, model.config, options)
         if issubclass(kind, PipelineFamily):
-            settings["blueprint"] = Blueprint.read(folder, _pipeline_class(kind))
+            settings["blueprint"] = Blueprint.read(folder, pipeline_class(kind.pipeline))
     chosen = kind(parts=loaded, **settings)
     decisions = read + replaced + (() if loaded is None else _spare_the_vae(loaded))
     if isinstance(chosen, PipelineFamily):
@@ -276,7 +269,7 @@ def _frozen(
     options: dict[str, Any],
 ) -> FrozenParts:
     try:
-        pipeline = _pipeline_class(kind).from_pretrained(
+        pipeline = pipeline_class(kind.pipeline).from_pretrained(
             folder, **{kind.component: None}, **options
         )
     except (ImportError, AttributeError, OSError, ValueError) as error:
@@ -298,12 +291,6 @@ def _missing(kind: type[TextToImage], error: Exception) -> MissingDependencyErro
             "text encoders come with transformers", fix="pip install transformers"
         )
     return None
-
-
-def _pipeline_class(kind: type[TextToImage]) -> Any:
-    import diffusers
-
-    return getattr(diffusers, kind.pipeline)
 
 
 def _spare_the_vae(parts: FrozenParts) -> tuple[Decision, ...]:

@@ -69,8 +69,10 @@ def sample(
         count: How many to draw, without labels.
         shape: (c, h, w) of a sample; read from the model's configuration when not given. Not
             with prompts.
-        size: Height and width in pixels; only with prompts.
-        frames: Of each clip; only with prompts, of a family of clips.
+        size: Height and width in pixels, what the model was made for when not given; only with
+            prompts.
+        frames: Of each clip, the pipeline's default when not given; only with prompts, of a family
+            of clips.
         references: Images that are edited, (n, 3, height, width) in [-1, 1]; only with prompts, of
             a family that edits.
         steps: Denoising steps.

@@ -78,7 +78,7 @@ class EMAModel:
         EMAError: The parameters are not the fp32 weights, or none is trainable.
     """
 
-    def __init__(  # noqa: PLR0917 - diffusers' own signature
+    def __init__(
         self,
         parameters: Any,
         decay: float = 0.9999,

@@ -1,7 +1,6 @@
 """Swap folders that one run owns, inside a root that many may share.
 
-Needs neither torch nor DeepSpeed: it hands out paths and holds locks. Only measuring a disk
-loads them, for the very op that DeepSpeed swaps with.
+Needs neither torch nor DeepSpeed: it hands out paths and holds locks.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 from zerotune.offload.cleaning import CleanupReport as CleanupReport
 from zerotune.offload.cleaning import Leftover as Leftover
 from zerotune.offload.cleaning import cleanup_stale_swap as cleanup_stale_swap
-from zerotune.offload.disk import Benchmark as Benchmark
-from zerotune.offload.disk import MeasuredDisk as MeasuredDisk
-from zerotune.offload.disk import benchmark as benchmark
 from zerotune.offload.lease import FoundLease as FoundLease
 from zerotune.offload.lease import LeaseRecord as LeaseRecord
 from zerotune.offload.lease import find_leases as find_leases

@@ -14,11 +14,11 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
 from zerotune.plan.fill import pins_natively
-from zerotune.plan.memory.model import PHASES, EstimateValue, Workload
+from zerotune.plan.memory.model import PHASES, MemoryEstimate, Workload
 from zerotune.plan.model import AUTO, evolved
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
     from zerotune.platform import Platform
 
 KEY: Final = "offload.host_memory"
@@ -173,7 +173,7 @@ def _is_native(environ: Mapping[str, str]) -> bool:
     return environ.get(BACKEND_VARIABLE, "torch").strip().lower() == "native"
 
 
-def _locked_by_aio(estimate: EstimateValue) -> int:
+def _locked_by_aio(estimate: MemoryEstimate) -> int:
     return max(
         sum(item.nbytes for item in estimate.at("host", phase) if item.component == "swap buffers")
         for phase in PHASES

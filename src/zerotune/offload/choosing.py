@@ -13,7 +13,7 @@ import attrs
 from zerotune.errors import OffloadError
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 Target = Literal["param", "optimizer"]
 """What is swapped: parameters or optimizer states."""

@@ -35,7 +35,7 @@ from zerotune.errors import OffloadError
 from zerotune.offload.removal import Removed, folder_bytes, open_folder, remove_contents
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 
 _PREFIX: Final = "zerotune-"

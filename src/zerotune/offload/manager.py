@@ -38,7 +38,7 @@ from zerotune.offload.root import SwapRoot, check_root
 from zerotune.offload.space import SwapNeeds, check_space, swap_needs
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 _Directories = tuple[SwapDirectory, ...]
 

@@ -183,7 +183,7 @@ def _on_disk(rotational: bool | None) -> tuple[str, str] | None:
         return None
     return "offload.disk", (
         "this disk has spinning platters, and a step reads and writes tens of bytes per "
-        "parameter; `zerotune offload bench` measures what it can do"
+        "parameter; DeepSpeed's `ds_nvme_tune` measures what it can do"
     )
 
 

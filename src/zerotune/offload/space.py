@@ -21,8 +21,7 @@ from zerotune.optimizers.catalogue import entry_of
 from zerotune.plan.fill import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import ModelFacts, ResolvedPlan
 
 _ALIGNMENT: Final = 1024
 """``AIO_ALIGNED_BYTES``: each thread's share of a swap file is a multiple of it."""

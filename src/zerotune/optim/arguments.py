@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.mistakes import noted, together
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import Decision, Severity
+from zerotune.decisions import Log, raise_all
 from zerotune.errors import UNSET, OptimizerError, UnknownKeyError
 from zerotune.optimizers.parameters import Parameter
 from zerotune.plan.model import (
@@ -115,27 +114,18 @@ class Sources:
     """Use ``Parameter.default`` for unwritten keys too, not what DeepSpeed's class would use."""
 
 
-@attrs.define
-class Filled:
+@attrs.define(kw_only=True)
+class Filled(Log):
     """Values by argument, the decisions behind them, and which nobody asked for."""
 
     values: dict[str, Any] = attrs.field(factory=dict)
-    decisions: list[Decision] = attrs.field(factory=list)
     defaulted: set[str] = attrs.field(factory=set)
-
-    def record(
-        self, key: str, before: Any, after: Any, reason: str, severity: Severity = "note"
-    ) -> None:
-        """Append a decision."""
-        self.decisions.append(
-            Decision(key=key, before=before, after=after, reason=reason, severity=severity)
-        )
 
     def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
         """Sum up in one decision what was written out although nobody asked for it."""
         values = {key: value for key, value in self.values.items() if key in keys}
         if values:
-            self.record(
+            self.decide(
                 section,
                 None,
                 values,
@@ -159,33 +149,29 @@ def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
         OptimizerError: A required argument that nothing gives a value for.
     """
     filled = Filled()
-    with together():
-        for parameter in parameters:
-            with noted():
-                _fill_one(parameter, sources, filled)
+    for parameter in parameters:
+        filled.attempt(_fill_one, parameter, sources, filled)
+    raise_all(filled.mistakes)
     return filled
 
 
 def reject_unknown(
-    written: Mapping[str, Any], known: Collection[str], *, section: str, owner: str
+    written: Mapping[str, Any], known: Collection[str], log: Log, *, section: str, owner: str
 ) -> None:
-    """Refuse arguments that ``owner`` does not have.
-
-    Raises:
-        UnknownKeyError: With the closest names, and all that exist.
-    """
+    """Refuse arguments that ``owner`` does not have, with the closest names, and all that exist."""
     for key, value in written.items():
         if key in known:
             continue
         close = did_you_mean(str(key), known)
         there_are = f"write one of {', '.join(known)}" if known else "remove it: there are none"
-        with noted():
-            raise UnknownKeyError(
+        log.refuse(
+            UnknownKeyError(
                 f"{owner} has no argument of this name",
                 key=f"{section}.{key}",
                 value=value,
                 fix=f"did you mean {' or '.join(close)}?" if close else there_are,
             )
+        )
 
 
 def _fill_one(parameter: Parameter, sources: Sources, filled: Filled) -> None:
@@ -206,7 +192,7 @@ def _overridden(parameter: Parameter, sources: Sources, written: Any, filled: Fi
     before = None if written is UNSET else written
     if before != value:
         explicit = written is not UNSET and not is_auto(written)
-        filled.record(
+        filled.decide(
             f"{sources.section}.{parameter.name}",
             before,
             value,
@@ -220,12 +206,12 @@ def _explicit(parameter: Parameter, sources: Sources, written: Any, filled: Fill
     value, reason = read(parameter, written, section=sources.section)
     key = f"{sources.section}.{parameter.name}"
     if reason is not None:
-        filled.record(key, written, value, reason)
+        filled.decide(key, written, value, reason)
     rival = sources.suggestions.get(parameter.name)
     if rival is not None and not rival.yields:
         other = check(parameter, rival.value, section=sources.section)
         if other != value:
-            filled.record(
+            filled.decide(
                 key,
                 other,
                 value,
@@ -239,7 +225,7 @@ def _explicit(parameter: Parameter, sources: Sources, written: Any, filled: Fill
 def _suggested(parameter: Parameter, sources: Sources, written: Any, filled: Filled) -> Any:
     suggestion = sources.suggestions[parameter.name]
     value = check(parameter, suggestion.value, section=sources.section)
-    filled.record(
+    filled.decide(
         f"{sources.section}.{parameter.name}",
         None if written is UNSET else AUTO,
         value,
@@ -261,7 +247,7 @@ def _defaulted(parameter: Parameter, sources: Sources, written: Any, filled: Fil
             fix=_how_to_give(parameter.name),
         )
     if automatic:
-        filled.record(key, AUTO, value, f"the run does not say; zerotune's default for {owner}")
+        filled.decide(key, AUTO, value, f"the run does not say; zerotune's default for {owner}")
     else:
         filled.defaulted.add(parameter.name)
     return value

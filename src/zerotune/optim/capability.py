@@ -23,7 +23,7 @@ from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
+    from zerotune.plan.model import ResolvedPlan
 
 
 @attrs.frozen(kw_only=True)
@@ -263,7 +263,7 @@ _RESIDENT_CLASS: Final = {
 }
 
 
-# -- What was really run, cell by cell. ``python -m benchmarks.capabilities`` starts the real engine
+# -- What was really run, cell by cell. ``python -m tools.capabilities`` starts the real engine
 # for every name, stage, offload and precision, and trains a small network.
 
 

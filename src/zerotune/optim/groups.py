@@ -14,7 +14,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, Log, raise_all
 from zerotune.errors import InvalidValueError, OptimizerError
 from zerotune.optim.arguments import check, reject_unknown
 from zerotune.optimizers.choices import GroupChoice, OptimizerChoice
@@ -394,7 +394,9 @@ def _group(
 ) -> GroupChoice:
     section = f"{KEY}.{rule.name}"
     known = [name for name in entry.parameter_names if name in choice.params]
-    reject_unknown(rule.params, known, section=section, owner=entry.name)
+    log = Log()
+    reject_unknown(rule.params, known, log, section=section, owner=entry.name)
+    raise_all(log.mistakes)
     own: dict[str, Any] = {}
     for key, value in rule.params.items():
         parameter = entry.parameter(key)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 import attrs
 
-from zerotune._util.mistakes import noted, together
 from zerotune._util.numbers import as_number
-from zerotune._util.table import Block, Column, Line, Page, Table
-from zerotune.decisions import Decision, announce, render_decisions
+from zerotune._util.table import Block, Line, Page, Table
+from zerotune.decisions import Decision, Log, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
 from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
@@ -51,8 +50,7 @@ from zerotune.plan.model import is_auto
 from zerotune.plan.read import SHORT_NAMES, settings_by_path
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import ResolvedPlan
-    from zerotune.plan.model import RunFacts
+    from zerotune.plan.model import ResolvedPlan, RunFacts
     from zerotune.platform import Platform
 
 
@@ -127,11 +125,10 @@ class OptimizerResolver:
         """
         overrides = _read_overrides(self.overrides)
         situation = Situation.of(resolved)
-        schedule: ScheduleRequest | None = None
-        with together():
-            with noted():
-                schedule = _schedule_request(resolved, overrides)
-            settled = settle(
+        log = Log()
+        schedule = log.attempt(_schedule_request, resolved, overrides)
+        settled = log.whole(
+            lambda: settle(
                 _request(resolved, overrides),
                 situation,
                 overrides=_below(_OPTIMIZER, overrides),
@@ -139,6 +136,7 @@ class OptimizerResolver:
                 policy=self.on_unsupported,
                 table=self.table,
             )
+        )
         choice, grouping = self._grouped(settled, resolved)
         scheduler, why = _settle_schedule(schedule, attrs.evolve(settled, choice=choice), resolved)
         return OptimizerResolution(
@@ -451,8 +449,7 @@ _DECAY: Final = {
 
 
 def _arguments(params: Mapping[str, Any]) -> Table:
-    columns = (Column(name="argument"), Column(name="value", show=_value))
-    return Table(columns=columns, rows=tuple(params.items()))
+    return Table(rows=tuple((name, _value(value)) for name, value in params.items()))
 
 
 def _value(value: Any) -> str:
@@ -470,9 +467,8 @@ def _curve(scheduler: SchedulerChoice, base_lr: float) -> tuple[Line, Table]:
     steps |= {warmup + 1} if warmup is not None else set()
     steps = {step for step in steps if total is None or step < total}
     steps |= {total - 1} if total is not None else set()
-    columns = (Column(name="update", right=True), Column(name="rate", show="{:.6g}".format))
-    rows = tuple((step, lr_at(scheduler, step, base_lr)) for step in sorted(steps))
+    rows = tuple((str(step), f"{lr_at(scheduler, step, base_lr):.6g}") for step in sorted(steps))
     return (
         Line("learning rate of update number (from 0)", indent=2),
-        Table(columns=columns, rows=rows, indent=4),
+        Table(rows=rows, align="r", indent=4),
     )

@@ -12,8 +12,7 @@ from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune._util.mistakes import noted, together
-from zerotune.decisions import Decision, Severity
+from zerotune.decisions import Decision, Log, Severity
 from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
 from zerotune.optim.arguments import Filled, Sources, Suggestion, fill, reject_unknown
 from zerotune.optim.capability import (
@@ -105,15 +104,19 @@ def settle(
         UnknownKeyError: An argument that no optimizer has.
         InvalidValueError: An argument of the wrong type or out of range.
     """
-    log = Filled()
-    request = asked = _respell_decay(request, log)
-    with together():
-        _check_names(request.params, request.entry, policy)
-        _check_overrides(overrides, request.entry)
-        _check_installed(request, situation)
-        request, capability = _runnable(request, situation, policy, log, table)
+    log = Log()
+    asked = _respell_decay(request, log)
+
+    def completed() -> tuple[Request, Capability, Filled]:
+        _check_names(asked.params, asked.entry, policy, log)
+        _check_overrides(overrides, asked.entry, log)
+        _check_installed(asked, situation)
+        request, capability = _runnable(asked, situation, policy, log, table)
         request = _without_foreign(request, log)
-        filled = _complete(request, _still_meant(overrides, request.entry, log), suggestions)
+        left = _still_meant(overrides, request.entry, log)
+        return request, capability, _complete(request, left, suggestions)
+
+    request, capability, filled = log.whole(completed)
     _keep_decay_meaning(request, filled)
     _match_bf16_states(situation, filled)
     implementation = implementation_of(request.entry, filled.values, situation)
@@ -144,29 +147,30 @@ def _choice(
 # -- What is asked for.
 
 
-def _refuse_clipping(params: Mapping[str, Any]) -> dict[str, Any]:
+def _refuse_clipping(params: Mapping[str, Any], log: Log) -> dict[str, Any]:
     """The arguments without clipping, whose place is elsewhere."""
     misplaced = clipping_in_optimizer(params)
-    with noted():
-        if misplaced is not None:
-            raise misplaced
+    if misplaced is not None:
+        log.refuse(misplaced)
     return {key: value for key, value in params.items() if key != "max_grad_norm"}
 
 
-def _check_names(params: Mapping[str, Any], entry: OptimizerEntry, policy: Policy) -> None:
+def _check_names(
+    params: Mapping[str, Any], entry: OptimizerEntry, policy: Policy, log: Log
+) -> None:
     """Refuse arguments of no optimizer at all; under ``"error"`` those of others too."""
     known = entry.parameter_names
     written = {
         key: value
-        for key, value in _refuse_clipping(params).items()
+        for key, value in _refuse_clipping(params, log).items()
         if key not in _EVERY_ARGUMENT or policy == "error"
     }
-    reject_unknown(written, known, section=OPTIMIZER, owner=entry.name)
+    reject_unknown(written, known, log, section=OPTIMIZER, owner=entry.name)
 
 
-def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry) -> None:
-    written = _refuse_clipping(overrides)
-    reject_unknown(written, entry.parameter_names, section=OPTIMIZER, owner=entry.name)
+def _check_overrides(overrides: Mapping[str, Any], entry: OptimizerEntry, log: Log) -> None:
+    written = _refuse_clipping(overrides, log)
+    reject_unknown(written, entry.parameter_names, log, section=OPTIMIZER, owner=entry.name)
 
 
 def _check_installed(request: Request, situation: Situation) -> None:
@@ -182,7 +186,7 @@ def _check_installed(request: Request, situation: Situation) -> None:
         )
 
 
-def _respell_decay(request: Request, log: Filled) -> Request:
+def _respell_decay(request: Request, log: Log) -> Request:
     """DeepSpeed's classes and torch spell ``adam_w_mode`` in their own ways."""
     params = dict(request.params)
     if request.entry.name not in ADAM:
@@ -190,7 +194,7 @@ def _respell_decay(request: Request, log: Filled) -> Request:
     for spelling in DECAY_SPELLINGS[1:]:
         if spelling in params:
             value = params.pop(spelling)
-            log.record(
+            log.decide(
                 f"{OPTIMIZER}.{spelling}",
                 value,
                 None,
@@ -201,12 +205,12 @@ def _respell_decay(request: Request, log: Filled) -> Request:
     return attrs.evolve(request, name=name, params=params)
 
 
-def _without_foreign(request: Request, log: Filled) -> Request:
+def _without_foreign(request: Request, log: Log) -> Request:
     """Leave out arguments that belong to other optimizers."""
     known = request.entry.parameter_names
     for key, value in request.params.items():
         if key not in known:
-            log.record(
+            log.decide(
                 f"{OPTIMIZER}.{key}",
                 value,
                 None,
@@ -218,11 +222,11 @@ def _without_foreign(request: Request, log: Filled) -> Request:
 
 
 def _still_meant(
-    overrides: Mapping[str, Any], entry: OptimizerEntry, log: Filled
+    overrides: Mapping[str, Any], entry: OptimizerEntry, log: Log
 ) -> Mapping[str, Any]:
     """The overrides that still have a meaning after a fallback to ``entry``."""
     for key in overrides.keys() - set(entry.parameter_names):
-        log.record(
+        log.decide(
             f"{OPTIMIZER}.{key}",
             overrides[key],
             None,
@@ -239,7 +243,7 @@ def _runnable(
     request: Request,
     situation: Situation,
     policy: Policy,
-    log: Filled,
+    log: Log,
     table: CapabilityTable | None,
 ) -> tuple[Request, Capability]:
     capability = capability_of(request.entry, situation, table)
@@ -255,7 +259,7 @@ def _runnable(
             value=name.written,
             fix=f"use {capability.alternative}",
         )
-    log.record(
+    log.decide(
         OPTIMIZER_TYPE,
         name.written,
         DEFAULT_OPTIMIZER,
@@ -283,7 +287,7 @@ def _why(request: Request, situation: Situation, capability: Capability) -> str:
     return text
 
 
-def _translate(request: Request, log: Filled) -> dict[str, Any]:
+def _translate(request: Request, log: Log) -> dict[str, Any]:
     """The arguments that mean the same to AdamW; the others are dropped, each with a note."""
     renamed = request.entry.renamed
     params: dict[str, Any] = {}
@@ -292,14 +296,14 @@ def _translate(request: Request, log: Filled) -> dict[str, Any]:
             params.setdefault(key, value)
         elif key in renamed:
             params[renamed[key]] = value
-            log.record(
+            log.decide(
                 f"{OPTIMIZER}.{key}",
                 value,
                 None,
                 f"{DEFAULT_OPTIMIZER} takes it as {renamed[key]}",
             )
         else:
-            log.record(
+            log.decide(
                 f"{OPTIMIZER}.{key}",
                 value,
                 None,
@@ -326,7 +330,7 @@ def _complete(
     filled = fill(entry.parameters, sources)
     if "lr" in filled.defaulted:
         filled.defaulted.discard("lr")
-        filled.record(
+        filled.decide(
             f"{OPTIMIZER}.lr",
             None,
             filled.values["lr"],
@@ -360,7 +364,7 @@ def _keep_decay_meaning(request: Request, filled: Filled) -> None:
     key = f"{OPTIMIZER}.adam_w_mode"
     if entry.name == "AdamW" and values["adam_w_mode"] is False:
         values["adam_w_mode"] = True
-        filled.record(
+        filled.decide(
             key,
             False,
             True,
@@ -373,9 +377,9 @@ def _keep_decay_meaning(request: Request, filled: Filled) -> None:
     filled.defaulted.discard("adam_w_mode")
     if request.name.origin == "torch":
         values["adam_w_mode"] = False
-        filled.record(key, None, False, "torch.optim.Adam decays weights by L2")
+        filled.decide(key, None, False, "torch.optim.Adam decays weights by L2")
         return
-    filled.record(
+    filled.decide(
         key,
         None,
         True,
@@ -392,7 +396,7 @@ def _match_bf16_states(situation: Situation, filled: Filled) -> None:
         explicit = "fp32_optimizer_states" not in filled.defaulted
         filled.defaulted.discard("fp32_optimizer_states")
         filled.values["fp32_optimizer_states"] = False
-        filled.record(
+        filled.decide(
             f"{OPTIMIZER}.fp32_optimizer_states",
             True if explicit else None,
             False,
@@ -432,7 +436,7 @@ def _drop(
     )
     if policy == "error":
         raise OptimizerError(reason, key=key, value=value, fix=_fix_for_dropped(parameter.name))
-    filled.record(key, value, None, reason, "warning")
+    filled.decide(key, value, None, reason, "warning")
 
 
 def _fix_for_dropped(key: str) -> str:
@@ -443,11 +447,11 @@ def _fix_for_dropped(key: str) -> str:
 
 
 def _record_name(
-    asked: Request, request: Request, implementation: Implementation, log: Filled
+    asked: Request, request: Request, implementation: Implementation, log: Log
 ) -> None:
     name, canonical = asked.name, asked.name.canonical
     if not asked.configured:
-        log.record(
+        log.decide(
             OPTIMIZER_TYPE,
             None,
             canonical,
@@ -456,7 +460,7 @@ def _record_name(
     if request.name.canonical != canonical:
         return
     if name.implementation:
-        log.record(
+        log.decide(
             OPTIMIZER_TYPE,
             name.written,
             canonical,
@@ -465,7 +469,7 @@ def _record_name(
             "warning",
         )
     elif asked.configured and name.written != canonical:
-        log.record(
+        log.decide(
             OPTIMIZER_TYPE,
             name.written,
             canonical,
@@ -474,10 +478,10 @@ def _record_name(
 
 
 def _record_capability(
-    request: Request, situation: Situation, capability: Capability, log: Filled
+    request: Request, situation: Situation, capability: Capability, log: Log
 ) -> None:
     if "own implementation" in capability.reason:
-        log.record(
+        log.decide(
             "optimizer.implementation",
             request.name.canonical,
             f"zerotune's {request.name.canonical}",
@@ -490,7 +494,7 @@ def _record_capability(
     for key, value in capability.config.items():
         if written.get(key) == value:
             continue
-        log.record(
+        log.decide(
             key,
             written.get(key),
             value,
@@ -557,7 +561,7 @@ def settle_schedule(
         _one_cycle(optimizer, filled)
     filled.record_defaults(SCHEDULER, entry.name, filled.defaulted)
     if entry.source == "zerotune":
-        filled.record(
+        filled.decide(
             SCHEDULER_TYPE,
             entry.name,
             entry.name,
@@ -594,11 +598,12 @@ def _complete_schedule(
     request: ScheduleRequest, optimizer: OptimizerChoice, run: RunFacts
 ) -> Filled:
     entry = request.entry
-    log = Filled()
-    with together():
+    log = Log()
+
+    def completed() -> Filled:
         params = _scalars(_without_resume(request.params), optimizer)
         for given in (params, request.overrides):
-            reject_unknown(given, entry.parameter_names, section=SCHEDULER, owner=entry.name)
+            reject_unknown(given, entry.parameter_names, log, section=SCHEDULER, owner=entry.name)
         sources = Sources(
             owner=entry.name,
             section=SCHEDULER,
@@ -606,7 +611,9 @@ def _complete_schedule(
             overrides=request.overrides,
             suggestions=_schedule_suggestions(entry, optimizer, run),
         )
-        filled = fill(entry.parameters, sources)
+        return fill(entry.parameters, sources)
+
+    filled = log.whole(completed)
     filled.decisions[:0] = log.decisions
     if request.written is None:
         _default_warmup(filled, run)
@@ -616,9 +623,9 @@ def _complete_schedule(
 def _record_schedule(request: ScheduleRequest, filled: Filled) -> None:
     name = request.name
     if request.written is None:
-        filled.record(SCHEDULER_TYPE, None, name, f"no scheduler is named; {name} is the default")
+        filled.decide(SCHEDULER_TYPE, None, name, f"no scheduler is named; {name} is the default")
     elif request.written != name:
-        filled.record(SCHEDULER_TYPE, request.written, name, "another spelling")
+        filled.decide(SCHEDULER_TYPE, request.written, name, "another spelling")
 
 
 def _without_resume(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -654,7 +661,7 @@ def _scalars(params: Mapping[str, Any], optimizer: OptimizerChoice) -> dict[str,
 
 
 def _follow_override(
-    request: ScheduleRequest, params: dict[str, Any], optimizer: OptimizerChoice, log: Filled
+    request: ScheduleRequest, params: dict[str, Any], optimizer: OptimizerChoice, log: Log
 ) -> dict[str, Any]:
     """An overridden learning rate would be in vain if the schedule kept its own peak."""
     peak = request.entry.peak
@@ -663,7 +670,7 @@ def _follow_override(
     written = params.get(peak)
     if written is None or is_auto(written) or written == optimizer.lr:
         return params
-    log.record(
+    log.decide(
         f"{SCHEDULER}.{peak}",
         written,
         optimizer.lr,
@@ -702,7 +709,7 @@ def _default_warmup(filled: Filled, run: RunFacts) -> None:
         steps = 0 if steps < 2 else steps
         reason = f"5 % of the run's {run.total_steps} steps, at most {DEFAULT_WARMUP}"
     filled.values["warmup_num_steps"] = steps
-    filled.record(f"{SCHEDULER}.warmup_num_steps", None, steps, reason)
+    filled.decide(f"{SCHEDULER}.warmup_num_steps", None, steps, reason)
 
 
 def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
@@ -715,7 +722,7 @@ def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
     if entry.name == "WarmupDecayLR":
         reason += ", and holds warmup_min_lr for the first two updates"
     severity: Severity = "warning" if asked else "note"
-    filled.record(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
+    filled.decide(f"{SCHEDULER}.warmup_num_steps", 0, 1, reason, severity)
     floor = {"WarmupLR": "warmup_min_lr", "WarmupCosineLR": "warmup_min_ratio"}.get(entry.name)
     if floor is None:
         return
@@ -726,13 +733,13 @@ def _no_warmup(entry: SchedulerEntry, filled: Filled, *, asked: bool) -> None:
     reason = "no warm-up: the schedule starts at its peak"
     if entry.name == "WarmupCosineLR":
         reason += "; DeepSpeed still runs the very first update at 0"
-    filled.record(f"{SCHEDULER}.{floor}", before, peak, reason)
+    filled.decide(f"{SCHEDULER}.{floor}", before, peak, reason)
 
 
 def _compare_peak(entry: SchedulerEntry, optimizer: OptimizerChoice, filled: Filled) -> None:
     if entry.peak is None or filled.values[entry.peak] == optimizer.lr:
         return
-    filled.record(
+    filled.decide(
         "optimizer.params.lr",
         optimizer.lr,
         filled.values[entry.peak],
@@ -753,7 +760,7 @@ def _compare_lengths(filled: Filled) -> None:
             fix="make the schedule longer than its warm-up",
         )
     if total is not None and warmup is not None and total < warmup:
-        filled.record(
+        filled.decide(
             f"{SCHEDULER}.{key}",
             total,
             total,
@@ -771,11 +778,11 @@ def _one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
         filled.defaulted.discard("cycle_momentum")
         values["cycle_momentum"] = False
         reason = f"{optimizer.name} has no betas, and DeepSpeed cycles nothing else"
-        filled.record(
+        filled.decide(
             key, True if explicit else None, False, reason, "warning" if explicit else "note"
         )
     elif values["cycle_momentum"]:
-        filled.record(
+        filled.decide(
             "optimizer.params.betas",
             betas,
             (values["cycle_min_mom"], ONE_CYCLE_BETA2),
@@ -784,7 +791,7 @@ def _one_cycle(optimizer: OptimizerChoice, filled: Filled) -> None:
             "warning",
         )
     if values["decay_step_size"] == 0 and values["decay_lr_rate"] > 0:
-        filled.record(
+        filled.decide(
             f"{SCHEDULER}.decay_lr_rate",
             values["decay_lr_rate"],
             values["decay_lr_rate"],

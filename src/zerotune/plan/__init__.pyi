@@ -2,18 +2,14 @@
 
 from zerotune.optimizers.choices import OptimizerChoice as OptimizerChoice
 from zerotune.optimizers.choices import SchedulerChoice as SchedulerChoice
+from zerotune.plan.advise import Advice as Advice
 from zerotune.plan.advise import Budget as Budget
-from zerotune.plan.api import Advice as Advice
-from zerotune.plan.api import Candidate as Candidate
-from zerotune.plan.api import DeepSpeedPlan as DeepSpeedPlan
-from zerotune.plan.api import MemoryEstimate as MemoryEstimate
-from zerotune.plan.api import ResolvedPlan as ResolvedPlan
-from zerotune.plan.arguments import add_plan_arguments as add_plan_arguments
-from zerotune.plan.arguments import plan_from_arguments as plan_from_arguments
+from zerotune.plan.advise import Candidate as Candidate
 from zerotune.plan.diff import Change as Change
 from zerotune.plan.diff import PlanDifference as PlanDifference
 from zerotune.plan.families import family as family
 from zerotune.plan.families import family_names as family_names
+from zerotune.plan.memory.model import MemoryEstimate as MemoryEstimate
 from zerotune.plan.memory.model import MemoryItem as MemoryItem
 from zerotune.plan.memory.model import MemoryPeak as MemoryPeak
 from zerotune.plan.memory.model import Workload as Workload
@@ -22,12 +18,14 @@ from zerotune.plan.model import ActivationCost as ActivationCost
 from zerotune.plan.model import ActivationFacts as ActivationFacts
 from zerotune.plan.model import AioSection as AioSection
 from zerotune.plan.model import Bf16Section as Bf16Section
+from zerotune.plan.model import DeepSpeedPlan as DeepSpeedPlan
 from zerotune.plan.model import Fp16Section as Fp16Section
 from zerotune.plan.model import LaunchSection as LaunchSection
 from zerotune.plan.model import ModelFacts as ModelFacts
 from zerotune.plan.model import OffloadSection as OffloadSection
 from zerotune.plan.model import OptimizerSection as OptimizerSection
 from zerotune.plan.model import ParameterFacts as ParameterFacts
+from zerotune.plan.model import ResolvedPlan as ResolvedPlan
 from zerotune.plan.model import RunFacts as RunFacts
 from zerotune.plan.model import SchedulerSection as SchedulerSection
 from zerotune.plan.model import ZeroSection as ZeroSection

@@ -14,22 +14,18 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.mistakes import noted, reworded
-from zerotune.decisions import Decision
-from zerotune.errors import UNSET, InvalidValueError, PlanConflictError
+from zerotune.decisions import Log
+from zerotune.errors import UNSET, InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import model as known_keys
 from zerotune.plan.model import (
     AUTO,
     Choice,
+    DeepSpeedPlan,
     Integer,
     LaunchSection,
-    Names,
-    PlanValue,
-    as_tuple,
     modelled,
     read_launch,
     refuse_template,
-    rename,
     unknown_key,
 )
 from zerotune.plan.source import read_named, tolerated
@@ -102,17 +98,13 @@ class Translated:
     """Where ``config`` comes from, for messages."""
     folder: Path | None
     """Where a relative path in ``config`` is looked up first."""
-    decisions: tuple[Decision, ...] = attrs.field(default=(), converter=as_tuple)
-    """What was said in another way, or kept although accelerate loses it."""
-    names: Names = attrs.field(factory=dict)
-    """What accelerate calls the settings."""
 
 
 def translate(
     content: Mapping[Any, Any],
+    log: Log,
     *,
     source: str,
-    also_known: Collection[str] = (),
     folder: Path | None = None,
     spelled: Mapping[str, str] | None = None,
 ) -> Translated:
@@ -120,8 +112,8 @@ def translate(
 
     Args:
         content: The settings.
+        log: Receives what is said in another way, or kept although accelerate loses it.
         source: Name used in messages.
-        also_known: Paths of further keys to pass through.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
         spelled: Key to how messages call it, where that is not its place in the file.
 
@@ -138,27 +130,23 @@ def translate(
             " `accelerate config`",
         )
     around = {key: value for key, value in content.items() if key != BLOCK}
-    decisions: list[Decision] = []
-    names = _names(block, spelled or {})
-    with reworded(rename(names)):
-        around, block = _launchable(around, decisions), _launchable(block, decisions)
+    if not _is_unused(around):
+        log.names.update(_names(block, spelled or {}))
+    around, block = _launchable(around, log), _launchable(block, log)
     if _is_unused(around):
-        return _unused(around, block, source, decisions, also_known)
-    launched, config, config_source, inside = _split(block, folder, decisions, also_known, source)
-    around = _known(around, decisions, also_known)
-    with noted():
-        _use_deepspeed(around, decisions)
+        return _unused(around, block, source, log)
+    launched, config, config_source, inside = _split(
+        block, folder, log, source, of_file=spelled is None
+    )
+    around = _known(around, log)
+    log.attempt(_use_deepspeed, around, log)
     if _names_file(block):
-        _precision_beside_file(around, decisions)
-    with reworded(rename(names)):
-        launch = read_launch({**around, **launched}, decisions, also_known)
+        _precision_beside_file(around, log)
     return Translated(
         config=config,
-        launch=launch,
+        launch=read_launch({**around, **launched}, log),
         source=config_source or source,
         folder=inside or folder,
-        decisions=decisions,
-        names=names,
     )
 
 
@@ -182,7 +170,7 @@ def _names(block: Mapping[Any, Any], spelled: Mapping[str, str]) -> dict[str, st
     return {**names, **own}
 
 
-def _launchable(settings: Mapping[Any, Any], decisions: list[Decision]) -> dict[Any, Any]:
+def _launchable(settings: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
     """The settings without those that accelerate's launcher fails on, which are refused."""
     kept = dict(settings)
     for key, (path, kind) in _LAUNCHABLE.items():
@@ -190,21 +178,20 @@ def _launchable(settings: Mapping[Any, Any], decisions: list[Decision]) -> dict[
         if value is None:
             continue
         if isinstance(value, bool) and key == "mixed_precision":
-            decisions.append(_unquoted(path, value))
+            why = (
+                "accelerate's launcher fails on what YAML makes of a no without quotes: write 'no'"
+            )
+            log.decide(path, value, "no", why, "warning")
             continue
-        with noted():
+        try:
+            refuse_template(kind, value, path)
+            kind.read(value, path)
+        except ZeroTuneError as error:
             del kept[key]
             if key == "zero_stage":  # or its default would be told beside the mistake
                 kept[key] = DEFAULT_STAGE
-            refuse_template(kind, value, path)
-            kind.read(value, path)
-            kept[key] = value
+            log.refuse(error)
     return kept
-
-
-def _unquoted(path: str, value: bool) -> Decision:
-    reason = "accelerate's launcher fails on what YAML makes of a no without quotes: write 'no'"
-    return Decision(key=path, before=value, after="no", reason=reason, severity="warning")
 
 
 def _is_unused(around: Mapping[Any, Any]) -> bool:
@@ -219,38 +206,32 @@ def _unused(
     around: dict[Any, Any],
     block: Mapping[Any, Any],
     source: str,
-    decisions: list[Decision],
-    also_known: Collection[str],
+    log: Log,
 ) -> Translated:
     """No DeepSpeed: what stands around the block, without the block."""
     written = "NO" if around["distributed_type"] is False else around["distributed_type"]
-    decisions.append(
-        Decision(
-            key=BLOCK,
-            before=dict(block),
-            after="stage 0",
-            reason=f"distributed_type is {written}, so that accelerate does not look at it:"
-            f" {WITHOUT_DEEPSPEED}. Write distributed_type: DEEPSPEED to use it",
-            severity="warning",
-        )
+    log.decide(
+        key=BLOCK,
+        before=dict(block),
+        after="stage 0",
+        reason=f"distributed_type is {written}, so that accelerate does not look at it:"
+        f" {WITHOUT_DEEPSPEED}. Write distributed_type: DEEPSPEED to use it",
+        severity="warning",
     )
-    around = _known({**around, "distributed_type": written}, decisions, also_known)
-    launch = read_launch(around, decisions, also_known)
-    return Translated(config={}, launch=launch, source=source, folder=None, decisions=decisions)
+    around = _known({**around, "distributed_type": written}, log)
+    return Translated(config={}, launch=read_launch(around, log), source=source, folder=None)
 
 
-def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict[str, Any]:
+def zero_from_block(block: Mapping[Any, Any], log: Log) -> dict[str, Any]:
     """``zero_optimization`` as accelerate's own keys say it."""
     zero: dict[str, Any] = {"stage": block.get("zero_stage")}
     if zero["stage"] is None:
         zero["stage"] = DEFAULT_STAGE
-        decisions.append(
-            Decision(
-                key="zero_optimization.stage",
-                before=None,
-                after=DEFAULT_STAGE,
-                reason="accelerate's default where no zero_stage is written",
-            )
+        log.decide(
+            key="zero_optimization.stage",
+            before=None,
+            after=DEFAULT_STAGE,
+            reason="accelerate's default where no zero_stage is written",
         )
     for part in ("optimizer", "param"):
         section = {
@@ -268,9 +249,10 @@ def zero_from_block(block: Mapping[Any, Any], decisions: list[Decision]) -> dict
 def _split(
     block: Mapping[Any, Any],
     folder: Path | None,
-    decisions: list[Decision],
-    also_known: Collection[str],
+    log: Log,
     of: str,
+    *,
+    of_file: bool,
 ) -> tuple[dict[str, Any], dict[str, Any], str | None, Path | None]:
     """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
     launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
@@ -278,10 +260,9 @@ def _split(
     inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
     source, inside = None, None
     if _names_file(block):
-        with noted():
-            _refuse_beside_file(block)
+        log.attempt(_refuse_beside_file, block)
         key = f"{BLOCK}.{FILE}"
-        config, source, inside = read_config_file(block[FILE], folder, key, decisions)
+        config, source, inside = read_config_file(block[FILE], folder, key, log)
         if inside is not None and (is_accelerate(config) or _is_same(source, of)):
             raise InvalidValueError(
                 "names this file itself"
@@ -296,10 +277,10 @@ def _split(
     else:
         launched.pop(FILE, None)
         if ZERO_IN_BLOCK & block.keys() or "zero_optimization" not in inline:
-            config["zero_optimization"] = zero_from_block(block, decisions)
-        _lost_by_accelerate(block, decisions)
+            config["zero_optimization"] = zero_from_block(block, log)
+        _lost_by_accelerate(block, log, of_file=of_file)
     if inline:
-        config = _with_inline(config, inline, decisions, also_known)
+        config = _with_inline(config, inline, log)
     if not _names_file(block):
         said = {key: value for key, value in config.items() if value is not None}
         config = {**dict.fromkeys(OF_THE_SCRIPT, AUTO), **said}
@@ -326,13 +307,13 @@ def _refuse_beside_file(block: Mapping[Any, Any]) -> None:
 
 
 def read_config_file(
-    written: Any, folder: Path | None, key: str, decisions: list[Decision]
+    written: Any, folder: Path | None, key: str, log: Log
 ) -> tuple[dict[str, Any], str, Path | None]:
     """What a ``deepspeed_config_file`` holds, its name, and its folder when it is a file."""
     if not isinstance(written, str):
         raise InvalidValueError("must be a path", key=key, value=written, fix="write a path")
     named = read_named(written, folder, key=key)
-    decisions.extend(tolerated(named.sentences, named.source))
+    tolerated(named.sentences, named.source, log)
     if not isinstance(named.value, Mapping):
         raise InvalidValueError(
             "must name a file with a DeepSpeed configuration",
@@ -346,21 +327,17 @@ def read_config_file(
 def _with_inline(
     config: dict[str, Any],
     inline: dict[str, Any],
-    decisions: list[Decision],
-    also_known: Collection[str],
+    log: Log,
 ) -> dict[str, Any]:
     merged = dict(config)
     for key, value in inline.items():
-        with noted():
-            _merge(merged, key, value, also_known)
-    decisions.append(
-        Decision(
-            key=BLOCK,
-            before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
-            after="kept",
-            reason="accelerate would discard them in silence",
-            severity="warning",
-        )
+        log.attempt(_merge, merged, key, value, log.also_known)
+    log.decide(
+        key=BLOCK,
+        before=f"DeepSpeed's own keys {', '.join(map(str, inline))}",
+        after="kept",
+        reason="accelerate would discard them in silence",
+        severity="warning",
     )
     return merged
 
@@ -382,34 +359,30 @@ def _merge(merged: dict[str, Any], key: Any, value: Any, also_known: Collection[
     merged[key] = value
 
 
-def _lost_by_accelerate(block: Mapping[Any, Any], decisions: list[Decision]) -> None:
-    for part in ("optimizer", "param"):
+def _lost_by_accelerate(block: Mapping[Any, Any], log: Log, *, of_file: bool) -> None:
+    for part in ("optimizer", "param") if of_file else ():
         name = f"offload_{part}_nvme_path"
         if isinstance(block.get(name), str) and block[name].strip().lower() not in ("", "none"):
-            decisions.append(
-                Decision(
-                    key=f"zero_optimization.offload_{part}.nvme_path",
-                    before=block[name],
-                    after=block[name],
-                    reason="`accelerate launch` does not pass this path on and would swap into a"
-                    ' folder called "none"; zerotune keeps it',
-                )
+            log.decide(
+                key=f"zero_optimization.offload_{part}.nvme_path",
+                before=block[name],
+                after=block[name],
+                reason="`accelerate launch` does not pass this path on and would swap into a"
+                ' folder called "none"; zerotune keeps it',
             )
     clipping = block.get("gradient_clipping")
     if isinstance(clipping, int | float) and clipping == 0:
-        decisions.append(
-            Decision(
-                key="gradient_clipping",
-                before=clipping,
-                after=0,
-                reason="accelerate takes 0 for not written, and DeepSpeed then clips at its own"
-                " default; zerotune does not clip",
-                severity="warning",
-            )
+        log.decide(
+            key="gradient_clipping",
+            before=clipping,
+            after=0,
+            reason="accelerate takes 0 for not written, and DeepSpeed then clips at its own"
+            " default; zerotune does not clip",
+            severity="warning",
         )
 
 
-def _use_deepspeed(around: dict[Any, Any], decisions: list[Decision]) -> None:
+def _use_deepspeed(around: dict[Any, Any], log: Log) -> None:
     written = around.get("distributed_type")
     if isinstance(written, str):
         return
@@ -418,61 +391,53 @@ def _use_deepspeed(around: dict[Any, Any], decisions: list[Decision]) -> None:
             "must be text", key="distributed_type", value=written, fix="write DEEPSPEED"
         )
     around["distributed_type"] = "DEEPSPEED"
-    decisions.append(
-        Decision(
-            key="launch.distributed_type",
-            before=None,
-            after="DEEPSPEED",
-            reason=f"accelerate refuses a file without it; there is a {BLOCK}, so it is read",
-            severity="warning",
-        )
+    log.decide(
+        key="launch.distributed_type",
+        before=None,
+        after="DEEPSPEED",
+        reason=f"accelerate refuses a file without it; there is a {BLOCK}, so it is read",
+        severity="warning",
     )
 
 
-def _precision_beside_file(around: Mapping[Any, Any], decisions: list[Decision]) -> None:
+def _precision_beside_file(around: Mapping[Any, Any], log: Log) -> None:
     written = around.get("mixed_precision")
     if written is not None:
-        decisions.append(
-            Decision(
-                key="launch.mixed_precision",
-                before=written,
-                after="kept",
-                reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
-                ' too; zerotune fills "auto" from it',
-                severity="warning",
-            )
+        log.decide(
+            key="launch.mixed_precision",
+            before=written,
+            after="kept",
+            reason=f"accelerate refuses it beside a {FILE}, unless --mixed_precision is given"
+            ' too; zerotune fills "auto" from it',
+            severity="warning",
         )
 
 
-def _known(
-    around: Mapping[Any, Any], decisions: list[Decision], also_known: Collection[str]
-) -> dict[Any, Any]:
+def _known(around: Mapping[Any, Any], log: Log) -> dict[Any, Any]:
     """What of the settings beside the block somebody knows; accelerate's refusals are recorded."""
     known = {attribute.name for attribute in modelled(LaunchSection)} | known_keys.LAUNCH
-    passed = {f"launch.{name}" for name in (*known, *LaunchSection.aliases)} | {*also_known}
+    passed = {f"launch.{name}" for name in (*known, *LaunchSection.aliases)} | log.also_known
     kept: dict[Any, Any] = {}
     for key, value in around.items():
         name = key if isinstance(key, str) else repr(key)
-        with noted():
-            if f"launch.{name}" not in passed:
-                raise unknown_key(name, value, name, known)
-            kept[key] = value
-        if key in kept and name not in TOP_LEVEL:
-            decisions.append(
-                Decision(
-                    key=f"launch.{name}",
-                    before=value,
-                    after="kept",
-                    reason=f"accelerate refuses this key outside of {BLOCK}",
-                    severity="warning",
-                )
+        if f"launch.{name}" not in passed:
+            log.refuse(unknown_key(name, value, name, known))
+            continue
+        kept[key] = value
+        if name not in TOP_LEVEL:
+            log.decide(
+                key=f"launch.{name}",
+                before=value,
+                after="kept",
+                reason=f"accelerate refuses this key outside of {BLOCK}",
+                severity="warning",
             )
     return kept
 
 
 def _plan_keys() -> frozenset[str]:
-    names = {attribute.name for attribute in modelled(PlanValue)}
-    return frozenset(names | PlanValue.passed_through | PlanValue.aliases.keys())
+    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    return frozenset(names | DeepSpeedPlan.passed_through | DeepSpeedPlan.aliases.keys())
 
 
 # -- The environment that ``accelerate launch`` leaves to a script, read as a plan.
@@ -522,7 +487,7 @@ _SPELLED: Final = {
 """Key to the variable that carries it."""
 
 
-def translate_environment(environ: Mapping[str, str]) -> Translated:
+def translate_environment(environ: Mapping[str, str], log: Log) -> Translated:
     """Translate the variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
     if str(environ.get(_USE, "false")).strip().lower() != "true":
         raise InvalidValueError(
@@ -535,8 +500,8 @@ def translate_environment(environ: Mapping[str, str]) -> Translated:
     launched = _present(environ, _LAUNCH_VARIABLES)
     written = environ.get(_FILE, "none")
     if written.strip().lower() in ("", "none"):
-        return _with_parallelism(_from_block(block, launched, environ), environ)
-    return _with_parallelism(_from_file(written, block, launched, environ), environ)
+        return _with_parallelism(_from_block(block, launched, environ, log), environ)
+    return _with_parallelism(_from_file(written, block, launched, environ, log), environ)
 
 
 def _with_parallelism(found: Translated, environ: Mapping[str, str]) -> Translated:
@@ -558,7 +523,7 @@ def _present(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[s
 
 
 def _from_block(
-    block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str]
+    block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str], log: Log
 ) -> Translated:
     settings: dict[str, Any] = {
         "distributed_type": "DEEPSPEED",
@@ -566,54 +531,46 @@ def _from_block(
     }
     if _PRECISION in environ:
         settings["mixed_precision"] = environ[_PRECISION]
-    found = translate(settings, source=_SOURCE, spelled=_SPELLED)
-    kept = [d for d in found.decisions if "does not pass this path on" not in d.reason]
-    return attrs.evolve(found, decisions=kept)
+    return translate(settings, log, source=_SOURCE, spelled=_SPELLED)
 
 
-def missing_folders(plan: PlanValue) -> list[Decision]:
-    """One warning for each swap folder that a plan of the environment lacks."""
+def missing_folders(plan: DeepSpeedPlan, log: Log) -> None:
+    """Record one warning for each swap folder that a plan of the environment lacks."""
     zero = plan.zero_optimization
     sections = {
         "optimizer": zero.offload_optimizer if zero else None,
         "param": zero.offload_param if zero else None,
     }
-    return [
-        Decision(
-            key=f"zero_optimization.offload_{part}.nvme_path",
-            before=None,
-            after=None,
-            reason="`accelerate launch` does not pass the YAML's path on, and accelerate would"
-            ' swap into a folder called "none"; give the path to zerotune, or it leases a folder',
-            severity="warning",
-        )
-        for part, section in sections.items()
-        if section is not None and section.device == "nvme" and section.nvme_path is None
-    ]
+    for part, section in sections.items():
+        if section is not None and section.device == "nvme" and section.nvme_path is None:
+            log.decide(
+                key=f"zero_optimization.offload_{part}.nvme_path",
+                before=None,
+                after=None,
+                reason="`accelerate launch` does not pass the YAML's path on, and accelerate would"
+                ' swap into a folder called "none"; give the path to zerotune, or it leases a'
+                " folder",
+                severity="warning",
+            )
 
 
 def _from_file(
-    written: str, block: dict[str, str], launched: dict[str, str], environ: Mapping[str, str]
+    written: str,
+    block: dict[str, str],
+    launched: dict[str, str],
+    environ: Mapping[str, str],
+    log: Log,
 ) -> Translated:
     _refuse_fields_beside_file(environ, written)
-    decisions: list[Decision] = []
-    config, source, folder = read_config_file(written, None, _FILE, decisions)
-    config = _filled(config, block, decisions)
+    config, source, folder = read_config_file(written, None, _FILE, log)
+    config = _filled(config, block, log)
     around: dict[str, Any] = dict(launched)
     precision = environ.get(_PRECISION)
     if precision is not None and not _is_default_precision(precision, config):
         around["mixed_precision"] = precision
-    names = {f"launch.{key}": _SPELLED[key] for key in around}
-    with reworded(rename(names)):
-        launch = read_launch(around, decisions)
-    return Translated(
-        config=config,
-        launch=launch,
-        source=source,
-        folder=folder,
-        decisions=decisions,
-        names=names,
-    )
+    log.names.update({f"launch.{key}": _SPELLED[key] for key in around})
+    launch = read_launch(around, log)
+    return Translated(config=config, launch=launch, source=source, folder=folder)
 
 
 def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None:
@@ -629,9 +586,7 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
         )
 
 
-def _filled(
-    config: dict[str, Any], block: dict[str, str], decisions: list[Decision]
-) -> dict[str, Any]:
+def _filled(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
     """Fill what the file leaves ``"auto"``; the file's own words stand, as in accelerate."""
     config = copy.deepcopy(config)
     for key, value in block.items():
@@ -644,19 +599,14 @@ def _filled(
             node[last] = value
         path = ".".join(_PLACES[key])
         if before == AUTO:
-            reason, severity = "the command line of `accelerate launch` says so", "note"
-        else:
-            reason = "accelerate takes this from the file alone and ignores its own command line"
-            severity = "warning"
-        if before == AUTO or str(before).lower() != value:
-            decisions.append(
-                Decision(
-                    key=path,
-                    before=AUTO if before == AUTO else value,
-                    after=value if before == AUTO else before,
-                    reason=reason,
-                    severity="note" if severity == "note" else "warning",
-                )
+            log.decide(path, AUTO, value, "the command line of `accelerate launch` says so")
+        elif str(before).lower() != value:
+            log.decide(
+                path,
+                value,
+                before,
+                "accelerate takes this from the file alone and ignores its own command line",
+                "warning",
             )
     return config
 

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import attrs
+from typing_extensions import override
 
 from zerotune._util.numbers import is_number
+from zerotune._util.table import Page, Readable
 from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.families import as_facts
 from zerotune.plan.memory.estimate import Costing, count, estimate_resolved, sample_size
-from zerotune.plan.memory.model import PLACES, EMAPlace, EstimateValue, Phase, Place, Workload
+from zerotune.plan.memory.model import PLACES, EMAPlace, MemoryEstimate, Phase, Place, Workload
 from zerotune.plan.memory.rates import Rates, known_rates
 from zerotune.plan.memory.time import StepTime, step_time
 from zerotune.plan.model import (
     Context,
+    DeepSpeedPlan,
     ModelFacts,
     OffloadSection,
-    PlanValue,
-    ResolvedValue,
+    ResolvedPlan,
     ZeroSection,
 )
 from zerotune.plan.resolve import resolve
@@ -57,17 +59,14 @@ class Budget:
         return int((self.device if place == "device" else self.host) * (1 - self.reserve))
 
 
-@attrs.frozen(kw_only=True)
-class CandidateValue:
+@attrs.frozen(kw_only=True, repr=False)
+class Candidate:
     """One plan that was considered."""
-
-    estimate_class: ClassVar[type[EstimateValue]] = EstimateValue
-    """What ``estimate`` is made as."""
 
     title: str
     """``"ZeRO-2, optimizer in host memory"``."""
-    plan: PlanValue
-    estimate: EstimateValue
+    plan: DeepSpeedPlan
+    estimate: MemoryEstimate
     gradient_checkpointing: bool
     fits: bool
     shortfalls: Mapping[Place, int]
@@ -79,31 +78,31 @@ class CandidateValue:
     time: StepTime | None = None
     """What a step is predicted to take; ``None``: the model's arithmetic is not known."""
 
+    def __repr__(self) -> str:
+        return f"<Candidate: {self.title}, {'fits' if self.fits else 'does not fit'}>"
 
-@attrs.frozen(kw_only=True)
-class AdviceValue:
+
+@attrs.frozen(kw_only=True, repr=False)
+class Advice(Readable):
     """The fastest plan that fits, by prediction. Made by ``DeepSpeedPlan.advise``."""
 
-    candidate_class: ClassVar[type[CandidateValue]] = CandidateValue
-    """What the candidates are made as."""
-
     budget: Budget
-    chosen: CandidateValue
-    candidates: tuple[CandidateValue, ...]
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
     """Everything considered, from least to most offload."""
 
     @property
-    def plan(self) -> PlanValue:
+    def plan(self) -> DeepSpeedPlan:
         """The advised plan."""
         return self.chosen.plan
 
     @property
-    def estimate(self) -> EstimateValue:
+    def estimate(self) -> MemoryEstimate:
         """What the advised plan needs."""
         return self.chosen.estimate
 
     @property
-    def resolved(self) -> ResolvedValue:
+    def resolved(self) -> ResolvedPlan:
         """The advised plan, resolved for the machine that was described."""
         return self.chosen.estimate.resolved
 
@@ -134,12 +133,12 @@ class AdviceValue:
         )
 
     @property
-    def runners_up(self) -> tuple[CandidateValue, ...]:
+    def runners_up(self) -> tuple[Candidate, ...]:
         """The others that fit, from least to most offload."""
         return tuple(one for one in self.candidates if one.fits and one is not self.chosen)
 
     @property
-    def rejected(self) -> tuple[CandidateValue, ...]:
+    def rejected(self) -> tuple[Candidate, ...]:
         """Those that do not fit, from least to most offload."""
         return tuple(one for one in self.candidates if not one.fits)
 
@@ -153,11 +152,40 @@ class AdviceValue:
             "nvme": self.budget.nvme - needs["nvme"],
         }
 
+    @override
+    def brief(self) -> str:
+        """The choice, in one line."""
+        from zerotune.plan import text
 
-AdviceT = TypeVar("AdviceT", bound=AdviceValue)
+        return f"{text.describe(self.resolved)}; of {len(self.candidates)} candidates"
+
+    @override
+    def page(self) -> Page:
+        """What was chosen and why, and the five candidates that tell most, as a report."""
+        from zerotune.plan import text
+
+        return text.advice_page(self, most=text.FOREMOST)
+
+    def explain(self) -> str:
+        """What was chosen and why, what is left, and why the others were not."""
+        from zerotune.plan import text
+
+        return text.advice_page(self).text(text.WIDTH)
+
+    def explain_markdown(self) -> str:
+        """The same as ``explain``, as Markdown."""
+        from zerotune.plan import text
+
+        return text.advice_page(self).markdown()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data that JSON can hold; sizes in bytes."""
+        from zerotune.plan import text
+
+        return text.advice_data(self)
 
 
-def machine_needs(estimate: EstimateValue) -> dict[Place, int]:
+def machine_needs(estimate: MemoryEstimate) -> dict[Place, int]:
     """Bytes of one device, and of host RAM and NVMe for all ranks of one machine."""
     ranks = estimate.workload.ranks_per_machine or estimate.resolved.world_size
     return {
@@ -246,14 +274,12 @@ class Request:
     budget: Budget
     world_size: int
     workload: Workload
-    plan: PlanValue
+    plan: DeepSpeedPlan
     """Everything but the layout: precision, optimizer, accumulation …"""
     rates: Rates
     """How fast the machine is."""
     prefer: Preference
     """What is chosen of all that fits."""
-    made_as: type[CandidateValue]
-    """The class of the candidates."""
 
     @property
     def context(self) -> Context:
@@ -262,7 +288,7 @@ class Request:
 
 
 def advise(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     model: ModelFacts | str | Any,
     context: Context,
     *,
@@ -280,8 +306,7 @@ def advise(
     base_dtype: str | None,
     rates: Rates | None,
     prefer: Preference,
-    into: type[AdviceT],
-) -> AdviceT:
+) -> Advice:
     """See ``DeepSpeedPlan.advise``."""
     if prefer not in PREFERENCES:
         raise InvalidValueError(
@@ -310,9 +335,8 @@ def advise(
         plan=plan,
         rates=known_rates(platform) if rates is None else rates,
         prefer=prefer,
-        made_as=into.candidate_class,
     )
-    return _chosen(request, into)
+    return _chosen(request)
 
 
 def _machine(context: Context, device: int | None, host: int | None) -> Platform:
@@ -343,7 +367,7 @@ _ALIKE: Final = 1.02
 """Predictions that are as near as this say nothing, so that the least offload goes first."""
 
 
-def _chosen(request: Request, into: type[AdviceT]) -> AdviceT:
+def _chosen(request: Request) -> Advice:
     candidates = list(_candidates(request))
     fitting = [one for one in candidates if one.fits]
     if not fitting:
@@ -357,10 +381,10 @@ def _chosen(request: Request, into: type[AdviceT]) -> AdviceT:
             reason = "predicted to be the fastest that fits"
     chosen = attrs.evolve(first, reason=reason)
     listed = tuple(chosen if one is first else one for one in candidates)
-    return into(budget=request.budget, chosen=chosen, candidates=listed)
+    return Advice(budget=request.budget, chosen=chosen, candidates=listed)
 
 
-def _candidates(request: Request) -> Iterator[CandidateValue]:
+def _candidates(request: Request) -> Iterator[Candidate]:
     choices = [
         attrs.evolve(request.workload, gradient_checkpointing=recomputed, activation_offload=away)
         for recomputed, away in _activations(request)
@@ -369,14 +393,14 @@ def _candidates(request: Request) -> Iterator[CandidateValue]:
         plans = [_resolved(request, layout) for layout in level if _sensible(request, layout)]
         for work in choices:
             for layout, plan, resolved in plans:
-                estimate = estimate_resolved(resolved, work, into=request.made_as.estimate_class)
+                estimate = estimate_resolved(resolved, work)
                 found = _filled(request, layout, estimate) if layout.fills_device else None
                 yield _judged(request, layout, *(found or (plan, estimate)))
 
 
 def _filled(
-    request: Request, layout: Layout, estimate: EstimateValue
-) -> tuple[PlanValue, EstimateValue]:
+    request: Request, layout: Layout, estimate: MemoryEstimate
+) -> tuple[DeepSpeedPlan, MemoryEstimate]:
     """The plan with as many sub-groups' optimizer on the device as there is room for; at least one.
 
     Args:
@@ -388,12 +412,12 @@ def _filled(
     case = Costing(resolved=estimate.resolved, model=request.model, workload=work)
     groups = case.sub_groups
     each = 4 * (2 + case.states)
-    usable, into = request.budget.usable("device"), request.made_as.estimate_class
+    usable = request.budget.usable("device")
 
-    def keeping(kept: int) -> tuple[PlanValue, EstimateValue]:
+    def keeping(kept: int) -> tuple[DeepSpeedPlan, MemoryEstimate]:
         plan = _laid_out(request, layout, ratio=_ratio(kept, len(groups)))
-        resolved = resolve(plan, request.context, into=into.resolved_class)
-        return plan, estimate_resolved(resolved, work, into=into)
+        resolved = resolve(plan, request.context)
+        return plan, estimate_resolved(resolved, work)
 
     # What is free at the moment that needs most; at others there may be more.
     kept = max(1, sum(each * held <= usable - estimate.device for held in accumulate(groups[:-1])))
@@ -435,14 +459,13 @@ def _sensible(request: Request, layout: Layout) -> bool:
     return True
 
 
-def _resolved(request: Request, layout: Layout) -> tuple[Layout, PlanValue, ResolvedValue]:
+def _resolved(request: Request, layout: Layout) -> tuple[Layout, DeepSpeedPlan, ResolvedPlan]:
     plan = _laid_out(request, layout)
-    into = request.made_as.estimate_class.resolved_class
-    resolved = resolve(plan, request.context, into=into)
+    resolved = resolve(plan, request.context)
     return layout, plan, resolved
 
 
-def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> PlanValue:
+def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -> DeepSpeedPlan:
     def section(device: str, ratio: float | None = None) -> OffloadSection | None:
         if device == "none":
             return None
@@ -463,9 +486,9 @@ def _laid_out(request: Request, layout: Layout, *, ratio: float | None = None) -
 def _judged(
     request: Request,
     layout: Layout,
-    plan: PlanValue,
-    estimate: EstimateValue,
-) -> CandidateValue:
+    plan: DeepSpeedPlan,
+    estimate: MemoryEstimate,
+) -> Candidate:
     needs = machine_needs(estimate)
     shortfalls: dict[Place, int] = {
         place: needs[place] - request.budget.usable(place)
@@ -476,7 +499,7 @@ def _judged(
         "; ".join(_why_not(estimate, place) for place in shortfalls)
         or "fits too, but gives up more than is needed, or is slower"
     )
-    return request.made_as(
+    return Candidate(
         title=layout.title,
         plan=plan,
         estimate=estimate,
@@ -489,7 +512,7 @@ def _judged(
     )
 
 
-def _why_not(estimate: EstimateValue, place: Place) -> str:
+def _why_not(estimate: MemoryEstimate, place: Place) -> str:
     peak = estimate.peak(place)
     largest = " and ".join(
         f"{item.component} ({format_size(item.nbytes)})" for item in peak.items[:2]
@@ -497,8 +520,8 @@ def _why_not(estimate: EstimateValue, place: Place) -> str:
     return f"{_NAMES[place]} is needed most {_MOMENTS[peak.phase]}, for {largest}"
 
 
-def _nothing_fits(request: Request, candidates: list[CandidateValue]) -> NothingFitsError:
-    def distance(one: CandidateValue) -> float:
+def _nothing_fits(request: Request, candidates: list[Candidate]) -> NothingFitsError:
+    def distance(one: Candidate) -> float:
         return sum(
             over / max(request.budget.usable(place), 2**30)
             for place, over in one.shortfalls.items()
@@ -526,7 +549,7 @@ def _nothing_fits(request: Request, candidates: list[CandidateValue]) -> Nothing
     )
 
 
-def _smaller_states(request: Request, nearest: CandidateValue) -> str:
+def _smaller_states(request: Request, nearest: Candidate) -> str:
     resolved = nearest.estimate.resolved
     adamw = resolved.plan.optimizer_name == "AdamW"
     if "host" not in nearest.shortfalls or resolved.offload_optimizer != "cpu" or not adamw:

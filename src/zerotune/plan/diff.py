@@ -8,10 +8,10 @@ from typing import Any, Final, Literal, get_args
 
 import attrs
 
-from zerotune._util.table import Code, Column, Line, Page, Table
-from zerotune.errors import UNSET, InvalidValueError
+from zerotune._util.table import Line, Page
+from zerotune.errors import InvalidValueError
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
-from zerotune.plan.model import PlanValue, ResolvedValue, join
+from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, join
 from zerotune.plan.resolve import written
 
 ChangeKind = Literal["added", "removed", "changed"]
@@ -35,12 +35,31 @@ class Change:
     """The value in the second plan; ``None`` when removed."""
 
     def __str__(self) -> str:
+        return f"{_SIGNS[self.kind]} {self._text}"
+
+    @property
+    def line(self) -> Line:
+        """The change as a line of a report."""
+        return Line(self._text, indent=2, mark=_SIGNS[self.kind], style=_STYLES[self.kind])
+
+    @property
+    def _text(self) -> str:
         values = {
             "added": _short(self.after),
             "removed": _short(self.before),
             "changed": f"{_short(self.before)} -> {_short(self.after)}",
         }
-        return f"{_SIGNS[self.kind]} {self.key}: {values[self.kind]}"
+        return f"{self.key}: {values[self.kind]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Key, kind and values, without the side that is not there: null is a value."""
+        sides = {
+            "added": {"after": self.after},
+            "removed": {"before": self.before},
+            "changed": {"before": self.before, "after": self.after},
+        }[self.kind]
+        # What JSON cannot hold is written as Python does.
+        return {"key": self.key, "kind": self.kind, **json.loads(_text(sides))}
 
 
 @attrs.frozen(kw_only=True)
@@ -62,49 +81,25 @@ class PlanDifference:
         return self.page().text()
 
     def markdown(self) -> str:
-        """The differences as a Markdown table."""
+        """The differences as Markdown."""
         return self.page().markdown()
 
     def page(self) -> Page:
         """The differences, for a terminal."""
-        return Page(title=self._title, blocks=(self._table,))
+        count = len(self.changes)
+        counted = {0: "no difference", 1: "1 difference"}.get(count, f"{count} differences")
+        return Page(
+            title=f"{self.before} -> {self.after}: {counted}",
+            blocks=tuple(change.line for change in self.changes),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The differences as plain data that JSON can hold."""
-        return {"before": self.before, "after": self.after, "changes": self._table.data()}
-
-    @property
-    def _table(self) -> Table:
-        return Table(
-            columns=(
-                Column(name="key", head="setting", show=Code),
-                Column(name="kind"),
-                Column(name="before", head="before", show=_cell),
-                Column(name="after", head="after", show=_cell),
-            ),
-            # Without the side that is not there: null is a value in a configuration.
-            rows=tuple(
-                (
-                    change.key,
-                    change.kind,
-                    UNSET if change.kind == "added" else _plain(change.before),
-                    UNSET if change.kind == "removed" else _plain(change.after),
-                )
-                for change in self.changes
-            ),
-            sentences=tuple(
-                Line(str(change), indent=2, style=_STYLES[change.kind]) for change in self.changes
-            ),
-        )
-
-    @property
-    def _title(self) -> str:
-        count = len(self.changes)
-        counted = {0: "no difference", 1: "1 difference"}.get(count, f"{count} differences")
-        return f"{self.before} -> {self.after}: {counted}"
+        changes = [change.to_dict() for change in self.changes]
+        return {"before": self.before, "after": self.after, "changes": changes}
 
 
-def diff_plans(before: PlanValue, after: PlanValue) -> PlanDifference:
+def diff_plans(before: DeepSpeedPlan, after: DeepSpeedPlan) -> PlanDifference:
     """What the second plan says otherwise; equal plans have no difference.
 
     Raises:
@@ -118,7 +113,7 @@ def diff_plans(before: PlanValue, after: PlanValue) -> PlanDifference:
     )
 
 
-def diff_resolved(before: ResolvedValue, after: ResolvedValue) -> PlanDifference:
+def diff_resolved(before: ResolvedPlan, after: ResolvedPlan) -> PlanDifference:
     """What will run otherwise: the rendered configuration, the engine, optimizer and schedule.
 
     Reasons are not compared. Neither plan need be complete.
@@ -145,14 +140,14 @@ def _check_kind(before: object, after: object) -> None:
         )
 
 
-def _plan_settings(plan: PlanValue) -> dict[str, Any]:
+def _plan_settings(plan: DeepSpeedPlan) -> dict[str, Any]:
     settings = plan.to_dict()
     if plan.launch is not None:
         settings["launch"] = plan.launch.to_dict()
     return settings
 
 
-def _resolved_settings(resolved: ResolvedValue) -> dict[str, Any]:
+def _resolved_settings(resolved: ResolvedPlan) -> dict[str, Any]:
     settings = written(resolved)
     settings["world_size"] = resolved.world_size
     settings["uses_deepspeed"] = resolved.uses_deepspeed
@@ -195,14 +190,6 @@ def _leaves(value: Any, key: str, kind: ChangeKind) -> Iterator[Change]:
         yield Change(key=key, kind=kind, after=value)
     else:
         yield Change(key=key, kind=kind, before=value)
-
-
-def _plain(value: Any) -> Any:
-    return json.loads(_text(value))
-
-
-def _cell(value: Any) -> Code:
-    return Code("" if value is UNSET else _short(value))
 
 
 def _short(value: Any) -> str:

@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ import attrs
 
 from zerotune._util.numbers import is_number
 from zerotune._util.versions import release_of
-from zerotune.decisions import Decision, Severity
+from zerotune.decisions import Decision, Log, Severity
 from zerotune.errors import InvalidValueError, PlanConflictError
 from zerotune.plan.model import (
     AUTO,
@@ -28,11 +29,11 @@ from zerotune.plan.model import (
     BlockFacts,
     Choice,
     Context,
+    DeepSpeedPlan,
     Fp16Section,
     ModelFacts,
     OffloadSection,
     ParameterFacts,
-    PlanValue,
     RunFacts,
     Section,
     ZeroSection,
@@ -42,6 +43,39 @@ from zerotune.plan.model import (
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
+
+
+# -- Who decides: what the configuration says, then the run, then the launcher, then a default.
+
+
+def precedence(
+    written: Any = None,
+    *,
+    run: Any = None,
+    launched: Any = None,
+    beside: tuple[Any, str] = (None, ""),
+) -> list[tuple[Any, str]]:
+    """Everything that is said about one setting, and who says it; the first of them stands.
+
+    Args:
+        written: In the configuration.
+        run: By the training script.
+        launched: In the launcher's file.
+        beside: Elsewhere, and where.
+    """
+    places = (
+        (written, "the configuration"),
+        (run, "the run"),
+        (launched, "the launcher's file"),
+        beside,
+    )
+    return [(value, who) for value, who in places if value is not None]
+
+
+def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
+    """Warn that what the configuration says stands before what was asked for, if that differs."""
+    if asked not in (None, used):
+        log.decide(key, asked, used, f"the configuration's own {stands}", "warning")
 
 
 # -- The batch triple: train batch = micro batch x accumulation x world size.
@@ -70,13 +104,15 @@ class _Known(NamedTuple):
     train: int | None
     micro: int | None
     accumulation: int | None
-    plan: PlanValue
+    plan: DeepSpeedPlan
     run: RunFacts
     world_size: int
-    decisions: list[Decision]
+    log: Log
 
 
-def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Batch, list[Decision]]:
+def solve_batch(
+    plan: DeepSpeedPlan, *, run: RunFacts, world_size: int
+) -> tuple[Batch, list[Decision]]:
     """Solve the batch triple of ``plan`` at ``world_size``.
 
     Written numbers always stand. Missing ones come from the others, then from ``run``, then
@@ -85,7 +121,7 @@ def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Bat
     Raises:
         PlanConflictError: The written numbers contradict each other at this world size.
     """
-    decisions: list[Decision] = []
+    log = Log()
     known = _Known(
         _number(plan.train_batch_size),
         _number(plan.train_micro_batch_size_per_gpu),
@@ -93,7 +129,7 @@ def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Bat
         plan,
         run,
         world_size,
-        decisions,
+        log,
     )
     if known.train is None:
         batch = _solve_without_train(known)
@@ -103,8 +139,12 @@ def solve_batch(plan: PlanValue, *, run: RunFacts, world_size: int) -> tuple[Bat
             raise contradiction(batch.train, batch.micro, batch.accumulation, world_size)
     else:
         batch = _solve_from_train(known)
-    decisions.extend(_overruled(batch, run))
-    return batch, decisions
+    for key, asked, used in (
+        (MICRO, run.micro_batch_size, batch.micro),
+        (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
+    ):
+        overruled(log, key, asked, used, "numbers stand before those of the run")
+    return batch, log.decisions
 
 
 def contradiction(train: int, micro: int, accumulation: int, world_size: int) -> PlanConflictError:
@@ -131,28 +171,28 @@ def contradiction(train: int, micro: int, accumulation: int, world_size: int) ->
 
 
 def _solve_without_train(known: _Known) -> Batch:
-    _, micro, accumulation, plan, run, world_size, decisions = known
+    _, micro, accumulation, plan, run, world_size, log = known
     if micro is None:
-        micro, reason = _first((run.micro_batch_size, "the run says so"), default=1)
-        decisions.append(_filled(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason))
+        micro, reason = _number_said(run=run.micro_batch_size)
+        log.decide(MICRO, plan.train_micro_batch_size_per_gpu, micro, reason)
     if accumulation is None:
-        accumulation = _fill_accumulation(plan, run, decisions)
+        accumulation = _fill_accumulation(plan, run, log)
     train = micro * accumulation * world_size
     reason = f"micro batch {micro} x accumulation {accumulation} x world size {world_size}"
-    decisions.append(_filled(TRAIN, plan.train_batch_size, train, reason))
+    log.decide(TRAIN, plan.train_batch_size, train, reason)
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
 def _solve_from_train(known: _Known) -> Batch:
-    written_train, micro, accumulation, plan, run, world_size, decisions = known
+    written_train, micro, accumulation, plan, run, world_size, log = known
     train = written_train or 0
     if micro is None and accumulation is None:
         micro = run.micro_batch_size
         if micro is None:
-            accumulation = _fill_accumulation(plan, run, decisions)
+            accumulation = _fill_accumulation(plan, run, log)
         else:
             written = plan.train_micro_batch_size_per_gpu
-            decisions.append(_filled(MICRO, written, micro, "the run says so"))
+            log.decide(MICRO, written, micro, "the run says so")
     if micro is not None:
         accumulation = _divide(train, micro, MICRO, ACCUMULATION, world_size)
         key, written, solved = ACCUMULATION, plan.gradient_accumulation_steps, accumulation
@@ -163,7 +203,7 @@ def _solve_from_train(known: _Known) -> Batch:
         key, written, solved = MICRO, plan.train_micro_batch_size_per_gpu, micro
         by = f"accumulation {accumulation}"
     reason = f"train batch {train} / ({by} x world size {world_size})"
-    decisions.append(_filled(key, written, solved, reason))
+    log.decide(key, written, solved, reason)
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
@@ -188,48 +228,21 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
     )
 
 
-def _fill_accumulation(plan: PlanValue, run: RunFacts, decisions: list[Decision]) -> int:
+def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, log: Log) -> int:
     launched = plan.launch.gradient_accumulation_steps if plan.launch else None
-    value, reason = _first(
-        (run.gradient_accumulation_steps, "the run says so"),
-        (_number(launched), "the launcher's file says so"),
-        default=1,
-    )
-    decisions.append(_filled(ACCUMULATION, plan.gradient_accumulation_steps, value, reason))
+    value, reason = _number_said(run=run.gradient_accumulation_steps, launched=_number(launched))
+    log.decide(ACCUMULATION, plan.gradient_accumulation_steps, value, reason)
     return value
 
 
-def _first(*sources: tuple[int | None, str], default: int) -> tuple[int, str]:
-    for value, reason in sources:
-        if value is not None:
-            return value, reason
-    return default, "nothing says otherwise"
-
-
-def _overruled(batch: Batch, run: RunFacts) -> list[Decision]:
-    pairs = (
-        (MICRO, run.micro_batch_size, batch.micro),
-        (ACCUMULATION, run.gradient_accumulation_steps, batch.accumulation),
-    )
-    return [
-        Decision(
-            key=key,
-            before=asked,
-            after=used,
-            reason="the configuration's own numbers stand before those of the run",
-            severity="warning",
-        )
-        for key, asked, used in pairs
-        if asked is not None and asked != used
-    ]
+def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str]:
+    for value, who in precedence(run=run, launched=launched):
+        return value, f"{who} says so"
+    return 1, "nothing says otherwise"
 
 
 def _number(value: Any) -> int | None:
     return None if value is None or value == AUTO else int(value)
-
-
-def _filled(key: str, before: Any, after: int, reason: str) -> Decision:
-    return Decision(key=key, before=before, after=after, reason=reason)
 
 
 # -- How gradients are clipped.
@@ -246,17 +259,14 @@ class Clipping(NamedTuple):
     reason: str
 
 
-def clipping_sources(plan: PlanValue, run: RunFacts) -> tuple[tuple[Any, str], ...]:
-    """Everything that may say how gradients are clipped; the first number stands."""
+def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]]:
+    """Everything that says how gradients are clipped; the first number stands."""
     params = (plan.optimizer.params if plan.optimizer else None) or {}
-    return (
-        (plan.gradient_clipping, "the configuration says so"),
-        (run.gradient_clipping, "the run says so"),
-        (
-            plan.launch.gradient_clipping if plan.launch else None,
-            "the launcher's file says so",
-        ),
-        (params.get("max_grad_norm"), "optimizer.params.max_grad_norm says so"),
+    return precedence(
+        plan.gradient_clipping,
+        run=run.gradient_clipping,
+        launched=plan.launch.gradient_clipping if plan.launch else None,
+        beside=(params.get("max_grad_norm"), "optimizer.params.max_grad_norm"),
     )
 
 
@@ -272,11 +282,11 @@ def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None
     )
 
 
-def clipping(plan: PlanValue, run: RunFacts) -> Clipping:
+def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:
     """How gradients are clipped, and why."""
-    for value, reason in clipping_sources(plan, run):
+    for value, who in clipping_sources(plan, run):
         if is_number(value):
-            return Clipping(float(value), reason)
+            return Clipping(float(value), f"{who} says so")
     return Clipping(DEFAULT_CLIPPING, "the default of DeepSpeed 0.19.8 and of accelerate")
 
 
@@ -287,7 +297,7 @@ _RUN_KIND = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 
 
 def decide_precision(
-    plan: PlanValue, *, run: RunFacts, platform: Platform
+    plan: DeepSpeedPlan, *, run: RunFacts, platform: Platform
 ) -> tuple[str, list[Decision]]:
     """The precision that trains: ``"bf16"``, ``"fp16"`` or ``"fp32"``, and why.
 
@@ -301,26 +311,27 @@ def decide_precision(
     """
     written = _written(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
-    decisions: list[Decision] = []
+    log = Log()
     enabled = next((name for name, state in written.items() if state is True), None)
-    for asked, who in ((_asked_by_run(run), "run"), (launched, "launcher's file")):
-        if asked in (None, AUTO) or asked == enabled:
+    for asked, who in precedence(run=_asked_by_run(run), launched=launched):
+        if asked == AUTO:
             continue
         if enabled is not None or written.get(asked) is False:
-            decisions.append(_overruled_precision(asked, enabled or "fp32", who))
+            stands = f"precision stands before that of {who}"
+            overruled(log, "precision", asked, enabled or "fp32", stands)
             continue
-        decisions.append(_chosen(asked, f"the {who} asks for it"))
-        return _adapt(asked, who, platform, decisions), decisions
+        log.decide("precision", None, asked, f"{who} asks for it")
+        return _adapt(asked, who, platform, log), log.decisions
     if enabled is not None:
-        return _adapt(enabled, "configuration", platform, decisions), decisions
+        return _adapt(enabled, "the configuration", platform, log), log.decisions
     if AUTO not in (*written.values(), launched, run.mixed_precision):
-        decisions.append(_chosen("fp32", "no precision is on, which DeepSpeed reads as fp32"))
-        return "fp32", decisions
+        log.decide("precision", None, "fp32", "no precision is on, which DeepSpeed reads as fp32")
+        return "fp32", log.decisions
     allowed = written["bf16"] is not False
     best = "bf16" if allowed and platform.bf16 and platform.native_bf16 else "fp32"
     reason = _what_it_computes(platform) if allowed else "the configuration switches bf16 off"
-    decisions.append(_chosen(best, reason))
-    return best, decisions
+    log.decide("precision", None, best, reason)
+    return best, log.decisions
 
 
 def _what_it_computes(platform: Platform) -> str:
@@ -335,7 +346,7 @@ def _what_it_computes(platform: Platform) -> str:
 
 
 def fill_precision(
-    plan: PlanValue, precision: str, filler: Filler
+    plan: DeepSpeedPlan, precision: str, filler: Filler
 ) -> tuple[Bf16Section, Fp16Section]:
     """The ``bf16`` and ``fp16`` sections, every key explicit."""
     bf16 = attrs.evolve(plan.bf16 or Bf16Section(), enabled=precision == "bf16")
@@ -343,7 +354,7 @@ def fill_precision(
     if _casts_inputs(plan):
         fp16 = attrs.evolve(fp16, auto_cast=FP16_BESIDE.auto_cast)
         why = "accelerate casts the inputs where only mixed_precision asks for fp16"
-        filler.note("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
+        filler.decide("fp16.auto_cast", None, FP16_BESIDE.auto_cast, why)
     for name in ("immediate_grad_update", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
         bf16 = _quiet_fill(bf16, "bf16", name, False, filler)
     bf16 = _quiet_fill(bf16, "bf16", "check_grad_overflow", True, filler)
@@ -352,7 +363,7 @@ def fill_precision(
     return bf16, fp16
 
 
-def _casts_inputs(plan: PlanValue) -> bool:
+def _casts_inputs(plan: DeepSpeedPlan) -> bool:
     launched = plan.launch.mixed_precision if plan.launch else None
     return launched == "fp16" and plan.fp16 is None and _written(plan)["bf16"] is not True
 
@@ -384,21 +395,11 @@ def _asked_by_run(run: RunFacts) -> str | None:
     return str(_RUN_KIND.read(run.mixed_precision, "run.mixed_precision")[0])
 
 
-def _written(plan: PlanValue) -> dict[str, Any]:
+def _written(plan: DeepSpeedPlan) -> dict[str, Any]:
     return {
         "bf16": plan.bf16.enabled if plan.bf16 else None,
         "fp16": plan.fp16.enabled if plan.fp16 else None,
     }
-
-
-def _overruled_precision(asked: str, used: str, who: str) -> Decision:
-    return Decision(
-        key="precision",
-        before=asked,
-        after=used,
-        reason=f"the configuration's own precision stands before that of the {who}",
-        severity="warning",
-    )
 
 
 def rehearses_in_bf16(platform: Platform) -> bool:
@@ -406,35 +407,50 @@ def rehearses_in_bf16(platform: Platform) -> bool:
     return platform.accelerator == "cpu" and platform.bf16 and not platform.fp16
 
 
-def _adapt(precision: str, who: str, platform: Platform, decisions: list[Decision]) -> str:
+def _adapt(precision: str, who: str, platform: Platform, log: Log) -> str:
     works = {"bf16": platform.bf16, "fp16": platform.fp16, "fp32": True}
     if works[precision]:
         return precision
     if precision == "fp16" and rehearses_in_bf16(platform):
         # A CPU run is a rehearsal of a GPU configuration: bf16 takes the same memory, and
         # DeepSpeed's CPU accelerator refuses fp16 outright.
-        decisions.append(
-            Decision(
-                key="fp16.enabled",
-                before=True,
-                after=False,
-                reason="DeepSpeed's CPU accelerator has no fp16 on this machine; bf16 is used,"
-                " which takes the same memory and needs no loss scaling",
-                severity="warning",
-            )
+        log.decide(
+            key="fp16.enabled",
+            before=True,
+            after=False,
+            reason="DeepSpeed's CPU accelerator has no fp16 on this machine; bf16 is used,"
+            " which takes the same memory and needs no loss scaling",
+            severity="warning",
         )
         return "bf16"
     possible = [name for name, can in works.items() if can]
     raise PlanConflictError(
-        f"the {who} asks for it, but this platform ({platform.accelerator}) cannot compute in it",
+        f"{who} asks for it, but this platform ({platform.accelerator}) cannot compute in it",
         key=f"{precision}.enabled",
         value=True,
         fix=f'use {" or ".join(possible)}, or write "{AUTO}"',
     )
 
 
-def _chosen(precision: str, reason: str) -> Decision:
-    return Decision(key="precision", before=None, after=precision, reason=reason)
+# -- A plan where it is to run.
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    """A plan, where it is to run, and what follows from both, each worked out once."""
+
+    plan: DeepSpeedPlan
+    context: Context
+
+    @cached_property
+    def batch(self) -> tuple[Batch, list[Decision]]:
+        """See ``solve_batch``."""
+        return solve_batch(self.plan, run=self.context.run, world_size=self.context.world_size)
+
+    @cached_property
+    def precision(self) -> tuple[str, list[Decision]]:
+        """See ``decide_precision``."""
+        return decide_precision(self.plan, run=self.context.run, platform=self.context.machine)
 
 
 # -- Buffer sizes from the shapes of the parameters, counted in elements.
@@ -810,13 +826,12 @@ _HIGH = (3,)
 
 
 @attrs.define(kw_only=True)
-class Filler:
+class Filler(Log):
     """What filling needs to know, and the decisions it makes."""
 
     stage: int
     context: Context
     precision: str
-    decisions: list[Decision] = attrs.field(factory=list)
 
     @property
     def platform(self) -> Platform:
@@ -850,7 +865,7 @@ class Filler:
         written = getattr(section, name)
         if written is not None and written != AUTO:
             return section
-        self.note(join(path, name), written, chosen, reason)
+        self.decide(join(path, name), written, chosen, reason)
         return evolved(section, **{name: chosen})
 
     def force(
@@ -867,7 +882,7 @@ class Filler:
         written = getattr(section, name)
         if written == value:
             return section
-        self.note(join(path, name), written, value, reason, severity=severity)
+        self.decide(join(path, name), written, value, reason, severity=severity)
         return evolved(section, **{name: value})
 
     def drop(
@@ -878,16 +893,8 @@ class Filler:
         if written is None:
             return section
         before = written.to_dict() if isinstance(written, Section) else written
-        self.note(join(path, name), before, None, reason, severity=severity)
+        self.decide(join(path, name), before, None, reason, severity=severity)
         return evolved(section, **{name: None})
-
-    def note(
-        self, key: str, before: Any, after: Any, reason: str, *, severity: Severity = "note"
-    ) -> None:
-        """Record one decision."""
-        self.decisions.append(
-            Decision(key=key, before=before, after=after, reason=reason, severity=severity)
-        )
 
 
 _Choose = Callable[[Filler, ZeroSection], tuple[Any, str]]
@@ -1027,7 +1034,9 @@ def _with_leaf_modules(zero: ZeroSection, filler: Filler, aio: AioSection | None
         return zero
     value = {"classes": [block.class_name for block in blocks]}
     count = sum(block.count for block in blocks)
-    filler.note(key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer")
+    filler.decide(
+        key, None, value, f"{count} blocks are fetched as a whole, and not layer by layer"
+    )
     return evolved(zero, extra={**zero.extra, LEAF_MODULE: value})
 
 

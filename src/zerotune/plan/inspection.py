@@ -8,13 +8,12 @@ refuse, the optimizer and the schedule are looked at as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Generic
 
 import attrs
 
 from zerotune.decisions import Decision
 from zerotune.errors import ZeroTuneError
-from zerotune.plan.model import Context, PlanValue, ResolvedT
+from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.resolve import resolve
 from zerotune.plan.rules import Finding, check_plan
 
@@ -29,28 +28,27 @@ class Refusal:
 
 
 @attrs.frozen(kw_only=True)
-class Inspection(Generic[ResolvedT]):
+class Inspection:
     """What was found in a plan. Made by ``DeepSpeedPlan.inspect``."""
 
     findings: tuple[Finding, ...]
     """Of the rules, errors first."""
     refusals: tuple[Refusal, ...] = ()
     """What else stops it."""
-    resolved: ResolvedT | None = None
+    resolved: ResolvedPlan | None = None
     """What will run; ``None`` when something stops it."""
     settled: tuple[Decision, ...] = ()
     """What settling the optimizer and the schedule decided."""
 
 
 def inspect(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     context: Context,
     *,
     resolve_in: Context | None,
-    settle: Callable[[ResolvedT], ResolvedT],
-    into: type[ResolvedT],
+    settle: Callable[[ResolvedPlan], ResolvedPlan],
     mistakes: Collection[ZeroTuneError] = (),
-) -> Inspection[ResolvedT]:
+) -> Inspection:
     """See ``DeepSpeedPlan.inspect``."""
     findings = check_plan(plan, context)
     where = resolve_in or context
@@ -58,7 +56,7 @@ def inspect(
     if not mistakes and not any(finding.severity == "error" for finding in findings):
         step = "resolve"
         try:
-            resolved = resolve(plan, where, into=into)
+            resolved = resolve(plan, where)
             step = "optimizer"
             settled = settle(resolved)
         except ZeroTuneError as error:
@@ -67,33 +65,30 @@ def inspect(
             decided = settled.decisions[len(resolved.decisions) :]
             return Inspection(findings=findings, resolved=settled, settled=decided)
     told = {finding.key for finding in findings if finding.severity == "error"}
-    for refusal in _settled_apart(plan, where, settle, into):
+    for refusal in _settled_apart(plan, where, settle):
         same = [one for one in refusals if one.error.key == refusal.error.key]
         refusals += [] if same or refusal.error.key in told else [refusal]
-    found = Inspection[ResolvedT](findings=findings, refusals=tuple(refusals))
+    found = Inspection(findings=findings, refusals=tuple(refusals))
     return _beside(found, mistakes) if mistakes else found
 
 
 def _settled_apart(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     context: Context,
-    settle: Callable[[ResolvedT], ResolvedT],
-    into: type[ResolvedT],
+    settle: Callable[[ResolvedPlan], ResolvedPlan],
 ) -> Iterator[Refusal]:
     """What is wrong with the optimizer, and with the schedule, wherever they would run."""
-    both = type(plan)(optimizer=plan.optimizer, scheduler=plan.scheduler)
-    for alone in (both, type(plan)(scheduler=plan.scheduler)):
+    both = DeepSpeedPlan(optimizer=plan.optimizer, scheduler=plan.scheduler)
+    for alone in (both, DeepSpeedPlan(scheduler=plan.scheduler)):
         try:
-            settle(resolve(alone, context, into=into))
+            settle(resolve(alone, context))
         except ZeroTuneError as error:
             yield from (Refusal(step="optimizer", error=each) for each in error.each())
         else:
             return
 
 
-def _beside(
-    found: Inspection[ResolvedT], mistakes: Collection[ZeroTuneError]
-) -> Inspection[ResolvedT]:
+def _beside(found: Inspection, mistakes: Collection[ZeroTuneError]) -> Inspection:
     """What is refused besides ``mistakes``, and not because of what they took away."""
     keys = [error.key for error in mistakes if error.key]
     sections = {key.partition(".")[0] for key in keys}

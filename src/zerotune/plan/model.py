@@ -1,32 +1,33 @@
 # ruff: noqa: RUF009  (`setting` and `extra_keys` return attrs.field, as RUF009 cannot see)
-"""What a plan consists of, as values: settings, sections, facts, choices, and the plan itself.
+"""What a plan consists of: settings, sections, facts, choices, and the plan itself.
 
 From the bottom up: the *kinds* of settings, how sections are declared and read, the keys that
 DeepSpeed knows beyond them, old spellings, the sections, what is known of the model and of the
-run, what ``zerotune.optim`` settles on, and at the end ``PlanValue`` (what the user wants) and
-``ResolvedValue`` (what will run). Nothing here knows what else is done with them: reading,
-writing, checking, resolving and the rest are modules above this one, and ``zerotune.plan.api``
-puts them together as the methods of ``DeepSpeedPlan`` and ``ResolvedPlan``.
+run, and at the end ``DeepSpeedPlan`` (what the user wants) and ``ResolvedPlan`` (what will run).
+Reading, writing, checking, resolving and the rest are modules above this one. The two plans have
+them as methods, each of which imports its module when it is called.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
 
 import attrs
+from typing_extensions import override
 
-from zerotune._util.mistakes import noted
 from zerotune._util.numbers import as_number, is_integer, is_number
+from zerotune._util.table import Page, Readable
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, Log, Names, announce
 from zerotune.errors import (
     InvalidValueError,
     PlanConflictError,
@@ -40,6 +41,13 @@ from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from zerotune.plan.advise import Advice, Preference
+    from zerotune.plan.diff import PlanDifference
+    from zerotune.plan.inspection import Inspection
+    from zerotune.plan.memory.model import EMAPlace, MemoryEstimate, Workload
+    from zerotune.plan.memory.rates import Rates
+    from zerotune.plan.rules import Finding
+    from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
 
 
@@ -470,8 +478,6 @@ _DEEPEST = 50
 
 
 SectionT = TypeVar("SectionT", bound="Section")
-PlanT = TypeVar("PlanT", bound="PlanValue")
-ResolvedT = TypeVar("ResolvedT", bound="ResolvedValue")
 
 
 class Section:
@@ -592,7 +598,7 @@ class Nested(Kind):
     """A kind whose values are sections of ``cls``."""
 
     cls: type[Section]
-    before: Callable[[dict[str, Any], str, list[Decision]], dict[str, Any]] | None = None
+    before: Callable[[dict[str, Any], str, Log], dict[str, Any]] | None = None
     """Rewrites the raw section before it is read."""
     without: Mapping[str, str] = attrs.field(factory=dict)
     """Keys of the section class that do not exist at this place, and where they do."""
@@ -612,7 +618,8 @@ class Nested(Kind):
 
     def read(self, value: Any, key: str) -> Reading:
         """Read a section without recording decisions."""
-        return read_section(self.cls, value, key=key, decisions=[]), None
+        log = Log()
+        return log.whole(lambda: read_section(self.cls, value, key=key, log=log)), None
 
 
 def read_section(
@@ -620,43 +627,43 @@ def read_section(
     raw: Any,
     *,
     key: str,
-    decisions: list[Decision],
-    also_known: Collection[str] = (),
+    log: Log,
 ) -> SectionT:
     """Build a section from what was written, recording every change to it.
 
-    A mistake is noted, and what is wrong is ``"auto"`` or not there.
+    A mistake is recorded, and what is wrong is ``"auto"`` or not there.
 
     Args:
         cls: The section class.
         raw: What was written; must be a mapping.
         key: Path of the section (``"zero_optimization"``); ``""`` for the whole plan.
-        decisions: Receives one decision per normalised value.
-        also_known: Full paths of further keys to pass through.
+        log: Receives mistakes, and one decision per normalised value.
 
     Raises:
-        InvalidValueError: A value of the wrong type or out of range.
-        UnknownKeyError: A key that nobody knows.
-        PlanConflictError: A key written twice, once under an alias.
+        InvalidValueError: It is no mapping.
     """
     _require_object(raw, key)
     kinds = {attribute.name: attribute.metadata["kind"] for attribute in modelled(cls)}
     values: dict[str, Any] = {}
     extra: dict[str, Any] = {}
     for written, value in raw.items():
-        with noted():
-            name = _canonical_key(cls, written, raw, key, decisions)
+        try:
+            name = _canonical_key(cls, written, raw, key, log)
             path = join(key, name)
             if name in kinds:
                 values[name] = AUTO if getattr(kinds[name], "auto", False) else None
-                values[name] = _read_value(kinds[name], value, path, decisions, also_known)
-            elif _passes(cls, name, path, also_known):
+                values[name] = _read_value(kinds[name], value, path, log)
+            elif _passes(cls, name, path, log.also_known):
                 check_json(value, path)
                 extra[name] = value
             else:
                 raise unknown_key(name, value, path, {*kinds, *cls.passed_through, *cls.aliases})
-    with noted(), located(key):
+        except ZeroTuneError as error:
+            log.refuse(error)
+    try:
         return cls(**values, **({"extra": extra} if extra else {}))
+    except ZeroTuneError as error:
+        log.refuse(error.below(key))
     return cls()
 
 
@@ -676,16 +683,26 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-@contextmanager
-def located(prefix: str) -> Iterator[None]:
-    """Put ``prefix`` before the key of any zerotune error raised inside."""
-    try:
-        yield
-    except ZeroTuneError as error:
-        if prefix and error.key is not None:
-            error.key = join(prefix, error.key)
-            error.args = (error._message(),)
-        raise
+def passed_paths(plan: DeepSpeedPlan, *, unknown: bool = False) -> frozenset[str]:
+    """Paths of all keys a plan passes through, so that reading it again lets them pass too.
+
+    Args:
+        plan: The plan.
+        unknown: Only those that are refused where ``also_known`` does not name them.
+    """
+    sections: list[tuple[Section, str]] = [(plan, "")]
+    sections += [(plan.launch, "launch")] if plan.launch else []
+    found: set[str] = set()
+    for section, prefix in sections:
+        for name in getattr(section, "extra", {}):
+            path = join(prefix, name)
+            if not (unknown and _passes(type(section), name, path, ())):
+                found.add(path)
+        for attribute in modelled(type(section)):
+            value = getattr(section, attribute.name)
+            if isinstance(value, Section):
+                sections.append((value, join(prefix, attribute.name)))
+    return frozenset(found)
 
 
 def unknown_key(name: str, value: Any, path: str, known: Collection[str]) -> UnknownKeyError:
@@ -732,7 +749,7 @@ def _canonical_key(
     written: Any,
     raw: Mapping[Any, Any],
     key: str,
-    decisions: list[Decision],
+    log: Log,
 ) -> str:
     if not isinstance(written, str):
         raise InvalidValueError(
@@ -748,13 +765,11 @@ def _canonical_key(
             value=raw[written],
             fix=f"keep only {name!r}",
         )
-    decisions.append(
-        Decision(
-            key=join(key, written),
-            before=written,
-            after=name,
-            reason=f"DeepSpeed's documented spelling of this key is {name!r}",
-        )
+    log.decide(
+        key=join(key, written),
+        before=written,
+        after=name,
+        reason=f"DeepSpeed's documented spelling of this key is {name!r}",
     )
     return name
 
@@ -782,72 +797,28 @@ _IN_A_PATH: Final = re.compile(r"\{\{|\$\{|\$[A-Za-z_]|%[A-Za-z_]\w*%|<[A-Za-z_]
 """Nobody fills in variables of a shell there: a folder of that very name would be made."""
 
 
-def _read_value(
-    kind: Any, value: Any, path: str, decisions: list[Decision], also_known: Collection[str]
-) -> Any:
+def _read_value(kind: Any, value: Any, path: str, log: Log) -> Any:
     refuse_template(kind, value, path)
     if value is None and getattr(kind, "null", None) is None:
-        decisions.append(
-            Decision(key=path, before="null", after=None, reason="null means not written")
-        )
+        log.decide(key=path, before="null", after=None, reason="null means not written")
         return None
     if isinstance(kind, Nested):
         if isinstance(value, Mapping) and kind.before is not None:
-            value = kind.before(dict(value), path, decisions)
+            value = kind.before(dict(value), path, log)
         for name, place in kind.without.items():
             if isinstance(value, Mapping) and value.get(name) is not None:
-                with noted():
-                    raise misplaced_key(join(path, name), value[name], place)
+                log.refuse(misplaced_key(join(path, name), value[name], place))
                 value = {each: value[each] for each in value if each != name}
-        return read_section(kind.cls, value, key=path, decisions=decisions, also_known=also_known)
+        return read_section(kind.cls, value, key=path, log=log)
     result, reason = kind.read(value, path)
     if reason is not None:
-        decisions.append(Decision(key=path, before=value, after=result, reason=reason))
+        log.decide(key=path, before=value, after=result, reason=reason)
     return result
 
 
 def _passes(cls: type[Section], name: str, path: str, also_known: Collection[str]) -> bool:
     private = name.startswith("_") and path == name
     return private or name in cls.passed_through or path in also_known
-
-
-# -- What settings are called in the file that they were read from.
-
-
-Names = Mapping[str, str]
-"""Path of a setting to its name in a file where that is another (accelerate's, a trainer's)."""
-
-
-def name_of(path: str, names: Names) -> str | None:
-    """What the file calls the setting at ``path``; ``None``: the same."""
-    name, below = path, ""
-    while name not in names:
-        name, dot, last = name.rpartition(".")
-        if not dot:
-            return None
-        below = f".{last}{below}"
-    return f"{names[name]}{below}"
-
-
-def in_words_of(names: Names) -> Callable[[str], str]:
-    """What puts the file's own names into a sentence in place of paths."""
-    if not names:
-        return str
-    paths = sorted(names, key=len, reverse=True)
-    either = "|".join(re.escape(path) for path in paths)
-    place = re.compile(rf"(?<![\w.])(?:{either})(?!\.?\w)")
-    return lambda text: place.sub(lambda found: names[found[0]], text)
-
-
-def rename(names: Names) -> Callable[[ZeroTuneError], ZeroTuneError]:
-    """What tells a mistake in the words of the file."""
-    say = in_words_of(names)
-    return lambda error: error.reworded(error.written or name_of(error.key or "", names), say)
-
-
-def renamed(decisions: Iterable[Decision], names: Names) -> list[Decision]:
-    """Decisions that name settings as the file does."""
-    return [attrs.evolve(one, written=one.written or name_of(one.key, names)) for one in decisions]
 
 
 # -- Keys DeepSpeed 0.18.9 to 0.19.8 and accelerate 1.15 know beyond those zerotune models.
@@ -1043,49 +1014,43 @@ _GATHER: Final = "stage3_gather_16bit_weights_on_model_save"
 _GATHER_ALIASES: Final = tuple(name for name, key in ZERO_ALIASES.items() if key == _GATHER)
 
 
-def normalise_top_level(raw: Mapping[str, Any], decisions: list[Decision]) -> dict[str, Any]:
+def normalise_top_level(raw: Mapping[str, Any], log: Log) -> dict[str, Any]:
     """Translate what can only be seen from the top level; the rest is in ``legacy_zero``."""
     config = dict(raw)
-    _boolean_zero(config, decisions)
-    with noted():
-        _saved_whole(config, decisions)
-    _never_printed(config, decisions)
+    _boolean_zero(config, log)
+    log.attempt(_saved_whole, config, log)
+    _never_printed(config, log)
     for key, member in _SHORTHANDS.items():
         value = config.get(key)
         if isinstance(value, bool | str):
             config[key] = {member: value}
-            decisions.append(
-                Decision(
-                    key=key,
-                    before=value,
-                    after={member: value},
-                    reason="DeepSpeed wants an object here",
-                )
+            log.decide(
+                key=key,
+                before=value,
+                after={member: value},
+                reason="DeepSpeed wants an object here",
             )
     for key, what in REMOVED.items():
         if key in config and _is_disabled(config[key]):
-            decisions.append(_dropped(key, config.pop(key), f"DeepSpeed 0.19 removed {what}"))
+            _drop(key, config.pop(key), f"DeepSpeed 0.19 removed {what}", log)
     return config
 
 
-def legacy_zero(section: dict[str, Any], path: str, decisions: list[Decision]) -> dict[str, Any]:
+def legacy_zero(section: dict[str, Any], path: str, log: Log) -> dict[str, Any]:
     """Translate deprecated keys and short forms inside ``zero_optimization``."""
     for key in ("offload_param", "offload_optimizer"):
-        _offload_shorthand(section, key, path, decisions)
+        _offload_shorthand(section, key, path, log)
     for key, modern in _LEGACY_OFFLOAD.items():
         if key in section:
-            with noted():
-                _legacy_offload(section, key, modern, path, decisions)
-    _legacy_pinning(section, path, decisions)
+            log.attempt(_legacy_offload, section, key, modern, path, log)
+    _legacy_pinning(section, path, log)
     for key, what in REMOVED_ZERO.items():
         if key in section and (_is_disabled(section[key]) or section[key] == -1):
-            decisions.append(
-                _dropped(f"{path}.{key}", section.pop(key), f"DeepSpeed 0.19 removed {what}")
-            )
+            _drop(f"{path}.{key}", section.pop(key), f"DeepSpeed 0.19 removed {what}", log)
     return section
 
 
-def _boolean_zero(config: dict[str, Any], decisions: list[Decision]) -> None:
+def _boolean_zero(config: dict[str, Any], log: Log) -> None:
     value = config.get("zero_optimization")
     if not isinstance(value, bool):
         return
@@ -1093,18 +1058,16 @@ def _boolean_zero(config: dict[str, Any], decisions: list[Decision]) -> None:
     if "allgather_size" in config and value:
         section["allgather_bucket_size"] = config.pop("allgather_size")
     config["zero_optimization"] = section
-    decisions.append(
-        Decision(
-            key="zero_optimization",
-            before=value,
-            after=section,
-            reason="the old boolean form; DeepSpeed reads true as stage 1",
-            severity="warning",
-        )
+    log.decide(
+        key="zero_optimization",
+        before=value,
+        after=section,
+        reason="the old boolean form; DeepSpeed reads true as stage 1",
+        severity="warning",
     )
 
 
-def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
+def _saved_whole(config: dict[str, Any], log: Log) -> None:
     """The name accelerate has for a ZeRO key, which SimpleTuner's page writes at the top level."""
     value = config.get(_SAVED_WHOLE)
     zero = config.get("zero_optimization", {})
@@ -1120,52 +1083,42 @@ def _saved_whole(config: dict[str, Any], decisions: list[Decision]) -> None:
             fix=f"keep {_GATHER!r} in zero_optimization",
         )
     config["zero_optimization"] = dict(zero) if written else {**zero, _GATHER: value}
-    decisions.append(
-        Decision(
-            key=_SAVED_WHOLE,
-            before=value,
-            after=f"zero_optimization.{_GATHER} = {value}",
-            reason="accelerate's name of this key, which DeepSpeed does not know",
-        )
+    log.decide(
+        key=_SAVED_WHOLE,
+        before=value,
+        after=f"zero_optimization.{_GATHER} = {value}",
+        reason="accelerate's name of this key, which DeepSpeed does not know",
     )
 
 
-def _never_printed(config: dict[str, Any], decisions: list[Decision]) -> None:
+def _never_printed(config: dict[str, Any], log: Log) -> None:
     """What accelerate's plugin puts into its live dictionary so that DeepSpeed never prints."""
     if config.get("steps_per_print") != math.inf:
         return
     config["steps_per_print"] = _LARGEST_INTEGER
-    decisions.append(
-        Decision(
-            key="steps_per_print",
-            before="inf",
-            after=_LARGEST_INTEGER,
-            reason="accelerate's word for never; DeepSpeed wants a whole number here",
-        )
+    log.decide(
+        key="steps_per_print",
+        before="inf",
+        after=_LARGEST_INTEGER,
+        reason="accelerate's word for never; DeepSpeed wants a whole number here",
     )
 
 
-def _offload_shorthand(
-    section: dict[str, Any], key: str, path: str, decisions: list[Decision]
-) -> None:
+def _offload_shorthand(section: dict[str, Any], key: str, path: str, log: Log) -> None:
     value = section.get(key)
     if not isinstance(value, bool | str):
         return
     device = value if isinstance(value, str) else ("cpu" if value else "none")
     section[key] = {"device": device}
-    decisions.append(
-        Decision(
-            key=f"{path}.{key}",
-            before=value,
-            after={"device": device},
-            reason="DeepSpeed wants an object with a device here",
-        )
+    log.decide(
+        key=f"{path}.{key}",
+        before=value,
+        after={"device": device},
+        reason="DeepSpeed wants an object with a device here",
     )
 
 
-def _legacy_offload(
-    section: dict[str, Any], key: str, modern: str, path: str, decisions: list[Decision]
-) -> None:
+def _legacy_offload(section: dict[str, Any], key: str, modern: str, path: str, log: Log) -> None:
     value = section.pop(key)
     enabled = value is not None and Boolean(auto=False).read(value, f"{path}.{key}")[0]
     current = section.get(modern)
@@ -1179,18 +1132,16 @@ def _legacy_offload(
         )
     if enabled and current is None:
         section[modern] = {"device": "cpu"}
-    decisions.append(
-        Decision(
-            key=f"{path}.{key}",
-            before=value,
-            after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
-            reason=f"deprecated; DeepSpeed replaced it by {modern}",
-            severity="warning",
-        )
+    log.decide(
+        key=f"{path}.{key}",
+        before=value,
+        after=f'{modern} = {{"device": "cpu"}}' if enabled else None,
+        reason=f"deprecated; DeepSpeed replaced it by {modern}",
+        severity="warning",
     )
 
 
-def _legacy_pinning(section: dict[str, Any], path: str, decisions: list[Decision]) -> None:
+def _legacy_pinning(section: dict[str, Any], path: str, log: Log) -> None:
     key = "cpu_offload_use_pin_memory"
     if key not in section:
         return
@@ -1198,14 +1149,12 @@ def _legacy_pinning(section: dict[str, Any], path: str, decisions: list[Decision
     for modern in ("offload_param", "offload_optimizer"):
         if isinstance(section.get(modern), Mapping) and value is not None:
             section[modern] = {"pin_memory": value, **section[modern]}
-    decisions.append(
-        Decision(
-            key=f"{path}.{key}",
-            before=value,
-            after="pin_memory of the offload sections",
-            reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
-            severity="warning",
-        )
+    log.decide(
+        key=f"{path}.{key}",
+        before=value,
+        after="pin_memory of the offload sections",
+        reason="deprecated; DeepSpeed ignores it in favour of pin_memory",
+        severity="warning",
     )
 
 
@@ -1215,10 +1164,8 @@ def _is_disabled(value: Any) -> bool:
     return value is None or value is False
 
 
-def _dropped(key: str, value: Any, why: str) -> Decision:
-    return Decision(
-        key=key, before=value, after=None, reason=f"{why}; it was switched off, so it is left out"
-    )
+def _drop(key: str, value: Any, why: str, log: Log) -> None:
+    log.decide(key, value, None, f"{why}; it was switched off, so it is left out")
 
 
 # -- The sections of a DeepSpeed configuration as frozen values.
@@ -2037,7 +1984,7 @@ def _flag(arguments: Any, name: str, kind: type) -> Any:
     )
 
 
-# -- What a plan says, without the verbs, which ``zerotune.plan.api`` adds.
+# -- What the user wants.
 
 
 def _check_launch(_instance: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
@@ -2052,8 +1999,8 @@ def _launch_said(launch: LaunchSection | None) -> Section | None:
     return comparable(launch)
 
 
-@attrs.frozen(kw_only=True)
-class PlanValue(Section):
+@attrs.frozen(kw_only=True, repr=False)
+class DeepSpeedPlan(Readable, Section):
     """A DeepSpeed configuration as a frozen value; may hold ``"auto"``.
 
     Attribute names are DeepSpeed's own top-level keys; ``None`` means "not written". Two plans
@@ -2140,17 +2087,567 @@ class PlanValue(Section):
         section = zero.offload_param if zero else None
         return (section.device if section else None) or "none"
 
+    @classmethod
+    def from_dict(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        source: str = "dict",
+        also_known: Collection[str] = (),
+        folder: Path | None = None,
+    ) -> DeepSpeedPlan:
+        """Read a DeepSpeed configuration, or a dict that holds one as ``deepspeed_config``.
 
-def read_launch(
-    raw: Mapping[str, Any], decisions: list[Decision], also_known: Collection[str] = ()
-) -> LaunchSection:
+        Args:
+            config: The configuration, as ``json.load`` gives it.
+            source: Name used in messages.
+            also_known: Paths of further keys to pass through, for a DeepSpeed newer than the
+                one zerotune knows (``"zero_optimization.new_key"``).
+            folder: Where a relative path inside the configuration is looked up first.
+
+        Raises:
+            PlanError: Unknown key, wrong type, value out of range, contradicting spellings.
+        """
+        from zerotune.plan import read
+
+        return read.read_whole(
+            lambda log: read.plan_from_mapping(config, log, source=source, folder=folder),
+            also_known=also_known,
+        )
+
+    @classmethod
+    def from_json(
+        cls, path_or_text: str | os.PathLike[str], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
+        """Read a JSON file, or JSON text (anything that starts with ``{``).
+
+        Comments and trailing commas are accepted with a warning; other mistakes are errors with
+        line and column. A trainer's file that holds ``deepspeed_config`` is unwrapped.
+
+        Args:
+            path_or_text: The file, or the text.
+            also_known: As in ``from_dict``.
+
+        Raises:
+            PlanFileError: The file is missing or cannot be read.
+            PlanSyntaxError: Not JSON.
+            PlanError: As in ``from_dict``.
+        """
+        from zerotune.plan import read
+
+        return read.read_whole(
+            lambda log: read.plan_from_json(path_or_text, log), also_known=also_known
+        )
+
+    @classmethod
+    def from_yaml(
+        cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
+        """Read the YAML of ``accelerate config``, or one with DeepSpeed's own keys.
+
+        Args:
+            path: The file.
+            also_known: As in ``from_dict``; ``"launch.new_key"`` for one of accelerate's.
+
+        Raises:
+            PlanFileError: The file, or the ``deepspeed_config_file`` it names, is missing.
+            PlanSyntaxError: Not YAML.
+            PlanError: As in ``from_dict``; also a file that does not use DeepSpeed.
+        """
+        from zerotune.plan import read
+
+        return read.read_whole(lambda log: read.plan_from_yaml(path, log), also_known=also_known)
+
+    @classmethod
+    def from_accelerate(
+        cls,
+        settings: Mapping[Any, Any],
+        *,
+        source: str = "dict",
+        also_known: Collection[str] = (),
+        folder: Path | None = None,
+    ) -> DeepSpeedPlan:
+        """Read the settings of ``accelerate config``, as its YAML file holds them.
+
+        Args:
+            settings: The settings.
+            source: Name used in messages.
+            also_known: As in ``from_yaml``.
+            folder: Where a relative ``deepspeed_config_file`` is looked up first.
+
+        Raises:
+            PlanError: As in ``from_yaml``.
+        """
+        from zerotune.plan import read
+
+        return read.read_whole(
+            lambda log: read.plan_from_settings(settings, log, source=source, folder=folder),
+            also_known=also_known,
+        )
+
+    @classmethod
+    def from_accelerate_environment(
+        cls, environ: Mapping[str, str] | None = None, *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
+        """Read the variables that ``accelerate launch`` sets; accelerate itself is not needed.
+
+        ``accelerate launch`` does not pass the paths of NVMe folders on: where one is missing, a
+        warning is recorded.
+
+        Args:
+            environ: The variables; those of this process by default.
+            also_known: As in ``from_dict``, for a file that they name.
+
+        Raises:
+            InvalidValueError: They do not ask for DeepSpeed.
+            PlanError: As in ``from_yaml``.
+        """
+        from zerotune.plan import read
+
+        return read.read_whole(
+            lambda log: read.plan_from_environment(environ, log), also_known=also_known
+        )
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
+        """Read a file by its suffix: YAML, else JSON.
+
+        Args:
+            path: The file.
+            also_known: As in ``from_yaml``.
+
+        Raises:
+            PlanError: As in ``from_yaml`` and ``from_json``.
+        """
+        from zerotune.plan import read
+
+        return read.read_whole(lambda log: read.load_plan(path, log), also_known=also_known)
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """The configuration as written; may hold ``"auto"``. A fresh, deep copy."""
+        return self.to_dict()
+
+    def to_json(self, *, indent: int = 2) -> str:
+        """The configuration as written, as JSON text."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def to_yaml(self, *, lossy: Collection[str] = ()) -> str:
+        """The YAML of ``accelerate config`` that says this plan.
+
+        What had to be said in another way is logged; ``plan_document`` gives it as data.
+
+        Args:
+            lossy: Launch settings that may be lost where accelerate has no place for them.
+
+        Raises:
+            InvalidValueError: accelerate has no place for another one.
+        """
+        from zerotune.plan import write
+
+        document = write.plan_document(self, "accelerate", lossy=lossy)
+        announce(document.decisions)
+        return document.text
+
+    def to_python(self) -> str:
+        """A Python expression equal to this plan, where ``DeepSpeedPlan`` is imported."""
+        from zerotune.plan import write
+
+        return write.python_expression(self)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002
+        lossy: Collection[str] = (),
+    ) -> SavedPlan:
+        """Write the plan to a file, which is whole or not there; what it replaces is kept.
+
+        Args:
+            path: The file. Its predecessor is kept beside it as ``….bak``.
+            format: ``"deepspeed"``, ``"accelerate"``, ``"python"`` or ``"trainer"`` (a
+                ``config.json`` with a ``deepspeed_config``: everything else of an existing file
+                is kept, and the form in which it holds the configuration); by default from the
+                suffix and from what the file holds.
+            lossy: Launch settings that may be lost where the format has no place for them.
+
+        Raises:
+            InvalidValueError: The format has no place for a launch setting that ``lossy`` does
+                not name; nothing is written.
+            PlanFileError: The file cannot be written.
+            PlanError: An existing file that must be kept in part cannot be read.
+        """
+        from zerotune.plan import write
+
+        return write.save_plan(self, path, format=format, lossy=lossy)
+
+    def normalised(self) -> DeepSpeedPlan:
+        """The plan in canonical spelling, as reading gives it; what changes is recorded.
+
+        Names of optimizers and schedulers stay as written, until ``zerotune.optim`` settles.
+        """
+        from zerotune.plan import read
+
+        return read.normalised_plan(self)
+
+    def with_overrides(
+        self, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
+    ) -> DeepSpeedPlan:
+        """The plan with some settings changed, each change recorded as a decision.
+
+        Args:
+            overrides: By path (``"zero_optimization.stage"``), nested, or by the short names of
+                ``zerotune.plan.read.SHORT_NAMES`` (``"zero_stage"``, ``"mixed_precision"``);
+                ``None`` removes a setting.
+            also_known: As in ``from_dict``.
+
+        Raises:
+            PlanError: As in ``from_dict``; also one setting given twice under two names.
+        """
+        from zerotune.plan import read
+
+        return read.override_plan(self, overrides, also_known=also_known)
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        stage: int | Auto = 2,
+        offload: str = "none",
+        offload_param: str = "none",
+        nvme_path: str | os.PathLike[str] | None = None,
+        precision: str = AUTO,
+        train_batch_size: int | Auto | None = None,
+        micro_batch_size: int | Auto | None = 1,
+        gradient_accumulation_steps: int | Auto | None = 1,
+        gradient_clipping: float | Auto = 1.0,
+        optimizer: str | Mapping[str, Any] | None = "AdamW",
+        scheduler: str | Mapping[str, Any] | None = None,
+        **zero_overrides: Any,
+    ) -> DeepSpeedPlan:
+        """Build a plan from the few things that matter.
+
+        Args:
+            stage: ZeRO stage, 0 to 3.
+            offload: Where the optimizer lives: ``"none"``, ``"cpu"`` or ``"nvme"``.
+            offload_param: Where parameters wait, stage 3 only.
+            nvme_path: Folder for swap files; ``None``: a leased folder.
+            precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
+            train_batch_size: Samples per optimizer step, all ranks.
+            micro_batch_size: Samples per forward pass and rank.
+            gradient_accumulation_steps: Forward passes per optimizer step.
+            gradient_clipping: Largest gradient norm; 0 switches clipping off.
+            optimizer: Name, or ``{"type": …, "params": {…}}``.
+            scheduler: Name, or ``{"type": …, "params": {…}}``; ``None``: a constant rate, as in
+                DeepSpeed; ``"auto"``: WarmupLR, as long as fits the run.
+            **zero_overrides: Keys of ``zero_optimization``.
+
+        Raises:
+            PlanError: As in ``from_dict``.
+        """
+        from zerotune.plan import read
+
+        config = read.build_config(
+            stage=stage,
+            offload_optimizer=offload,
+            offload_param=offload_param,
+            nvme_path=nvme_path,
+            precision=precision,
+            batch=(train_batch_size, micro_batch_size, gradient_accumulation_steps),
+            gradient_clipping=gradient_clipping,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            zero_overrides=zero_overrides,
+        )
+        return cls.from_dict(config, source="code")
+
+    def check(
+        self,
+        *,
+        world_size: int = 1,
+        platform: Platform | None = None,
+        schema: Mapping[str, Any] | None = None,
+    ) -> tuple[Finding, ...]:
+        """Everything the rules have to say about this plan, errors first; raises nothing.
+
+        Args:
+            world_size: Number of ranks.
+            platform: The machine; rules that need one are skipped without it.
+            schema: What ``zerotune.plan_schema()`` says of the installed DeepSpeed, by which the
+                sections that are passed through are judged; by default a copy on file.
+        """
+        context = Context(world_size=world_size, platform=platform, schema=schema)
+        from zerotune.plan.rules import check_plan
+
+        return check_plan(self, context)
+
+    def resolve(
+        self,
+        *,
+        platform: Platform | None = None,
+        model: ModelFacts | None = None,
+        world_size: int = 1,
+        run: RunFacts | None = None,
+        deepspeed: bool = True,
+        host_step: bool = True,
+        hidden: bool | None = None,
+    ) -> ResolvedPlan:
+        """Fill in everything automatic for one machine, model and world size.
+
+        Args:
+            platform: The machine; detected when not given.
+            model: Shapes of the parameters; buffers are sized from them.
+            world_size: Number of ranks.
+            run: What the training script knows; fills ``"auto"`` and missing keys.
+            deepspeed: ``False`` asks for the plain engine.
+            host_step: ``False`` leaves Adam in host memory to DeepSpeed's own step.
+            hidden: Whether Adam in host memory steps in a thread of its own, behind the next
+                forward; where that gains something when not given. The bits are the same.
+
+        Raises:
+            PlanError: The plan cannot run like this; the message names key, reason and fix.
+        """
+        context = Context(
+            world_size=world_size,
+            platform=platform,
+            model=model,
+            run=run or RunFacts(),
+            uses_deepspeed=deepspeed,
+        )
+        from zerotune.plan.resolve import resolve
+
+        resolved = resolve(self, context)
+        return attrs.evolve(resolved, host_step=host_step, hidden_step=hidden)
+
+    def inspect(
+        self,
+        context: Context,
+        *,
+        settle: Callable[[ResolvedPlan], ResolvedPlan],
+        resolve_in: Context | None = None,
+        mistakes: Collection[ZeroTuneError] = (),
+    ) -> Inspection:
+        """Everything that stops this plan or deserves a word, and what it becomes.
+
+        ``check`` asks the rules alone. Here the plan is resolved as well, and its optimizer and
+        schedule are settled; they are looked at also where a rule refuses something else.
+
+        Args:
+            context: Where the plan is to run, as the rules are to see it.
+            settle: Settles optimizer and schedule, as ``OptimizerResolver().settled`` does.
+            resolve_in: Where it is resolved, instead of ``context``: with a machine and a run
+                that the rules are not to speak of.
+            mistakes: What reading refused, where this plan is what is left without it: then
+                only what is refused besides is told.
+        """
+        from zerotune.plan import inspection
+
+        return inspection.inspect(
+            self,
+            context,
+            settle=settle,
+            resolve_in=resolve_in,
+            mistakes=mistakes,
+        )
+
+    @override
+    def brief(self) -> str:
+        """What is asked for, in one line."""
+        from zerotune.plan import text
+
+        return text.describe_plan(self)
+
+    @override
+    def page(self) -> Page:
+        """What is asked for, and what the rules find, as a report."""
+        from zerotune.plan import text
+
+        return text.plan_page(self)
+
+    def explain(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
+        """What this plan means and what the rules have to say about it, as text.
+
+        Args:
+            world_size: Number of ranks the rules are to think of.
+            platform: The machine; rules that need one are skipped without it.
+        """
+        from zerotune.plan import text
+
+        return text.plan_page(self, world_size=world_size, platform=platform).text()
+
+    def explain_markdown(self, *, world_size: int = 1, platform: Platform | None = None) -> str:
+        """The same as ``explain``, as Markdown tables."""
+        from zerotune.plan import text
+
+        return text.plan_page(self, world_size=world_size, platform=platform).markdown()
+
+    def summary(self, *, world_size: int = 1, platform: Platform | None = None) -> dict[str, Any]:
+        """The same as ``explain``, as plain data that JSON can hold."""
+        from zerotune.plan import text
+
+        return text.plan_data(self, world_size=world_size, platform=platform)
+
+    def diff(self, other: DeepSpeedPlan) -> PlanDifference:
+        """What ``other`` says otherwise; false when the plans are equal.
+
+        Raises:
+            InvalidValueError: ``other`` is not a ``DeepSpeedPlan``.
+        """
+        from zerotune.plan import diff
+
+        return diff.diff_plans(self, other)
+
+    @classmethod
+    def advise(
+        cls,
+        model: ModelFacts | str | Any,
+        *,
+        vram: int | str | None = None,
+        ram: int | str | None = None,
+        nvme: int | str = 0,
+        batch: int = 1,
+        resolution: int | tuple[int, int] | None = None,
+        frames: int | None = None,
+        world_size: int = 1,
+        precision: str = AUTO,
+        gradient_accumulation_steps: int = 1,
+        optimizer: str | Mapping[str, Any] = "AdamW",
+        ema: EMAPlace = "none",
+        frozen_bytes: int = 0,
+        model_in_memory: bool = False,
+        reserve: float = 0.05,
+        platform: Platform | None = None,
+        lora: int | None = None,
+        base_dtype: str | None = None,
+        rates: Rates | None = None,
+        prefer: Preference = "fastest",
+    ) -> Advice:
+        """The fastest plan that fits, by prediction.
+
+        Args:
+            model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
+            vram: Memory of each device, in bytes or as ``"12GiB"``; this machine's by default.
+            ram: RAM of each machine; this machine's by default.
+            nvme: Disk space for swap files of each machine; none by default.
+            batch: Samples per forward pass and rank.
+            resolution: Side in pixels, or height and width; a family's own by default.
+            frames: Of a clip, where the model takes clips; a family's own by default.
+            world_size: Number of ranks, all on one machine.
+            precision: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"auto"``.
+            gradient_accumulation_steps: Forward passes per optimizer step.
+            optimizer: Name, or ``{"type": …, "params": {…}}``.
+            ema: Where an ``EMAShadow`` lives.
+            frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
+            model_in_memory: Whether each rank holds the whole model in fp32 before it starts, and
+                not in files (``load_pretrained(folder, plan=plan)``).
+            reserve: Share of device and host memory to keep free.
+            platform: The machine; CUDA when ``vram`` and ``ram`` are given, else this one.
+            lora: Rank of adapters on the attention projections, trained in place of the model;
+                for other layers pass ``facts.with_adapters(rank, targets=...)`` as the model.
+            base_dtype: What the model beside the adapters is quantized to (``"nf4"``, ``"fp4"``,
+                ``"int8"``, ``"fp8"``); the plan's precision when not given.
+            rates: How fast it is; as measured by ``zerotune doctor --rates``, or catalogued.
+            prefer: ``"least offload"``: with the lowest stage, whatever it takes; so it is also
+                where the arithmetic of the model is not known.
+
+        Raises:
+            NothingFitsError: No plan fits; holds the nearest.
+            PlanError: A size, family or option that does not exist.
+        """
+        plan = cls.build(
+            precision=precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            optimizer=optimizer,
+        )
+        from zerotune.plan import advise
+
+        return advise.advise(
+            plan,
+            model,
+            Context(world_size=world_size, platform=platform),
+            vram=vram,
+            ram=ram,
+            nvme=nvme,
+            batch=batch,
+            resolution=resolution,
+            frames=frames,
+            ema=ema,
+            frozen_bytes=frozen_bytes,
+            model_in_memory=model_in_memory,
+            reserve=reserve,
+            lora=lora,
+            base_dtype=base_dtype,
+            rates=rates,
+            prefer=prefer,
+        )
+
+    def estimate(
+        self,
+        model: ModelFacts | str | Any,
+        *,
+        platform: Platform | None = None,
+        world_size: int = 1,
+        run: RunFacts | None = None,
+        batch: int | None = None,
+        resolution: int | tuple[int, int] | None = None,
+        frames: int | None = None,
+        ema: EMAPlace = "none",
+        gradient_checkpointing: bool = True,
+        activation_offload: bool = False,
+        frozen_bytes: int = 0,
+        model_in_memory: bool = False,
+        lora: int | None = None,
+        base_dtype: str | None = None,
+    ) -> MemoryEstimate:
+        """What training needs of the device, of host RAM and of NVMe, by component.
+
+        Args:
+            model: ``ModelFacts``, a module, or the name of a family (``"sdxl"``).
+            platform: The machine; detected when not given.
+            world_size: Number of ranks.
+            run: What the training script knows.
+            batch: Samples per forward pass and rank, instead of the plan's.
+            resolution: Side in pixels, or height and width; a family's own by default.
+            frames: Of a clip, where the model takes clips; a family's own by default.
+            ema: Where an ``EMAShadow`` lives: ``"none"``, ``"host"``, ``"device"``, ``"nvme"``.
+            gradient_checkpointing: Whether blocks are recomputed in the backward pass.
+            activation_offload: Whether their inputs wait in host memory (``ActivationOffload``).
+            frozen_bytes: Bytes of frozen parts that stay on the device; each rank loads them whole.
+            model_in_memory: Whether each rank holds the whole model in fp32 before it starts, and
+                not in files (``load_pretrained(folder, plan=plan)``).
+            lora: Rank of adapters, as in ``advise``.
+            base_dtype: What the model beside them is quantized to, as in ``advise``.
+
+        Raises:
+            PlanError: As ``resolve``; also an unknown family or an impossible size.
+        """
+        from zerotune.plan.memory import estimate
+
+        return estimate.estimate_plan(
+            self,
+            model,
+            Context(world_size=world_size, platform=platform, run=run or RunFacts()),
+            batch=batch,
+            resolution=resolution,
+            frames=frames,
+            ema=ema,
+            gradient_checkpointing=gradient_checkpointing,
+            activation_offload=activation_offload,
+            frozen_bytes=frozen_bytes,
+            model_in_memory=model_in_memory,
+            lora=lora,
+            base_dtype=base_dtype,
+        )
+
+
+def read_launch(raw: Mapping[str, Any], log: Log) -> LaunchSection:
     """The launch section from the settings around a DeepSpeed configuration."""
-    return read_section(
-        LaunchSection, raw, key="launch", decisions=decisions, also_known=also_known
-    )
+    return read_section(LaunchSection, raw, key="launch", log=log)
 
 
-def with_launch(plan: PlanT, launch: LaunchSection) -> PlanT:
+def with_launch(plan: DeepSpeedPlan, launch: LaunchSection) -> DeepSpeedPlan:
     """Attach ``launch``; what it leaves open stays as ``plan`` has it."""
     before = plan.launch.to_dict() if plan.launch else {}
     around = {**before, **launch.to_dict()}
@@ -2206,13 +2703,13 @@ class Context:
 # -- What will run: nothing automatic left, tied to a platform, a world size and a model.
 
 
-@attrs.frozen(kw_only=True)
-class ResolvedValue:
+@attrs.frozen(kw_only=True, repr=False)
+class ResolvedPlan(Readable):
     """What will run. Made by ``DeepSpeedPlan.resolve``; completed by ``with_choices``."""
 
-    requested: PlanValue
+    requested: DeepSpeedPlan
     """The plan as the user wrote it."""
-    plan: PlanValue
+    plan: DeepSpeedPlan
     """The same with every behaviour key explicit. Only the parameters of ``optimizer`` and
     ``scheduler`` may still be ``"auto"``: ``zerotune.optim`` reads them from here and calls
     ``with_choices``."""
@@ -2357,6 +2854,110 @@ class ResolvedValue:
             moved = attrs.evolve(section, nvme_path=os.fspath(folder))
             zero = evolved(zero, **{f"offload_{part}": moved})
         return attrs.evolve(self, plan=attrs.evolve(self.plan, zero_optimization=zero))
+
+    def estimate(self, workload: Workload) -> MemoryEstimate:
+        """What training needs of the device, of host RAM and of NVMe, by component.
+
+        Args:
+            workload: Batch, resolution and what runs beside the optimizer.
+
+        Raises:
+            UnresolvedPlanError: The plan was resolved without a model.
+        """
+        from zerotune.plan.memory import estimate
+
+        return estimate.estimate_resolved(self, workload)
+
+    def to_deepspeed(self) -> dict[str, Any]:
+        """The configuration DeepSpeed receives; a fresh, deep copy.
+
+        Raises:
+            UnresolvedPlanError: Something is still ``"auto"``, a swap folder is missing, or the
+                optimizer is not settled although DeepSpeed would build it.
+        """
+        from zerotune.plan import resolve
+
+        return resolve.render(self)
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the rendered configuration and the world size.
+
+        Swap folders are left out: they differ from run to run and change nothing that is
+        trained.
+
+        Raises:
+            UnresolvedPlanError: As in ``to_deepspeed``, swap folders excepted.
+        """
+        import hashlib
+
+        text = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def content(self) -> dict[str, Any]:
+        """What is trained with: the rendered configuration, and what is settled outside of it.
+
+        Raises:
+            UnresolvedPlanError: As in ``digest``.
+        """
+        from zerotune.plan import resolve
+
+        content: dict[str, Any] = {
+            "config": resolve.render(self, folders=False),
+            "world_size": self.world_size,
+        }
+        if self.optimizer is not None and self.optimizer.source != "deepspeed":
+            content["optimizer"] = attrs.asdict(self.optimizer)
+        elif self.optimizer is not None and self.optimizer.groups:
+            content["groups"] = [attrs.asdict(group) for group in self.optimizer.groups]
+        if self.scheduler is not None and self.scheduler.source != "deepspeed":
+            content["scheduler"] = attrs.asdict(self.scheduler)
+        return content
+
+    @override
+    def brief(self) -> str:
+        """What will run, in one line."""
+        from zerotune.plan import text
+
+        return f"{text.describe(self)}; {len(self.decisions)} decisions"
+
+    @override
+    def page(self) -> Page:
+        """What will run and why, as a report."""
+        from zerotune.plan import text
+
+        return text.resolved_page(self)
+
+    def explain(self) -> str:
+        """What will run and why, as text."""
+        from zerotune.plan import text
+
+        return text.resolved_page(self).text()
+
+    def explain_markdown(self) -> str:
+        """What will run, why, and what the rules have to say about it, as Markdown tables."""
+        from zerotune.plan import text
+
+        return text.resolved_markdown(self)
+
+    def summary(self) -> dict[str, Any]:
+        """What will run, as plain data."""
+        from zerotune.plan import text
+
+        return text.resolved_data(self)
+
+    def diff(self, other: ResolvedPlan) -> PlanDifference:
+        """What runs otherwise in ``other``; false when the same would be trained.
+
+        The rendered configurations are compared, with their swap folders, and the engine, the
+        world size, the optimizer and the schedule; reasons are not. Neither plan need be
+        complete.
+
+        Raises:
+            InvalidValueError: ``other`` is not a ``ResolvedPlan``.
+        """
+        from zerotune.plan import diff
+
+        return diff.diff_resolved(self, other)
 
 
 def _integer(value: Any, key: str) -> int:

@@ -1,7 +1,4 @@
-"""Readers: dicts, JSON, trainers' files, accelerate's YAML and environment, overrides.
-
-Each takes the class of plan to make: any whose fields are those of ``PlanValue``.
-"""
+"""Readers: dicts, JSON, trainers' files, accelerate's YAML and environment, overrides."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.mistakes import all_at_once, noted, reworded
 from zerotune._util.numbers import is_integer
 from zerotune._util.text import did_you_mean
-from zerotune.decisions import Decision
-from zerotune.errors import InvalidValueError, PlanConflictError
+from zerotune.decisions import Decision, Log
+from zerotune.errors import InvalidValueError, PlanConflictError, ZeroTuneError
 from zerotune.plan import accelerate
 from zerotune.plan.model import (
     AUTO,
@@ -25,21 +21,19 @@ from zerotune.plan.model import (
     PRECISION_SYNONYMS,
     PRECISIONS,
     Choice,
+    DeepSpeedPlan,
     Integer,
     LaunchSection,
     Nested,
-    PlanT,
-    PlanValue,
     Section,
     ZeroSection,
     is_auto,
     join,
     modelled,
     normalise_top_level,
+    passed_paths,
     read_launch,
     read_section,
-    rename,
-    renamed,
     with_launch,
 )
 from zerotune.plan.source import (
@@ -89,22 +83,54 @@ _SECTIONS: Final = frozenset({"zero_optimization", "bf16", "fp16"})
 _ACCELERATES_OWN = ("distributed_type", "compute_environment")
 
 
-@all_at_once
-def plan_from_mapping(
-    cls: type[PlanT],
-    config: Any,
+def read_whole(
+    read: Callable[[Log], DeepSpeedPlan],
     *,
-    source: str,
     also_known: Collection[str] = (),
-    folder: Path | None = None,
-) -> PlanT:
+    decisions: Iterable[Decision] = (),
+) -> DeepSpeedPlan:
+    """The plan that ``read`` makes, with the decisions behind it.
+
+    Args:
+        read: Reads, with a log.
+        also_known: Paths of further keys to pass through.
+        decisions: What was decided before.
+
+    Raises:
+        PlanError: The first mistake, with all others.
+    """
+    log = Log(also_known=frozenset(also_known), decisions=[*decisions])
+    return _signed(log.whole(read, log), log)
+
+
+def read_partly(
+    read: Callable[[Log], DeepSpeedPlan],
+) -> tuple[DeepSpeedPlan | None, tuple[ZeroTuneError, ...]]:
+    """The plan without what is wrong in it, ``None`` where nothing is left, and what is wrong."""
+    log = Log()
+    plan = log.outcome(read, log)
+    return plan and _signed(plan, log), tuple(log.mistakes)
+
+
+def _signed(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
+    return attrs.evolve(plan, decisions=log.decisions, names=dict(log.names))
+
+
+def load_plan(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
+    """Read a file by its suffix; see ``DeepSpeedPlan.load``."""
+    yaml = Path(path).suffix.lower() in (".yaml", ".yml")
+    return plan_from_yaml(path, log) if yaml else plan_from_json(Path(path), log)
+
+
+def plan_from_mapping(
+    config: Any, log: Log, *, source: str, folder: Path | None = None
+) -> DeepSpeedPlan:
     """Read a configuration; see ``DeepSpeedPlan.from_dict``.
 
     Args:
-        cls: The class of plan to make.
         config: The configuration, or an object that holds one.
+        log: Receives decisions and mistakes.
         source: Name used in messages.
-        also_known: Paths of further keys to pass through.
         folder: Where a relative path inside the configuration is looked up first.
     """
     if not isinstance(config, Mapping):
@@ -114,32 +140,27 @@ def plan_from_mapping(
     wrapper = wrapper_of(config)
     if wrapper is not None:
         if accelerate.is_accelerate(config) and isinstance(config[wrapper], Mapping):
-            return plan_from_settings(
-                cls, config, source=source, also_known=also_known, folder=folder
-            )
-        return _unwrapped(cls, config, wrapper, source=source, also_known=also_known, folder=folder)
-    _refuse_something_else(config, source, also_known)
-    decisions: list[Decision] = []
-    raw = normalise_top_level(config, decisions)
-    launch = _launcher_flag(raw, decisions)
-    plan = read_section(cls, raw, key="", decisions=decisions, also_known=also_known)
-    return with_launch(attrs.evolve(plan, decisions=decisions, source=source), launch)
+            return plan_from_settings(config, log, source=source, folder=folder)
+        return _unwrapped(config, wrapper, log, source=source, folder=folder)
+    _refuse_something_else(config, source, log.also_known)
+    raw = normalise_top_level(config, log)
+    launch = _launcher_flag(raw, log)
+    plan = read_section(DeepSpeedPlan, raw, key="", log=log)
+    return with_launch(attrs.evolve(plan, source=source), launch)
 
 
-def _launcher_flag(raw: dict[str, Any], decisions: list[Decision]) -> LaunchSection:
+def _launcher_flag(raw: dict[str, Any], log: Log) -> LaunchSection:
     """Take out the one launch setting that SimpleTuner's page writes among DeepSpeed's keys."""
     if INIT_FLAG not in raw:
         return LaunchSection()
     value = raw.pop(INIT_FLAG)
-    decisions.append(
-        Decision(
-            key=INIT_FLAG,
-            before=value,
-            after=f"launch.{INIT_FLAG}",
-            reason="DeepSpeed does not know it; it tells the launcher how the model is built",
-        )
+    log.decide(
+        key=INIT_FLAG,
+        before=value,
+        after=f"launch.{INIT_FLAG}",
+        reason="DeepSpeed does not know it; it tells the launcher how the model is built",
     )
-    return read_launch({INIT_FLAG: value}, decisions)
+    return read_launch({INIT_FLAG: value}, log)
 
 
 def _refuse_something_else(
@@ -169,14 +190,11 @@ def _refuse_something_else(
 
 
 def _plan_keys() -> frozenset[str]:
-    names = {attribute.name for attribute in modelled(PlanValue)}
-    return frozenset({*names, *PlanValue.passed_through, *PlanValue.aliases})
+    names = {attribute.name for attribute in modelled(DeepSpeedPlan)}
+    return frozenset({*names, *DeepSpeedPlan.passed_through, *DeepSpeedPlan.aliases})
 
 
-@all_at_once
-def plan_from_json(
-    cls: type[PlanT], path_or_text: str | os.PathLike[str], *, also_known: Collection[str] = ()
-) -> PlanT:
+def plan_from_json(path_or_text: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
     """Read JSON; see ``DeepSpeedPlan.from_json``."""
     if isinstance(path_or_text, str) and path_or_text.lstrip("\ufeff \t\r\n").startswith(
         ("{", "//", "/*", "#", "[")
@@ -187,30 +205,28 @@ def plan_from_json(
         path = Path(path_or_text)
         value, sentences = parse_file(read_text(path), path)
         source, folder = str(path), path.parent
-    plan = plan_from_mapping(cls, value, source=source, also_known=also_known, folder=folder)
-    return attrs.evolve(plan, decisions=(*tolerated(sentences, source), *plan.decisions))
+    tolerated(sentences, source, log)
+    return plan_from_mapping(value, log, source=source, folder=folder)
 
 
 def _unwrapped(
-    cls: type[PlanT],
     config: Mapping[Any, Any],
     wrapper: str,
+    log: Log,
     *,
     source: str,
-    also_known: Collection[str],
     folder: Path | None,
-) -> PlanT:
-    decisions: list[Decision] = []
+) -> DeepSpeedPlan:
     written = config[wrapper]
     beside: Mapping[Any, Any] = {}
     if isinstance(written, Mapping) and wrapper_of(written) == accelerate.FILE:
-        written, beside = _named_in_block(written, wrapper, decisions)
+        written, beside = _named_in_block(written, wrapper, log)
     if is_off(written):
-        decisions.append(_switched_off(wrapper, written))
+        _switch_off(wrapper, written, log)
         written = {}
-    sentences: list[str] = []
     if isinstance(written, str):
         written, sentences, named, inside = read_named(written, folder, key=wrapper)
+        tolerated(sentences, f"{source} ({wrapper})" if inside is None else named, log)
         source = f"{source} ({wrapper})" if inside is None else named
         folder = inside or folder
     else:
@@ -226,17 +242,12 @@ def _unwrapped(
         raise InvalidValueError(
             "holds another wrapped configuration", key=wrapper, fix="unwrap it once"
         )
-    plan = plan_from_mapping(cls, written, source=source, also_known=also_known, folder=folder)
-    with noted():
-        plan = _with_micro_batch(plan, config, decisions)
+    plan = plan_from_mapping(written, log, source=source, folder=folder)
+    plan = log.attempt(_with_micro_batch, plan, config, log) or plan
     written_as = {TRAINER_KEYS[undashed(key)]: key for key in config if _beside(config, key)}
     around = {name: _plain_auto(config[key]) for name, key in written_as.items()}
-    names = {f"launch.{name}": key for name, key in written_as.items()}
-    with reworded(rename(names)):
-        launch = read_launch({**beside, **around}, decisions, also_known)
-    found = (*tolerated(sentences, source), *renamed(decisions, names), *plan.decisions)
-    names = {**plan.names, **names}
-    return attrs.evolve(with_launch(plan, launch), decisions=found, names=names)
+    log.names.update({f"launch.{name}": key for name, key in written_as.items()})
+    return with_launch(plan, read_launch({**beside, **around}, log))
 
 
 def _beside(config: Mapping[Any, Any], key: Any) -> bool:
@@ -245,7 +256,7 @@ def _beside(config: Mapping[Any, Any], key: Any) -> bool:
 
 
 def _named_in_block(
-    block: Mapping[Any, Any], wrapper: str, decisions: list[Decision]
+    block: Mapping[Any, Any], wrapper: str, log: Log
 ) -> tuple[Any, Mapping[Any, Any]]:
     """The file that a trainer's file names in accelerate's way, and the launch settings beside."""
     beside = {key: value for key, value in block.items() if key != accelerate.FILE}
@@ -257,19 +268,17 @@ def _named_in_block(
             value=block[accelerate.FILE],
             fix="write them in the file, and remove them here",
         )
-    decisions.append(
-        Decision(
-            key=wrapper,
-            before=f"an object with {accelerate.FILE}",
-            after=block[accelerate.FILE],
-            reason="SimpleTuner's way of naming a file",
-        )
+    log.decide(
+        key=wrapper,
+        before=f"an object with {accelerate.FILE}",
+        after=block[accelerate.FILE],
+        reason="SimpleTuner's way of naming a file",
     )
     return block[accelerate.FILE], beside
 
 
-def _switched_off(wrapper: str, written: str | None) -> Decision:
-    return Decision(
+def _switch_off(wrapper: str, written: str | None, log: Log) -> None:
+    log.decide(
         key=wrapper,
         before="null" if written is None else written,
         after="stage 0",
@@ -278,7 +287,7 @@ def _switched_off(wrapper: str, written: str | None) -> Decision:
     )
 
 
-def _with_micro_batch(plan: PlanT, around: Mapping[Any, Any], decisions: list[Decision]) -> PlanT:
+def _with_micro_batch(plan: DeepSpeedPlan, around: Mapping[Any, Any], log: Log) -> DeepSpeedPlan:
     """Read a trainer's batch size as it means it: the samples of one pass on one rank."""
     written = next(
         (key for key in around if undashed(key) in MICRO_KEYS and around[key] is not None), None
@@ -292,23 +301,19 @@ def _with_micro_batch(plan: PlanT, around: Mapping[Any, Any], decisions: list[De
     if own == asked:
         return plan
     if is_integer(own) or all(map(is_integer, both)):
-        decisions.append(
-            Decision(
-                key=name,
-                before=asked,
-                after=own,
-                reason=f"{written} beside the configuration; its own numbers stand before it",
-                severity="warning",
-            )
+        log.decide(
+            key=name,
+            before=asked,
+            after=own,
+            reason=f"{written} beside the configuration; its own numbers stand before it",
+            severity="warning",
         )
         return plan
-    decisions.append(
-        Decision(
-            key=name,
-            before=own,
-            after=asked,
-            reason=f"{written} of a trainer counts the samples of one pass on one rank",
-        )
+    log.decide(
+        key=name,
+        before=own,
+        after=asked,
+        reason=f"{written} of a trainer counts the samples of one pass on one rank",
     )
     return attrs.evolve(plan, **{name: asked})
 
@@ -320,35 +325,24 @@ def _plain_auto(value: Any) -> Any:
 # -- What `accelerate` writes: its YAML, the same settings in JSON, its environment.
 
 
-@all_at_once
 def plan_from_settings(
-    cls: type[PlanT],
-    content: Mapping[Any, Any],
-    *,
-    source: str,
-    also_known: Collection[str] = (),
-    folder: Path | None = None,
-) -> PlanT:
+    content: Mapping[Any, Any], log: Log, *, source: str, folder: Path | None = None
+) -> DeepSpeedPlan:
     """Read the settings of ``accelerate config``.
 
     Args:
-        cls: The class of plan to make.
         content: The settings.
+        log: Receives decisions and mistakes.
         source: Name used in messages.
-        also_known: Paths of further keys to pass through.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
 
     Raises:
         PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
     """
-    found = accelerate.translate(content, source=source, also_known=also_known, folder=folder)
-    return _translated(cls, found, also_known)
+    return _translated(accelerate.translate(content, log, source=source, folder=folder), log)
 
 
-@all_at_once
-def plan_from_yaml(
-    cls: type[PlanT], path: str | os.PathLike[str], *, also_known: Collection[str] = ()
-) -> PlanT:
+def plan_from_yaml(path: str | os.PathLike[str], log: Log) -> DeepSpeedPlan:
     """Read an accelerate YAML; see ``DeepSpeedPlan.from_yaml``."""
     file = Path(path)
     content = parse_yaml(read_text(file), source=str(file))
@@ -359,7 +353,7 @@ def plan_from_yaml(
             fix="make one with `accelerate config`",
         )
     read = plan_from_mapping if _is_plain(content) else plan_from_settings
-    return read(cls, content, source=str(file), also_known=also_known, folder=file.parent)
+    return read(content, log, source=str(file), folder=file.parent)
 
 
 def _is_plain(content: Mapping[Any, Any]) -> bool:
@@ -372,56 +366,41 @@ def _is_plain(content: Mapping[Any, Any]) -> bool:
     return not _plan_keys().isdisjoint(key for key in content if isinstance(key, str))
 
 
-@all_at_once
-def plan_from_environment(
-    cls: type[PlanT], environ: Mapping[str, str] | None, *, also_known: Collection[str] = ()
-) -> PlanT:
+def plan_from_environment(environ: Mapping[str, str] | None, log: Log) -> DeepSpeedPlan:
     """Read accelerate's variables; see ``DeepSpeedPlan.from_accelerate_environment``."""
     environ = os.environ if environ is None else environ
-    plan = _translated(cls, accelerate.translate_environment(environ), also_known)
-    missing = accelerate.missing_folders(plan)
-    return attrs.evolve(plan, decisions=(*plan.decisions, *missing))
+    plan = _translated(accelerate.translate_environment(environ, log), log)
+    accelerate.missing_folders(plan, log)
+    return plan
 
 
-def _translated(
-    cls: type[PlanT], found: accelerate.Translated, also_known: Collection[str]
-) -> PlanT:
-    with reworded(rename(found.names)):
-        plan = plan_from_mapping(
-            cls, found.config, source=found.source, also_known=also_known, folder=found.folder
-        )
-    decisions = renamed((*found.decisions, *plan.decisions), found.names)
-    plan = attrs.evolve(plan, decisions=decisions, names=found.names)
+def _translated(found: accelerate.Translated, log: Log) -> DeepSpeedPlan:
+    plan = plan_from_mapping(found.config, log, source=found.source, folder=found.folder)
     return with_launch(plan, found.launch)
 
 
 # -- A plan's own words, read again.
 
 
-@all_at_once
-def normalised_plan(plan: PlanT) -> PlanT:
+def normalised_plan(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     """Read a plan's own words again; see ``DeepSpeedPlan.normalised``."""
-    decisions: list[Decision] = []
-    known = passed_paths(plan)
-    launch = read_launch(plan.launch.to_dict() if plan.launch else {}, decisions, known)
-    again = plan_from_mapping(type(plan), plan.to_dict(), source=plan.source, also_known=known)
-    found = (*plan.decisions, *decisions, *again.decisions)
-    return with_launch(attrs.evolve(again, decisions=found), launch)
+    launched = plan.launch.to_dict() if plan.launch else {}
+    return _again(plan, plan.to_dict(), launched, plan.decisions)
 
 
-def passed_paths(plan: PlanValue) -> frozenset[str]:
-    """Paths of all keys a plan passes through, so that reading it again lets them pass too."""
-    launched = _passed(plan.launch, "launch") if plan.launch else ()
-    return frozenset({*_passed(plan, ""), *launched})
+def _again(
+    plan: DeepSpeedPlan,
+    config: Mapping[str, Any],
+    launched: Mapping[str, Any],
+    decisions: Iterable[Decision],
+    also_known: Collection[str] = (),
+) -> DeepSpeedPlan:
+    def read(log: Log) -> DeepSpeedPlan:
+        launch = read_launch(launched, log)
+        return with_launch(plan_from_mapping(config, log, source=plan.source), launch)
 
-
-def _passed(section: Section, prefix: str) -> Iterator[str]:
-    for name in getattr(section, "extra", {}):
-        yield join(prefix, name)
-    for attribute in modelled(type(section)):
-        value = getattr(section, attribute.name)
-        if isinstance(value, Section):
-            yield from _passed(value, join(prefix, attribute.name))
+    known = passed_paths(plan).union(also_known)
+    return read_whole(read, also_known=known, decisions=decisions)
 
 
 # -- The configuration behind ``DeepSpeedPlan.build``.
@@ -546,14 +525,15 @@ _DEEPEST: Final = 50
 Places = Callable[[str, Any], Iterable[tuple[str, Any]]]
 
 
-@all_at_once
-def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _REASON) -> PlanT:
+def override_plan(
+    plan: DeepSpeedPlan, overrides: Mapping[str, Any], *, also_known: Collection[str] = ()
+) -> DeepSpeedPlan:
     """Put settings above those of ``plan``; see ``DeepSpeedPlan.with_overrides``.
 
     Args:
         plan: What they are put above.
         overrides: Settings by path, nested or by a short name; ``None`` removes one.
-        reason: Why, for the decisions.
+        also_known: Paths of further keys to pass through.
 
     Raises:
         PlanError: As in ``DeepSpeedPlan.from_dict``.
@@ -564,13 +544,9 @@ def override_plan(plan: PlanT, overrides: Mapping[str, Any], *, reason: str = _R
     for path, value in settings_by_path(overrides, partial(_written_out, plan)).items():
         before = _put(config, path.split("."), value, path)
         if before != value or type(before) is not type(value):
-            decisions.append(Decision(key=path, before=before, after=value, reason=reason))
-    read: list[Decision] = []
-    known = passed_paths(plan)
-    section = read_launch(config.pop(_LAUNCH, {}), read, known)
-    new = plan_from_mapping(type(plan), config, source=plan.source, also_known=known)
-    found = (*plan.decisions, *decisions, *read, *new.decisions)
-    return with_launch(attrs.evolve(new, decisions=found), section)
+            decisions.append(Decision(key=path, before=before, after=value, reason=_REASON))
+    launched = config.pop(_LAUNCH, {})
+    return _again(plan, config, launched, (*plan.decisions, *decisions), also_known)
 
 
 def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
@@ -620,7 +596,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
             yield path, value
 
 
-def _written_out(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
+def _written_out(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
     if name in _PRECISION_NAMES:
         return _precision_settings(plan, name, value)
     if name == _NVME_PATH:
@@ -646,7 +622,7 @@ def _place(name: str, value: Any) -> str:
 def _canonical(path: str) -> str:
     """A path with every part in the spelling of its section."""
     first, _, rest = path.partition(".")
-    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else PlanValue
+    cls: type[Section] | None = LaunchSection if first == _LAUNCH and rest else DeepSpeedPlan
     parts = path.split(".")
     done = [parts.pop(0)] if cls is LaunchSection else []
     for part in parts:
@@ -663,7 +639,7 @@ def _zero_keys() -> frozenset[str]:
     return frozenset({*names, *ZeroSection.aliases, *ZeroSection.passed_through})
 
 
-def _precision_settings(plan: PlanValue, name: str, value: Any) -> list[tuple[str, Any]]:
+def _precision_settings(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
     settings: list[tuple[str, Any]] = []
     if plan.launch is not None and plan.launch.mixed_precision is not None:
         settings.append(("launch.mixed_precision", None))
@@ -679,7 +655,7 @@ def _precision_settings(plan: PlanValue, name: str, value: Any) -> list[tuple[st
     ]
 
 
-def _swap_folders(plan: PlanValue, value: Any) -> list[tuple[str, Any]]:
+def _swap_folders(plan: DeepSpeedPlan, value: Any) -> list[tuple[str, Any]]:
     devices = {"optimizer": plan.offload_optimizer_device, "param": plan.offload_param_device}
     swapped = [part for part, device in devices.items() if device == "nvme"]
     if not swapped:

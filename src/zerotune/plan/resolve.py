@@ -12,64 +12,63 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from zerotune._util.mistakes import raise_all
-from zerotune.decisions import Decision
+from zerotune.decisions import Log, raise_all
 from zerotune.errors import UNSET, UnresolvedPlanError
 from zerotune.plan.fill import (
     ACCUMULATION,
     MICRO,
     TRAIN,
+    Case,
     Filler,
     clipping,
-    decide_precision,
     fill_aio,
     fill_precision,
     fill_zero,
-    solve_batch,
+    overruled,
 )
 from zerotune.plan.model import (
     AUTO,
     Context,
+    DeepSpeedPlan,
     OffloadSection,
-    PlanValue,
-    ResolvedT,
-    ResolvedValue,
+    ResolvedPlan,
     RunFacts,
     SectionT,
     ZeroSection,
     evolved,
 )
-from zerotune.plan.rules import FIRST, REPAIRS, Finding, check_plan
+from zerotune.plan.rules import FIRST, REPAIRS, Finding, check_case
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
 
 
-def resolve(requested: PlanValue, context: Context, *, into: type[ResolvedT]) -> ResolvedT:
+def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
     """See ``DeepSpeedPlan.resolve``.
 
     Args:
         requested: The plan.
         context: Where it is to run; a platform that is not given is detected.
-        into: The class of resolved plan to make.
     """
     platform = context.platform or _this_machine()
     asked = not context.uses_deepspeed
     uses_deepspeed = platform.deepspeed.available and not asked
     context = attrs.evolve(context, platform=platform, uses_deepspeed=uses_deepspeed)
-    decisions = list(requested.decisions)
+    log = Log(decisions=[*requested.decisions])
     plan = requested
     if not uses_deepspeed:
-        plan = _without_deepspeed(plan, platform, asked=asked, decisions=decisions)
+        plan = _without_deepspeed(plan, platform, asked=asked, log=log)
     for each in FIRST:
-        plan = _repaired(plan, each(plan, context), decisions)
-    plan = _without_inactive_offload(plan)
-    plan = _repaired(plan, check_plan(plan, context, rules=REPAIRS), decisions)
-    filler = _filler(plan, context)
-    if not uses_deepspeed and filler.precision == "fp16":
-        plan = _without_host_optimizer(plan, decisions)
-    plan = _filled(plan, filler, context)
-    return into(
+        plan = _repaired(plan, each(plan, context), log)
+    case = Case(plan=_without_inactive_offload(plan), context=context)
+    plan = _repaired(case.plan, check_case(case, rules=REPAIRS), log)
+    # Repairs concern neither batch nor precision.
+    precision, why = case.precision
+    filler = Filler(stage=int(plan.stage), context=context, precision=precision, decisions=[*why])
+    if not uses_deepspeed and precision == "fp16":
+        plan = _without_host_optimizer(plan, log)
+    plan = _filled(plan, filler, case)
+    return ResolvedPlan(
         requested=requested,
         plan=plan,
         platform=platform,
@@ -78,7 +77,7 @@ def resolve(requested: PlanValue, context: Context, *, into: type[ResolvedT]) ->
         run=context.run,
         uses_deepspeed=uses_deepspeed,
         precision=filler.precision,
-        decisions=(*decisions, *filler.decisions),
+        decisions=(*log.decisions, *filler.decisions),
     )
 
 
@@ -88,23 +87,12 @@ def _this_machine() -> Platform:
     return detect_platform()
 
 
-def _filler(plan: PlanValue, context: Context) -> Filler:
-    precision, why = decide_precision(plan, run=context.run, platform=context.machine)
-    return Filler(
-        stage=int(plan.stage),
-        context=context,
-        precision=precision,
-        decisions=why,
-    )
-
-
 def _without_deepspeed(
-    plan: PlanValue, platform: Platform, *, asked: bool, decisions: list[Decision]
-) -> PlanValue:
+    plan: DeepSpeedPlan, platform: Platform, *, asked: bool, log: Log
+) -> DeepSpeedPlan:
     support = platform.deepspeed
-    why = "DeepSpeed was switched off" if asked else support.reason
-    if not asked and support.fix:
-        why = f"{why}; {support.fix}"
+    reasons = ("DeepSpeed was switched off",) if asked else (support.reason, support.fix)
+    why = "; ".join(filter(None, reasons))
     zero = plan.zero_optimization
     host = _host_optimizer(zero, platform)
     dropped: dict[str, Any] = {}
@@ -122,25 +110,15 @@ def _without_deepspeed(
         dropped["aio"] = plan.aio.to_dict()
     if not dropped and not asked:
         dropped["engine"] = "deepspeed"
-    decisions.extend(
-        Decision(
-            key=key,
-            before=value,
-            after="plain" if key == "engine" else None,
-            reason=why,
-            severity="warning",
-        )
-        for key, value in dropped.items()
-    )
+    for key, value in dropped.items():
+        log.decide(key, value, "plain" if key == "engine" else None, why, "warning")
     if host is not None:
-        decisions.append(
-            Decision(
-                key=_HOST_OPTIMIZER,
-                before=host.device,
-                after=host.device,
-                reason="the plain engine too keeps the optimizer in host memory and steps there; "
-                "every process all of it, since nothing is partitioned",
-            )
+        log.decide(
+            key=_HOST_OPTIMIZER,
+            before=host.device,
+            after=host.device,
+            reason="the plain engine too keeps the optimizer in host memory and steps there; "
+            "every process all of it, since nothing is partitioned",
         )
     return attrs.evolve(
         plan,
@@ -165,24 +143,22 @@ def _host_optimizer(zero: ZeroSection | None, platform: Platform) -> OffloadSect
     return OffloadSection(device="cpu", pin_memory=pin and on_device)
 
 
-def _without_host_optimizer(plan: PlanValue, decisions: list[Decision]) -> PlanValue:
+def _without_host_optimizer(plan: DeepSpeedPlan, log: Log) -> DeepSpeedPlan:
     zero = plan.zero_optimization
     if zero is None or zero.offload_optimizer is None:
         return plan
-    decisions.append(
-        Decision(
-            key=_HOST_OPTIMIZER,
-            before=zero.offload_optimizer.device,
-            after=None,
-            reason="the plain engine's loss scale is undone where the gradients are, on the "
-            "device; bf16 needs none",
-            severity="warning",
-        )
+    log.decide(
+        key=_HOST_OPTIMIZER,
+        before=zero.offload_optimizer.device,
+        after=None,
+        reason="the plain engine's loss scale is undone where the gradients are, on the "
+        "device; bf16 needs none",
+        severity="warning",
     )
     return attrs.evolve(plan, zero_optimization=None)
 
 
-def _without_inactive_offload(plan: PlanValue) -> PlanValue:
+def _without_inactive_offload(plan: DeepSpeedPlan) -> DeepSpeedPlan:
     zero = plan.zero_optimization
     if zero is None:
         return plan
@@ -193,12 +169,12 @@ def _without_inactive_offload(plan: PlanValue) -> PlanValue:
     return attrs.evolve(plan, zero_optimization=zero)
 
 
-def _repaired(plan: PlanValue, findings: Iterable[Finding], decisions: list[Decision]) -> PlanValue:
+def _repaired(plan: DeepSpeedPlan, findings: Iterable[Finding], log: Log) -> DeepSpeedPlan:
     """``plan`` with what the rules make of it; what they refuse is raised."""
     findings = tuple(findings)
     raise_all([finding.as_error() for finding in findings if finding.severity == "error"])
     for finding in findings:
-        decisions.append(finding.as_decision())
+        log.decisions.append(finding.as_decision())
         if finding.after is not UNSET:
             plan = _put(plan, finding.key.split("."), finding.after)
     return plan
@@ -211,8 +187,9 @@ def _put(section: SectionT, path: list[str], value: Any) -> SectionT:
     return evolved(section, **{name: new})
 
 
-def _filled(plan: PlanValue, filler: Filler, context: Context) -> PlanValue:
-    batch, why = solve_batch(plan, run=context.run, world_size=filler.world_size)
+def _filled(plan: DeepSpeedPlan, filler: Filler, case: Case) -> DeepSpeedPlan:
+    context = case.context
+    batch, why = case.batch
     filler.decisions.extend(why)
     clipping = _clipping(plan, filler, context.run)
     bf16, fp16 = fill_precision(plan, filler.precision, filler)
@@ -243,7 +220,7 @@ def _filled(plan: PlanValue, filler: Filler, context: Context) -> PlanValue:
     return plan
 
 
-def _refuse_automatic(plan: PlanValue) -> None:
+def _refuse_automatic(plan: DeepSpeedPlan) -> None:
     left = attrs.evolve(plan, optimizer=None, scheduler=None).to_dict()
     for path in automatic_paths(left):
         raise UnresolvedPlanError(
@@ -251,20 +228,15 @@ def _refuse_automatic(plan: PlanValue) -> None:
         )
 
 
-def _clipping(plan: PlanValue, filler: Filler, run: RunFacts) -> float:
+def _clipping(plan: DeepSpeedPlan, filler: Filler, run: RunFacts) -> float:
     key = "gradient_clipping"
-    written, asked = plan.gradient_clipping, run.gradient_clipping
+    written = plan.gradient_clipping
     norm, reason = clipping(plan, run)
     if written is None or isinstance(written, str):
-        filler.note(key, written, norm, reason)
-    elif asked is not None and asked != written:
-        filler.note(
-            key,
-            asked,
-            written,
-            "the configuration's own number stands before that of the run",
-            severity="warning",
-        )
+        filler.decide(key, written, norm, reason)
+    else:
+        stands = "number stands before that of the run"
+        overruled(filler, key, run.gradient_clipping, written, stands)
     return norm
 
 
@@ -296,7 +268,7 @@ _KEEPS_AUTO = (
 """Beginnings of pass-through keys for which ``"auto"`` is a value DeepSpeed understands."""
 
 
-def render(resolved: ResolvedValue, *, folders: bool = True) -> dict[str, Any]:
+def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
     """The configuration DeepSpeed receives.
 
     Args:
@@ -318,7 +290,7 @@ def render(resolved: ResolvedValue, *, folders: bool = True) -> dict[str, Any]:
     return config
 
 
-def written(resolved: ResolvedValue) -> dict[str, Any]:
+def written(resolved: ResolvedPlan) -> dict[str, Any]:
     """The configuration as far as it is known; unlike ``render``, it asks for nothing."""
     config = resolved.plan.to_dict()
     _render_choices(resolved, config)
@@ -351,7 +323,7 @@ def _may_be_automatic(value: Any) -> bool:
     return value == AUTO if isinstance(value, str) else isinstance(value, Mapping | list | tuple)
 
 
-def _render_choices(resolved: ResolvedValue, config: dict[str, Any]) -> None:
+def _render_choices(resolved: ResolvedPlan, config: dict[str, Any]) -> None:
     optimizer = resolved.optimizer
     if optimizer is None:
         return
@@ -382,7 +354,7 @@ def _render_choices(resolved: ResolvedValue, config: dict[str, Any]) -> None:
     )
 
 
-def _render_folders(resolved: ResolvedValue, config: dict[str, Any], *, folders: bool) -> None:
+def _render_folders(resolved: ResolvedPlan, config: dict[str, Any], *, folders: bool) -> None:
     for part, folder in resolved.nvme_paths.items():
         section = config["zero_optimization"][f"offload_{part}"]
         if not folders:

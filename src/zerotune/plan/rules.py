@@ -16,7 +16,7 @@ import attrs
 
 from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import format_size
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, name_of
 from zerotune.errors import UNSET, PlanConflictError, PlanError
 from zerotune.optimizers.catalogue import ONE_BIT, entry_of
 from zerotune.optimizers.schedules import canonical_schedule
@@ -27,30 +27,26 @@ from zerotune.plan.fill import (
     NO_PREFETCH,
     OPTIMIZER_BUFFERS,
     SUB_GROUP_NVME,
+    Case,
     Filler,
     clipping,
     clipping_in_optimizer,
     clipping_sources,
-    decide_precision,
     largest_sub_group,
     optimizer_buffers,
     pins_exactly,
     pins_natively,
     rehearses_in_bf16,
-    solve_batch,
     swaps_parameters,
 )
 from zerotune.plan.model import (
     AUTO,
     Context,
-    Names,
+    DeepSpeedPlan,
     OffloadSection,
-    PlanValue,
     Section,
-    in_words_of,
     join,
     modelled,
-    name_of,
     unknown_key,
 )
 from zerotune.plan.schema import faults, passed_schema
@@ -89,19 +85,7 @@ class Finding:
         error = self.error
         if error is None:
             error = PlanConflictError(self.reason, key=self.key, value=self.value, fix=self.fix)
-        return error if self.written is None else error.reworded(self.written, str)
-
-    def in_words_of(self, names: Names) -> Finding:
-        """The finding as the file says it that has these names for settings."""
-        say = in_words_of(names)
-        return attrs.evolve(
-            self,
-            reason=say(self.reason),
-            fix=say(self.fix),
-            because=say(self.because),
-            written=name_of(self.key, names),
-            error=self.error and self.error.reworded(None, say),
-        )
+        return error if self.written is None else error.called(self.written)
 
     def as_decision(self) -> Decision:
         """The finding as a decision of the resolved plan."""
@@ -118,7 +102,7 @@ class Finding:
         return f"[{self.severity}] {self.rule}: {self.as_error()}"
 
 
-_Check = Callable[["PlanValue", Context], Iterator[Finding]]
+_Check = Callable[[Case], Iterator[Finding]]
 
 
 @attrs.frozen(kw_only=True)
@@ -137,19 +121,24 @@ class Rule:
     left_to: str = ""
     """Who does or refuses what it says, where resolving does not."""
 
-    def __call__(self, plan: PlanValue, context: Context) -> list[Finding]:
+    def __call__(self, plan: DeepSpeedPlan, context: Context) -> list[Finding]:
         """What this rule finds."""
-        if self.only_deepspeed and not context.uses_deepspeed:
+        return self.find(Case(plan=plan, context=context))
+
+    def find(self, case: Case) -> list[Finding]:
+        """What this rule finds in a plan that other rules look at too."""
+        if self.only_deepspeed and not case.context.uses_deepspeed:
             return []
-        return list(self.check(plan, context))
+        return list(self.check(case))
 
 
 class Report:
-    """Makes the findings of one rule; passed to nobody but rule functions."""
+    """Makes the findings of one rule about one plan; passed to nobody but rule functions."""
 
-    def __init__(self, rule: str, severity: RuleSeverity) -> None:
+    def __init__(self, rule: str, severity: RuleSeverity, case: Case) -> None:
         self._rule = rule
         self._severity: RuleSeverity = severity
+        self.case = case
 
     def __call__(
         self,
@@ -186,7 +175,7 @@ class Report:
         )
 
 
-_Function = Callable[["PlanValue", Context, Report], Iterator[Finding]]
+_Function = Callable[["DeepSpeedPlan", Context, Report], Iterator[Finding]]
 
 
 def rule(
@@ -203,7 +192,6 @@ def rule(
         left_to: Who does or refuses what it says, where that takes more than the plan: the
             precision asked for, or the optimizer.
     """
-    report = Report(rule_id, severity)
 
     def made(function: _Function) -> Rule:
         summary, _, advice = (function.__doc__ or "").strip().partition("\n")
@@ -212,7 +200,7 @@ def rule(
             severity=severity,
             summary=summary,
             advice=" ".join(advice.split()),
-            check=lambda plan, context: function(plan, context, report),
+            check=lambda case: function(case.plan, case.context, Report(rule_id, severity, case)),
             only_deepspeed=only_deepspeed,
             left_to=left_to,
         )
@@ -226,7 +214,7 @@ def rule(
 Findings = Iterator[Finding]
 
 
-def offload_section(plan: PlanValue, part: str) -> OffloadSection | None:
+def offload_section(plan: DeepSpeedPlan, part: str) -> OffloadSection | None:
     """``offload_optimizer`` or ``offload_param`` as written."""
     zero = plan.zero_optimization
     section: OffloadSection | None = getattr(zero, f"offload_{part}") if zero else None
@@ -238,7 +226,7 @@ def active(section: OffloadSection | None) -> bool:
     return section is not None and section.device not in (None, "none", AUTO)
 
 
-def zero_extra(plan: PlanValue, key: str) -> Any:
+def zero_extra(plan: DeepSpeedPlan, key: str) -> Any:
     """A key of ``zero_optimization`` that zerotune passes through; ``None``: not written."""
     zero = plan.zero_optimization
     return zero.extra.get(key) if zero else None
@@ -254,12 +242,12 @@ def integer(value: Any) -> int | None:
     return int(value) if is_integer(value) else None
 
 
-def clips(plan: PlanValue, context: Context) -> bool:
+def clips(plan: DeepSpeedPlan, context: Context) -> bool:
     """Whether gradients are clipped: unless something says 0, zerotune clips."""
     return clipping(plan, context.run).norm != 0
 
 
-def set_twice(plan: PlanValue, report: Report, key: str, places: dict[str, Any]) -> Findings:
+def set_twice(plan: DeepSpeedPlan, report: Report, key: str, places: dict[str, Any]) -> Findings:
     """A finding for each of ``places`` that contradicts the top-level ``key``."""
     first = getattr(plan, key)
     for place, second in places.items():
@@ -279,23 +267,302 @@ def older_than_removal(context: Context) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) < (0, 19)
 
 
+# -- Rules on one setting: what it may not be, at which stage or beside what.
+
+
+def setting_rule(
+    rule_id: str,
+    severity: RuleSeverity,
+    settings: Mapping[str, Callable[[Any], bool]],
+    *,
+    summary: str,
+    reason: str,
+    fix: str,
+    stages: tuple[int, ...] = (),
+    when: Callable[[DeepSpeedPlan], bool] | None = None,
+    more: str = "",
+    after: Any = UNSET,
+    only_deepspeed: bool = True,
+    left_to: str = "",
+) -> Rule:
+    """A rule on settings, each judged by its value alone.
+
+    Args:
+        rule_id: The rule's name.
+        severity: What a finding means.
+        settings: Path to the test of a value that the rule reports.
+        summary: What is wrong, in one sentence.
+        reason: Why; ``{stage}`` is the plan's.
+        fix: What to write instead.
+        stages: The ZeRO stages it concerns; empty: every one.
+        when: What else must hold.
+        more: What the documentation adds.
+        after: What resolution makes of the setting.
+        only_deepspeed: As of ``rule``.
+        left_to: As of ``rule``.
+    """
+
+    def check(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
+        if (stages and plan.stage not in stages) or (when is not None and not when(plan)):
+            return
+        for path, refused in settings.items():
+            value = written_at(plan, path)
+            if refused(value):
+                shown = value.to_dict() if isinstance(value, Section) else value
+                yield report(path, shown, reason.format(stage=plan.stage), fix, after=after)
+
+    several = ", ".join(map(str, stages[:-1]))
+    why = reason.format(stage=f"{several} or {stages[-1]}" if several else "")
+    check.__doc__ = f"{summary}\n{_sentence(fix)} {_sentence(why)} {more}"
+    return rule(rule_id, severity, only_deepspeed=only_deepspeed, left_to=left_to)(check)
+
+
+def written_at(plan: DeepSpeedPlan, path: str) -> Any:
+    """What is written at a path; ``None``: nothing."""
+    value: Any = plan
+    for name in path.split("."):
+        if isinstance(value, Section):
+            kept: Mapping[str, Any] = getattr(value, "extra", {})
+            value = getattr(value, name) if hasattr(value, name) else kept.get(name)
+        else:
+            value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def is_one(*refused: Any) -> Callable[[Any], bool]:
+    """A test for these values; true is not 1."""
+    kinds = [(isinstance(each, bool), each) for each in refused]
+    return lambda value: (isinstance(value, bool), value) in kinds
+
+
+def is_other(*allowed: Any) -> Callable[[Any], bool]:
+    """A test for a value that is written, and none of these."""
+    return lambda value: value not in (None, *allowed)
+
+
+def is_below(limit: float) -> Callable[[Any], bool]:
+    """A test for a number."""
+    return lambda value: is_number(value) and value < limit
+
+
+def _scales(plan: DeepSpeedPlan) -> bool:
+    return plan.fp16 is not None and plan.fp16.enabled is True
+
+
+_ZERO: Final = "zero_optimization"
+_OPTIMIZER: Final = f"{_ZERO}.offload_optimizer"
+_PARAM: Final = f"{_ZERO}.offload_param"
+
+SETTING_RULES: Final = (
+    setting_rule(
+        "offload-at-stage-0",
+        "warning",
+        {_OPTIMIZER: active, _PARAM: active},
+        stages=(0,),
+        summary="Nothing is offloaded at stage 0.",
+        reason="DeepSpeed ignores offload at stage 0, so it is left out",
+        fix="set zero_optimization.stage to 2 to offload",
+        after=None,
+    ),
+    setting_rule(
+        "offload-param-below-stage-3",
+        "warning",
+        {_PARAM: active},
+        stages=(1, 2),
+        summary="Parameters can be offloaded only where they are partitioned, at stage 3.",
+        reason="DeepSpeed ignores offload_param below stage 3, here {stage}, so it is left out",
+        fix="set zero_optimization.stage to 3 to offload parameters",
+        after=None,
+    ),
+    setting_rule(
+        "param-offload-alone",
+        "note",
+        {f"{_PARAM}.device": is_one("cpu", "nvme")},
+        stages=(3,),
+        when=lambda plan: plan.offload_optimizer_device == "none",
+        summary="Parameters are offloaded while the larger optimizer states stay on the device.",
+        reason="the optimizer states, six times larger in mixed precision, stay on the device",
+        fix='set offload_optimizer.device to "cpu" to free more memory',
+    ),
+    setting_rule(
+        "partial-offload-below-stage-3",
+        "error",
+        {f"{_OPTIMIZER}.ratio": is_below(1)},
+        stages=(1, 2),
+        summary="An offload ratio below 1 is refused by DeepSpeed below stage 3.",
+        reason="DeepSpeed offloads a part of the optimizer only at stage 3, not at {stage}",
+        fix="set the ratio to 1.0, or zero_optimization.stage to 3",
+    ),
+    setting_rule(
+        "partial-offload",
+        "note",
+        {f"{_OPTIMIZER}.ratio": is_below(1)},
+        stages=(3,),
+        summary="An offload ratio below 1 leaves part of the optimizer on the device, with another"
+        " AdamW.",
+        reason="what stays on the device is stepped by torch's AdamW, the rest by DeepSpeed's",
+        fix="set the ratio to 1.0 for one implementation",
+        more="torch's AdamW would keep its first learning rate there, and its states would be in"
+        " no checkpoint (``backup_optimizer``); zerotune lets both share groups and states. The"
+        " two implementations round differently.",
+    ),
+    setting_rule(
+        "nvme-optimizer-below-stage-3",
+        "error",
+        {f"{_OPTIMIZER}.device": is_one("nvme")},
+        stages=(1, 2),
+        summary="DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage"
+        " 3.",
+        reason="needs stage 3; at stage {stage} DeepSpeed silently uses host memory",
+        fix='set zero_optimization.stage to 3, or device to "cpu"',
+    ),
+    setting_rule(
+        "zero-plus-plus-below-stage-3",
+        "warning",
+        {
+            f"{_ZERO}.zero_hpz_partition_size": is_other(AUTO, 1),
+            f"{_ZERO}.zero_quantized_weights": is_other(AUTO, False),
+            f"{_ZERO}.zero_quantized_nontrainable_weights": is_other(AUTO, False),
+            f"{_ZERO}.zero_quantized_gradients": is_other(AUTO, False),
+        },
+        stages=(0, 1, 2),
+        summary="ZeRO++ settings have no effect below stage 3.",
+        reason="DeepSpeed ignores ZeRO++ below stage 3, here {stage}, so it is left out",
+        fix="set zero_optimization.stage to 3, or remove the key",
+        after=None,
+    ),
+    setting_rule(
+        "stage-3-launch-flag",
+        "note",
+        {"launch.zero3_init_flag": is_one(True)},
+        stages=(0, 1, 2),
+        summary="The launcher's ``zero3_init_flag`` has no effect below stage 3.",
+        reason="it builds partitioned parameters, and at stage {stage} none are",
+        fix="remove it, or set zero_optimization.stage to 3",
+        more="accelerate sets it to false with a warning.",
+    ),
+    setting_rule(
+        "legacy-stage-1",
+        "error",
+        {f"{_ZERO}.legacy_stage1": is_one(True)},
+        stages=(1, 2, 3),
+        summary="The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine"
+        " raises.",
+        reason="DeepSpeed removed that implementation and stops at the key",
+        fix="remove this key",
+    ),
+    setting_rule(
+        "gradient-scaling",
+        "error",
+        {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
+        stages=(2, 3),
+        when=lambda plan: written_at(plan, f"{_ZERO}.reduce_scatter") is not False,
+        summary="Scaling gradients before they are reduced is refused by stages 2 and 3.",
+        reason="DeepSpeed refuses it at stage {stage} with reduce_scatter, its default",
+        fix="remove this key, or set zero_optimization.reduce_scatter to false",
+    ),
+    setting_rule(
+        "muon-reduce-scatter",
+        "warning",
+        {f"{_ZERO}.reduce_scatter": lambda value: value is not False},
+        stages=(3,),
+        when=lambda plan: plan.optimizer_name == "Muon",
+        summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed"
+        " raises.",
+        reason='DeepSpeed stops at stage 3 with "Muon and reduce scatter cannot be used together"',
+        fix="set reduce_scatter to false, or use stage 1 or 2",
+    ),
+    setting_rule(
+        "one-bit-optimizer",
+        "warning",
+        {"optimizer.type": is_other()},
+        when=lambda plan: plan.optimizer_name in ONE_BIT,
+        summary="1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.",
+        reason="DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with"
+        " ZeRO",
+        fix='write "AdamW" (or "Lamb")',
+        more="``OptimizerResolver`` replaces them, or refuses, as its policy says.",
+    ),
+    setting_rule(
+        "fp16-fixed-loss-scale",
+        "warning",
+        {"fp16.loss_scale": lambda value: is_number(value) and value > 0},
+        when=_scales,
+        summary="A fixed loss scale never adapts: what overflows once may overflow for ever.",
+        reason="DeepSpeed skips a step whose gradients overflow, and a fixed scale is never lowered"
+        " after it",
+        fix="write 0 for dynamic loss scaling, or use bf16",
+    ),
+    setting_rule(
+        "dynamic-loss-scale",
+        "error",
+        {"fp16.loss_scale_window": is_one(0), "fp16.min_loss_scale": is_one(0)},
+        when=lambda plan: _scales(plan) and written_at(plan, "fp16.loss_scale") in (None, 0, AUTO),
+        summary="A dynamic loss scale needs a window and a floor above 0.",
+        reason="DeepSpeed refuses 0 with a dynamic loss scale",
+        fix="write 1",
+        more="With fp16 off, or a fixed ``loss_scale``, DeepSpeed does not look at them.",
+    ),
+    setting_rule(
+        "scheduler-no-warmup",
+        "warning",
+        {"scheduler.params.warmup_num_steps": is_below(1)},
+        only_deepspeed=False,
+        left_to="the optimizer",
+        summary='DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").',
+        reason="DeepSpeed's warm-up must be a positive number of steps",
+        fix="write 1, which is its shortest",
+        more="``OptimizerResolver`` writes 1 and starts at the peak.",
+    ),
+    setting_rule(
+        "scheduler-range-test",
+        "note",
+        {
+            "scheduler.type": lambda name: (
+                name is not None and canonical_schedule(name) == "LRRangeTest"
+            )
+        },
+        only_deepspeed=False,
+        summary="``LRRangeTest`` raises the learning rate without end, to find one; it trains"
+        " nothing.",
+        reason="it raises the learning rate until training diverges, which shows the largest usable"
+        " one",
+        fix='write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
+    ),
+    setting_rule(
+        "activation-checkpointing",
+        "note",
+        {"activation_checkpointing": bool},
+        summary="``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.",
+        reason="it has an effect only on models that call deepspeed.checkpointing, and those of"
+        " diffusers call torch's",
+        fix="remove it and call the model's enable_gradient_checkpointing()",
+    ),
+)
+"""Rules that need no function of their own, in the order they are checked."""
+
+
 # -- Rules on batch sizes, accumulation and the number of ranks.
 
 
 @rule("batch-triple", "error", only_deepspeed=False)
-def batch_triple(plan: PlanValue, context: Context, report: Report) -> Findings:
+def batch_triple(_plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Train batch = micro batch x accumulation x world size must hold.
 
     Write two of the three, or change one so that the product holds at this world size.
     """
     try:
-        solve_batch(plan, run=context.run, world_size=context.world_size)
+        _ = report.case.batch
     except PlanConflictError as error:
         yield report.error(error)
 
 
 @rule("accumulation-set-twice", "warning", only_deepspeed=False)
-def accumulation_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def accumulation_twice(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Accumulation is written both in the DeepSpeed block and outside of it.
 
     Keep the one in the DeepSpeed block, which is used.
@@ -305,7 +572,7 @@ def accumulation_twice(plan: PlanValue, _context: Context, report: Report) -> Fi
 
 
 @rule("world-size", "warning", only_deepspeed=False)
-def world_size(plan: PlanValue, context: Context, report: Report) -> Findings:
+def world_size(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The launcher's file asks for another number of processes than train.
 
     Start as many as the file says, or correct the file: every batch size depends on it.
@@ -323,7 +590,7 @@ def world_size(plan: PlanValue, context: Context, report: Report) -> Findings:
 
 
 @rule("micro-batch-unset", "note", only_deepspeed=False)
-def micro_batch_unset(plan: PlanValue, context: Context, report: Report) -> Findings:
+def micro_batch_unset(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Nothing says how many samples one pass takes.
 
     Write ``train_micro_batch_size_per_gpu``; without it the micro batch is 1.
@@ -342,46 +609,8 @@ _NOTEWORTHY = 1024**3
 """Bytes of host memory below which rounding is not worth a word."""
 
 
-@rule("offload-at-stage-0", "warning")
-def offload_at_stage_0(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """Nothing is offloaded at stage 0.
-
-    Set ``zero_optimization.stage`` to 2 to offload the optimizer; the section is left out.
-    """
-    if plan.stage != 0:
-        return
-    for part in ("optimizer", "param"):
-        section = offload_section(plan, part)
-        if section is not None and active(section):
-            yield report(
-                f"zero_optimization.offload_{part}",
-                section.to_dict(),
-                "DeepSpeed ignores offload at stage 0, so it is left out",
-                "set zero_optimization.stage to 2 to offload",
-                after=None,
-            )
-
-
-@rule("offload-param-below-stage-3", "warning")
-def offload_param(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """Parameters can be offloaded only where they are partitioned, at stage 3.
-
-    Set ``zero_optimization.stage`` to 3; below it DeepSpeed ignores the section, and it is left
-    out.
-    """
-    section = offload_section(plan, "param")
-    if plan.stage in (1, 2) and section is not None and active(section):
-        yield report(
-            "zero_optimization.offload_param",
-            section.to_dict(),
-            f"DeepSpeed ignores offload_param below stage 3, here {plan.stage}, so it is left out",
-            "set zero_optimization.stage to 3 to offload parameters",
-            after=None,
-        )
-
-
 @rule("offload-without-device", "warning")
-def offload_without_device(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def offload_without_device(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An offload section without a device offloads nothing: DeepSpeed's default is ``"none"``.
 
     Name a device, or remove the section.
@@ -399,60 +628,8 @@ def offload_without_device(plan: PlanValue, _context: Context, report: Report) -
             )
 
 
-@rule("param-offload-alone", "note")
-def param_offload_alone(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """Parameters are offloaded while the larger optimizer states stay on the device.
-
-    Offload the optimizer too, or first.
-    """
-    section = offload_section(plan, "param")
-    if plan.stage == 3 and active(section) and plan.offload_optimizer_device == "none":
-        yield report(
-            "zero_optimization.offload_param.device",
-            plan.offload_param_device,
-            "the optimizer states, six times larger in mixed precision, stay on the device",
-            'set offload_optimizer.device to "cpu" to free more memory',
-        )
-
-
-@rule("partial-offload-below-stage-3", "error")
-def partial_offload(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """An offload ratio below 1 is refused by DeepSpeed below stage 3.
-
-    Write 1.0, or use stage 3.
-    """
-    section = offload_section(plan, "optimizer")
-    ratio = section.ratio if section is not None else None
-    if plan.stage in (1, 2) and is_number(ratio) and float(ratio or 0) < 1:
-        yield report(
-            "zero_optimization.offload_optimizer.ratio",
-            ratio,
-            f"DeepSpeed offloads a part of the optimizer only at stage 3, not at {plan.stage}",
-            "set the ratio to 1.0, or zero_optimization.stage to 3",
-        )
-
-
-@rule("partial-offload", "note")
-def partial_offload_steps_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """An offload ratio below 1 leaves part of the optimizer on the device, with another AdamW.
-
-    Nothing need be done. DeepSpeed steps that part with torch's AdamW, which would keep its first
-    learning rate and whose states would be in no checkpoint (``backup_optimizer``); zerotune lets
-    both share groups and states. The two implementations round differently.
-    """
-    section = offload_section(plan, "optimizer")
-    ratio = section.ratio if section is not None else None
-    if plan.stage == 3 and is_number(ratio) and float(ratio or 0) < 1:
-        yield report(
-            "zero_optimization.offload_optimizer.ratio",
-            ratio,
-            "what stays on the device is stepped by torch's AdamW, the rest by DeepSpeed's",
-            "set the ratio to 1.0 for one implementation",
-        )
-
-
 @rule("partial-offload-optimizer", "error")
-def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def partial_offload_optimizer(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An offload ratio below 1 works with AdamW in host memory alone; DeepSpeed asserts it.
 
     Write 1.0, or use AdamW. What stays on the device is stepped by torch's AdamW: of Adam with L2
@@ -478,7 +655,7 @@ def partial_offload_optimizer(plan: PlanValue, _context: Context, report: Report
 
 
 @rule("super-offload-accelerator", "error")
-def super_offload_accelerator(plan: PlanValue, context: Context, report: Report) -> Findings:
+def super_offload_accelerator(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """SuperOffload runs on NVIDIA CUDA devices only; DeepSpeed asserts it.
 
     Remove ``super_offload``.
@@ -496,7 +673,7 @@ def super_offload_accelerator(plan: PlanValue, context: Context, report: Report)
 
 
 @rule("super-offload", "warning")
-def super_offload(plan: PlanValue, context: Context, report: Report) -> Findings:
+def super_offload(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """SuperOffload works at stage 3 only, and overlaps nothing while gradients are clipped.
 
     Leave it out, or set ``gradient_clipping`` to 0 if training stays stable without.
@@ -521,13 +698,13 @@ def super_offload(plan: PlanValue, context: Context, report: Report) -> Findings
         )
 
 
-def _super_offload(plan: PlanValue) -> bool:
+def _super_offload(plan: DeepSpeedPlan) -> bool:
     section = offload_section(plan, "optimizer")
     return section is not None and active(section) and section.extra.get("super_offload") is True
 
 
 @rule("pinned-memory-rounding", "note")
-def pinned_memory(plan: PlanValue, context: Context, report: Report) -> Findings:
+def pinned_memory(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """An older torch rounds each pinned block up to a power of two: 16 GiB for SDXL at stage 2.
 
     Install torch 2.13, where zerotune switches that off, or DeepSpeed 0.19.8, which page-locks to
@@ -570,41 +747,8 @@ def _power_of_two(nbytes: int) -> int:
 _CLIPPING: Final = "gradient_clipping"
 
 
-@rule("one-bit-optimizer", "warning")
-def one_bit(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """1-bit optimizers were removed from DeepSpeed 0.19 and never ran under ZeRO.
-
-    Write ``"AdamW"``. ``OptimizerResolver`` replaces them, or refuses, as its policy says.
-    """
-    if plan.optimizer is not None and plan.optimizer_name in ONE_BIT:
-        yield report(
-            "optimizer.type",
-            plan.optimizer.type,
-            "DeepSpeed 0.19 removed the 1-bit optimizers, and older releases refuse them with ZeRO",
-            'write "AdamW" (or "Lamb")',
-        )
-
-
-@rule("muon-reduce-scatter", "warning")
-def muon_reduce_scatter(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed raises.
-
-    Set ``reduce_scatter`` to false, or use stage 1 or 2.
-    """
-    zero = plan.zero_optimization
-    if plan.optimizer_name != "Muon" or zero is None or plan.stage != 3:
-        return
-    if zero.reduce_scatter is not False:
-        yield report(
-            "zero_optimization.reduce_scatter",
-            zero.reduce_scatter,
-            'DeepSpeed stops at stage 3 with "Muon and reduce scatter cannot be used together"',
-            "set reduce_scatter to false, or use stage 1 or 2",
-        )
-
-
 @rule("muon-convolutions", "warning")
-def muon_convolutions(plan: PlanValue, context: Context, report: Report) -> Findings:
+def muon_convolutions(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Muon fails on the weights of convolutions at stages 2 and 3.
 
     Use AdamW, or leave convolutions to Muon's auxiliary Adam. Its compiled update multiplies
@@ -625,7 +769,7 @@ def muon_convolutions(plan: PlanValue, context: Context, report: Report) -> Find
 
 
 @rule("clipping-set-twice", "warning", only_deepspeed=False)
-def clipping_twice(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def clipping_twice(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Clipping is written both at the top level and elsewhere.
 
     Keep ``gradient_clipping``, which is used.
@@ -640,7 +784,7 @@ def clipping_twice(plan: PlanValue, _context: Context, report: Report) -> Findin
 
 
 @rule("clipping-in-optimizer", "error", only_deepspeed=False, left_to="the optimizer")
-def clipping_in_the_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def clipping_in_the_optimizer(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """``max_grad_norm`` stands among the arguments of the optimizer, where DeepSpeed refuses it.
 
     Write ``gradient_clipping`` at the top level.
@@ -651,7 +795,7 @@ def clipping_in_the_optimizer(plan: PlanValue, _context: Context, report: Report
 
 
 @rule("clipping-unset", "note", only_deepspeed=False)
-def clipping_unset(plan: PlanValue, context: Context, report: Report) -> Findings:
+def clipping_unset(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Nothing says how gradients are clipped, and DeepSpeed's default moved from 0 to 1.0.
 
     Write ``gradient_clipping``; 0 switches clipping off.
@@ -671,7 +815,7 @@ def clipping_unset(plan: PlanValue, context: Context, report: Report) -> Finding
 
 
 @rule("precision-conflict", "error", only_deepspeed=False)
-def precision_conflict(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def precision_conflict(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """At most one of bf16 and fp16 may be on, and the launcher must agree.
 
     Switch one off, and let the launcher's ``mixed_precision`` say the same.
@@ -708,7 +852,7 @@ def precision_conflict(plan: PlanValue, _context: Context, report: Report) -> Fi
 
 
 @rule("precision-unsupported", "error", only_deepspeed=False)
-def precision_unsupported(plan: PlanValue, context: Context, report: Report) -> Findings:
+def precision_unsupported(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The platform cannot compute in the precision asked for.
 
     Ask for one it has, or write ``"auto"``. Checked where a platform is known.
@@ -716,19 +860,19 @@ def precision_unsupported(plan: PlanValue, context: Context, report: Report) -> 
     if context.platform is None or _contradicts_itself(plan):
         return
     try:
-        decide_precision(plan, run=context.run, platform=context.platform)
+        _ = report.case.precision
     except PlanError as error:
         yield report.error(error)
 
 
-def _contradicts_itself(plan: PlanValue) -> bool:
+def _contradicts_itself(plan: DeepSpeedPlan) -> bool:
     launched = plan.launch.mixed_precision if plan.launch else None
     sections = (plan.bf16, plan.fp16)
     return launched == "fp8" or all(section and section.enabled is True for section in sections)
 
 
 @rule("fp16-on-cpu", "warning", left_to="the choice of precision")
-def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
+def fp16_on_cpu(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """DeepSpeed's CPU accelerator takes fp16 only where torch has native fp16 arithmetic.
 
     Resolution trains in bf16 there, which takes the same memory and needs no loss scaling.
@@ -743,7 +887,7 @@ def fp16_on_cpu(plan: PlanValue, context: Context, report: Report) -> Findings:
 
 
 @rule("bf16-emulated", "note", only_deepspeed=False)
-def bf16_emulated(plan: PlanValue, context: Context, report: Report) -> Findings:
+def bf16_emulated(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """A CPU without bf16 arithmetic emulates it, many times slower than fp32.
 
     Train in fp32 there, unless it is a rehearsal of a bf16 run.
@@ -761,29 +905,8 @@ def bf16_emulated(plan: PlanValue, context: Context, report: Report) -> Findings
         )
 
 
-@rule("fp16-fixed-loss-scale", "warning")
-def fixed_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """A fixed loss scale never adapts: what overflows once may overflow for ever.
-
-    Write 0, which scales dynamically. ``LossScaler.update_scale`` only logs an overflow, and the
-    step is skipped.
-    """
-    section = plan.fp16
-    if section is None or section.enabled is not True:
-        return
-    scale = number(section.loss_scale)
-    if scale is not None and scale > 0:
-        yield report(
-            "fp16.loss_scale",
-            section.loss_scale,
-            "DeepSpeed skips a step whose gradients overflow, and a fixed scale is never lowered"
-            " after it",
-            "write 0 for dynamic loss scaling, or use bf16",
-        )
-
-
 @rule("bf16-master-weights", "error")
-def bf16_master_weights(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def bf16_master_weights(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Low-precision master weights need ZeRO with the optimizer offloaded to the CPU.
 
     Offload the optimizer, or remove the key. In bf16 they may stay on the device when
@@ -830,34 +953,17 @@ _CYCLE_DEFAULT: Final = 2000
 """``cycle_first_step_size`` of DeepSpeed's ``OneCycle``."""
 
 
-def _params(plan: PlanValue) -> Mapping[str, Any]:
+def _params(plan: DeepSpeedPlan) -> Mapping[str, Any]:
     return (plan.scheduler.params if plan.scheduler else None) or {}
 
 
-def _schedule(plan: PlanValue) -> str | None:
+def _schedule(plan: DeepSpeedPlan) -> str | None:
     name = plan.scheduler.type if plan.scheduler else None
     return canonical_schedule(name) if name else None
 
 
-@rule("scheduler-no-warmup", "warning", only_deepspeed=False, left_to="the optimizer")
-def no_warmup(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """DeepSpeed refuses a warm-up of 0 steps ("must be a positive integer").
-
-    Leave ``warmup_num_steps`` out, or write 1. ``OptimizerResolver`` writes 1 and starts at the
-    peak.
-    """
-    steps = number(_params(plan).get("warmup_num_steps"))
-    if steps is not None and steps < 1:
-        yield report(
-            f"{_PARAMS}.warmup_num_steps",
-            _params(plan)["warmup_num_steps"],
-            "DeepSpeed's warm-up must be a positive number of steps",
-            "write 1, which is its shortest",
-        )
-
-
 @rule("scheduler-warmup-too-long", "warning", only_deepspeed=False)
-def warmup_too_long(plan: PlanValue, context: Context, report: Report) -> Findings:
+def warmup_too_long(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The warm-up is as long as the schedule or the run, so the peak is never reached.
 
     Shorten the warm-up; steps are optimizer steps, not micro batches.
@@ -879,7 +985,7 @@ def warmup_too_long(plan: PlanValue, context: Context, report: Report) -> Findin
 
 
 @rule("scheduler-total", "warning", only_deepspeed=False)
-def scheduler_total(plan: PlanValue, context: Context, report: Report) -> Findings:
+def scheduler_total(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """``total_num_steps`` differs from the optimizer steps of the run.
 
     Write the number of optimizer steps, or ``"auto"``: a shorter schedule trains on at its end
@@ -911,7 +1017,7 @@ def _confused_with(total: float, run: int, context: Context) -> str:
 
 
 @rule("scheduler-cycle", "warning", only_deepspeed=False)
-def scheduler_cycle(plan: PlanValue, context: Context, report: Report) -> Findings:
+def scheduler_cycle(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """A ``OneCycle`` longer than the run never comes down.
 
     Make ``cycle_first_step_size`` plus ``cycle_second_step_size`` (as long as the first when it
@@ -934,22 +1040,6 @@ def scheduler_cycle(plan: PlanValue, context: Context, report: Report) -> Findin
         )
 
 
-@rule("scheduler-range-test", "note", only_deepspeed=False)
-def range_test(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """``LRRangeTest`` raises the learning rate without end, to find one; it trains nothing.
-
-    Read a learning rate off its losses, and train with another schedule.
-    """
-    if _schedule(plan) == "LRRangeTest":
-        yield report(
-            "scheduler.type",
-            plan.scheduler.type if plan.scheduler else None,
-            "it raises the learning rate until training diverges, which shows the largest usable"
-            " one",
-            'write "WarmupLR", "WarmupDecayLR" or "WarmupCosineLR" to train',
-        )
-
-
 # -- Rules on NVMe.
 
 
@@ -957,7 +1047,7 @@ _LARGE_POOL = 4 * 1024**3
 """Bytes of pinned swap buffers that deserve a warning."""
 
 
-def _swap_buffers(plan: PlanValue) -> int | None:
+def _swap_buffers(plan: DeepSpeedPlan) -> int | None:
     """``buffer_count`` where an optimizer with two moments is swapped and the user wrote one."""
     section = offload_section(plan, "optimizer")
     if plan.stage != 3 or section is None or section.device != "nvme":
@@ -966,23 +1056,8 @@ def _swap_buffers(plan: PlanValue) -> int | None:
     return integer(section.buffer_count) if two else None
 
 
-@rule("nvme-optimizer-below-stage-3", "error")
-def nvme_optimizer(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """DeepSpeed silently keeps the optimizer in host memory instead of NVMe below stage 3.
-
-    Use stage 3, or device ``"cpu"``.
-    """
-    if plan.stage in (1, 2) and plan.offload_optimizer_device == "nvme":
-        yield report(
-            "zero_optimization.offload_optimizer.device",
-            "nvme",
-            f"needs stage 3; at stage {plan.stage} DeepSpeed silently uses host memory",
-            'set zero_optimization.stage to 3, or device to "cpu"',
-        )
-
-
 @rule("nvme-path-unset", "note")
-def nvme_path_unset(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def nvme_path_unset(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Something swaps to NVMe and no folder is written.
 
     Write ``nvme_path`` on a fast disk. Without it the run leases a folder of its own below the
@@ -1003,7 +1078,7 @@ def nvme_path_unset(plan: PlanValue, _context: Context, report: Report) -> Findi
 
 
 @rule("nvme-optimizer-buffers", "error")
-def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def nvme_optimizer_buffers(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """The swap pool of an optimizer with two moments needs four buffers.
 
     Write at least 4, or ``"auto"``.
@@ -1020,7 +1095,7 @@ def nvme_optimizer_buffers(plan: PlanValue, _context: Context, report: Report) -
 
 
 @rule("nvme-pipeline-buffers", "warning")
-def nvme_pipeline_buffers(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def nvme_pipeline_buffers(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Pipelined swapping needs four more buffers for reading ahead and four for writing back.
 
     Write 8 with one of ``pipeline_read`` and ``pipeline_write``, 12 with both, or ``"auto"``.
@@ -1040,7 +1115,7 @@ def nvme_pipeline_buffers(plan: PlanValue, _context: Context, report: Report) ->
 
 
 @rule("nvme-sub-group-size", "warning")
-def nvme_sub_group_size(plan: PlanValue, context: Context, report: Report) -> Findings:
+def nvme_sub_group_size(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """The pool of NVMe swap buffers is host memory: buffers x largest sub-group x 4 bytes.
 
     Write 5e7 to 1e8, or ``"auto"``. DeepSpeed's default of 1e9 takes 15 GiB with four buffers
@@ -1068,7 +1143,7 @@ def nvme_sub_group_size(plan: PlanValue, context: Context, report: Report) -> Fi
 
 
 @rule("nvme-param-prefetch", "warning")
-def nvme_param_prefetch(plan: PlanValue, context: Context, report: Report) -> Findings:
+def nvme_param_prefetch(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Fetching parameters ahead from NVMe fails in the second step.
 
     Write 0 or ``"auto"``. Where the forward pass turns into the backward pass DeepSpeed 0.19.8
@@ -1078,7 +1153,7 @@ def nvme_param_prefetch(plan: PlanValue, context: Context, report: Report) -> Fi
     written = integer(zero.stage3_prefetch_bucket_size) if zero else None
     if zero is None or not written or plan.stage != 3 or plan.offload_param_device != "nvme":
         return
-    if swaps_parameters(zero, _filler(plan, context), plan.aio):
+    if swaps_parameters(zero, _filler(report.case), plan.aio):
         yield report(
             "zero_optimization.stage3_prefetch_bucket_size",
             written,
@@ -1089,17 +1164,17 @@ def nvme_param_prefetch(plan: PlanValue, context: Context, report: Report) -> Fi
         )
 
 
-def _filler(plan: PlanValue, context: Context) -> Filler:
-    precision = plan.precision
-    if context.platform is not None:
+def _filler(case: Case) -> Filler:
+    precision = case.plan.precision
+    if case.context.platform is not None:
         # What contradicts itself is refused by the rules on precision.
         with contextlib.suppress(PlanError):
-            precision, _ = decide_precision(plan, run=context.run, platform=context.platform)
-    return Filler(stage=int(plan.stage), context=context, precision=precision)
+            precision, _ = case.precision
+    return Filler(stage=int(case.plan.stage), context=case.context, precision=precision)
 
 
 @rule("number-as-text", "note", only_deepspeed=False)
-def number_as_text(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def number_as_text(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """An argument of the optimizer or the schedule is a number in quotes.
 
     Write it without quotes. It is read as the number; DeepSpeed alone would hand the text on.
@@ -1119,18 +1194,12 @@ def number_as_text(plan: PlanValue, _context: Context, report: Report) -> Findin
 # -- Rules on ``zero_optimization``, on removed and on unknown keys.
 
 
-_ZERO_PLUS_PLUS: Final = {
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_gradients": False,
-}
 _LARGE_BUCKET: Final = 512 * 1024**2
 """Bytes of reduce buckets that deserve a note; those sized by resolution take a tenth."""
 
 
 @rule("stage-auto", "warning")
-def stage_auto(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def stage_auto(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """DeepSpeed reads a stage of ``"auto"`` as 0, in silence.
 
     Write a number. Resolution chooses 2, or 3 where what is offloaded needs it.
@@ -1152,7 +1221,7 @@ def stage_auto(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
 
 @rule("removed-section", "error")
-def removed_section(plan: PlanValue, context: Context, report: Report) -> Findings:
+def removed_section(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Sections DeepSpeed 0.19 removed are refused, unless an older DeepSpeed is installed.
 
     Remove the key: zerotune needs a newer DeepSpeed than those that had it.
@@ -1175,12 +1244,12 @@ def removed_section(plan: PlanValue, context: Context, report: Report) -> Findin
 
 
 @rule("unknown-key", "error", only_deepspeed=False)
-def unknown_keys(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def unknown_keys(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """DeepSpeed ignores unknown top-level keys in silence; reading a plan refuses them.
 
     Correct the spelling. Keys that begin with an underscore are kept as remarks.
     """
-    known = {attribute.name for attribute in modelled(type(plan))} | plan.passed_through
+    known = {attribute.name for attribute in modelled(DeepSpeedPlan)} | plan.passed_through
     for key, value in plan.extra.items():
         if key not in plan.passed_through and not key.startswith("_") and plan.source == "code":
             yield report.error(unknown_key(key, value, key, known))
@@ -1205,7 +1274,7 @@ _PARALLELISM_CONFIG: Final = {
 
 
 @rule("parallelism", "error", only_deepspeed=False)
-def parallelism(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def parallelism(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Every rank is a data-parallel one: sequences, matrices and layers are not split over ranks.
 
     Remove the key, or write 1. With ``sequence_parallel_size: 2`` DeepSpeed counts half as many
@@ -1234,7 +1303,7 @@ def parallelism(plan: PlanValue, _context: Context, report: Report) -> Findings:
 
 
 @rule("passed-through", "error")
-def passed_through(plan: PlanValue, context: Context, report: Report) -> Findings:
+def passed_through(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """Sections that are passed through must be what DeepSpeed's own models take.
 
     Write what the fix says. Names, types and ranges are those of the schema that was given to
@@ -1265,40 +1334,8 @@ def passed_through(plan: PlanValue, context: Context, report: Report) -> Finding
                     yield report(*fault)
 
 
-@rule("dynamic-loss-scale", "error")
-def dynamic_loss_scale(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """A dynamic loss scale needs a window and a floor above 0.
-
-    Write at least 1. With fp16 off, or a fixed ``loss_scale``, DeepSpeed does not look at them.
-    """
-    section = plan.fp16
-    if section is None or section.enabled is not True or section.loss_scale not in (None, 0, AUTO):
-        return
-    for key in ("loss_scale_window", "min_loss_scale"):
-        value = getattr(section, key)
-        if value == 0:
-            yield report(
-                f"fp16.{key}", value, "DeepSpeed refuses 0 with a dynamic loss scale", "write 1"
-            )
-
-
-@rule("legacy-stage-1", "error")
-def legacy_stage_1(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine raises.
-
-    Remove ``legacy_stage1``.
-    """
-    if zero_extra(plan, "legacy_stage1") is True and plan.stage in (1, 2, 3):
-        yield report(
-            "zero_optimization.legacy_stage1",
-            True,
-            "DeepSpeed removed that implementation and stops at the key",
-            "remove this key",
-        )
-
-
 @rule("gradient-norm", "error")
-def gradient_norm(plan: PlanValue, context: Context, report: Report) -> Findings:
+def gradient_norm(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """``compute_grad_norm: false`` needs stage 1 or 2, no clipping and no optimizer offload.
 
     Remove the key, or set ``gradient_clipping`` to 0 and keep the optimizer on the device.
@@ -1321,29 +1358,8 @@ def gradient_norm(plan: PlanValue, context: Context, report: Report) -> Findings
             return
 
 
-@rule("gradient-scaling", "error")
-def gradient_scaling(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """Scaling gradients before they are reduced is refused by stages 2 and 3.
-
-    Remove ``prescale_gradients`` and ``gradient_predivide_factor``, or set ``reduce_scatter`` to
-    false.
-    """
-    zero = plan.zero_optimization
-    if plan.stage not in (2, 3) or zero is None or zero.reduce_scatter is False:
-        return
-    for key, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-        value = plan.extra.get(key, off)
-        if value != off:
-            yield report(
-                key,
-                value,
-                f"DeepSpeed refuses it at stage {plan.stage} with reduce_scatter, its default",
-                "remove this key, or set zero_optimization.reduce_scatter to false",
-            )
-
-
 @rule("gradient-sum", "error")
-def gradient_sum(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def gradient_sum(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """Summing gradients over ranks is refused at stage 3, with ZenFlow and with DeepCompile.
 
     Remove ``gradient_allreduce_op``; the mean is the default.
@@ -1368,7 +1384,7 @@ def gradient_sum(plan: PlanValue, _context: Context, report: Report) -> Findings
 
 
 @rule("zenflow-convolutions", "error")
-def zenflow(plan: PlanValue, context: Context, report: Report) -> Findings:
+def zenflow(plan: DeepSpeedPlan, context: Context, report: Report) -> Findings:
     """ZenFlow raises on, or scrambles, the weights of convolutions.
 
     Remove ``zenflow``: it selects columns of matrices (``num_row, num_col``) and treats every
@@ -1388,46 +1404,8 @@ def zenflow(plan: PlanValue, context: Context, report: Report) -> Findings:
         )
 
 
-@rule("zero-plus-plus-below-stage-3", "warning")
-def zero_plus_plus(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """ZeRO++ settings have no effect below stage 3.
-
-    Use stage 3, or remove them; they are left out.
-    """
-    zero = plan.zero_optimization
-    if zero is None or plan.stage not in (0, 1, 2):
-        return
-    for name, off in _ZERO_PLUS_PLUS.items():
-        value = getattr(zero, name)
-        if value not in (None, AUTO, off):
-            yield report(
-                f"zero_optimization.{name}",
-                value,
-                f"DeepSpeed ignores ZeRO++ below stage 3, here {plan.stage}, so it is left out",
-                "set zero_optimization.stage to 3, or remove the key",
-                after=None,
-            )
-
-
-@rule("stage-3-launch-flag", "note")
-def stage_3_flag(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """The launcher's ``zero3_init_flag`` has no effect below stage 3.
-
-    Remove it, or use stage 3; accelerate sets it to false with a warning.
-    """
-    if plan.launch is None or plan.stage not in (0, 1, 2):
-        return
-    if plan.launch.zero3_init_flag is True:
-        yield report(
-            "launch.zero3_init_flag",
-            True,
-            f"it builds partitioned parameters, and at stage {plan.stage} none are",
-            "remove it, or set zero_optimization.stage to 3",
-        )
-
-
 @rule("large-reduce-bucket", "note")
-def large_bucket(plan: PlanValue, _context: Context, report: Report) -> Findings:
+def large_bucket(plan: DeepSpeedPlan, _context: Context, report: Report) -> Findings:
     """A reduce bucket is device memory: its elements, twice with ``overlap_comm`` below stage 3.
 
     Write 3e7 or ``"auto"``, which holds the largest tensor. DeepSpeed's 5e8 takes 0.93 GiB in
@@ -1454,24 +1432,6 @@ def large_bucket(plan: PlanValue, _context: Context, report: Report) -> Findings
         )
 
 
-@rule("activation-checkpointing", "note")
-def activation_checkpointing(plan: PlanValue, _context: Context, report: Report) -> Findings:
-    """``activation_checkpointing`` configures DeepSpeed's own checkpoint function only.
-
-    Call the model's ``enable_gradient_checkpointing()``: diffusers uses torch's function, which
-    the section does not reach.
-    """
-    section = plan.extra.get("activation_checkpointing")
-    if section:
-        yield report(
-            "activation_checkpointing",
-            section,
-            "it has an effect only on models that call deepspeed.checkpointing, and those of"
-            " diffusers call torch's",
-            "remove it and call the model's enable_gradient_checkpointing()",
-        )
-
-
 # -- The rules, in the order they are checked.
 #
 # What a rule says of DeepSpeed was read in the code of 0.19.8, or seen when it ran.
@@ -1482,18 +1442,11 @@ RULES: Final = (
     accumulation_twice,
     world_size,
     micro_batch_unset,
-    offload_at_stage_0,
-    offload_param,
     offload_without_device,
-    param_offload_alone,
-    partial_offload,
-    partial_offload_steps_twice,
     partial_offload_optimizer,
     super_offload_accelerator,
     super_offload,
     pinned_memory,
-    one_bit,
-    muon_reduce_scatter,
     muon_convolutions,
     clipping_twice,
     clipping_in_the_optimizer,
@@ -1502,15 +1455,10 @@ RULES: Final = (
     precision_unsupported,
     fp16_on_cpu,
     bf16_emulated,
-    fixed_loss_scale,
-    dynamic_loss_scale,
     bf16_master_weights,
-    no_warmup,
     warmup_too_long,
     scheduler_total,
     scheduler_cycle,
-    range_test,
-    nvme_optimizer,
     nvme_path_unset,
     nvme_optimizer_buffers,
     nvme_pipeline_buffers,
@@ -1522,23 +1470,21 @@ RULES: Final = (
     unknown_keys,
     parallelism,
     passed_through,
-    legacy_stage_1,
     gradient_norm,
-    gradient_scaling,
     gradient_sum,
     zenflow,
-    zero_plus_plus,
-    stage_3_flag,
     large_bucket,
-    activation_checkpointing,
+    *SETTING_RULES,
 )
 """Every rule, in the order they are checked."""
 
 FIRST: Final = (stage_auto, offload_without_device)
 """Those whose repair the others build on."""
 
-REPAIRS: Final = tuple(each for each in RULES if each.severity != "note" and not each.left_to)
-"""Those that stop a plan or change it while it is resolved."""
+REPAIRS: Final = tuple(
+    each for each in RULES if each.severity != "note" and not each.left_to and each not in FIRST
+)
+"""The others that stop a plan or change it while it is resolved."""
 
 
 def all_rules() -> tuple[Rule, ...]:
@@ -1546,11 +1492,15 @@ def all_rules() -> tuple[Rule, ...]:
     return RULES
 
 
-def check_plan(
-    plan: PlanValue, context: Context, *, rules: tuple[Rule, ...] = RULES
-) -> tuple[Finding, ...]:
+def check_plan(plan: DeepSpeedPlan, context: Context) -> tuple[Finding, ...]:
     """Everything the rules find, errors first, otherwise in the order of the rules."""
-    findings = [finding for each in rules for finding in each(plan, context)]
-    if plan.names:
-        findings = [finding.in_words_of(plan.names) for finding in findings]
+    return check_case(Case(plan=plan, context=context))
+
+
+def check_case(case: Case, *, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
+    """The same of some rules, with what they work out kept in ``case``."""
+    findings = [finding for each in rules for finding in each.find(case)]
+    if case.plan.names:
+        names = case.plan.names
+        findings = [attrs.evolve(each, written=name_of(each.key, names)) for each in findings]
     return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))

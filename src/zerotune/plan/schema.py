@@ -130,7 +130,7 @@ def _documented(body: ast.ClassDef) -> Iterator[tuple[str, str]]:
 def passed_schema() -> Mapping[str, Any]:
     """What DeepSpeed judges of the keys that plans pass through, by key, from the file.
 
-    ``python -m benchmarks.deepspeed_schema`` writes the file anew.
+    ``python -m tools.deepspeed_schema`` writes the file anew.
     """
     text = (files("zerotune.plan.data") / "deepspeed.json").read_text(encoding="utf-8")
     properties: Mapping[str, Any] = json.loads(text)["properties"]

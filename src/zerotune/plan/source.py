@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerotune._util.text import format_size, parse_size
-from zerotune.decisions import Decision
+from zerotune.decisions import Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, shorten
 
 # -- How much is read.
@@ -363,7 +363,7 @@ class _Parser:
         if _WORD.match(self._text, self._at):
             raise self._error(
                 "has a key without quotes",
-                "put the key in double quotes, or give an HJSON file the suffix .hjson",
+                "put the key in double quotes",
             )
         raise self._error("wants a key in double quotes here", 'write "key": value')
 
@@ -626,56 +626,6 @@ def _refuse_duplicates(root: Any, source: str) -> None:
             pending.extend((key, value))
 
 
-# -- HJSON, which DeepSpeed reads in every file, and with the same parser.
-
-
-def parse_hjson(text: str, *, source: str) -> tuple[Any, list[str]]:
-    """Parse HJSON as ``parse_json`` does JSON.
-
-    Raises:
-        PlanSyntaxError: Not HJSON, or the parser that DeepSpeed brings is not installed.
-    """
-    try:
-        import hjson
-    except ImportError:
-        raise PlanSyntaxError(
-            "is HJSON, and the package that reads it is not installed",
-            source=source,
-            line=1,
-            column=1,
-            fix="install hjson (DeepSpeed needs it too), or convert the file where it is"
-            " installed: python -m hjson.tool -j FILE",
-        ) from None
-    _refuse_too_large(len(text), _LARGEST.get() // _YAML_SHARE, source, "file")
-    _refuse_half_letters(text, source)
-    try:
-        value = hjson.loads(text, object_pairs_hook=_all_once)
-    except hjson.HjsonDecodeError as error:
-        reason, line, column = error.msg, error.lineno, error.colno
-    except RecursionError:
-        reason, line, column = "it is nested too deeply", 1, 1
-    except ValueError as error:
-        reason, line, column = str(error), 1, 1
-    else:
-        return value, ["HJSON"]
-    raise PlanSyntaxError(
-        f"is not HJSON: {reason}",
-        source=source,
-        line=line,
-        column=column,
-        fix="check braces, colons and line ends at this place",
-    ) from None
-
-
-def _all_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the key {shorten(repr(twice))} twice in one object")
-    return found
-
-
 # -- Files, and what names them inside a configuration.
 
 
@@ -699,8 +649,15 @@ def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
             column=1,
             fix="give the JSON or YAML that it or its command line names",
         )
-    parse = parse_hjson if suffix == ".hjson" else parse_json
-    return parse(text, source=str(path))
+    if suffix == ".hjson":
+        raise PlanSyntaxError(
+            "is HJSON, which is not read",
+            source=str(path),
+            line=1,
+            column=1,
+            fix="convert it to JSON: python -m hjson.tool -j FILE",
+        )
+    return parse_json(text, source=str(path))
 
 
 WRAPPERS = ("deepspeed_config", "deepspeed_config_file", "deepspeed")
@@ -847,12 +804,10 @@ def _is_file(place: Path) -> bool:
         return False
 
 
-def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
-    """One warning for everything a file has that JSON does not allow."""
-    if not sentences:
-        return []
-    return [
-        Decision(
+def tolerated(sentences: Collection[str], source: str, log: Log) -> None:
+    """Record one warning for everything a file has that JSON does not allow."""
+    if sentences:
+        log.decide(
             key=source,
             before="; ".join(sentences),
             after=None,
@@ -860,4 +815,3 @@ def tolerated(sentences: Collection[str], source: str) -> list[Decision]:
             " accelerate refuses them",
             severity="warning",
         )
-    ]

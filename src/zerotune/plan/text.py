@@ -1,40 +1,31 @@
-"""What plans, estimates and advice say: pages of tables, which become text, Markdown and data."""
+"""Reports of plans, estimates and advice: pages for text, Markdown and notebooks, and data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+from typing_extensions import override
 
 from zerotune._util.palette import ROOM, component_colours
-from zerotune._util.table import (
-    Block,
-    Code,
-    Column,
-    Line,
-    Page,
-    Table,
-    json_code,
-    markdown_cell,
-    plain_value,
-)
+from zerotune._util.table import Block, Line, Page, Table, plain_value
 from zerotune._util.text import common_unit, counted, format_size
 from zerotune.errors import UNSET
-from zerotune.plan.advise import AdviceValue, Budget, CandidateValue, machine_needs
+from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
 from zerotune.plan.fill import DEEPSPEED_DEFAULT
 from zerotune.plan.memory.model import (
     PHASES,
     PLACES,
-    EstimateValue,
+    MemoryEstimate,
     MemoryItem,
     Phase,
     Place,
     Workload,
 )
 from zerotune.plan.memory.traffic import swap_traffic
-from zerotune.plan.model import Context, PlanValue, ResolvedValue
+from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
@@ -66,149 +57,105 @@ _PLACES = {
 }
 
 
-def plan_page(plan: PlanValue, *, world_size: int = 1, platform: Platform | None = None) -> Page:
+def plan_page(
+    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
+) -> Page:
     """What a plan asks for, what reading it changed, and what the rules find."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
-    return _page(f"Plan from {plan.source}", _plan_settings(plan), plan.decisions, findings)
+    return Page(
+        title=f"Plan from {plan.source}",
+        blocks=(
+            _settings_table(_plan_settings(plan)),
+            *_decision_lines(plan.decisions),
+            *_finding_lines(findings),
+        ),
+    )
 
 
-def resolved_page(resolved: ResolvedValue) -> Page:
+def resolved_page(resolved: ResolvedPlan) -> Page:
     """What will run, and every decision with its reason."""
-    title = f"Resolved plan from {resolved.requested.source}"
-    return _page(title, _resolved_settings(resolved), resolved.decisions)
+    return Page(
+        title=f"Resolved plan from {resolved.requested.source}",
+        blocks=(
+            _settings_table(_resolved_settings(resolved)),
+            *_decision_lines(resolved.decisions),
+        ),
+    )
 
 
-def running_page(resolved: ResolvedValue, decisions: Iterable[Decision]) -> Page:
-    """What runs, on less than a screen: settings and warnings, and who knows the rest."""
-    told, _ = told_and_defaults(decisions)
-    warnings = [decision for decision in told if decision.severity == "warning"]
+def running_page(resolved: ResolvedPlan, decisions: Iterable[Decision]) -> Page:
+    """What runs, on less than a screen: settings, warnings, and how to see the rest."""
+    shown, _ = shown_and_defaults(decisions)
     return Page(
         title=f"Training: {describe(resolved)}",
         blocks=(
             _settings_table(_resolved_settings(resolved)),
-            decisions_table(warnings),
-            Line(f"explain() tells all {len(told)} decisions", indent=2, style="faint"),
+            *_decision_lines(one for one in shown if one.severity == "warning"),
+            Line(f"explain() tells all {len(shown)} decisions", indent=2, style="faint"),
         ),
     )
 
 
-def resolved_markdown(resolved: ResolvedValue) -> str:
+def resolved_markdown(resolved: ResolvedPlan) -> str:
     """What ``resolved_page`` says, and what the rules find besides, as Markdown."""
     findings = check_plan(resolved.requested, resolved.context)
     page = resolved_page(resolved)
     # Errors cannot be here, and warnings are decisions already.
-    notes = findings_table(finding for finding in findings if finding.severity == "note")
-    return attrs.evolve(page, blocks=(*page.blocks, notes)).markdown()
-
-
-def _page(
-    title: str,
-    settings: list[Setting],
-    decisions: Iterable[Decision],
-    findings: Iterable[Finding] = (),
-) -> Page:
-    told, defaults = told_and_defaults(decisions)
-    return Page(
-        title=title,
-        blocks=(
-            _settings_table(settings),
-            decisions_table(told),
-            _defaults_table(defaults),
-            findings_table(findings),
-        ),
-    )
+    notes = _finding_lines(one for one in findings if one.severity == "note")
+    return attrs.evolve(page, blocks=(*page.blocks, *notes)).markdown()
 
 
 def _settings_table(settings: list[Setting]) -> Table:
-    return Table(
-        columns=(Column(name="setting", head="setting"), Column(name="value", head="value")),
-        rows=tuple(settings),
-        sentences=tuple(
-            Line(f"{label:<{_LABEL}} {value}", indent=2, hang=_LABEL + 1)
-            for label, value in settings
-        ),
-    )
+    return Table(rows=tuple(settings), widths=(_LABEL,), gap=1)
 
 
-def decisions_table(decisions: Iterable[Decision]) -> Table:
-    """Automatic choices, each with its reason."""
-    every = tuple(decisions)
-    return Table(
-        title="Decisions",
-        above="decisions:",
-        columns=(
-            Column(name="severity"),
-            Column(name="key", head="setting", show=Code),
-            Column(name="before", head="from", show=json_code),
-            Column(name="after", head="to", show=json_code),
-            Column(name="reason", head="why"),
-        ),
-        rows=tuple((one.severity, one.key, one.before, one.after, one.reason) for one in every),
-        sentences=tuple(
-            Line(str(one), indent=2, mark=f"[{one.severity}]", style=one.severity) for one in every
-        ),
-    )
+def _decision_lines(decisions: Iterable[Decision]) -> Iterator[Block]:
+    shown, defaults = shown_and_defaults(decisions)
+    if shown:
+        yield Line("decisions:", style="title")
+    for one in shown:
+        yield Line(str(one), indent=2, mark=f"[{one.severity}]", style=one.severity)
+    if defaults:
+        yield Line(
+            "written as DeepSpeed 0.19.8 has them by default, because defaults move:", style="title"
+        )
+        yield Table(rows=tuple((one.key, str(one.after)) for one in defaults))
 
 
-def _defaults_table(defaults: list[Decision]) -> Table:
-    keys = ", ".join(f"{one.key} = {one.after}" for one in defaults)
-    return Table(
-        title="DeepSpeed's defaults, written because defaults move",
-        above="written as DeepSpeed 0.19.8 has them by default, because defaults move:",
-        columns=(
-            Column(name="key", head="setting", show=Code),
-            Column(name="after", head="value", show=json_code),
-        ),
-        rows=tuple((one.key, one.after) for one in defaults),
-        sentences=(Line(keys, indent=2, hang=0, width=96),) if defaults else (),
-    )
-
-
-def findings_table(findings: Iterable[Finding]) -> Table:
-    """What the rules find, each with its reason and what to write instead."""
+def _finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
     every = tuple(findings)
-    return Table(
-        title="Findings",
-        above="findings:",
-        columns=(
-            Column(name="severity"),
-            Column(name="rule", head="rule"),
-            Column(name="key", head="setting", show=Code),
-            Column(name="value", head="value", show=json_code),
-            Column(name="reason", head="why"),
-            Column(name="fix", head="fix"),
-        ),
-        rows=tuple(
-            (one.severity, one.rule, one.key, _given(one.value), one.reason, one.fix)
-            for one in every
-        ),
-        sentences=tuple(
-            Line(
-                f"{one.rule}: {one.as_error()}",
-                indent=2,
-                mark=f"[{one.severity}]",
-                style=one.severity,
-            )
-            for one in every
-        ),
-    )
+    if every:
+        yield Line("findings:", style="title")
+    for one in every:
+        text = f"{one.rule}: {one.as_error()}"
+        yield Line(text, indent=2, mark=f"[{one.severity}]", style=one.severity)
 
 
-def _given(value: Any) -> Any:
-    return None if value is UNSET else value
+def _decision_data(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
+    names = ("severity", "key", "before", "after", "reason")
+    return [{name: plain_value(getattr(one, name)) for name in names} for one in decisions]
 
 
-def told_and_defaults(
+def _finding_data(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    names = ("severity", "rule", "key", "value", "reason", "fix")
+    values = [{name: getattr(one, name) for name in names} for one in findings]
+    return [
+        {name: None if value is UNSET else plain_value(value) for name, value in one.items()}
+        for one in values
+    ]
+
+
+def shown_and_defaults(
     decisions: Iterable[Decision],
 ) -> tuple[list[Decision], list[Decision]]:
-    """Decisions worth telling, warnings first, and those that write DeepSpeed's own defaults."""
-    everything = [decision for decision in decisions if decision.told]
-    told = [decision for decision in everything if decision.reason != DEEPSPEED_DEFAULT]
-    defaults = [decision for decision in everything if decision.reason == DEEPSPEED_DEFAULT]
-    return sorted(told, key=lambda decision: decision.severity != "warning"), defaults
+    """Decisions to show, warnings first, and those that write DeepSpeed's own defaults."""
+    every = [decision for decision in decisions if decision.told]
+    shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
+    defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
+    return sorted(shown, key=lambda decision: decision.severity != "warning"), defaults
 
 
-def _plan_settings(plan: PlanValue) -> list[Setting]:
+def _plan_settings(plan: DeepSpeedPlan) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
@@ -222,14 +169,12 @@ def _plan_settings(plan: PlanValue) -> list[Setting]:
     ]
 
 
-def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
+def _resolved_settings(resolved: ResolvedPlan) -> list[Setting]:
     """What will run, as pairs of a label and a value in words."""
     stage = resolved.stage
     batch = (
-        resolved.train_batch_size,
-        resolved.micro_batch_size,
-        resolved.gradient_accumulation_steps,
-        f"world size {resolved.world_size}",
+        f"{resolved.train_batch_size} = micro {resolved.micro_batch_size} x accumulation"
+        f" {resolved.gradient_accumulation_steps} x world size {resolved.world_size}"
     )
     engine = "DeepSpeed" if resolved.uses_deepspeed else "plain engine (DeepSpeed is off)"
     rows = [
@@ -238,7 +183,7 @@ def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
         ("optimizer lives", _PLACES[resolved.offload_optimizer] + _folder(resolved, "optimizer")),
         ("parameters wait", _PLACES[resolved.offload_param] + _folder(resolved, "param")),
         ("precision", resolved.precision),
-        ("batch", _batch(*batch)),
+        ("batch", batch),
         ("clipping", str(resolved.gradient_clipping or "off")),
         ("optimizer", _optimizer(resolved)),
         ("scheduler", _scheduler(resolved)),
@@ -253,7 +198,7 @@ def _resolved_settings(resolved: ResolvedValue) -> list[Setting]:
     return rows
 
 
-def describe_plan(plan: PlanValue) -> str:
+def describe_plan(plan: DeepSpeedPlan) -> str:
     """What a plan asks for, in one line."""
     optimizer = "" if plan.optimizer is None else f", {_show(plan.optimizer.type)}"
     return (
@@ -262,7 +207,7 @@ def describe_plan(plan: PlanValue) -> str:
     )
 
 
-def describe(resolved: ResolvedValue) -> str:
+def describe(resolved: ResolvedPlan) -> str:
     """A resolved plan in one line."""
     parts = [f"ZeRO-{resolved.stage}" if resolved.stage else "no partitioning"]
     if not resolved.uses_deepspeed:
@@ -275,7 +220,7 @@ def describe(resolved: ResolvedValue) -> str:
 
 
 def plan_data(
-    plan: PlanValue, *, world_size: int = 1, platform: Platform | None = None
+    plan: DeepSpeedPlan, *, world_size: int = 1, platform: Platform | None = None
 ) -> dict[str, Any]:
     """What a plan asks for, as plain data that JSON can hold."""
     findings = check_plan(plan, Context(world_size=world_size, platform=platform))
@@ -291,12 +236,12 @@ def plan_data(
         "gradient_clipping": plan.gradient_clipping,
         "optimizer": _written(plan.optimizer),
         "scheduler": _written(plan.scheduler),
-        "decisions": decisions_table(plan.decisions).data(),
-        "findings": findings_table(findings).data(),
+        "decisions": _decision_data(plan.decisions),
+        "findings": _finding_data(findings),
     }
 
 
-def resolved_data(resolved: ResolvedValue) -> dict[str, Any]:
+def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
     """What will run, as plain data that JSON can hold."""
     return {
         "uses_deepspeed": resolved.uses_deepspeed,
@@ -312,15 +257,11 @@ def resolved_data(resolved: ResolvedValue) -> dict[str, Any]:
         "gradient_clipping": resolved.gradient_clipping,
         "optimizer": _choice(resolved.optimizer),
         "scheduler": _choice(resolved.scheduler),
-        "decisions": decisions_table(resolved.decisions).data(),
+        "decisions": _decision_data(resolved.decisions),
     }
 
 
-def _batch(train: Any, micro: Any, accumulation: Any, world: str) -> str:
-    return f"{train} = micro {micro} x accumulation {accumulation} x {world}"
-
-
-def _asked_batch(plan: PlanValue) -> str:
+def _asked_batch(plan: DeepSpeedPlan) -> str:
     micro = _show(plan.train_micro_batch_size_per_gpu, "?")
     accumulation = _show(plan.gradient_accumulation_steps, "?")
     product = f"micro {micro} x accumulation {accumulation} x world size"
@@ -342,13 +283,13 @@ def _ranks(world_size: int) -> str:
     return "1 process" if world_size == 1 else f"{world_size} processes"
 
 
-def _folder(resolved: ResolvedValue, part: str) -> str:
+def _folder(resolved: ResolvedPlan, part: str) -> str:
     if part not in resolved.nvme_paths:
         return ""
     return f" under {resolved.nvme_paths[part] or 'a leased folder'}"
 
 
-def _optimizer(resolved: ResolvedValue) -> str:
+def _optimizer(resolved: ResolvedPlan) -> str:
     choice = resolved.optimizer
     if choice is None:
         return f"{_section(resolved.plan.optimizer)}, not settled yet"
@@ -356,7 +297,7 @@ def _optimizer(resolved: ResolvedValue) -> str:
     return f"{choice.name}({params}) run by {choice.implementation}"
 
 
-def _scheduler(resolved: ResolvedValue) -> str:
+def _scheduler(resolved: ResolvedPlan) -> str:
     if resolved.optimizer is None:
         return f"{_section(resolved.plan.scheduler)}, not settled yet"
     if resolved.scheduler is None:
@@ -377,13 +318,8 @@ def _choice(choice: Any) -> dict[str, Any] | None:
     return {"name": choice.name, "params": plain_value(choice.params)}
 
 
-# -- Memory against a budget, and as bars of letters for terminals and logs.
+# -- Memory against a budget.
 
-
-_FREE: Final = "."
-_LIMIT: Final = "|"
-_NARROWEST: Final = 10
-_SPARE_LETTERS: Final = "0123456789"
 
 RankBudget = Mapping[Place, int]
 """Bytes there are at each place, per rank; a missing place is not limited."""
@@ -414,7 +350,7 @@ class Fit:
         return f"{self.needed / size:.2f} of {self.available / size:.2f} {name}, {rest}"
 
 
-def fits(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[Fit, ...]:
+def fits(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[Fit, ...]:
     """Every place that is used or limited, with its peak and its budget."""
     limits: RankBudget = budget or {}
     every = (
@@ -424,53 +360,36 @@ def fits(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[Fit
     return tuple(fit for fit in every if fit.needed or fit.available)
 
 
-def estimate_unit(estimate: EstimateValue, budget: RankBudget | None = None) -> tuple[str, int]:
+def estimate_unit(estimate: MemoryEstimate, budget: RankBudget | None = None) -> tuple[str, int]:
     """The unit in which every number of an estimate is shown: its name and its bytes."""
     return common_unit(fit.needed for fit in fits(estimate, budget))
 
 
-def memory_bars(
-    estimate: EstimateValue, *, budget: RankBudget | None = None, width: int = 100
-) -> str:
-    """One bar of letters per place, at its peak.
-
-    A full bar is the budget of the place, or, where there is none, the largest need of those
-    places; a bar that is over its budget shows where the budget ends (``|``). The letters are
-    those of ``component_letters``.
-
-    Args:
-        estimate: What is needed.
-        budget: Bytes per rank there are at each place.
-        width: Columns of a line.
-    """
-    every = fits(estimate, budget)
-    unit = estimate_unit(estimate, budget)
-    letters = component_letters(estimate)
-    words = [fit.words(unit) for fit in every]
-    columns = max(width - max(map(len, words), default=0) - len("device  []  "), _NARROWEST)
-    unlimited = max((fit.needed for fit in every if fit.available is None), default=0)
-    lines = []
-    for fit, text in zip(every, words, strict=True):
-        held = [(letters[name], size) for name, size in merged(estimate.peak(fit.place).items)]
-        full = max(fit.needed, unlimited if fit.available is None else fit.available)
-        lines.append(f"{fit.place:<8}[{_bar(held, fit, full, columns)}]  {text}")
-    return "\n".join(lines)
-
-
 @attrs.frozen(kw_only=True)
-class MemoryBars:
-    """Bars as a part of a page, as wide as the page is."""
+class MemoryTable(Table):
+    """Every place that is used or limited; in a notebook with a bar of its components."""
 
-    estimate: EstimateValue
+    estimate: MemoryEstimate
     budget: RankBudget | None = None
 
-    def lines(self, width: int | None) -> Iterator[Line]:
-        """One line per place."""
-        drawn = memory_bars(self.estimate, budget=self.budget, width=width or _WIDTH)
-        every = fits(self.estimate, self.budget)
-        for fit, bar in zip(every, drawn.splitlines(), strict=True):
-            yield Line(bar, style="" if fit.fits else "error")
+    @classmethod
+    def of(cls, estimate: MemoryEstimate, budget: RankBudget | None = None) -> MemoryTable:
+        """Peaks of ``estimate`` against ``budget``, bytes per rank."""
+        unit = estimate_unit(estimate, budget)
+        every = fits(estimate, budget)
+        over = {PLACE_NAMES[fit.place] for fit in every if not fit.fits}
+        return cls(
+            rows=tuple(
+                (PLACE_NAMES[fit.place], fit.words(unit), peak_words(estimate, fit.place))
+                for fit in every
+            ),
+            head=("place", "memory per rank", "when"),
+            style=lambda row: "error" if row[0] in over else "",
+            estimate=estimate,
+            budget=budget,
+        )
 
+    @override
     def html(self) -> str:
         """One row per place, a coloured piece per component, sizes on it as it is pointed at."""
         unit = estimate_unit(self.estimate, self.budget)
@@ -480,7 +399,7 @@ class MemoryBars:
         )
 
 
-def _html_bar(estimate: EstimateValue, fit: Fit, words: str) -> str:
+def _html_bar(estimate: MemoryEstimate, fit: Fit, words: str) -> str:
     full = max(fit.needed, fit.available or 0, 1)
     held = merged(estimate.peak(fit.place).items)
     colours = component_colours(name for name, _ in held)
@@ -499,14 +418,6 @@ def _html_bar(estimate: EstimateValue, fit: Fit, words: str) -> str:
     )
 
 
-def component_letters(estimate: EstimateValue) -> dict[str, str]:
-    """One letter for each component, an initial where possible, largest component first."""
-    letters: dict[str, str] = {}
-    for component, _ in merged(estimate.items):
-        letters[component] = _letter(component, set(letters.values()))
-    return letters
-
-
 def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
     """Components and their bytes, those of the same name added up, largest first."""
     sizes: dict[str, int] = {}
@@ -515,32 +426,11 @@ def merged(items: Sequence[MemoryItem]) -> list[tuple[str, int]]:
     return sorted(sizes.items(), key=lambda pair: -pair[1])
 
 
-def _letter(component: str, taken: set[str]) -> str:
-    upper = component.upper()
-    initials = [word[0] for word in upper.split()]
-    candidates = [*initials, *upper, *_SPARE_LETTERS]
-    usable = (one for one in candidates if one.isascii() and one.isalnum() and one not in taken)
-    return next(usable, "?")
-
-
-def _bar(held: Sequence[tuple[str, int]], fit: Fit, full: int, columns: int) -> str:
-    bar = ""
-    total = 0
-    for letter, nbytes in held:
-        total += nbytes
-        # From the sum, so that rounding cannot add up along the bar.
-        bar = bar.ljust(round(total / full * columns), letter)
-    bar = bar.ljust(columns, _FREE)
-    if fit.fits or fit.available is None:
-        return bar
-    limit = min(int(fit.available / full * columns), columns - 1)
-    return f"{bar[:limit]}{_LIMIT}{bar[limit + 1 :]}"
-
-
 # -- Memory estimates in words, as Markdown and as data.
 
 
-_WIDTH: Final = 100
+WIDTH: Final = 100
+"""Columns of estimates and advice where no terminal says its own."""
 _EMA: Final = {"host": "in host memory", "device": "on the device", "nvme": "in files (NVMe)"}
 DURING: Final[Mapping[Phase, str]] = {
     "initialization": "during set-up",
@@ -557,7 +447,7 @@ PLACE_NAMES: Final[Mapping[Place, str]] = {
 """Each place as it is written in a sentence."""
 
 
-def estimate_data(estimate: EstimateValue) -> dict[str, Any]:
+def estimate_data(estimate: MemoryEstimate) -> dict[str, Any]:
     """The estimate as plain data that JSON can hold; every size in bytes per rank."""
     resolved, model = estimate.resolved, estimate.resolved.model
     return {
@@ -584,23 +474,18 @@ def estimate_data(estimate: EstimateValue) -> dict[str, Any]:
     }
 
 
-def explain_estimate(estimate: EstimateValue, *, budget: RankBudget | None = None) -> str:
-    """The estimate as text: one bar per place, then what each place holds.
+def estimate_page(estimate: MemoryEstimate, *, budget: RankBudget | None = None) -> Page:
+    """The peak of each place, then what each place holds.
 
     Args:
         estimate: What is needed.
-        budget: Bytes per rank there are at each place; the bars are scaled to it.
+        budget: Bytes per rank there are at each place.
     """
-    return estimate_page(estimate, budget=budget).text(_WIDTH)
-
-
-def estimate_page(estimate: EstimateValue, *, budget: RankBudget | None = None) -> Page:
-    """What ``explain_estimate`` says, for a page of any width."""
     blocks: list[Block] = [
         Line(f"Memory per rank: {describe(estimate.resolved)}", style="title"),
-        Line(subject(estimate), indent=2, hang=0),
+        Line(subject(estimate), indent=2),
         Line(""),
-        MemoryBars(estimate=estimate, budget=budget),
+        MemoryTable.of(estimate, budget),
     ]
     for place in PLACES:
         if any(item.place == place for item in estimate.items):
@@ -608,91 +493,30 @@ def estimate_page(estimate: EstimateValue, *, budget: RankBudget | None = None) 
     traffic = swap_traffic(estimate)
     if traffic.written:
         read, written = format_size(traffic.read), format_size(traffic.written)
-        told = f"each optimizer step reads {read} from swap files and writes {written}"
-        blocks.append(Line(told, indent=2, hang=0))
+        text = f"each optimizer step reads {read} from swap files and writes {written}"
+        blocks.append(Line(text, indent=2))
     return Page(blocks=(*blocks, *(Line(note, mark="note:") for note in estimate.notes)))
 
 
-def markdown_estimate(estimate: EstimateValue, *, budget: RankBudget | None = None) -> str:
-    """The estimate as Markdown: a table of the places, and one of what each holds.
-
-    Args:
-        estimate: What is needed.
-        budget: Bytes per rank there are at each place.
-    """
-    parts = [
-        f"## Memory per rank: {describe(estimate.resolved)}",
-        f"For {subject(estimate)}.",
-        _places_table(estimate, budget).markdown(),
-        _components_table(estimate).markdown(),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _places_table(estimate: EstimateValue, budget: RankBudget | None) -> Table:
-    unit, size = estimate_unit(estimate)
-
-    def shown(nbytes: int | None) -> str:
-        return "" if nbytes is None else f"{nbytes / size:.2f}"
-
-    return Table(
-        columns=(
-            Column(name="place", head="place", show=PLACE_NAMES.__getitem__),
-            Column(name="peak", head=f"peak, {unit}", show=shown, right=True),
-            Column(name="budget", head=f"budget, {unit}", show=shown, right=True),
-            Column(name="left", head=f"left, {unit}", show=shown, right=True),
-            Column(name="phase", head="when"),
-        ),
-        rows=tuple(
-            (
-                fit.place,
-                fit.needed,
-                fit.available,
-                None if fit.available is None else fit.available - fit.needed,
-                estimate.peak(fit.place).phase,
-            )
-            for fit in fits(estimate, budget)
-        ),
-    )
-
-
-def _components_table(estimate: EstimateValue) -> Table:
-    unit, size = estimate_unit(estimate)
-    return Table(
-        columns=(
-            Column(name="place", head="place", show=PLACE_NAMES.__getitem__),
-            Column(name="component", head="component"),
-            Column(name="nbytes", head=f"size, {unit}", show=_in(size), right=True),
-            Column(name="phases", head="held", show=_held),
-            Column(name="note", head="note"),
-        ),
-        rows=tuple(
-            (place, item.component, item.nbytes, item.phases, _remarks(item))
-            for place in PLACES
-            for item in _all_at(estimate, place)
-        ),
-    )
-
-
-def _held(phases: frozenset[Phase]) -> str:
-    held = [phase for phase in PHASES if phase in phases]
-    return "always" if len(held) == len(PHASES) else ", ".join(held)
-
-
-def describe_estimate(estimate: EstimateValue) -> str:
+def describe_estimate(estimate: MemoryEstimate) -> str:
     """The peak of each place in one line."""
     needs = [(place, estimate.peak(place).nbytes) for place in PLACES]
     return f"{describe(estimate.resolved)}: {_sizes(pair for pair in needs if pair[1])} per rank"
 
 
-def subject(estimate: EstimateValue) -> str:
+def subject(estimate: MemoryEstimate) -> str:
     """The model and the workload in one line."""
     model = estimate.resolved.model
-    named = f"{model.name} ({_millions(model.numel)} parameters), " if model else ""
-    return named + describe_workload(estimate.workload)
+    workload = describe_workload(estimate.workload)
+    if model is None:
+        return workload
+    count = f"{model.numel / 1e6:.1f} million"
+    if model.numel >= 10**9:
+        count = f"{model.numel / 1e9:.2f} billion"
+    return f"{model.name} ({count} parameters), {workload}"
 
 
-def peak_words(estimate: EstimateValue, place: Place) -> str:
+def peak_words(estimate: MemoryEstimate, place: Place) -> str:
     """When a place holds most, as an end of a sentence."""
     if len(set(_totals(estimate, place).values())) == 1:
         return "at any time"
@@ -716,11 +540,7 @@ def describe_workload(workload: Workload) -> str:
     return ", ".join(parts)
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e9:.2f} billion" if count >= 10**9 else f"{count / 1e6:.1f} million"
-
-
-def _place_data(estimate: EstimateValue, place: Place) -> dict[str, Any]:
+def _place_data(estimate: MemoryEstimate, place: Place) -> dict[str, Any]:
     peak = estimate.peak(place)
     return {
         "peak": peak.nbytes,
@@ -740,16 +560,16 @@ def _place_data(estimate: EstimateValue, place: Place) -> dict[str, Any]:
     }
 
 
-def _totals(estimate: EstimateValue, place: Place) -> dict[Phase, int]:
+def _totals(estimate: MemoryEstimate, place: Place) -> dict[Phase, int]:
     return {phase: sum(item.nbytes for item in estimate.at(place, phase)) for phase in PHASES}
 
 
-def _all_at(estimate: EstimateValue, place: Place) -> list[MemoryItem]:
+def _all_at(estimate: MemoryEstimate, place: Place) -> list[MemoryItem]:
     items = [item for item in estimate.items if item.place == place]
     return sorted(items, key=lambda item: -item.nbytes)
 
 
-def _place_blocks(estimate: EstimateValue, place: Place) -> Iterator[Block]:
+def _place_blocks(estimate: MemoryEstimate, place: Place) -> Iterator[Block]:
     unit, size = estimate_unit(estimate)
     peak = estimate.peak(place)
     yield Line(
@@ -760,48 +580,34 @@ def _place_blocks(estimate: EstimateValue, place: Place) -> Iterator[Block]:
     totals = _totals(estimate, place)
     if len(set(totals.values())) > 1:
         by_phase = ", ".join(f"{phase} {nbytes / size:.2f}" for phase, nbytes in totals.items())
-        yield Line(f"by phase, {unit}: {by_phase}", indent=4)
+        yield Line(f"by phase, {unit}: {by_phase}", indent=2)
 
 
-def _items_table(estimate: EstimateValue, place: Place) -> Table:
-    """What a place holds at its peak, with the letters of the bar, then what it holds else."""
+def _items_table(estimate: MemoryEstimate, place: Place) -> Table:
+    """What a place holds at its peak, largest first, then what it holds at other times."""
     _, size = estimate_unit(estimate)
-    letters = component_letters(estimate)
     peak = estimate.peak(place)
-    rows = [
-        (letters[item.component], item.nbytes, item.component, _remarks(item))
-        for item in peak.items
-    ]
-    rows += [
-        (" ", item.nbytes, item.component, f"only {_when(item)}; {_remarks(item)}".rstrip("; "))
-        for item in _all_at(estimate, place)
-        if peak.phase not in item.phases
-    ]
+    later = [item for item in _all_at(estimate, place) if peak.phase not in item.phases]
+
+    def remarks(item: MemoryItem) -> str:
+        parts = [item.note, "pinned" if item.pinned else ""]
+        text = ", ".join(part for part in parts if part)
+        if item not in later:
+            return text
+        held = " and ".join(DURING[phase] for phase in PHASES if phase in item.phases)
+        return f"only {held or 'never'}; {text}".rstrip("; ")
+
     return Table(
-        columns=(
-            Column(name="letter", width=1),
-            Column(name="nbytes", width=9, gap=1, right=True, show=_in(size)),
-            Column(name="component", width=18),
-            Column(name="remarks", gap=1),
+        rows=tuple(
+            (f"{item.nbytes / size:.2f}", item.component, remarks(item))
+            for item in (*peak.items, *later)
         ),
-        rows=tuple(rows),
+        align="r",
+        widths=(8, 18),
     )
 
 
-def _in(size: int) -> Callable[[int], str]:
-    return lambda nbytes: f"{nbytes / size:.2f}"
-
-
-def _remarks(item: MemoryItem) -> str:
-    return ", ".join(part for part in (item.note, "pinned" if item.pinned else "") if part)
-
-
-def _when(item: MemoryItem) -> str:
-    held = [DURING[phase] for phase in PHASES if phase in item.phases]
-    return " and ".join(held) or "never"
-
-
-# -- AdviceValue in words, as Markdown and as data.
+# -- Advice in words, as Markdown and as data.
 
 
 Sizes = Mapping[Place, int]
@@ -809,11 +615,10 @@ Sizes = Mapping[Place, int]
 
 FOREMOST: Final = 5
 """Candidates that are shown where not all are asked for."""
-_REASON: Final = 12
 _GIB: Final = 1024**3
 
 
-def advice_data(advice: AdviceValue) -> dict[str, Any]:
+def advice_data(advice: Advice) -> dict[str, Any]:
     """The advice as plain data that JSON can hold; every size in bytes."""
     return {
         "fits": True,
@@ -828,7 +633,7 @@ def advice_data(advice: AdviceValue) -> dict[str, Any]:
     }
 
 
-def candidate_data(candidate: CandidateValue) -> dict[str, Any]:
+def candidate_data(candidate: Candidate) -> dict[str, Any]:
     """One candidate as plain data that JSON can hold; every size in bytes."""
     return {
         "title": candidate.title,
@@ -870,19 +675,18 @@ def seconds_words(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-def _time_lines(advice: AdviceValue) -> Iterator[Line]:
-    if advice.chosen.time is not None:
-        yield Line(time_words(advice.chosen.time), indent=2)
-
-
-def advice_page(advice: AdviceValue, *, most: int | None = None) -> Page:
+def advice_page(advice: Advice, *, most: int | None = None) -> Page:
     """What was chosen and why, what is left, and the other candidates.
 
     Args:
         advice: What was considered.
         most: Candidates to show; ``None``: all of them.
     """
-    sizes = _places(advice.budget)
+    budget, time = _places(advice.budget), advice.chosen.time
+    headroom = [(place, advice.headroom[place]) for place in PLACES if budget[place]]
+    every = advice.candidates if most is None else foremost(advice, most)
+    count = len(advice.candidates)
+    counted = "Candidates" if len(every) == count else f"{len(every)} of {count} candidates"
     return Page(
         blocks=(
             Line(f"Advice for {_budget_words(advice.budget)}", style="title"),
@@ -890,35 +694,18 @@ def advice_page(advice: AdviceValue, *, most: int | None = None) -> Page:
             Line(""),
             Line(describe(advice.resolved), mark="Chosen:", style="good"),
             Line(advice.chosen.reason, indent=2),
-            Line(f"headroom: {_sizes(_headroom(advice))}", indent=2),
-            *_time_lines(advice),
+            Line(f"headroom: {_sizes(headroom)}", indent=2),
+            *([] if time is None else [Line(time_words(time), indent=2)]),
             Line(""),
-            MemoryBars(estimate=advice.estimate, budget=rank_budget(sizes, advice.estimate)),
+            MemoryTable.of(advice.estimate, rank_budget(budget, advice.estimate)),
             Line(""),
-            _candidates_table(advice, most=most),
+            Line(f"{counted}, in order of preference; GiB per rank:", style="title"),
+            _candidates_table(every, chosen=advice.chosen),
         )
     )
 
 
-def explain_advice(advice: AdviceValue) -> str:
-    """The advice as text: what was chosen and why, what is left, and the other candidates."""
-    return advice_page(advice).text(_WIDTH)
-
-
-def markdown_advice(advice: AdviceValue) -> str:
-    """The advice as Markdown: what was chosen, and a table of the candidates."""
-    parts = [
-        f"# Advice for {markdown_cell(_budget_words(advice.budget))}",
-        f"For {markdown_cell(subject(advice.estimate))}.",
-        f"**Chosen:** {markdown_cell(describe(advice.resolved))}.",
-        f"Why: {markdown_cell(advice.chosen.reason).rstrip('.')}.",
-        f"Headroom: {markdown_cell(_sizes(_headroom(advice)))}.",
-        _candidates_table(advice).markdown(),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def nearest_page(candidate: CandidateValue, *, budget: Sizes) -> Page:
+def nearest_page(candidate: Candidate, *, budget: Sizes) -> Page:
     """What comes nearest when nothing fits, and what it lacks.
 
     Args:
@@ -931,19 +718,12 @@ def nearest_page(candidate: CandidateValue, *, budget: Sizes) -> Page:
             Line(f"missing: {_sizes(_missing(candidate))}", indent=2),
             Line(candidate.reason, indent=2),
             Line(""),
-            MemoryBars(
-                estimate=candidate.estimate, budget=nearest_budget(candidate, budget=budget)
-            ),
+            MemoryTable.of(candidate.estimate, nearest_budget(candidate, budget=budget)),
         )
     )
 
 
-def explain_nearest(candidate: CandidateValue, *, budget: Sizes) -> str:
-    """What ``nearest_page`` says, as text."""
-    return nearest_page(candidate, budget=budget).text(_WIDTH)
-
-
-def nearest_budget(candidate: CandidateValue, *, budget: Sizes) -> RankBudget:
+def nearest_budget(candidate: Candidate, *, budget: Sizes) -> RankBudget:
     """What one rank of a candidate that does not fit may use.
 
     Args:
@@ -956,7 +736,7 @@ def nearest_budget(candidate: CandidateValue, *, budget: Sizes) -> RankBudget:
     return rank_budget({**budget, **usable}, candidate.estimate)
 
 
-def rank_budget(budget: Sizes, estimate: EstimateValue) -> RankBudget:
+def rank_budget(budget: Sizes, estimate: MemoryEstimate) -> RankBudget:
     """What one rank may use: the ranks of a machine share its RAM and its files.
 
     Args:
@@ -967,56 +747,33 @@ def rank_budget(budget: Sizes, estimate: EstimateValue) -> RankBudget:
     return {place: size if place == "device" else size // ranks for place, size in budget.items()}
 
 
-def _candidates_table(advice: AdviceValue, *, most: int | None = None) -> Table:
-    """Candidates with their needs; in text, what each lacks and why stand below."""
-    every = advice.candidates if most is None else foremost(advice, most)
+def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> Table:
+    """Candidates with their needs; below each plan what it lacks, and why."""
 
-    def shown(nbytes: int) -> str:
-        return f"{nbytes / _GIB:.2f}"
+    def row(one: Candidate) -> tuple[str, ...]:
+        state = "chosen" if one is chosen else "fits" if one.fits else "refused"
+        missing = _missing(one)
+        lacks = f"missing {_sizes(missing)}; " if missing else ""
+        return (
+            "too big" if state == "refused" and missing else state,
+            *(f"{size / _GIB:.2f}" for size in _places(one.estimate).values()),
+            f"{one.time.expected:.2f}" if one.time else "",
+            f"{_title(one)}:\n{lacks}{one.reason}",
+        )
 
-    states = [_state(one, one is advice.chosen) for one in every]
-    timed = any(one.time is not None for one in advice.candidates)
-    seconds = [Column(name="seconds", head="s per step", right=True)] if timed else []
-    sizes = [
-        Column(name=place, head=f"{PLACE_NAMES[place]}, GiB", show=shown, right=True)
-        for place in PLACES
-    ]
+    styles = {"chosen": "passed", "fits": "good"}
     return Table(
-        above=f"{_how_many(advice, every)}, in order of preference; GiB per rank:",
-        columns=(
-            Column(name="state"),
-            Column(name="plan", head="plan"),
-            *sizes,
-            *seconds,
-            Column(name="missing", head="missing"),
-            Column(name="reason", head="why"),
-        ),
-        rows=tuple(
-            (
-                state,
-                _title(one),
-                *_places(one.estimate).values(),
-                *([f"{one.time.expected:.2f}" if one.time else ""] if timed else []),
-                _sizes(_missing(one)),
-                one.reason,
-            )
-            for state, one in zip(states, every, strict=True)
-        ),
-        sentences=(
-            Line(f"{'':<8}{'device':>9}{'host':>9}{'NVMe':>9}  plan", indent=2, style="faint"),
-            *(
-                line
-                for state, one in zip(states, every, strict=True)
-                for line in _candidate_lines(state, one)
-            ),
-        ),
+        rows=tuple(map(row, candidates)),
+        head=("", *PLACE_NAMES.values(), "s/step", "plan"),
+        align="lrrrr",
+        style=lambda row: styles.get(row[0], ""),
     )
 
 
-def foremost(advice: AdviceValue, most: int) -> tuple[CandidateValue, ...]:
+def foremost(advice: Advice, most: int) -> tuple[Candidate, ...]:
     """The choice, what fits beside it, and what misses least, in order of preference."""
 
-    def lacking(candidate: CandidateValue) -> int:
+    def lacking(candidate: Candidate) -> int:
         return sum(candidate.shortfalls.values())
 
     others = [one for one in advice.candidates if one is not advice.chosen]
@@ -1028,32 +785,7 @@ def foremost(advice: AdviceValue, most: int) -> tuple[CandidateValue, ...]:
     return tuple(one for one in advice.candidates if any(one is other for other in kept))
 
 
-def _how_many(advice: AdviceValue, shown: Sequence[CandidateValue]) -> str:
-    every = len(advice.candidates)
-    return "Candidates" if len(shown) == every else f"{len(shown)} of {every} candidates"
-
-
-def _candidate_lines(state: str, candidate: CandidateValue) -> Iterator[Line]:
-    sizes = "".join(f"{size / _GIB:>9.2f}" for size in _places(candidate.estimate).values())
-    start = f"{state:<8}{sizes}  "
-    style = {"chosen": "passed", "fits": "good"}.get(state, "")
-    yield Line(start + _title(candidate), indent=2, hang=len(start), style=style)
-    missing = _sizes(_missing(candidate))
-    told = [f"missing {missing}"] if missing else []
-    if candidate.time is not None:
-        told.append(f"{seconds_words(candidate.time.expected)} per step")
-    yield Line("; ".join([*told, candidate.reason]), indent=_REASON, hang=0)
-
-
-def _state(candidate: CandidateValue, chosen: bool) -> str:
-    if chosen:
-        return "chosen"
-    if candidate.fits:
-        return "fits"
-    return "too big" if _missing(candidate) else "refused"
-
-
-def _title(candidate: CandidateValue) -> str:
+def _title(candidate: Candidate) -> str:
     if "checkpointing" in candidate.title:
         return candidate.title
     kind = "with" if candidate.gradient_checkpointing else "without"
@@ -1068,16 +800,11 @@ def _budget_words(budget: Budget) -> str:
     return f"{device} of device memory, {host} of host memory, {nvme}{kept}"
 
 
-def _places(sizes: Budget | EstimateValue) -> dict[Place, int]:
+def _places(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
     return {"device": sizes.device, "host": sizes.host, "nvme": sizes.nvme}
 
 
-def _headroom(advice: AdviceValue) -> list[tuple[Place, int]]:
-    budget = _places(advice.budget)
-    return [(place, advice.headroom[place]) for place in PLACES if budget[place]]
-
-
-def _missing(candidate: CandidateValue) -> list[tuple[Place, int]]:
+def _missing(candidate: Candidate) -> list[tuple[Place, int]]:
     short = candidate.shortfalls
     return [(place, short[place]) for place in PLACES if place in short]
 

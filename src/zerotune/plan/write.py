@@ -6,6 +6,8 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from pprint import pformat
+from textwrap import indent
 from typing import Any, Final
 
 import attrs
@@ -27,13 +29,11 @@ from zerotune.plan.model import (
     FP16_BESIDE,
     PRECISIONS,
     Bf16Section,
+    DeepSpeedPlan,
     LaunchSection,
-    PlanT,
-    PlanValue,
-    Section,
     as_tuple,
     evolved,
-    modelled,
+    passed_paths,
 )
 from zerotune.plan.source import (
     INIT_FLAG,
@@ -109,7 +109,7 @@ class SavedPlan:
 
 
 def plan_document(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     format: str = "deepspeed",  # noqa: A002
     *,
     existing: Path | None = None,
@@ -149,7 +149,7 @@ def plan_document(
     )
 
 
-def launchable(plan: PlanT, *, processes: int = 1) -> PlanT:
+def launchable(plan: DeepSpeedPlan, *, processes: int = 1) -> DeepSpeedPlan:
     """The plan as ``accelerate launch --config_file`` can start it once it is written as YAML.
 
     Without ``num_processes`` the launcher refuses a file; what it starts has no say in DeepSpeed's
@@ -176,7 +176,7 @@ def launchable(plan: PlanT, *, processes: int = 1) -> PlanT:
 
 
 def save_plan(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     path: str | os.PathLike[str],
     *,
     format: str | None = None,  # noqa: A002
@@ -221,7 +221,7 @@ def format_of(path: Path) -> str:
     return "trainer"
 
 
-def deepspeed_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> PlanDocument:
+def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
     """DeepSpeed's own JSON; what a launcher's file says of training is said in its words.
 
     Raises:
@@ -303,14 +303,14 @@ _LAUNCHERS: Final = frozenset(
 """Settings of how and where processes are started, which no plan is resolved with."""
 
 
-def _launched(plan: PlanValue) -> dict[str, Any]:
+def _launched(plan: DeepSpeedPlan) -> dict[str, Any]:
     """The launch settings that must find a place."""
     launched = plan.launch.to_dict() if plan.launch else {}
     return {key: value for key, value in launched.items() if key not in _WHERE_READ}
 
 
 def _given_up(
-    plan: PlanValue, left: Mapping[str, Any], why: str, lossy: Collection[str]
+    plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str]
 ) -> list[Decision]:
     """One decision for each setting that is left over.
 
@@ -346,14 +346,14 @@ def _given_up(
     return decisions
 
 
-def _shares_a_batch(plan: PlanValue, key: str) -> bool:
+def _shares_a_batch(plan: DeepSpeedPlan, key: str) -> bool:
     """Whether the setting is needed to solve the batch sizes that are written."""
     parts = (plan.train_micro_batch_size_per_gpu, plan.gradient_accumulation_steps)
     written = is_integer(plan.train_batch_size)
     return key == _PROCESSES and written and not all(map(is_integer, parts))
 
 
-def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
+def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
     if key == INIT_FLAG:
         return plan.stage in (0, 1, 2)
     if key == "dynamo_config" and isinstance(value, Mapping):
@@ -368,13 +368,15 @@ def _says_nothing(plan: PlanValue, key: str, value: Any) -> bool:
 # -- What stands beside a configuration, said inside it.
 
 
-def _settled_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+def _settled_inside(plan: DeepSpeedPlan, where: str, decisions: list[Decision]) -> DeepSpeedPlan:
     plan = _batch_settings_inside(plan, where, decisions)
     plan = _swap_folders_inside(plan, where, decisions)
     return _automatic_precision_inside(plan, where, decisions)
 
 
-def _batch_settings_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+def _batch_settings_inside(
+    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
+) -> DeepSpeedPlan:
     """Move what a trainer's file says beside its configuration into the configuration."""
     for key in ("gradient_accumulation_steps", "gradient_clipping"):
         launched = getattr(plan.launch, key) if plan.launch else None
@@ -395,12 +397,14 @@ def _batch_settings_inside(plan: PlanValue, where: str, decisions: list[Decision
     return plan
 
 
-def _accumulation_follows(plan: PlanValue) -> bool:
+def _accumulation_follows(plan: DeepSpeedPlan) -> bool:
     sizes = (plan.train_batch_size, plan.train_micro_batch_size_per_gpu)
     return plan.gradient_accumulation_steps in (None, AUTO) and all(map(is_integer, sizes))
 
 
-def _swap_folders_inside(plan: PlanValue, where: str, decisions: list[Decision]) -> PlanValue:
+def _swap_folders_inside(
+    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
+) -> DeepSpeedPlan:
     """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
     launch = plan.launch
     if launch is None:
@@ -429,8 +433,8 @@ def _swap_folders_inside(plan: PlanValue, where: str, decisions: list[Decision])
 
 
 def _automatic_precision_inside(
-    plan: PlanValue, where: str, decisions: list[Decision]
-) -> PlanValue:
+    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
+) -> DeepSpeedPlan:
     launch = plan.launch
     if launch is None or launch.mixed_precision != AUTO:
         return plan
@@ -445,7 +449,7 @@ def _automatic_precision_inside(
     return plan
 
 
-def _precision_inside(plan: PlanValue, why: str, decisions: list[Decision]) -> PlanValue:
+def _precision_inside(plan: DeepSpeedPlan, why: str, decisions: list[Decision]) -> DeepSpeedPlan:
     """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
     launch = plan.launch
     asked = launch.mixed_precision if launch else None
@@ -514,7 +518,7 @@ _UNSAFE: Final = " ;<>"
 (``convert_dict_to_env_variables``); it drops the variable otherwise."""
 
 
-def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> PlanDocument:
+def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
     """The YAML that ``accelerate launch --config_file`` takes.
 
     accelerate's own keys are used where they can say the whole plan: a stage, offload to the
@@ -555,13 +559,13 @@ def accelerate_document(plan: PlanValue, *, lossy: Collection[str] = ()) -> Plan
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
 
 
-def _is_unused(plan: PlanValue) -> bool:
+def _is_unused(plan: DeepSpeedPlan) -> bool:
     """Whether the plan is that of a file of accelerate that trains without DeepSpeed."""
     written = plan.launch.distributed_type if plan.launch else None
     return written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
 
 
-def _left_to_script(plan: PlanValue) -> list[Decision]:
+def _left_to_script(plan: DeepSpeedPlan) -> list[Decision]:
     open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
     if not open_keys:
         return []
@@ -571,7 +575,7 @@ def _left_to_script(plan: PlanValue) -> list[Decision]:
     return [Decision(key=open_keys[0], before=None, after=AUTO, reason=reason)]
 
 
-def _as_block(plan: PlanValue) -> dict[str, Any] | None:
+def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
     """The plan in accelerate's own keys, or ``None`` when they cannot say all of it."""
     config = plan.to_dict()
     zero = config.pop("zero_optimization", {})
@@ -615,7 +619,7 @@ def _as_block(plan: PlanValue) -> dict[str, Any] | None:
     return {key: value for key, value in block.items() if value is not None}
 
 
-def _config_text(plan: PlanValue) -> str:
+def _config_text(plan: DeepSpeedPlan) -> str:
     # Without this section accelerate raises; an empty one means the same to DeepSpeed as none.
     config = {"zero_optimization": {}, **plan.to_dict()}
     machines = plan.launch.num_machines if plan.launch else None
@@ -650,88 +654,31 @@ def _yaml(content: dict[str, Any]) -> str:
 # -- A plan as Python source.
 
 
-_WIDTH: Final = 88
-_STEP: Final = "    "
-_LONG: Final = 10_000
+_WIDTH: Final = 84
 
 
-def python_expression(plan: PlanValue) -> str:
-    """An expression that is equal to ``plan`` where the names of ``zerotune.plan`` are known."""
-    return _call(plan, "")
+def python_expression(plan: DeepSpeedPlan, *, width: int = _WIDTH) -> str:
+    """An expression that is equal to ``plan`` where ``DeepSpeedPlan`` is imported."""
+    known = sorted(passed_paths(plan, unknown=True))
+
+    def call(name: str, value: Any, *, launched: bool) -> str:
+        passed = [path for path in known if path.startswith("launch.") == launched]
+        parts = [pformat(value, width=width, sort_dicts=False)]
+        parts += [f"also_known={passed!r}"] if passed else []
+        if len(parts) == 1 and "\n" not in parts[0]:
+            return f"{name}({parts[0]})"
+        lines = indent(",\n".join(parts), "    ")
+        return f"{name}(\n{lines},\n)"
+
+    launch = plan.launch.to_dict() if plan.launch else {}
+    return call("DeepSpeedPlan.from_dict", plan.to_dict(), launched=False) + (
+        call(".with_overrides", {"launch": launch}, launched=True) if launch else ""
+    )
 
 
-def python_script(plan: PlanValue) -> str:
+def python_script(plan: DeepSpeedPlan) -> str:
     """A script that builds ``plan`` under the name ``plan``."""
-    names = ", ".join(sorted(_names(plan)))
-    single = f"from zerotune.plan import {names}"
-    if len(single) > _WIDTH:
-        listed = "".join(f"{_STEP}{name},\n" for name in sorted(_names(plan)))
-        single = f"from zerotune.plan import (\n{listed})"
-    return f"{single}\n\nplan = {python_expression(plan)}\n"
-
-
-def _names(section: Section) -> set[str]:
-    found = {type(section).__name__}
-    for _, value in _arguments(section):
-        if isinstance(value, Section):
-            found |= _names(value)
-    return found
-
-
-def _arguments(section: Section) -> list[tuple[str, Any]]:
-    names = [attribute.name for attribute in modelled(type(section))]
-    pairs = [(name, getattr(section, name, None)) for name in (*names, "launch")]
-    written = [(name, value) for name, value in pairs if value is not None]
-    extra = getattr(section, "extra", None)
-    return [*written, ("extra", dict(extra))] if extra else written
-
-
-def _call(section: Section, indent: str) -> str:
-    name = type(section).__name__
-    inner = indent + _STEP
-    arguments = [f"{key}={_value(value, inner)}" for key, value in _arguments(section)]
-    single = f"{name}({', '.join(arguments)})"
-    if len(single) <= _WIDTH - len(indent) and "\n" not in single:
-        return single
-    return f"{name}(\n" + "".join(f"{inner}{each},\n" for each in arguments) + f"{indent})"
-
-
-def _value(value: Any, indent: str) -> str:
-    if isinstance(value, Section):
-        return _call(value, indent)
-    if not isinstance(value, dict | list) or not value:
-        # One letter that is not ASCII makes each of a long text take four bytes.
-        return ascii(value) if isinstance(value, str) and len(value) > _LONG else repr(value)
-    inner = indent + _STEP
-    if isinstance(value, list) and not any(isinstance(each, dict | list) for each in value):
-        return _row(value, indent)
-    single = repr(value)
-    if len(single) <= _WIDTH - len(indent):
-        return single
-    if isinstance(value, dict):
-        lines = [f"{key!r}: {_value(item, inner)}" for key, item in value.items()]
-        return "{\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "}"
-    lines = [_value(item, inner) for item in value]
-    return "[\n" + "".join(f"{inner}{line},\n" for line in lines) + indent + "]"
-
-
-def _row(values: list[Any], indent: str) -> str:
-    """A list of plain values, as many in a line as there is room for."""
-    room, length = _WIDTH - len(indent) - len(_STEP), 0
-    lines: list[str] = []
-    line: list[str] = []
-    for text in map(repr, values):
-        if line and length + len(text) > room:
-            lines.append(", ".join(line))
-            line, length = [], 0
-        line.append(text)
-        length += len(text) + 2
-    whole = ", ".join([*lines, ", ".join(line)]) if len(lines) < 2 else ""
-    if whole and len(whole) + 2 <= _WIDTH - len(indent):
-        return f"[{whole}]"
-    lines.append(", ".join(line))
-    inner = indent + _STEP
-    return "[\n" + "".join(f"{inner}{each},\n" for each in lines) + indent + "]"
+    return f"from zerotune.plan import DeepSpeedPlan\n\nplan = {python_expression(plan)}\n"
 
 
 # -- A plan inside a trainer's ``config.json``.
@@ -746,7 +693,7 @@ _NEW_KEYS: Final = {
 
 
 def trainer_document(
-    plan: PlanValue, *, existing: Path | None = None, lossy: Collection[str] = ()
+    plan: DeepSpeedPlan, *, existing: Path | None = None, lossy: Collection[str] = ()
 ) -> PlanDocument:
     """A trainer's file that holds the plan.
 
@@ -795,7 +742,7 @@ def _lost_comments(sentences: list[str], existing: Path | None) -> list[Decision
 
 
 def _put_config(
-    plan: PlanValue, content: dict[str, Any], wrapper: str, existing: Path | None
+    plan: DeepSpeedPlan, content: dict[str, Any], wrapper: str, existing: Path | None
 ) -> dict[Path, str]:
     """Put the configuration where ``content`` has it; return the files it lies in."""
     config = _trainer_config(plan)
@@ -818,7 +765,7 @@ def _put_config(
     return {Path(named.source): _json(config, indent=2)}
 
 
-def _trainer_config(plan: PlanValue) -> dict[str, Any]:
+def _trainer_config(plan: DeepSpeedPlan) -> dict[str, Any]:
     """The configuration, with the launch setting that trainers keep in it."""
     flag = plan.launch.zero3_init_flag if plan.launch else None
     config = plan.to_dict()
@@ -826,7 +773,7 @@ def _trainer_config(plan: PlanValue) -> dict[str, Any]:
 
 
 def _put_launch(
-    plan: PlanValue, content: dict[str, Any], dashes: str, decisions: list[Decision]
+    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, decisions: list[Decision]
 ) -> dict[str, Any]:
     """Put the launch settings where ``content`` has them; return those without a place."""
     launched = _launched(plan)
@@ -849,7 +796,9 @@ def _put_launch(
     return launched
 
 
-def _put_micro_batch(plan: PlanValue, content: dict[str, Any], decisions: list[Decision]) -> None:
+def _put_micro_batch(
+    plan: DeepSpeedPlan, content: dict[str, Any], decisions: list[Decision]
+) -> None:
     micro = plan.train_micro_batch_size_per_gpu
     for key in [key for key in content if undashed(key) in MICRO_KEYS]:
         if is_integer(micro) and as_number(content[key]) != micro:

@@ -1,28 +1,22 @@
-"""Limits that Linux control groups put on this process, versions 1 and 2, nested or mixed.
+"""Limits that Linux control groups (version 2) put on this process.
 
 A limit anywhere on the path from the process's own group up to the root binds, so every level
 that can be seen is read and the smallest wins. Files are read through a callable, which makes
 any container's layout reproducible in a test.
 
-Sources: ``cgroups(7)``, ``proc_pid_mountinfo(5)``; the kernel's ``cgroup-v1/memory`` and
-``cgroup-v2`` admin guides.
+Sources: ``cgroups(7)``, ``proc_pid_mountinfo(5)``, the kernel's ``cgroup-v2`` admin guide.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Literal
+from collections.abc import Callable, Iterator
 
 import attrs
 
-from zerotune._util.proc import Mount, parse_mount
+from zerotune._util.proc import parse_mount
 
 Read = Callable[[str], "str | None"]
-
-_VERSIONS: Final[dict[str, Literal[1, 2]]] = {"cgroup": 1, "cgroup2": 2}
-_NO_LIMIT: Final = 1 << 60
-"""Version 1 spells "no limit" as the largest page-aligned integer; nobody has an exbibyte."""
 
 
 @attrs.frozen(kw_only=True)
@@ -35,12 +29,6 @@ class CgroupMemory:
     """What the tightest level still allows, its reclaimable page cache counted as free."""
 
 
-@attrs.frozen(kw_only=True)
-class _Level:
-    version: Literal[1, 2]
-    directory: str
-
-
 def memory_constraint(read: Read) -> CgroupMemory:
     """The memory limit on this process and what is left of it.
 
@@ -49,10 +37,14 @@ def memory_constraint(read: Read) -> CgroupMemory:
     """
     limits: list[int] = []
     available: list[int] = []
-    for level in _levels(read, "memory"):
-        limit, used = _memory_of(level, read)
+    for folder in _folders(read):
+        limit = _integer(read(f"{folder}/memory.max"))
         if limit is None:
             continue
+        usage = _integer(read(f"{folder}/memory.current")) or 0
+        statistics = read(f"{folder}/memory.stat") or ""
+        cache = re.search(r"(?m)^inactive_file ([0-9]{1,20})$", statistics)
+        used = max(0, usage - (int(cache[1]) if cache else 0))
         limits.append(limit)
         available.append(max(0, limit - used))
     return CgroupMemory(limit=min(limits, default=None), available=min(available, default=None))
@@ -64,96 +56,32 @@ def cpu_quota(read: Read) -> float | None:
     Args:
         read: Returns a file's text, or ``None`` when it cannot be read.
     """
-    quotas = [_quota_of(level, read) for level in _levels(read, "cpu")]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    quotas = []
+    for folder in _folders(read):
+        fields = (read(f"{folder}/cpu.max") or "").split()
+        microseconds, window = map(_integer, [*fields, "", ""][:2])
+        if microseconds and window and microseconds > 0 and window > 0:
+            quotas.append(microseconds / window)
+    return min(quotas, default=None)
 
 
-def _memory_of(level: _Level, read: Read) -> tuple[int | None, int]:
-    statistics = _statistics(read(f"{level.directory}/memory.stat"))
-    if level.version == 2:
-        limit = _integer(read(f"{level.directory}/memory.max"))
-        usage = _integer(read(f"{level.directory}/memory.current"))
-        cache = statistics.get("inactive_file", 0)
-    else:
-        # Levels above the mount point are invisible in a container; the kernel sums them up here.
-        candidates = (
-            _integer(read(f"{level.directory}/memory.limit_in_bytes")),
-            statistics.get("hierarchical_memory_limit"),
-        )
-        limit = min((value for value in candidates if value is not None), default=None)
-        usage = _integer(read(f"{level.directory}/memory.usage_in_bytes"))
-        cache = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
-    if limit is not None and limit >= _NO_LIMIT:
-        limit = None
-    return limit, max(0, (usage or 0) - cache)
-
-
-def _quota_of(level: _Level, read: Read) -> float | None:
-    if level.version == 2:
-        fields = (read(f"{level.directory}/cpu.max") or "").split()
-        quota, period = [*fields, "", ""][:2]
-    else:
-        quota = read(f"{level.directory}/cpu.cfs_quota_us") or ""
-        period = read(f"{level.directory}/cpu.cfs_period_us") or ""
-    microseconds, window = _integer(quota), _integer(period)
-    if microseconds is None or window is None or microseconds <= 0 or window <= 0:
-        return None
-    return microseconds / window
-
-
-def _levels(read: Read, controller: str) -> Iterator[_Level]:
-    """Directories that may limit this process, from its own group up to each mount point."""
-    mounts = list(_mounts(read("/proc/self/mountinfo") or ""))
-    for version, controllers, path in _memberships(read("/proc/self/cgroup") or ""):
-        if version == 1 and controller not in controllers:
+def _folders(read: Read) -> Iterator[str]:
+    """Folders that may limit this process, from its own group up to each mount point."""
+    mounts = map(parse_mount, (read("/proc/self/mountinfo") or "").splitlines())
+    groups = [mount for mount in mounts if mount is not None and mount.kind == "cgroup2"]
+    for line in (read("/proc/self/cgroup") or "").splitlines():
+        if not line.startswith("0::"):
             continue
-        for mount in mounts:
-            if _VERSIONS[mount.kind] == version and (version == 2 or controller in mount.options):
-                for directory in _upwards(mount, path):
-                    yield _Level(version=version, directory=directory)
-
-
-def _memberships(text: str) -> Iterator[tuple[Literal[1, 2], frozenset[str], str]]:
-    for line in text.splitlines():
-        fields = line.split(":", 2)
-        if len(fields) != 3:
-            continue
-        hierarchy, controllers, path = fields
-        version: Literal[1, 2] = 2 if hierarchy == "0" and not controllers else 1
-        yield version, frozenset(controllers.split(",")), path
-
-
-def _mounts(text: str) -> Iterator[Mount]:
-    parsed = (parse_mount(line) for line in text.splitlines())
-    return (mount for mount in parsed if mount is not None and mount.kind in _VERSIONS)
-
-
-def _upwards(mount: Mount, path: str) -> Iterable[str]:
-    parts = _below(mount.root, path)
-    for length in range(len(parts), -1, -1):
-        yield "/".join([str(mount.point).rstrip("/"), *parts[:length]])
-
-
-def _below(root: str, path: str) -> list[str]:
-    """Names that lead from a mount's root to ``path``; none when ``path`` is not below it.
-
-    A container whose group lies outside of what is mounted still sees its own limit at the mount
-    point.
-    """
-    prefix = root.rstrip("/") + "/"
-    if not (path + "/").startswith(prefix):
-        return []
-    parts = [part for part in path[len(prefix) :].split("/") if part]
-    return [] if ".." in parts else parts
-
-
-def _statistics(text: str | None) -> dict[str, int]:
-    pairs = (line.split() for line in (text or "").splitlines())
-    return {
-        pair[0]: value
-        for pair in pairs
-        if len(pair) == 2 and (value := _integer(pair[1])) is not None
-    }
+        path = line.removeprefix("0::")
+        for mount in groups:
+            prefix = mount.root.rstrip("/") + "/"
+            # A container whose group lies outside of what is mounted still sees its own limit at
+            # the mount point.
+            inside = (path + "/").startswith(prefix)
+            parts = [part for part in path[len(prefix) :].split("/") if part] if inside else []
+            parts = [] if ".." in parts else parts
+            for length in range(len(parts), -1, -1):
+                yield "/".join([str(mount.point).rstrip("/"), *parts[:length]])
 
 
 def _integer(text: str | None) -> int | None:

@@ -78,13 +78,13 @@ def describe_cpus(cpus: Sequence[LogicalCpu], *, quota: float | None = None) -> 
 
 def parse_list(text: str) -> tuple[int, ...]:
     """The numbers of a kernel list, such as ``"0-3,8"``; what is not one is left out."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.strip().split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
         if match:
             first = int(match.group(1))
-            found.extend(range(first, int(match.group(2) or first) + 1))
-    return tuple(found)
+            numbers.extend(range(first, int(match.group(2) or first) + 1))
+    return tuple(numbers)
 
 
 def share_cores(
@@ -116,7 +116,10 @@ def share_cores(
         )
     cores = _cores(own)
     sharers = [index for index, cpus in enumerate(affinities) if set(cpus) & set(affinities[rank])]
-    mine = _slice(cores, sharers.index(rank), len(sharers))
+    place, count = sharers.index(rank), len(sharers)
+    mine = cores[place * len(cores) // count : (place + 1) * len(cores) // count]
+    if len(cores) < count:
+        mine = [cores[place % len(cores)]]
     allowed = len(mine)
     if quota is not None:
         # Rounded down: threads beyond the quota are throttled and slow the others.
@@ -145,12 +148,6 @@ def _cores(cpus: Iterable[LogicalCpu]) -> list[list[LogicalCpu]]:
     for cpu in sorted(cpus):
         cores.setdefault((cpu.node, cpu.package, cpu.core), []).append(cpu)
     return list(cores.values())
-
-
-def _slice(cores: list[list[LogicalCpu]], index: int, count: int) -> list[list[LogicalCpu]]:
-    if len(cores) < count:
-        return [cores[index % len(cores)]]
-    return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
 
 
 def _nodes(read: Read) -> dict[int, int]:

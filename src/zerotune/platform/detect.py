@@ -21,7 +21,7 @@ from zerotune.platform.facts import (
     HostMemory,
     Platform,
 )
-from zerotune.platform.probe import Cores, MachineProbe, PlatformProbe, TorchFacts
+from zerotune.platform.probe import MachineProbe, PlatformProbe, TorchFacts
 
 OLDEST_DEEPSPEED: Final = "0.19.8"
 """Oldest release that trains all of it. With 0.19.3 swapping to NVMe aborts the process, host
@@ -69,19 +69,28 @@ def detect_platform(
         allow_mps=allow_mps,
     )
     support, decisions = deepspeed_support(situation)
-    cores = probe.cores()
+    cores, quota = probe.cores(), cpu_quota(probe.read_text)
+    total, available = probe.memory()
+    cgroup = memory_constraint(probe.read_text)
+    if cgroup.available is not None:
+        available = min(available, cgroup.available)
+    versions = {name: probe.version(name) for name in _DISTRIBUTIONS}
     platform = Platform(
         system=probe.system(),
         machine=probe.machine(),
         processor=probe.processor(),
         accelerator=hardware.accelerator,
         devices=hardware.devices,
-        host_memory=_host_memory(probe),
-        memlock_limit=_memlock_limit(probe),
+        host_memory=HostMemory(total=total, available=available, cgroup_limit=cgroup.limit),
+        memlock_limit=None if _may_lock_everything(probe) else probe.memlock(),
         physical_cores=cores.physical,
         logical_cores=cores.logical,
-        usable_cores=_usable_cores(cores, probe),
-        versions=_versions(probe),
+        # Rounded down: threads beyond the quota are throttled and slow the others.
+        usable_cores=max(1, min(cores.affinity, cores.affinity if quota is None else int(quota))),
+        versions={
+            "python": probe.python_version(),
+            **{name: version for name, version in versions.items() if version is not None},
+        },
         torch_build=_torch_build(torch),
         bf16=hardware.bf16,
         native_bf16=hardware.bf16 and (hardware.accelerator != "cpu" or _cpu_computes_bf16(probe)),
@@ -92,18 +101,6 @@ def detect_platform(
     if log:
         announce(platform.decisions)
     return platform
-
-
-def _host_memory(probe: PlatformProbe) -> HostMemory:
-    total, available = probe.memory()
-    cgroup = memory_constraint(probe.read_text)
-    if cgroup.available is not None:
-        available = min(available, cgroup.available)
-    return HostMemory(total=total, available=available, cgroup_limit=cgroup.limit)
-
-
-def _memlock_limit(probe: PlatformProbe) -> int | None:
-    return None if _may_lock_everything(probe) else probe.memlock()
 
 
 def _may_lock_everything(probe: PlatformProbe) -> bool:
@@ -123,18 +120,6 @@ def _cpu_computes_bf16(probe: PlatformProbe) -> bool:
         if name.strip() in {"flags", "Features"}:
             return not _BF16_FLAGS.isdisjoint(flags.split())
     return False
-
-
-def _usable_cores(cores: Cores, probe: PlatformProbe) -> int:
-    quota = cpu_quota(probe.read_text)
-    # Rounded down: threads beyond the quota are throttled and slow the others.
-    return max(1, cores.affinity if quota is None else min(cores.affinity, int(quota)))
-
-
-def _versions(probe: PlatformProbe) -> dict[str, str]:
-    installed = {name: probe.version(name) for name in _DISTRIBUTIONS}
-    known = {name: version for name, version in installed.items() if version is not None}
-    return {"python": probe.python_version(), **known}
 
 
 def _torch_build(torch: TorchFacts | None) -> str | None:
@@ -174,36 +159,36 @@ def choose_hardware(torch: TorchFacts | None, environ: Mapping[str, str]) -> Har
         torch: Facts from torch; ``None`` when it is not installed.
         environ: Environment variables.
     """
-    found = _found(torch)
-    native = next(iter(found))
+    usable = _usable_devices(torch)
+    native = next(iter(usable))
     chosen = native
     decisions = list(_missing_cuda(torch, environ))
     requested = environ.get("DS_ACCELERATOR")
     if requested is not None and requested != DEEPSPEED_NAMES[native]:
-        chosen = next((name for name in found if DEEPSPEED_NAMES[name] == requested), native)
+        chosen = next((name for name in usable if DEEPSPEED_NAMES[name] == requested), native)
         if chosen != native:
-            decisions.append(_overridden(native, chosen, found[native]))
+            decisions.append(_overridden(native, chosen, usable[native]))
     facts = torch or TorchFacts()
     return Hardware(
         accelerator=chosen,
-        devices=found[chosen],
-        bf16=_runs_bf16(chosen, found[chosen], facts),
-        fp16=_runs_fp16(chosen, found[chosen], facts),
+        devices=usable[chosen],
+        bf16=_runs_bf16(chosen, usable[chosen], facts),
+        fp16=_runs_fp16(chosen, usable[chosen], facts),
         decisions=tuple(decisions),
     )
 
 
-def _found(torch: TorchFacts | None) -> dict[Accelerator, tuple[Device, ...]]:
+def _usable_devices(torch: TorchFacts | None) -> dict[Accelerator, tuple[Device, ...]]:
     """Everything the machine could train on, best first; the CPU is always there."""
-    found: dict[Accelerator, tuple[Device, ...]] = {}
+    devices: dict[Accelerator, tuple[Device, ...]] = {}
     if torch is not None and torch.cuda_devices:
-        found["rocm" if torch.hip else "cuda"] = torch.cuda_devices
+        devices["rocm" if torch.hip else "cuda"] = torch.cuda_devices
     if torch is not None and torch.xpu_devices:
-        found["xpu"] = torch.xpu_devices
+        devices["xpu"] = torch.xpu_devices
     if torch is not None and torch.mps_device is not None:
-        found["mps"] = (torch.mps_device,)
-    found["cpu"] = ()
-    return found
+        devices["mps"] = (torch.mps_device,)
+    devices["cpu"] = ()
+    return devices
 
 
 def _missing_cuda(torch: TorchFacts | None, environ: Mapping[str, str]) -> list[Decision]:

@@ -117,12 +117,13 @@ def detect_toolchain(machine: Machine | None = None) -> Toolchain:
     cxx = _tool(machine, compiler)
     ninja = _tool(machine, ["ninja"])
     home = _cuda_home(machine)
+    beside_python = str(Path(sys.executable).parent / "ninja")
     return Toolchain(
         cxx=cxx,
         nvcc=None if home is None else _tool(machine, [f"{home}/bin/nvcc"]),
         cuda_home=home,
         ninja=ninja,
-        hidden_ninja=None if ninja is not None else _hidden_ninja(machine),
+        hidden_ninja=beside_python if ninja is None and machine.exists(beside_python) else None,
         python_headers=machine.exists(f"{sysconfig.get_path('include')}/Python.h"),
         libaio=LibAio(header=None, library=None) if cxx is None else _libaio(machine, compiler),
     )
@@ -159,11 +160,6 @@ def _cuda_home(machine: Machine) -> str | None:
         return str(Path(nvcc).parent.parent)
     default = "/usr/local/cuda"
     return default if machine.exists(default) else None
-
-
-def _hidden_ninja(machine: Machine) -> str | None:
-    candidate = str(Path(sys.executable).parent / "ninja")
-    return candidate if machine.exists(candidate) else None
 
 
 def _libaio(machine: Machine, compiler: Sequence[str]) -> LibAio:

@@ -19,7 +19,7 @@ from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
-from zerotune.diffusion.passes import CALLS, KINDS, Pass, counted_pass
+from zerotune.diffusion.passes import CALLS, KINDS, Pass, counted_passes
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan.model import (
     ActivationCost,
@@ -33,7 +33,7 @@ from zerotune.training.memory import expected_memory, host_now
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.plan.api import Advice
+    from zerotune.plan.advise import Advice
 
 _CLIP_DIMENSIONS: Final = 4
 """Channels, frames, height and width."""
@@ -79,11 +79,8 @@ def known_activations(
         copy = _without_data(model)
         clip = {} if frames is None else {"frames": frames}
         arguments = example_inputs(copy)(batch, *size, **clip)
-        full = counted_pass(copy, arguments)
-        less = None
-        if checkpointed and hasattr(copy, "enable_gradient_checkpointing"):
-            copy.enable_gradient_checkpointing()
-            less = counted_pass(copy, arguments)
+        (full,), again = counted_passes(copy, [arguments], checkpointed=checkpointed)
+        less = None if again is None else again[0]
     except ZeroTuneError as error:
         return Activations(size=size, why=error.reason)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
@@ -177,14 +174,7 @@ def _without_data(model: Any) -> Any:
         copy = type(model).from_config(model.config)
     # Not the model's own: diffusers warns of layers that a real run keeps in fp32.
     torch.nn.Module.to(copy, torch.bfloat16)
-    for parameter in copy.parameters():
-        # Gradients are an item of their own in an estimate.
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)
     return copy
-
-
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 def _in_pixels(model: torch.nn.Module, name: str) -> bool:

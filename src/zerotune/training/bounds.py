@@ -13,7 +13,7 @@ from zerotune.backend import rates
 from zerotune.plan.memory.traffic import step_traffic
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import MemoryEstimate
+    from zerotune.plan.memory.model import MemoryEstimate
     from zerotune.plan.memory.traffic import StepTraffic
 
 

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
-    from zerotune.plan.model import ParameterFacts, RunFacts
+    from zerotune.plan.model import DeepSpeedPlan, ParameterFacts, ResolvedPlan, RunFacts
     from zerotune.platform import Platform
 
 

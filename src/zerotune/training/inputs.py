@@ -13,7 +13,8 @@ from zerotune.backend.trained_parts import TrainedParts
 from zerotune.diffusion.families.unconditional import Unconditional
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.api import Advice, DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.advise import Advice
+from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan
 
 
 def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:

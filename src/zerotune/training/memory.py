@@ -18,8 +18,8 @@ from zerotune._util.proc import status_field
 from zerotune.plan.memory.model import EMAPlace, Workload
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import MemoryEstimate, ResolvedPlan
-    from zerotune.plan.model import ActivationFacts, ArithmeticFacts
+    from zerotune.plan.memory.model import MemoryEstimate
+    from zerotune.plan.model import ActivationFacts, ArithmeticFacts, ResolvedPlan
 
 _PROBE: Final = 16 * 2**20
 """Bytes that are page-locked to see where they are counted."""

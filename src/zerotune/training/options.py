@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
     from zerotune.diffusion.activations import ActivationOffload
     from zerotune.ema import EMAShadow
-    from zerotune.plan.api import Advice, MemoryEstimate
-    from zerotune.plan.memory.model import EMAPlace
+    from zerotune.plan.advise import Advice
+    from zerotune.plan.memory.model import EMAPlace, MemoryEstimate
     from zerotune.training.events import RunView, StepMetrics
 
 

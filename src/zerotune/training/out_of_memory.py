@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +17,17 @@ import torch
 
 from zerotune._util.text import format_size
 from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
-from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.memory.estimate import CONTEXT
-from zerotune.plan.model import AUTO
+from zerotune.plan.model import AUTO, DeepSpeedPlan
 from zerotune.plan.text import DURING
 from zerotune.plan.write import python_expression
 from zerotune.platform import detect_platform
 from zerotune.training.memory import expected_memory, host_now, host_peak
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import Advice, MemoryEstimate, ResolvedPlan
-    from zerotune.plan.memory.model import Place
+    from zerotune.plan.advise import Advice
+    from zerotune.plan.memory.model import MemoryEstimate, Place
+    from zerotune.plan.model import ResolvedPlan
 
 
 _WORDS: Final = re.compile(
@@ -285,7 +286,7 @@ def build_call(plan: DeepSpeedPlan) -> str:
             return f"DeepSpeedPlan.build({words})"
     except PlanError:
         pass
-    return " ".join(python_expression(plan).split())
+    return python_expression(plan, width=sys.maxsize)
 
 
 def _optimizer(plan: DeepSpeedPlan, *, settled: bool = False) -> str | dict[str, Any] | None:

@@ -1,22 +1,17 @@
-"""Pictures of a run. matplotlib is loaded only here, and only when a picture is made."""
+"""Charts of a run. matplotlib is loaded only to draw."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
-
 from zerotune._util.files import system_errors
-from zerotune._util.palette import HEADER, LINE, PALE, PAPER, STRONG, empty_figure
+from zerotune._util.palette import PALE, STRONG, empty_figure
 from zerotune.errors import DataError, TrainingError
 
 _WINDOW: Final = 20
-_PIXELS_PER_INCH: Final = 120
-_WIDTH: Final = 10.0
-"""Inches across tables."""
 
 
 def plot_loss(
@@ -42,7 +37,7 @@ def plot_loss(
             key="steps",
             value=len(steps),
         )
-    figure = _figure(width=7.0, height=4.0)
+    figure = empty_figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, losses, color=PALE, linewidth=0.8, label="each step")
     means = [
@@ -53,97 +48,11 @@ def plot_loss(
     axes.set(xlabel="optimizer step", ylabel="loss", title="Training loss")
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
-    return _write(figure, path)
+    return write_png(path, figure, dpi=120)
 
 
-@attrs.frozen(kw_only=True)
-class TablePicture:
-    """A table to be drawn; the name in its first column has its colour before it."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    widths: tuple[float, ...]
-    """Shares of the picture: of the colours, then of each column."""
-    colours: Mapping[str, str]
-
-
-def plot_tables(path: str | os.PathLike[str], tables: Sequence[TablePicture]) -> Path:
-    """Write tables below each other as PNG.
-
-    Args:
-        path: The file; its folder is made.
-        tables: From top to bottom.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    heights = [len(table.rows) + 1 for table in tables]
-    figure = _figure(width=_WIDTH, height=0.32 * sum(heights) + 0.6 * len(tables))
-    places = figure.subplots(len(tables), 1, height_ratios=heights, squeeze=False)
-    for axes, table in zip(places[:, 0], tables, strict=True):
-        _draw(axes, table)
-    return _write(figure, path)
-
-
-def plot_below(path: str | os.PathLike[str], figure: Any, table: TablePicture) -> Path:
-    """Write a figure that has left ``room_of(table)`` at its bottom, with the table there, as PNG.
-
-    Args:
-        path: The file; its folder is made.
-        figure: Of matplotlib.
-        table: What goes below.
-
-    Returns:
-        ``path``.
-    """
-    width, height = figure.get_size_inches()
-    margin, title = 0.35, 0.35
-    rows = room_of(table) - margin - title
-    place = (margin / width, margin / height, 1 - 2 * margin / width, rows / height)
-    _draw(figure.add_axes(place), table)
-    # As wide as tables alone.
-    return _write(figure, path, dpi=_PIXELS_PER_INCH * _WIDTH / width)
-
-
-def room_of(table: TablePicture) -> float:
-    """Inches that a table takes below a figure."""
-    return 0.7 + 0.32 * (len(table.rows) + 1)
-
-
-def _figure(*, width: float, height: float) -> Any:
-    return empty_figure(figsize=(width, height), layout="constrained")
-
-
-def _draw(axes: Any, wanted: TablePicture) -> None:
-    axes.axis("off")
-    axes.set_title(wanted.title, loc="left", fontsize=11, fontweight="bold")
-    colours = [wanted.colours.get(row[0], PAPER) for row in wanted.rows]
-    table = axes.table(
-        cellText=[("", *row) for row in wanted.rows],
-        cellColours=[
-            [colour, *[PAPER] * len(row)] for colour, row in zip(colours, wanted.rows, strict=True)
-        ],
-        colLabels=("", *wanted.header),
-        colWidths=wanted.widths,
-        cellLoc="left",
-        colLoc="left",
-        bbox=(0, 0, sum(wanted.widths), 1),
-    )
-    table.auto_set_font_size(False)
-    table.set_fontsize(9)
-    for (row, _), cell in table.get_celld().items():
-        cell.PAD = 0.02
-        cell.set_edgecolor(LINE)
-        if row == 0:
-            cell.set_facecolor(HEADER)
-            cell.set_text_props(fontweight="bold")
-
-
-def _write(figure: Any, path: str | os.PathLike[str], *, dpi: float = _PIXELS_PER_INCH) -> Path:
+def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
+    """Write a figure of matplotlib; its folder is made."""
     file = Path(path)
     with system_errors(TrainingError, file, "the picture cannot be written"):
         file.parent.mkdir(parents=True, exist_ok=True)

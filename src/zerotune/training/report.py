@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -14,27 +13,26 @@ from typing_extensions import override
 
 from zerotune._util.files import system_errors, write_atomically
 from zerotune._util.palette import PHASES as PHASE_COLOURS
-from zerotune._util.palette import component_colours
-from zerotune._util.table import Block, Column, Line, Page, Readable, Row, Table
-from zerotune._util.text import brief_size, counted
+from zerotune._util.palette import STRONG
+from zerotune._util.table import Block, Line, Page, Readable, Table
+from zerotune._util.text import brief_size, common_unit, counted
 from zerotune.errors import TrainingError
-from zerotune.plan.charts import memory_figure
+from zerotune.plan.charts import (
+    PIXELS_PER_INCH,
+    Panel,
+    draw_panels,
+    memory_heading,
+    memory_panels,
+)
 from zerotune.plan.memory.model import PHASES as MOMENTS
 from zerotune.plan.memory.model import PLACES, Place
 from zerotune.plan.text import DURING, PLACE_NAMES, time_data
 from zerotune.training.bounds import Bound, bounds
 from zerotune.training.events import PHASES, Callback
-from zerotune.training.plots import (
-    TablePicture,
-    plot_below,
-    plot_loss,
-    plot_tables,
-    room_of,
-)
+from zerotune.training.plots import plot_loss, write_png
 
 if TYPE_CHECKING:
-    from zerotune.plan.api import MemoryEstimate
-    from zerotune.plan.memory.model import MemoryItem
+    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 
 _PREDICTED: Final = ("forward", "backward", "optimizer", "ema")
 """Phases of a step whose time is predicted."""
-_NOTE: Final = 88
-"""Letters of a note that fit its column in a picture."""
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -115,8 +111,8 @@ class Report(Readable):
 
     def measured_memory(self) -> dict[Place, int]:
         """Bytes of the peak that was measured at each place, where it was."""
-        found: dict[Place, int] = {"host": self.host_peak}
-        return found if self.device_peak is None else found | {"device": self.device_peak}
+        peaks: dict[Place, int] = {"host": self.host_peak}
+        return peaks if self.device_peak is None else peaks | {"device": self.device_peak}
 
     @property
     def bounds(self) -> tuple[Bound, ...]:
@@ -129,15 +125,19 @@ class Report(Readable):
             reference=self.copy_rate,
         )
 
+    @property
+    def split(self) -> dict[str, float]:
+        """Seconds of each phase; what is left over is ``"rest"``."""
+        rest = self.seconds - sum(self.phases.values())
+        return {name: self.phases.get(name, 0.0) for name in PHASES} | {"rest": max(0.0, rest)}
+
     def time_rows(self) -> list[tuple[str, str, str]]:
         """Phase, milliseconds per step and share of the step; what is left over is last."""
-        rest = self.seconds - sum(self.phases.values())
-        parts = {name: self.phases.get(name, 0.0) for name in PHASES} | {"rest": max(0.0, rest)}
         each = max(1, self.steps)
         whole = self.seconds or 1.0
         return [
             (name, f"{1000 * value / each:.1f} ms", f"{100 * value / whole:.0f} %")
-            for name, value in parts.items()
+            for name, value in self.split.items()
         ]
 
     @property
@@ -173,22 +173,29 @@ class Report(Readable):
     @override
     def page(self) -> Page:
         """The report, for text, a terminal or a notebook."""
-        blocks: list[Block] = [_times(self.time_rows()), _memory(self.memory_rows())]
+        blocks: list[Block] = [
+            Line("time per step:", style="title"),
+            Table(rows=tuple(self.time_rows()), align="lrr", widths=(12, 10, 5)),
+            Line("memory per rank:", style="title"),
+            Table(rows=tuple(self.memory_rows()), align="llr", widths=(16, 8, 10)),
+        ]
         rows = self.prediction_rows()
         if rows and self.predicted is not None:
-            blocks.append(_predictions(rows, self.predicted.origin))
-        for title, told in (
+            title = f"predicted and measured, per step; rates: {self.predicted.origin}:"
+            blocks += [
+                Line(title, style="title"),
+                Table(rows=tuple(rows), align="lrr", widths=(12, 10, 10)),
+            ]
+        for title, values in (
             ("what the step waits for:", self.bounds),
             ("operators, profiled:", self.operators),
         ):
-            if told:
-                blocks += [Line(title), *(Line(str(one), indent=2) for one in told)]
+            if values:
+                blocks += [Line(title, style="title")]
+                blocks += [Line(str(value), indent=2) for value in values]
         if self.stopped is not None:
             blocks.append(Line(f"stopped early: {self.stopped}", style="warning"))
-        return Page(
-            title=self.brief(),
-            blocks=tuple(blocks),
-        )
+        return Page(title=self.brief(), blocks=tuple(blocks))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data that JSON can hold; sizes in bytes, times in seconds."""
@@ -225,8 +232,8 @@ class Report(Readable):
 def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     """Write memory as a bar for each place, and the split of the step time, as PNG.
 
-    Bars are the estimate's parts, with a line where the measured peak was; without an estimate
-    it is a table of what was measured.
+    Bars of memory are the estimate's parts, with a line where the measured peak was; without an
+    estimate they are what was measured.
 
     Args:
         path: The file; its folder is made.
@@ -238,72 +245,31 @@ def plot_report(path: str | os.PathLike[str], report: Report) -> Path:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    times = TablePicture(
-        title=(
-            f"Time per step ({counted(report.steps, 'step')}, {report.steps_per_second:.2f} it/s)"
-        ),
-        header=("phase", "mean", "share", "waits for"),
-        rows=[(*row, _waits(row[0], report.bounds)) for row in report.time_rows()],
-        widths=(0.02, 0.17, 0.11, 0.08, 0.62),
-        colours=PHASE_COLOURS,
-    )
+    measured = report.measured_memory()
     if report.estimate is not None:
-        measured = report.measured_memory()
-        chart = memory_figure(report.estimate, measured=measured, below=room_of(times))
-        return plot_below(path, chart, times)
-    memory = TablePicture(
-        title=f"Memory per rank ({report.processes})",
-        header=("component", "where", "size", "what"),
-        rows=[(*row[:3], shorten(row[3], _NOTE, placeholder=" …")) for row in report.memory_rows()],
-        widths=(0.02, 0.17, 0.07, 0.12, 0.62),
-        colours=component_colours(()),
+        heading = memory_heading(report.estimate)
+        panels = memory_panels(report.estimate, measured=measured)
+    else:
+        heading = f"Memory per rank ({report.processes})"
+        unit, size = common_unit(measured.values())
+        panels = [
+            Panel(
+                title=PLACE_NAMES[place],
+                parts=[("measured peak", measured[place] / size, STRONG)],
+                unit=unit,
+            )
+            for place in PLACES
+            if place in measured
+        ]
+    mean = {name: 1000 * value / max(1, report.steps) for name, value in report.split.items()}
+    step = Panel(
+        title=f"time per step: {sum(mean.values()):.1f} ms",
+        parts=[(name, value, PHASE_COLOURS[name]) for name, value in mean.items()],
+        unit="ms",
+        decimals=1,
+        note=f"{counted(report.steps, 'step')}, {report.steps_per_second:.2f} it/s",
     )
-    return plot_tables(path, (memory, times))
-
-
-def _waits(phase: str, found: Iterable[Bound]) -> str:
-    """What a phase waits for; forward and backward pass are judged together."""
-    for bound in found:
-        if phase == bound.phase or (phase in ("forward", "backward") and phase in bound.phase):
-            return bound.words
-    return ""
-
-
-def _times(rows: Iterable[Row]) -> Table:
-    return Table(
-        above="time per step:",
-        columns=(
-            Column(name="phase", width=12),
-            Column(name="mean", width=12, gap=0, right=True),
-            Column(name="share", width=7, gap=0, right=True),
-        ),
-        rows=tuple(rows),
-    )
-
-
-def _predictions(rows: Iterable[Row], origin: str) -> Table:
-    return Table(
-        above=f"predicted and measured, per step; rates: {origin}:",
-        columns=(
-            Column(name="phase", width=12),
-            Column(name="predicted", width=12, gap=0, right=True),
-            Column(name="measured", width=12, gap=0, right=True),
-        ),
-        rows=tuple(rows),
-    )
-
-
-def _memory(rows: Iterable[Row]) -> Table:
-    return Table(
-        above="memory per rank:",
-        columns=(
-            Column(name="component", width=16),
-            Column(name="place", width=8),
-            Column(name="size", width=12, gap=0, right=True),
-            Column(name="note"),
-        ),
-        rows=tuple(rows),
-    )
+    return write_png(path, draw_panels(heading, [*panels, step]), dpi=PIXELS_PER_INCH)
 
 
 def _item_row(item: MemoryItem) -> tuple[str, str, str, str]:

@@ -17,37 +17,26 @@ if TYPE_CHECKING:
 
 
 class SampleOptions(TypedDict, total=False):
-    """What to draw, and how."""
+    """What to draw, and how: options of ``zerotune.diffusion.sample``, and two more."""
 
     prompts: Sequence[str]
-    """Texts, for a text-to-image family."""
     negative_prompt: str
-    """What guidance leads away from; with prompts."""
     labels: torch.Tensor
-    """Classes (n,), for a family of labels."""
     count: int
-    """How many, without prompts and labels."""
     scheduler: Any
-    """A diffusers scheduler; the objective's, or with prompts the pipeline's, when not given."""
+    """The objective's, or with prompts the pipeline's, when not given."""
     steps: int
-    """Denoising steps; 50 when not given."""
     guidance_scale: float
-    """Classifier-free guidance; 1, which is none, when not given."""
     seed: int
     """Fixes the images; 0 when not given."""
     ema: bool | str
     """``False`` draws with the trained weights, a name with one of several EMAs, ``True`` (when
     not given) with the first there is."""
     shape: tuple[int, int, int]
-    """(c, h, w), without prompts; read from the model's configuration when not given."""
     size: tuple[int, int]
-    """Height and width in pixels, with prompts."""
     frames: int
-    """Of each clip, with prompts, of a family of clips."""
     references: torch.Tensor
-    """Images that are edited, (n, 3, height, width) in [-1, 1], with prompts."""
     batch_size: int
-    """Images per forward pass and rank; all at once when not given."""
 
 
 def draw(

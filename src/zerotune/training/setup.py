@@ -15,8 +15,7 @@ from zerotune.backend.compilation import Compilation, Compiled
 from zerotune.backend.distributed import Launch, ProcessGroup, communication_backend
 from zerotune.offload import OffloadManager
 from zerotune.optim import OptimizerResolver
-from zerotune.plan.api import ResolvedPlan
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import ModelFacts, ResolvedPlan
 from zerotune.platform import detect_platform
 from zerotune.training.inputs import as_plan, check_model, check_resolver
 from zerotune.training.out_of_memory import Situation, advising
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from zerotune.backend.engine import Engine
-    from zerotune.plan.api import Advice, DeepSpeedPlan
-    from zerotune.plan.model import RunFacts
+    from zerotune.plan.advise import Advice
+    from zerotune.plan.model import DeepSpeedPlan, RunFacts
     from zerotune.platform import Platform
 
 

@@ -18,7 +18,7 @@ from zerotune.checkpoint import export_model, load_checkpoint, save_checkpoint
 from zerotune.decisions import Decision, render_decisions
 from zerotune.diffusion.objective import FlowMatchingObjective
 from zerotune.errors import CheckpointNotFiniteError, TrainingError
-from zerotune.plan.api import Advice
+from zerotune.plan.advise import Advice
 from zerotune.plan.text import describe, running_page
 from zerotune.training.averages import EMA, Averages
 from zerotune.training.inputs import check_objective
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from zerotune.diffusion.objective import Objective
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan, ResolvedPlan
-    from zerotune.plan.model import RunFacts
+    from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, RunFacts
     from zerotune.platform import Platform
     from zerotune.training.events import Callback, StepMetrics
 

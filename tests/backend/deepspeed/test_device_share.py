@@ -14,8 +14,7 @@ import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import Case, start, unet_loss
-from zerotune.plan.api import DeepSpeedPlan
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 
 pytestmark = pytest.mark.deepspeed

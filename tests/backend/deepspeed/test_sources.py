@@ -15,7 +15,7 @@ pytestmark = pytest.mark.deepspeed
 
 
 def recorded() -> dict[str, Any]:
-    from benchmarks.deepspeed_sources import FILE
+    from tools.deepspeed_sources import FILE
     from zerotune.backend.deepspeed.sources import digests
     from zerotune.backend.upstream import require_deepspeed
 
@@ -31,9 +31,7 @@ def test_the_installed_release_is_on_file():
     for name, digest in found["digests"].items():
         assert digest is not None, name
         releases = found["file"].get(name, {}).get(digest, [])
-        assert found["version"] in releases, (
-            f"read {name}, then python -m benchmarks.deepspeed_sources"
-        )
+        assert found["version"] in releases, f"read {name}, then python -m tools.deepspeed_sources"
     assert found["file"].keys() == found["digests"].keys(), "nothing that is no longer replaced"
 
 
@@ -71,8 +69,7 @@ def test_a_later_release_takes_its_own_step(stage):
 def timers(host_step: bool) -> list[str]:
     from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 8))
     plan = DeepSpeedPlan.from_dict({

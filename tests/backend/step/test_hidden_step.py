@@ -76,8 +76,7 @@ def begin(
 ) -> Any:  # fmt: skip
     from zerotune.optim import ParameterGroups
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     plan = DeepSpeedPlan.build(
         stage=stage, offload="cpu", precision=precision, micro_batch_size=2,
@@ -361,7 +360,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
     from zerotune.backend.deepspeed.start import require_deepspeed
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import DeepSpeedPlan
     from zerotune.platform import detect_platform
 
     require_deepspeed(accelerator="cpu")

@@ -61,7 +61,7 @@ def train(
 
 
 def begin(case: Case, model: Any, host_step: bool, added_up: str | None = None) -> Any:
-    from zerotune.plan.api import DeepSpeedPlan
+    from zerotune.plan.model import DeepSpeedPlan
 
     original = DeepSpeedPlan.resolve
 
@@ -250,8 +250,7 @@ def unused_parameter(stage: int) -> list[bool]:
     """Whether a weight that got a gradient once moves as if it got zeros later."""
     from zerotune.backend.build import build_engine
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     class Two(torch.nn.Module):
         def __init__(self) -> None:
@@ -292,8 +291,7 @@ def swapping(folder: str | None, pipelined: bool) -> dict[str, Any]:
     from zerotune.backend.build import build_engine
     from zerotune.ema import EMAShadow
     from zerotune.optim.resolver import OptimizerResolver
-    from zerotune.plan.api import DeepSpeedPlan
-    from zerotune.plan.model import ModelFacts
+    from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(601, 601) for _ in range(4)))

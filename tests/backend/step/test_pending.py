@@ -274,3 +274,18 @@ def test_a_parameter_without_elements_is_not_awaited():
     empty = torch.nn.Parameter(torch.empty(0))
     step.hold("nowhere", empty)
     assert type(empty) is torch.nn.Parameter
+
+
+def test_a_thread_that_is_a_step_behind_releases_nothing_early():
+    kept = torch.nn.Parameter(torch.zeros(40))
+    earlier, _ = pending(torch.ones(40))
+    earlier.hold("0.0", kept)
+    earlier.settle()
+    later, _ = pending(torch.ones(40))
+    later.hold("0.0", kept)
+    # As a thread that has asked for the weight before, and only now comes to it.
+    earlier.land(kept)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert kept.numel() == 0, "the later step has not written it"
+    later.settle()
+    assert kept.numel() == 40

@@ -21,13 +21,13 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save
 
+from tests.support.cropping import FirstLight
 from zerotune.diffusion.data import (
     AspectBuckets,
     Augmentation,
     BucketStream,
     CachedImages,
     CacheSettings,
-    DetailCrop,
     Draw,
     ImageFolder,
     Preparation,
@@ -112,7 +112,7 @@ def test_every_image_is_encoded_once_over_all_ranks(some, tmp_path, ranks):
 
 
 def test_cached_samples_are_those_of_the_pixels(some, tmp_path):
-    options = {"preparation": Preparation(crop=DetailCrop()), "flip": 0.5, "dropout": 0.3}
+    options = {"preparation": Preparation(crop=FirstLight()), "flip": 0.5, "dropout": 0.3}
     dataset = dataset_of(some, **options)
     latents = fill(dataset, tmp_path, Encoder())
     texts = TensorCache(tmp_path, settings=TEXTS)
@@ -278,7 +278,7 @@ def changed_settings():
         )
     }
     yield {"buckets": AspectBuckets(area=40 * 40, step=8)}
-    yield {"preparation": Preparation(crop=DetailCrop())}
+    yield {"preparation": Preparation(crop=FirstLight())}
     yield {"preparation": Preparation(resampling="box")}
 
 

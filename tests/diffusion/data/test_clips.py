@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from tests.diffusion.data import workers
+from tests.support.cropping import FirstLight
 from tests.support.declared_pipelines import hunyuan_video, ltx, wan
 from tests.support.needs import needs
 from tests.support.ranks import run_ranks
@@ -24,7 +25,6 @@ from zerotune.diffusion.data import (
     ClipBuckets,
     ClipFolder,
     ClipItem,
-    DetailCrop,
     Draw,
     FirstFrame,
     JoinedSources,
@@ -170,7 +170,7 @@ def test_all_frames_are_cropped_and_mirrored_alike(tmp_path):
         Image.fromarray(pixels).save(place / f"{number}.png")
     options = {
         "buckets": buckets(sizes=AspectBuckets(area=256, step=8, max_aspect=1), frames=(5,)),
-        "preparation": Preparation(crop=DetailCrop()),
+        "preparation": Preparation(crop=FirstLight()),
     }
     plain = PreparedClips(ClipFolder(tmp_path / "clips"), **options)[0]
     mirrored = PreparedClips(

@@ -9,14 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.cropping import FirstLight
 from zerotune.diffusion.data import (
     AlphaOnColor,
     AspectBuckets,
     Augmentation,
     BucketStream,
-    CenterCrop,
     DatasetImages,
-    DetailCrop,
     Draw,
     DropAlpha,
     ImageFolder,
@@ -58,7 +57,7 @@ def test_flips_mirror_the_image_and_the_recorded_corner(photos):
     wide = photos[1].crop((0, 0, 640, 150))
     options = {
         "buckets": AspectBuckets(area=64 * 64, step=8),
-        "preparation": Preparation(crop=DetailCrop()),
+        "preparation": Preparation(crop=FirstLight()),
     }
     plain = prepared(wide, **options)[0]
     flipped = prepared(wide, augmentation=Augmentation(flip=1.0), **options)[0]
@@ -66,20 +65,6 @@ def test_flips_mirror_the_image_and_the_recorded_corner(photos):
     excess = prepared(wide, **options).assignment.placements[0].excess[0]
     assert excess > 20
     assert flipped["crop_corners"][1] == excess - plain["crop_corners"][1]
-
-
-def test_the_detail_crop_keeps_what_is_not_plain():
-    pixels = np.full((20, 60, 3), 128, np.uint8)
-    pixels[:, 45:55] = np.random.default_rng(0).integers(0, 255, (20, 10, 3))
-    for image, corner in (
-        (Image.fromarray(pixels), lambda found: found[0]),
-        (Image.fromarray(pixels.transpose(1, 0, 2).copy()), lambda found: found[1]),
-    ):
-        excess = (40, 0) if image.width > image.height else (0, 40)
-        assert 35 <= corner(DetailCrop().corner(image, excess)) <= 40
-        plain = Image.new("RGB", image.size, "gray")
-        assert DetailCrop().corner(plain, excess) == CenterCrop().corner(plain, excess)
-        assert DetailCrop().corner(plain, (0, 0)) == (0, 0)
 
 
 def test_transparency_is_treated_as_asked():
@@ -235,7 +220,7 @@ def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
     def dataset(**options):
         return PreparedImages(ImageFolder(tmp_path), buckets=square, **options)
 
-    plain = dataset(preparation=Preparation(crop=DetailCrop()))
+    plain = dataset(preparation=Preparation(crop=FirstLight()))
     sample = plain[0]
     assert sample["images"].shape == sample["reference_images"].shape == (3, 32, 32)
     assert sample["loss_masks"].shape == (1, 32, 32)
@@ -245,7 +230,7 @@ def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
     assert sample["loss_masks"][0, 0, : shown - 3].min() > 0.95
     assert sample["loss_masks"][0, 0, shown + 3 :].max() < 0.05
     mirrored = dataset(
-        preparation=Preparation(crop=DetailCrop()), augmentation=Augmentation(flip=1.0)
+        preparation=Preparation(crop=FirstLight()), augmentation=Augmentation(flip=1.0)
     )[0]
     for name in ("images", "loss_masks", "reference_images"):
         assert torch.equal(mirrored[name], sample[name].flip(-1)), name
@@ -253,7 +238,7 @@ def test_masks_and_references_are_cut_with_their_image(tmp_path, photos):
     assert torch.equal(other["loss_masks"], torch.ones(1, 32, 32)), "without a mask all counts"
     # A reference of another shape comes into the bucket on its own.
     alone = PreparedImages(source_of(photos[0].resize((32, 64))), buckets=square,
-                           preparation=Preparation(crop=DetailCrop()))  # fmt: skip
+                           preparation=Preparation(crop=FirstLight()))  # fmt: skip
     assert torch.equal(other["reference_images"], alone[0]["images"])
     batch = next(BucketStream(plain, micro_batch_size=2))
     assert batch["reference_images"].shape == (2, 3, 32, 32)

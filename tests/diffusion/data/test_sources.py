@@ -17,11 +17,13 @@ from PIL import Image
 from zerotune.decisions import _announced
 from zerotune.diffusion.data import (
     DatasetImages,
+    DropAlpha,
     HeaderOnly,
     HuggingFaceImages,
     ImageFolder,
     JoinedSources,
     MetadataFile,
+    Preparation,
     RefuseBroken,
     RepeatedSource,
     TarShards,
@@ -78,13 +80,13 @@ def test_a_policy_for_broken_files_may_be_named(folder, broken_names):
 
 
 def test_broken_files_stop_the_run_if_so_asked_and_never_pass_unseen(folder, tmp_path):
-    with pytest.raises(DataError, match=r"cut.jpg.*SkipBroken"):
+    with pytest.raises(DataError, match=r'cut.jpg.*on_broken="skip"'):
         ImageFolder(folder, on_broken=RefuseBroken())
     # Only the end of this file is missing, so its header says nothing.
     quick = ImageFolder(folder, check=HeaderOnly())
     assert "cut.jpg" not in [image.name for image in quick.broken]
     assert len(quick) == 301
-    with pytest.raises(DataError, match=r"cut.jpg.*WholeImage"):
+    with pytest.raises(DataError, match=r'cut.jpg.*check="whole"'):
         quick.image(0)
     for path in folder.rglob("*"):
         if path.is_file() and path.name != "text.png":
@@ -405,3 +407,19 @@ def test_sources_are_joined_and_repeated(folder, cuttings):
         RepeatedSource(first, times=0)
     with pytest.raises(DataError, match="at least one"):
         JoinedSources([])
+
+
+def test_policies_may_be_named(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.jpg")
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    (tmp_path / "b.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:-500])
+    lines = ImageFolder(tmp_path, captions=TextBeside(words="lines"), check="whole")
+    assert lines.item(0).captions == ("one", "two")
+    assert [image.name for image in lines.broken] == ["b.jpg"]
+    assert len(ImageFolder(tmp_path, check="header")) == 2
+    with pytest.raises(InvalidValueError, match=r"check = 'quick': .*'whole', 'header'.*size\(\)"):
+        ImageFolder(tmp_path, check="quick")
+    with pytest.raises(InvalidValueError, match=r"words = 'line': .*'whole', 'lines'"):
+        TextBeside(words="line")
+    assert Preparation(alpha="drop") == Preparation(alpha=DropAlpha())

@@ -186,3 +186,18 @@ def test_an_exhausted_generator_is_named():
     with pytest.raises(DataError, match="gave no batch") as caught:
         next(stream)
     assert "not a generator" in caught.value.fix
+
+
+def test_samples_without_buckets_are_batched_as_those_in_buckets():
+    samples = [
+        {"prompt_embeds": torch.ones(n, 2), "prompt_embeds_mask": torch.ones(n), "captions": "a"}
+        for n in (3, 5)
+    ]
+    batch = next(DataStream(samples, micro_batch_size=2, shuffle=False))
+    assert batch["prompt_embeds"].shape == (2, 5, 2)
+    assert batch["prompt_embeds_mask"].sum(1).tolist() == [3, 5]
+    assert batch["captions"] == ("a", "a")
+    pairs = [(torch.zeros(2), 1), (torch.ones(2), 2)]
+    images, labels = next(DataStream(pairs, micro_batch_size=2, shuffle=False))
+    assert images.shape == (2, 2)
+    assert labels.tolist() == [1, 2]

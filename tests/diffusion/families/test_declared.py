@@ -14,10 +14,8 @@ from PIL import Image
 from tests.diffusion.families.training import example
 from tests.support.declared_pipelines import MAKERS
 from zerotune.diffusion import (
-    Flux,
     PipelineFamily,
     QwenImage,
-    StableDiffusion3,
     Tokens,
     Wan,
     WanLowNoise,
@@ -103,7 +101,40 @@ def lumina2_by_hand(model, noisy, known):
     )[0]  # fmt: skip
 
 
+def unet_by_hand(model, noisy, known):
+    added = {}
+    if "time_ids" in known:
+        added = {"text_embeds": known["pooled_prompt_embeds"], "time_ids": known["time_ids"]}
+    return model(
+        noisy, TIMES, known["prompt_embeds"], added_cond_kwargs=added, return_dict=False
+    )[0]  # fmt: skip
+
+
+def sd3_by_hand(model, noisy, known):
+    return model(
+        noisy, encoder_hidden_states=known["prompt_embeds"], timestep=TIMES,
+        pooled_projections=known["pooled_prompt_embeds"], return_dict=False,
+    )[0]  # fmt: skip
+
+
+def flux_by_hand(model, noisy, known):
+    places = FluxPipeline._prepare_latent_image_ids(
+        len(noisy), noisy.shape[2] // 2, noisy.shape[3] // 2, "cpu", torch.float32
+    )
+    output = model(
+        hidden_states=FluxPipeline._pack_latents(noisy, *noisy.shape), timestep=TIMES / 1000,
+        guidance=torch.ones(len(noisy)), encoder_hidden_states=known["prompt_embeds"],
+        pooled_projections=known["pooled_prompt_embeds"], img_ids=places,
+        txt_ids=torch.zeros(known["prompt_embeds"].shape[1], 3), return_dict=False,
+    )[0]  # fmt: skip
+    return FluxPipeline._unpack_latents(output, noisy.shape[2], noisy.shape[3], 1)
+
+
 BY_HAND = {
+    "sd15": unet_by_hand,
+    "sdxl": unet_by_hand,
+    "sd3": sd3_by_hand,
+    "flux": flux_by_hand,
     "qwen-image": qwen_by_hand,
     "z-image": z_image_by_hand,
     "flux2": flux2_by_hand,
@@ -118,11 +149,19 @@ def test_predictions_are_those_of_the_call_written_by_hand(bare, name):
     loaded = bare(name)
     model = loaded.model.eval()
     data = example(loaded.family, model, step=0, share=0)
+    if name == "sdxl":
+        sizes = {"original_sizes": [767, 1023], "crop_corners": [0, 13], "target_sizes": [16, 24]}
+        data |= {n: torch.tensor([pair, pair[::-1]]) for n, pair in sizes.items()}
     known = loaded.family.conditioning(data, torch.Generator())
-    with torch.no_grad():
-        ours = loaded.family.predict(model, data["latents"], TIMES, known)
-        theirs = BY_HAND[name](model, data["latents"], known)
+    ours = loaded.family.predict(model, data["latents"], TIMES, known)
+    theirs = BY_HAND[name](model, data["latents"], known)
     assert torch.equal(ours, theirs)
+    gradients = [
+        torch.autograd.grad(each.square().sum(), list(model.parameters()), allow_unused=True)
+        for each in (ours, theirs)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
     assert ours.std() > 0.01
     assert (ours[0] - ours[1]).abs().max() > 1e-3
 
@@ -179,35 +218,6 @@ def test_hidream_predicts_in_training_what_it_draws_with(bare, shape):
     # Tokens go through their experts one by one in training, and sorted otherwise.
     torch.testing.assert_close(trained, drawn, rtol=0, atol=1e-5)
     assert trained.std() > 0.01
-
-
-class DeclaredFlux(PipelineFamily):
-    pipeline = "FluxPipeline"
-    text_tensors = ("prompt_embeds", "pooled_prompt_embeds")
-    packing = Tokens(2)
-    guided_by = None
-    told_guidance = "guidance_scale"
-
-
-class DeclaredStableDiffusion3(PipelineFamily):
-    pipeline = "StableDiffusion3Pipeline"
-    text_tensors = ("prompt_embeds", "pooled_prompt_embeds")
-
-
-@pytest.mark.parametrize(
-    ("name", "declared", "by_hand"),
-    [("flux", DeclaredFlux, Flux), ("sd3", DeclaredStableDiffusion3, StableDiffusion3)],
-)
-def test_the_families_written_by_hand_predict_what_their_declaration_does(
-    folders, name, declared, by_hand
-):
-    loaded = load_pretrained(folders[name], parts=False, family=declared)
-    model = loaded.model.eval()
-    data = example(loaded.family, model, step=0, share=0)
-    with torch.no_grad():
-        ours = loaded.family.predict(model, data["latents"], TIMES, data)
-        theirs = by_hand().predict(model, data["latents"], TIMES, data)
-    assert torch.equal(ours, theirs)
 
 
 # -- Drawing.

@@ -9,7 +9,14 @@ import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, EulerDiscreteScheduler
 
-from zerotune.diffusion import ClassConditional, Unconditional, load_pretrained, sample
+from zerotune.diffusion import (
+    ClassConditional,
+    DenoisingObjective,
+    TextToImage,
+    Unconditional,
+    load_pretrained,
+    sample,
+)
 from zerotune.diffusion.noise_schedule import drawing_scheduler
 from zerotune.errors import DataError, InvalidValueError
 
@@ -71,7 +78,7 @@ def test_images_are_those_of_plain_diffusers(folders, loaded, name, negative, gu
     assert loaded[name].model.training
 
 
-@pytest.mark.parametrize("name", ["sdxl", "sd3"])
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3"])
 def test_the_usual_size_is_what_the_model_was_made_for(folders, loaded, name):
     images = ours(loaded[name], size=None)
     wanted = plain_images(folders[name], name, negative="", guidance=1.0, size=None)
@@ -84,6 +91,33 @@ def test_guidance_leads_away_from_the_negative_prompt(loaded):
         one = ours(loaded[name], negative_prompt="ugly", guidance_scale=3.0)
         other = ours(loaded[name], negative_prompt="blue", guidance_scale=3.0)
         assert (one - other).abs().max() > 1e-3, name
+
+
+class ByHand(TextToImage):
+    """SD 1.5 without its pipeline's call."""
+
+    pipeline, component, text_tensors = "StableDiffusionPipeline", "unet", ("prompt_embeds",)
+    lora_targets = ("to_q",)
+
+    def embed(self, parts, captions, device):
+        embeds, _ = parts.pipeline.encode_prompt(captions, device, 1, False)
+        return {"prompt_embeds": embeds}
+
+    def predict(self, model, noisy, timesteps, conditioning):
+        return model(noisy, timesteps, conditioning["prompt_embeds"]).sample
+
+
+def test_a_family_written_by_hand_trains_and_draws_as_the_declared_one(folders, loaded):
+    by_hand = load_pretrained(folders["sd15"], frozen_dtype="fp32", family=ByHand)
+    assert isinstance(by_hand.objective(), DenoisingObjective)
+    for options in ({"guidance_scale": 3.0, "negative_prompt": "ugly"}, {"size": None}):
+        assert torch.equal(ours(by_hand, **options), ours(loaded["sd15"], **options))
+    batch = {"latents": torch.ones(2, 4, 8, 8), "captions": PROMPTS[:2]}
+    losses = [
+        each.objective()(each.model, batch, generator=torch.Generator().manual_seed(1))
+        for each in (by_hand, loaded["sd15"])
+    ]
+    assert torch.equal(*losses)
 
 
 class Rank:

@@ -89,8 +89,6 @@ def test_a_folder_gives_all_that_training_needs(folders, name):
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_family_names_is_in_its_model(folders, name):
     model = load_pretrained(folders[name], parts=False).model
-    classes = {type(module).__name__ for module in model.modules()}
-    assert set(KINDS[name].leaf_modules) <= classes
     layers = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     for target in KINDS[name].lora_targets:
         assert any(layer.endswith(f".{target}") for layer in layers), target

@@ -12,17 +12,18 @@ from zerotune.errors import DataError
 
 
 class Recording:
-    """A model in bf16 that keeps what it is called with."""
+    """A model that keeps what it is called with, and may answer in its place."""
 
-    device, dtype = torch.device("cpu"), torch.bfloat16
+    device = torch.device("cpu")
 
-    def __init__(self, answer, **config):
-        self.answer, self.called = answer, None
-        self.config = type("Config", (), config)()
+    def __init__(self, module, answer=None, dtype=torch.bfloat16):
+        self.module, self.dtype = module.to(dtype), dtype
+        self.answer, self.called = answer or module, None
 
     def __call__(self, *arguments, **named):
         self.called = (arguments, named)
-        return (self.answer(*arguments, **named),)
+        output = self.answer(*arguments, **named)
+        return output if isinstance(output, tuple) else (output,)
 
 
 def texts(count=2, width=32):
@@ -35,12 +36,13 @@ def texts(count=2, width=32):
 
 def test_bf16_models_are_told_exact_times_and_sizes():
     sizes = torch.tensor([[1023.0, 767.0, 5.0, 3.0, 1025.0, 513.0]]).repeat(2, 1)
-    model = Recording(lambda noisy, *_, **__: noisy)
+    model = Recording(pipelines.sdxl_unet())
     noisy, times = torch.randn(2, 4, 8, 8), torch.tensor([999, 997])
-    conditioning = texts() | {"time_ids": sizes}
+    conditioning = texts(width=64) | {"time_ids": sizes}
     output = StableDiffusionXL().predict(model, noisy, times, conditioning)
     (given, time), named = model.called
-    assert output.dtype == given.dtype == named["encoder_hidden_states"].dtype == torch.bfloat16
+    assert given.dtype == named["encoder_hidden_states"].dtype == torch.bfloat16
+    assert output.dtype == torch.float32
     assert time.tolist() == [999, 997]
     added = named["added_cond_kwargs"]
     assert torch.equal(added["time_ids"], sizes)
@@ -55,8 +57,7 @@ def test_flux_packs_patches_divides_times_and_states_its_guidance():
     def answer(*, hidden_states, **_):
         return hidden_states
 
-    model = Recording(answer, guidance_embeds=True)
-    model.dtype = torch.float32
+    model = Recording(pipelines.flux_transformer(), answer, torch.float32)
     times = torch.tensor([999.0, 250.5])
     output = Flux(guidance=3.5).predict(model, values, times, texts())
     assert torch.equal(output, values), "unpacking must undo packing"
@@ -72,7 +73,7 @@ def test_flux_packs_patches_divides_times_and_states_its_guidance():
     assert named["img_ids"][-1].tolist() == [0, 3, 2]
     assert torch.equal(named["txt_ids"], torch.zeros(5, 3))
 
-    model.config.guidance_embeds = False
+    model = Recording(pipelines.flux_transformer(guidance=False), answer, torch.float32)
     Flux().predict(model, values, times, texts())
     assert model.called[1]["guidance"] is None
     with pytest.raises(DataError, match="divisible by 16"):
@@ -80,7 +81,7 @@ def test_flux_packs_patches_divides_times_and_states_its_guidance():
 
 
 def test_flux_in_bf16_keeps_times_and_places_exact():
-    model = Recording(lambda *, hidden_states, **_: hidden_states, guidance_embeds=True)
+    model = Recording(pipelines.flux_transformer())
     Flux().predict(model, torch.zeros(1, 4, 8, 8), torch.tensor([997.0]), texts(1))
     _, named = model.called
     assert named["hidden_states"].dtype == torch.bfloat16

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.advise import LEVELS, machine_needs
-from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.memory.rates import RATE_NAMES, Rates
-from zerotune.plan.model import ModelFacts
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 
 GIB = 2**30

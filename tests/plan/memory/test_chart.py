@@ -4,67 +4,68 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from zerotune._util.palette import ALARM, INK
 from zerotune.errors import InvalidValueError, MissingDependencyError, PlanFileError
-from zerotune.plan.charts import arrange, plot_memory
+from zerotune.plan.charts import draw_panels, memory_panels, plot_memory
 from zerotune.platform import GIB
 
 
-def lay_out(held, *, full=100, across=8.0):
-    return arrange(
-        held, full=full, across=across, amount=str,
-        measure=lambda text: 0.08 * max(map(len, text.split("\n"))),
-    )  # fmt: skip
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-class TestLabelling:
-    def test_a_label_goes_inside_on_one_line_on_two_or_above(self):
-        bar = lay_out([("weights", 50), ("master weights", 16), ("buckets", 5)])
+class TestPanels:
+    def test_each_place_has_a_bar_and_a_legend_of_its_components(self, estimate):
+        figure = draw_panels("", memory_panels(estimate))
 
-        assert [one.label for one in bar.segments] == [
-            "weights 50", "master weights\n16", "buckets 5",
-        ]  # fmt: skip
-        assert [one.row for one in bar.segments] == [None, None, 0]
-        assert not bar.leftwards
-        assert bar.rows == 1
+        device, host = figure.axes
+        assert labels(device) == ["weights 4.00", "flat copy 3.50"]
+        assert labels(host) == ["optimizer states 16.00", "master weights 8.00"]
+        assert device.get_title(loc="left") == ("device: 7.50 GiB at the peak, during set-up")
 
-    def test_segments_follow_each_other_to_scale(self):
-        bar = lay_out([("a", 50), ("b", 30), ("c", 10)])
+    def test_segments_follow_each_other_to_scale(self, estimate):
+        (axes, _) = draw_panels("", memory_panels(estimate)).axes
 
-        assert [one.left for one in bar.segments] == pytest.approx([0, 4, 6.4])
-        assert [one.width for one in bar.segments] == pytest.approx([4, 2.4, 0.8])
+        pieces = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+        assert pieces == [(0, 4), (4, 3.5)]
 
-    def test_labels_at_the_right_edge_point_leftwards(self):
-        bar = lay_out([("weights", 90), ("temporaries", 5), ("context", 4)])
+    def test_the_same_component_twice_is_one_stretch(self, make_estimate, make_item):
+        made = make_estimate(
+            make_item("buckets", "device", 1), make_item("weights", "device", 1.5),
+            make_item("buckets", "device", 1),
+        )  # fmt: skip
+        (panel,) = memory_panels(made)
 
-        assert bar.leftwards
-        assert [one.row for one in bar.segments] == [None, 0, 1]
+        assert [part[:2] for part in panel.parts] == [("buckets", 2), ("weights", 1.5)]
 
-    def test_slivers_are_put_together(self):
-        bar = lay_out([("weights", 900), ("a", 3), ("b", 2), ("c", 0)], full=1000)
+    def test_a_budget_says_what_is_left_or_missing(self, estimate):
+        roomy, short = memory_panels(estimate, budget={"device": 15 * GIB, "host": 8 * GIB})
 
-        assert [(one.component, one.nbytes) for one in bar.segments] == [
-            ("weights", 900), ("2 smaller ones", 5),
-        ]  # fmt: skip
+        assert (roomy.limit, roomy.note) == (15, "budget 15.00 GiB, 7.50 free")
+        assert (short.limit, short.note) == (8, "budget 8.00 GiB, over by 16.00")
+        assert (roomy.colour, short.colour) == (INK, ALARM)
 
-    def test_a_single_sliver_keeps_its_name(self):
-        assert [one.component for one in lay_out([("w", 99), ("a", 0.1)]).segments] == ["w", "a"]
+    def test_what_was_measured_is_a_line_without_a_budget(self, estimate):
+        device, host = memory_panels(estimate, measured={"device": 3 * GIB})
 
-    @given(st.lists(st.integers(1, 50), max_size=12))
-    def test_no_label_covers_another_or_a_line(self, sizes):
-        held = [(f"part {i}", size) for i, size in enumerate(sorted(sizes, reverse=True))]
-        bar = lay_out(held, full=max(sum(sizes), 1) * 1.5)
+        assert (device.limit, device.note) == (3, "measured 3.00 GiB")
+        assert (host.limit, host.note) == (None, "")
 
-        above = [one for one in bar.segments if one.row is not None]
-        for one in above:
-            reach = 0.08 * len(one.label)
-            start = one.middle - reach if bar.leftwards else one.middle
-            for other in above:
-                # Its own line goes up to its row, through all the rows below.
-                if other is not one and other.row >= one.row:
-                    assert not start < other.middle < start + reach
+    @pytest.mark.parametrize("count", [1, 4, 5, 13])
+    def test_no_legend_covers_another_panel(self, count, make_estimate, make_item):
+        items = [
+            make_item(f"part {i}", place, 20 - i)
+            for place in ("device", "host", "nvme")
+            for i in range(count)
+        ]
+        figure = draw_panels("a\nb", memory_panels(make_estimate(*items)))
+        figure.draw_without_rendering()
+
+        legends = [axes.get_legend().get_window_extent() for axes in figure.axes]
+        assert all(one.ymin >= 0 for one in legends)
+        for legend, axes in zip(legends, figure.axes[1:], strict=False):
+            assert legend.ymin >= axes.title.get_window_extent().ymax - 1
 
 
 class TestPicture:

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.families import family
 from zerotune.plan.families.__init__ import as_facts
 from zerotune.plan.memory.estimate import power_of_two, sides
 from zerotune.plan.memory.model import Workload
-from zerotune.plan.model import ActivationCost, ActivationFacts, ModelFacts
+from zerotune.plan.model import ActivationCost, ActivationFacts, DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 
 GIB = 2**30

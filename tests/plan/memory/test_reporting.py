@@ -4,7 +4,7 @@ import json
 
 import attrs
 
-from zerotune.plan.text import explain_estimate, markdown_estimate
+from zerotune.plan.text import estimate_page, fits
 from zerotune.platform import GIB
 
 
@@ -54,21 +54,21 @@ def test_text_tells_what_is_held_when(estimate):
         "",
     ]
     assert "device: 7.50 GiB at the peak, during set-up" in text
-    assert "  W      4.00  weights            bf16" in text
+    assert "\n      4.00  weights             bf16\n" in text
     assert (
-        "         2.00  activations        only in the forward and backward pass; blocks recomputed"
+        "\n      2.00  activations         only in the forward and backward pass; blocks recomputed"
         in text
     )
-    assert "         0.50  buckets            only in the forward and backward pass and" in text
+    assert "\n      0.50  buckets             only in the forward and backward pass and" in text
     assert "by phase, GiB: initialization 7.50, forward and backward 6.50" in text
     assert "host: 24.00 GiB at any time" in text
-    assert "  M      8.00  master weights     pinned" in text
+    assert "\n      8.00  master weights      pinned" in text
     assert "NVMe" not in text
 
 
 def test_text_fits_any_terminal(estimate, make_item):
     long = make_item("activations", "device", 1, note="a note that goes on and on " * 12)
-    text = explain_estimate(attrs.evolve(estimate, items=(*estimate.items, long)))
+    text = attrs.evolve(estimate, items=(*estimate.items, long)).explain()
 
     assert text.isascii()
     assert max(len(line) for line in text.splitlines()) <= 100
@@ -83,11 +83,36 @@ def test_the_workload_is_named(make_estimate):
 
 
 def test_markdown_has_a_row_for_each_place_and_component(estimate):
-    text = markdown_estimate(estimate, budget={"device": 8 * GIB})
+    text = estimate_page(estimate, budget={"device": 8 * GIB}).markdown()
 
-    assert "| place | peak, GiB | budget, GiB | left, GiB | when |" in text
-    assert "| device | 7.50 | 8.00 | 0.50 | initialization |" in text
-    assert "| host | 24.00 |  |  | initialization |" in text
-    assert "| device | activations | 2.00 | forward and backward | blocks recomputed |" in text
-    assert "| host | optimizer states | 16.00 | always | exp\\_avg" not in text
-    assert "| host | optimizer states | 16.00 | always | exp_avg and exp_avg_sq |" in text
+    assert "| place | memory per rank | when |" in text
+    assert "| device | 7.50 of 8.00 GiB, 0.50 free | at the peak, during set-up |" in text
+    assert "| host | 24.00 GiB | at any time |" in text
+    assert (
+        "| 2.00 | activations | only in the forward and backward pass; blocks recomputed |" in text
+    )
+    assert "| 16.00 | optimizer states | exp_avg and exp_avg_sq |" in text
+
+
+def test_what_is_over_its_budget_is_said_and_marked(estimate):
+    page = estimate_page(estimate, budget={"device": 5 * GIB, "nvme": GIB})
+
+    table = page.blocks[3]
+    assert [row[:2] for row in table.rows] == [
+        ("device", "7.50 of 5.00 GiB, over by 2.50"),
+        ("host", "24.00 GiB"),
+        ("NVMe", "0.00 of 1.00 GiB, 1.00 free"),
+    ]
+    assert [table.style(row) for row in table.rows] == ["error", "", ""]
+
+
+def test_places_without_need_or_budget_are_not_shown(make_estimate, make_item):
+    assert fits(make_estimate()) == ()
+    limited = fits(make_estimate(make_item("swap", "nvme", 2)), {"nvme": 0})
+    assert [(fit.place, fit.fits) for fit in limited] == [("nvme", False)]
+
+
+def test_small_models_are_shown_in_smaller_units(make_estimate, make_item):
+    small = make_estimate(make_item("weights", "device", 3 / 1024))
+
+    assert "3.00 MiB" in small.explain()

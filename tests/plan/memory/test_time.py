@@ -8,11 +8,11 @@ import attrs
 import pytest
 
 from zerotune.errors import InvalidValueError
-from zerotune.plan.api import DeepSpeedPlan
 from zerotune.plan.families import family, family_names
 from zerotune.plan.memory.rates import RATE_NAMES, Rates, catalogued_rates, known_rates, store_rates
 from zerotune.plan.memory.time import step_time
 from zerotune.plan.memory.traffic import step_traffic
+from zerotune.plan.model import DeepSpeedPlan
 from zerotune.platform import Platform
 
 GIB = 2**30

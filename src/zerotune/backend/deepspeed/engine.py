@@ -62,7 +62,7 @@ from zerotune.backend.running import (
 from zerotune.backend.stored import check_has_weights, dtype_at_rest
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 _BEFORE_THE_FIRST: Final = -1
 """``micro_step_id`` between two windows, where DeepSpeed's module does not name it."""
@@ -251,7 +251,12 @@ class ZeROEngine(RunningEngine):
         )
 
     def discard(self) -> None:
-        """Drop the accumulation window under way; it counts as a skipped step."""
+        """Drop the accumulation window under way; it counts as a skipped step.
+
+        Raises:
+            EngineError: A backward pass has not ended.
+        """
+        self._check_goes_on()
         self._master_weights.settle()
         discard_gradients(self._engine)
         self._unfinished = False

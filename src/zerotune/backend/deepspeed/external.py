@@ -34,7 +34,7 @@ from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
 from zerotune.errors import EngineError, InvalidValueError
 from zerotune.optimizers.curves import lr_at
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 _SAMPLED: Final = (*range(20), *(round(20 * 1.1**power) for power in range(1, 90)))
 """Optimizer steps at which schedules are compared, to about 96,000."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
@@ -60,19 +59,18 @@ class ReplacedLinear:
         self._users = 0
         self._before: Any = None
 
-    @contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Within the block DeepSpeed may replace it; the last to leave one puts it back."""
+    def lend(self) -> None:
+        """DeepSpeed may replace it, until ``put_back`` was called as often."""
         if self._users == 0:
             self._before = functional.linear
         self._users += 1
-        try:
-            yield
-        finally:
-            self._users -= 1
-            # What somebody else has put there since is not DeepSpeed's.
-            if self._users == 0 and functional.linear.__module__.startswith("deepspeed."):
-                functional.linear = self._before
+
+    def put_back(self) -> None:
+        """Nobody needs DeepSpeed's any more, when the last calls it."""
+        self._users -= 1
+        # What somebody else has put there since is not DeepSpeed's.
+        if self._users == 0 and functional.linear.__module__.startswith("deepspeed."):
+            functional.linear = self._before
 
 
 linear: Final = ReplacedLinear()

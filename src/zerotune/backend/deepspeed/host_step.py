@@ -56,7 +56,7 @@ from zerotune.backend.step.pending import (
     divide_alike,
 )
 from zerotune.decisions import Decision
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 GRADIENTS_KEY: Final = "optimizer.step.gradients"
 _REASON: Final = (

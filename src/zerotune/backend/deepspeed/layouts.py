@@ -184,6 +184,12 @@ class ShardedLayout(SteppedLayout):
         return cast(Sequence[torch.Tensor], self._wrapper.fp32_partitioned_groups_flat)
 
     @override
+    def states_at_rest(self, slab: int) -> OptimizerStates | None:
+        states = OptimizerStates(self._wrapper.optimizer, self.tensors[slab])
+        swapped = self._wrapper._swappable_optimizer_subgroup(slab)
+        return None if swapped and not states.described_on_nvme else states
+
+    @override
     @contextmanager
     def reading(self, slab: int) -> Iterator[Slab]:
         with self._resident(slab, leave=self._wrapper._release_swap_buffers) as resident:

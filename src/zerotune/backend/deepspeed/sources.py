@@ -2,7 +2,7 @@
 
 A later release may do more in one of them. Names alone would not tell, so the source of each is
 hashed, per release that was tested, in ``backend/data/sources.json``; ``python -m
-benchmarks.deepspeed_sources`` adds the installed release to it.
+tools.deepspeed_sources`` adds the installed release to it.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from zerotune.backend.stored import bring_weights, waiting
 from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError, PlatformError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 
 def check_plan(plan: ResolvedPlan) -> None:
@@ -72,26 +72,40 @@ def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
     """Whether DeepSpeed can hold every parameter.
 
     Raises:
-        EngineError: One has no dimensions, or, at stage 3, no elements.
+        EngineError: One has no dimensions; at stage 3 no elements; at other stages gaps between
+            the elements of its last dimension, as in channels_last.
     """
     for name, parameter in model.named_parameters():
-        if plan.stage == 3 and math.prod(full_shape(parameter)) == 0:
-            # DeepSpeed gathers it for ever; stages 0 to 2 leave it as it is.
-            raise EngineError(
-                "DeepSpeed cannot partition a parameter without elements",
-                key=f"model.{name}",
-                value=full_shape(parameter),
-                fix="remove it from the model, register it as a buffer, or train at stage 2",
-            )
-        if not full_shape(parameter):
-            # DeepSpeed broadcasts parameters as bytes, and torch cannot view 0-d tensors so.
-            raise EngineError(
-                "DeepSpeed cannot broadcast a parameter without dimensions",
-                key=f"model.{name}",
-                value=full_shape(parameter),
+        shape = full_shape(parameter)
+        # DeepSpeed broadcasts parameters as bytes, and torch cannot view all tensors so.
+        if not shape:
+            raise _shape_error(
+                name,
+                shape,
+                "broadcast a parameter without dimensions",
                 fix="give it one element, torch.nn.Parameter(torch.tensor([x])), or train with "
                 "the plain engine",
             )
+        if plan.stage != 3 and parameter.stride(-1) != 1:
+            raise _shape_error(
+                name,
+                parameter.stride(),
+                "broadcast a parameter with a strided layout",
+                fix="call model.to(memory_format=torch.contiguous_format) before building the "
+                "engine, or train with the plain engine",
+            )
+        # Stages 0 to 2 leave it as it is; gathering it fails, also where it is frozen.
+        if plan.stage == 3 and math.prod(shape) == 0:
+            raise _shape_error(
+                name,
+                shape,
+                "partition a parameter without elements",
+                fix="remove it, register it as a buffer, or train at stage 2",
+            )
+
+
+def _shape_error(name: str, value: tuple[int, ...], what: str, *, fix: str) -> EngineError:
+    return EngineError(f"DeepSpeed cannot {what}", key=f"model.{name}", value=value, fix=fix)
 
 
 def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
@@ -241,9 +255,11 @@ def initialize(
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())
-    resources.enter_context(deepspeed_groups.using())
+    deepspeed_groups.join()
+    resources.callback(deepspeed_groups.leave)
     if plan.stage == 3:
-        resources.enter_context(linear.replaced())
+        linear.lend()
+        resources.callback(linear.put_back)
     try:
         with (
             compiling(plan),

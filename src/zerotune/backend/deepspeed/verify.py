@@ -15,7 +15,7 @@ from zerotune.backend.deepspeed.layouts import inner_optimizer
 from zerotune.backend.deepspeed.leaf_modules import leaf_modules, named_leaf_modules
 from zerotune.backend.layouts import full_shape
 from zerotune.backend.optimizers.client import scheduler_class
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 
 def compare(

@@ -13,7 +13,7 @@ from zerotune.backend.optimizers import OWN
 from zerotune.errors import EngineError, MissingDependencyError, OptimizerError
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import betas_at, lr_at
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 _EXTRAS: Final = {"mup": "mup"}

@@ -32,7 +32,7 @@ from zerotune.backend.step.pending import (
 )
 from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
-from zerotune.plan.api import ResolvedPlan
+from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import MachineProbe
 from zerotune.platform.cgroups import cpu_quota
 from zerotune.platform.cores import affinity_here, describe_cpus, read_cpus

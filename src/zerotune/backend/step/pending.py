@@ -330,17 +330,19 @@ class PendingStep:
         if name not in self._writers:
             return
         kind = type(tensor)
-        tensor._awaited = _Held(  # type: ignore[attr-defined]
-            step=self,
-            name=name,
-            kind=kind,
-            content=tensor.data,
-            edge=get_gradient_edge(tensor) if tensor.requires_grad else None,
-        )
-        self._addresses.append((tensor, tensor.data_ptr()))
-        tensor.data = tensor.data.new_empty(0)
-        tensor.__class__ = awaited(kind)
-        self._awaited[id(tensor)] = cast(Awaited, tensor)
+        # As one, for threads that use it meanwhile.
+        with self._lock:
+            tensor._awaited = _Held(  # type: ignore[attr-defined]
+                step=self,
+                name=name,
+                kind=kind,
+                content=tensor.data,
+                edge=get_gradient_edge(tensor) if tensor.requires_grad else None,
+            )
+            self._addresses.append((tensor, tensor.data_ptr()))
+            tensor.data = tensor.data.new_empty(0)
+            tensor.__class__ = awaited(kind)
+            self._awaited[id(tensor)] = cast(Awaited, tensor)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
         """Have averages follow the weights as they are written.
@@ -394,7 +396,7 @@ class PendingStep:
         Raises:
             BaseException: As ``settle``.
         """
-        held: _Held | None = vars(tensor).get("_awaited")
+        held = self._held(tensor)
         if held is not None:
             self._bring(self._writers[held.name])
             self._raise()
@@ -403,7 +405,7 @@ class PendingStep:
 
     def _release(self, tensor: Any) -> None:
         with self._lock, torch._C.DisableTorchFunctionSubclass():
-            held: _Held | None = vars(tensor).get("_awaited")
+            held = self._held(tensor)
             if held is None:
                 return
             for index in self._writers[held.name]:
@@ -412,6 +414,11 @@ class PendingStep:
             tensor.data = held.content
             tensor.__class__ = held.kind
             del tensor._awaited, self._awaited[id(tensor)]
+
+    def _held(self, tensor: Any) -> _Held | None:
+        """What this step holds a tensor for; another thread may be a step behind."""
+        held: _Held | None = vars(tensor).get("_awaited")
+        return held if held is not None and held.step is self else None
 
     def _complete(self) -> None:
         """Return once everything is written, or something has failed."""
@@ -656,8 +663,9 @@ def land(tensor: Any) -> None:
     Raises:
         BaseException: What the step failed with.
     """
-    held: _Held | None = vars(tensor).get("_awaited")
-    if held is not None:
+    held: _Held | None
+    # Another step may have begun by the time that the lock of this one is free.
+    while (held := vars(tensor).get("_awaited")) is not None:
         held.step.land(tensor)
 
 

@@ -36,7 +36,6 @@ from zerotune.diffusion.data.order import SampleOrder as SampleOrder
 from zerotune.diffusion.data.order import derive_seed as derive_seed
 from zerotune.diffusion.data.preparation import Augmentation as Augmentation
 from zerotune.diffusion.data.preparation import CenterCrop as CenterCrop
-from zerotune.diffusion.data.preparation import DetailCrop as DetailCrop
 from zerotune.diffusion.data.preparation import Preparation as Preparation
 from zerotune.diffusion.data.preparation import PreparedImages as PreparedImages
 from zerotune.diffusion.data.preparation import TagShuffle as TagShuffle

@@ -665,7 +665,7 @@ def _fill(
     shard_size: int,
     progress: Progress | None,
 ) -> None:
-    report = progress or _no_progress
+    report = progress or (lambda _done, _total: None)
     total, done = sum(map(len, batches)), 0
     report(0, total)
     waiting: dict[str, dict[str, torch.Tensor]] = {}
@@ -677,10 +677,6 @@ def _fill(
             cache.write(waiting)
             waiting = {}
         report(done, total)
-
-
-def _no_progress(done: int, total: int) -> None:
-    del done, total
 
 
 def _finish(

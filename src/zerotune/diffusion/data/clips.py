@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 import attrs
 import torch
@@ -33,6 +33,7 @@ from zerotune.diffusion.data.images import (
     broken_policy,
     bytes_of,
     decode,
+    named_policy,
     need,
     readable_errors,
     reading,
@@ -45,7 +46,7 @@ from zerotune.diffusion.data.preparation import (
     all_to_pixels,
 )
 from zerotune.diffusion.data.sizes import SizeIndex, stamp_of
-from zerotune.diffusion.data.sources import ImageItem, looked_at, scan_decisions, worded
+from zerotune.diffusion.data.sources import ImageItem, scan, worded
 from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
@@ -211,6 +212,9 @@ class FirstFrame:
         return size, count
 
 
+_CHECKS: Final = {"whole": WholeClip, "first": FirstFrame}
+
+
 # -- The source.
 
 
@@ -254,7 +258,7 @@ class ClipFolder:
         frame_rate: Frames per second of the folders of frames, which do not say.
         captions: Where captions are, as for ``ImageFolder``: ``cat.txt`` is that of ``cat.mp4``
             and of the folder ``cat``.
-        check: ``WholeClip()`` decodes every frame at the start, ``FirstFrame()`` is faster.
+        check: ``"whole"``, the default, decodes every frame at the start, ``"first"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken clips out, ``"error"`` stops.
 
     Attributes:
@@ -273,7 +277,7 @@ class ClipFolder:
         *,
         frame_rate: float = 24.0,
         captions: CaptionFiles | None = None,
-        check: ClipCheck | None = None,
+        check: ClipCheck | Literal["whole", "first"] | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
         place, rate = Path(root), _rate(frame_rate, key="frame_rate")
@@ -284,14 +288,12 @@ class ClipFolder:
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of clips"
             )
         policy = broken_policy(on_broken)
+        looker: ClipCheck = named_policy(check, _CHECKS, key="check", method="look")
         found, strays = _clips_in(place)
-        for stray in strays:
-            policy.broken(stray)
         videos = any(isinstance(files, Path) for files in found.values())
         self._errors: tuple[type[Exception], ...] = _video_errors(videos=videos)
         chosen, decisions = (captions, ()) if captions else caption_files(place)
         words = chosen.read(place, found)
-        looker: ClipCheck = check or WholeClip()
         index = SizeIndex("clips", str(place.resolve()), looker, count=3)
         clips: dict[str, Clip] = {}
 
@@ -309,26 +311,26 @@ class ClipFolder:
             width, height, frames = index.get(name, lambda: read(name))
             return (width, height), frames
 
-        with index.open({name: stamp_of(_files_of(files)) for name, files in found.items()}):
-            seen, broken = looked_at(found, look, on_broken=policy, errors=self._errors)
-        self._clips: list[Clip] = [clips[name] for name in seen]
-        self._items = [
-            ClipItem(
-                name=name,
-                size=size,
-                frames=count,
-                rate=clips[name].rate,
-                **worded(words.get(name, "")),
-            )
-            for name, (size, count) in seen.items()
-        ]
-        self.broken = (*strays, *broken)
-        self.decisions = (
-            *decisions,
-            *index.decisions,
-            *_rate_decision(rate, sum(isinstance(c, _FramesInFolder) for c in self._clips)),
-            *scan_decisions(self.broken, self._items),
+        def item(name: str, seen: tuple[Size, int]) -> ClipItem:
+            size, count = seen
+            captions = worded(words.get(name, ""))
+            return ClipItem(name=name, size=size, frames=count, rate=clips[name].rate, **captions)
+
+        self._items, self.broken, scanned = scan(
+            {
+                name: stamp_of((files,) if isinstance(files, Path) else files)
+                for name, files in found.items()
+            },
+            look,
+            item,
+            index=index,
+            on_broken=policy,
+            strays=strays,
+            errors=self._errors,
         )
+        self._clips: list[Clip] = [clips[each.name] for each in self._items]
+        folders = sum(isinstance(clip, _FramesInFolder) for clip in self._clips)
+        self.decisions = (*decisions, *_rate_decision(rate, folders), *scanned)
         announce(self.decisions)
 
     def __len__(self) -> int:
@@ -357,10 +359,6 @@ class ClipFolder:
     def content(self, index: int) -> str:
         """A hash of the file, or of all frames."""
         return self._clips[index].content()
-
-
-def _files_of(clip: Path | tuple[Path, ...]) -> tuple[Path, ...]:
-    return (clip,) if isinstance(clip, Path) else clip
 
 
 def _clips_in(root: Path) -> tuple[dict[str, Path | tuple[Path, ...]], list[BrokenImage]]:

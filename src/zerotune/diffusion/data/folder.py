@@ -14,14 +14,14 @@ import attrs
 
 from zerotune._util.files import system_errors
 from zerotune._util.text import json_of
-from zerotune.decisions import Decision, announce
+from zerotune.decisions import Decision
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    ImageCheck,
+    Check,
     OnBroken,
-    WholeImage,
     broken_policy,
+    image_check,
 )
 from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
 from zerotune.diffusion.data.sources import (
@@ -29,13 +29,9 @@ from zerotune.diffusion.data.sources import (
     REFERENCE,
     CaptionText,
     EncodedSource,
-    ImageItem,
     WholeText,
     Words,
-    companion_decisions,
-    measure,
-    scan_decisions,
-    worded,
+    caption_text,
 )
 from zerotune.errors import DataError
 
@@ -149,8 +145,8 @@ class TextBeside:
     """``cat.txt`` holds the caption of ``cat.png``, and that of the folder ``cat`` of frames."""
 
     suffix: str = ".txt"
-    words: CaptionText = attrs.field(factory=WholeText)
-    """``TextLines()``: each line is a caption of its own."""
+    words: CaptionText = attrs.field(factory=WholeText, converter=caption_text)
+    """``"lines"``: each line is a caption of its own."""
 
     def read(self, root: Path, names: Iterable[str]) -> Mapping[str, Words]:
         """Captions of the images that have such a file.
@@ -204,7 +200,7 @@ class ImageFolder(EncodedSource):
             ``metadata.csv``, else text files beside the images; which one is recorded.
         masks: What a mask's name has before its ending; ``None``: there are none.
         references: The same of what is edited. If one image has a reference, all must.
-        check: ``WholeImage()`` decodes every file at the start, ``HeaderOnly()`` is faster.
+        check: ``"whole"``, the default, decodes every file at the start, ``"header"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken files out, ``"error"`` stops. An image
             that the metadata name and the folder lacks is broken too, and one whose mask is of
             another shape or whose reference is missing.
@@ -221,7 +217,7 @@ class ImageFolder(EncodedSource):
         captions: CaptionFiles | None = None,
         masks: str | None = MASK,
         references: str | None = REFERENCE,
-        check: ImageCheck | None = None,
+        check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
         self._root = Path(root)
@@ -231,42 +227,26 @@ class ImageFolder(EncodedSource):
             raise DataError(
                 "is no folder", key="root", value=os.fspath(root), fix="name a folder of images"
             )
-        policy = broken_policy(on_broken)
+        policy, closely = broken_policy(on_broken), image_check(check)
         names, self._beside = _paired(_images_in(self._root), {MASK: masks, REFERENCE: references})
-        counts = Counter(kind for others in self._beside.values() for kind in others)
-        self.companions = frozenset(counts)
         chosen, decisions = (captions, ()) if captions else caption_files(self._root)
         words = chosen.read(self._root, names)
-        closely = check or WholeImage()
-        index = SizeIndex("images", str(self._root.resolve()), masks, references, closely)
-        sizes, broken = measure(
+        self._scan(
             names,
             self._root.joinpath,
-            index=index,
-            stamp=self._stamp,
+            lambda name: words.get(name, ""),
             check=closely,
             on_broken=policy,
+            index=SizeIndex("images", str(self._root.resolve()), masks, references, closely),
+            stamp=self._stamp,
             beside=self._files_beside,
-            companions=self.companions,
+            companions=Counter(kind for others in self._beside.values() for kind in others),
+            missing=[
+                BrokenImage(name=name, reason="is named in the metadata and is not there")
+                for name in sorted(set(words) - set(names))
+            ],
+            decisions=decisions,
         )
-        self._items = [
-            ImageItem(name=name, size=size, **worded(words.get(name, "")))
-            for name, size in sizes.items()
-        ]
-        missing = [
-            BrokenImage(name=name, reason="is named in the metadata and is not there")
-            for name in sorted(set(words) - set(names))
-        ]
-        for image in missing:
-            policy.broken(image)
-        self.broken = (*broken, *missing)
-        self.decisions = (
-            *decisions,
-            *index.decisions,
-            *scan_decisions(self.broken, self._items),
-            *companion_decisions(counts, len(names)),
-        )
-        announce(self.decisions)
 
     def encoded(self, index: int) -> Path:
         """The file of an image."""

@@ -6,11 +6,11 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 import attrs
 
@@ -58,6 +58,13 @@ class DropAlpha:
         return image.convert("RGB")
 
 
+def alpha_policy(alpha: Any) -> AlphaPolicy:
+    """What becomes of transparency, also by its name."""
+    kinds = {"white": AlphaOnColor, "drop": DropAlpha}
+    policy: AlphaPolicy = named_policy(alpha, kinds, key="alpha", method="flatten")
+    return policy
+
+
 @attrs.frozen(kw_only=True)
 class BrokenImage:
     """A file or record that gives no image."""
@@ -93,38 +100,45 @@ class RefuseBroken:
             DataError: Always.
         """
         raise DataError(
-            image.reason, key=image.name, fix="repair or remove it, or pass SkipBroken()"
+            image.reason, key=image.name, fix='repair or remove it, or pass on_broken="skip"'
         )
 
-
-_POLICIES: Final[Mapping[str, type[SkipBroken] | type[RefuseBroken]]] = {
-    "skip": SkipBroken,
-    "error": RefuseBroken,
-    "refuse": RefuseBroken,
-}
 
 OnBroken = BrokenPolicy | Literal["skip", "error", "refuse"]
 """What becomes of a broken image."""
 
 
-def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
-    """A policy, also by its name; ``SkipBroken()`` when not given.
+def named_policy(
+    value: Any, kinds: Mapping[str, Callable[[], Any]], *, key: str, method: str
+) -> Any:
+    """A policy by its name, or an object that has its method.
+
+    Args:
+        value: The name, the object, or ``None`` for the first of ``kinds``.
+        kinds: What makes a policy, by name.
+        key: Where it was given.
+        method: What an object must have.
 
     Raises:
         InvalidValueError: It is neither.
     """
-    if on_broken is None:
-        return SkipBroken()
-    if isinstance(on_broken, str) and on_broken in _POLICIES:
-        return _POLICIES[on_broken]()
-    if isinstance(on_broken, str) or not callable(getattr(on_broken, "broken", None)):
+    if value is None or (isinstance(value, str) and value in kinds):
+        return kinds[value or next(iter(kinds))]()
+    if isinstance(value, str) or not callable(getattr(value, method, None)):
         raise InvalidValueError(
-            "is no policy for broken images",
-            key="on_broken",
-            value=on_broken,
-            fix=f"write one of {', '.join(map(repr, _POLICIES))}, or pass an object with broken()",
+            "is no such policy",
+            key=key,
+            value=value,
+            fix=f"write one of {', '.join(map(repr, kinds))}, or pass an object with {method}()",
         )
-    return on_broken
+    return value
+
+
+def broken_policy(on_broken: OnBroken | None) -> BrokenPolicy:
+    """What becomes of broken images; ``SkipBroken()`` when not given."""
+    kinds = {"skip": SkipBroken, "error": RefuseBroken, "refuse": RefuseBroken}
+    policy: BrokenPolicy = named_policy(on_broken, kinds, key="on_broken", method="broken")
+    return policy
 
 
 class ImageCheck(Protocol):
@@ -165,6 +179,17 @@ class HeaderOnly:
             width, height = image.size
             swapped = image.getexif().get(_ORIENTATION) in _SWAPPED
         return (height, width) if swapped else (width, height)
+
+
+Check = ImageCheck | Literal["whole", "header"]
+"""How closely images are looked at."""
+
+
+def image_check(check: Check | None) -> ImageCheck:
+    """How closely images are looked at; ``WholeImage()`` when not given."""
+    kinds = {"whole": WholeImage, "header": HeaderOnly}
+    found: ImageCheck = named_policy(check, kinds, key="check", method="size")
+    return found
 
 
 def pillow(module: str) -> ModuleType:

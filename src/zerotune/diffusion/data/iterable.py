@@ -12,11 +12,11 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import AspectBuckets, Bucket, Placement
 from zerotune.diffusion.data.images import (
     BrokenImage,
-    ImageCheck,
+    Check,
     OnBroken,
-    WholeImage,
     broken_policy,
     decode,
+    image_check,
     readable_errors,
     why,
 )
@@ -72,7 +72,7 @@ class StreamedImages:
         world_size: Processes that share the data.
         preparation: Alpha, resizing, cropping.
         augmentation: Flips, and which captions.
-        check: ``WholeImage()`` decodes every image on every rank; with ``HeaderOnly()`` each
+        check: ``"whole"`` decodes every image on every rank; with ``"header"`` each
             decodes its own, and an image that is cut off stops the run.
         on_broken: What becomes of images that cannot be read.
 
@@ -94,7 +94,7 @@ class StreamedImages:
         world_size: int = 1,
         preparation: Preparation | None = None,
         augmentation: Augmentation | None = None,
-        check: ImageCheck | None = None,
+        check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
         check_micro_batch(micro_batch_size)
@@ -103,7 +103,7 @@ class StreamedImages:
         self._size, self._rank, self._world_size = micro_batch_size, rank, world_size
         self._preparation = preparation or Preparation()
         self._augmentation = augmentation or Augmentation()
-        self._check, self._policy = check or WholeImage(), broken_policy(on_broken)
+        self._check, self._policy = image_check(check), broken_policy(on_broken)
         self.broken: list[BrokenImage] = []
         self._waiting: dict[Bucket, list[_Arrived]] = {}
         self._epoch, self._count, self._last = 0, 0, ""
@@ -228,7 +228,7 @@ class StreamedImages:
             raise DataError(
                 why(error),
                 key=f"sample {arrived.draw.index}",
-                fix="pass check=WholeImage(), which finds such images before they are shared out",
+                fix='pass check="whole", which finds such images before they are shared out',
             ) from error
         pixels, corner = to_pixels(
             image,

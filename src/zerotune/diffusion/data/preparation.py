@@ -20,7 +20,7 @@ from zerotune.diffusion.data.buckets import (
     Size,
     place_in,
 )
-from zerotune.diffusion.data.images import AlphaOnColor, AlphaPolicy, pillow
+from zerotune.diffusion.data.images import AlphaOnColor, AlphaPolicy, alpha_policy, pillow
 from zerotune.diffusion.data.order import Draw, derive_seed
 from zerotune.diffusion.data.sources import (
     MASK,
@@ -61,31 +61,11 @@ class CenterCrop:
 
 
 @attrs.frozen(kw_only=True)
-class DetailCrop:
-    """Keep the part with most detail: where neighbouring pixels differ most. Deterministic."""
-
-    def corner(self, image: Image, excess: Size) -> Size:
-        """Where the sum of differences within the part is largest; the middle if all are equal."""
-        import numpy as np
-
-        gray = np.asarray(image.convert("L"), dtype=np.float64)
-        across = 1 if excess[0] == 0 else 0  # Only one direction has anything to cut.
-        detail = np.abs(np.diff(gray, axis=0)).sum(axis=1), np.abs(np.diff(gray, axis=1)).sum(0)
-        profile = np.append(detail[0] if across else detail[1], 0.0)
-        room = excess[across]
-        kept = len(profile) - room
-        sums = np.convolve(profile, np.ones(kept), "valid")[: room + 1]
-        # Among equals the most central one, so that a plain image is cropped as usual.
-        best = np.flatnonzero(sums >= sums.max() - 1e-6 * max(1.0, sums.max()))
-        place = int(best[np.argmin(np.abs(best - room // 2))])
-        return (0, place) if across else (place, 0)
-
-
-@attrs.frozen(kw_only=True)
 class Preparation:
     """How images become tensors. All of it is part of a latent cache's key."""
 
-    alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor)
+    alpha: AlphaPolicy = attrs.field(factory=AlphaOnColor, converter=alpha_policy)
+    """``"white"`` lays transparent images on white, ``"drop"`` keeps the colors under it."""
     crop: Crop = attrs.field(factory=CenterCrop)
     resampling: Resampling = attrs.field(default="lanczos")
     """``"nearest"`` keeps pixel art crisp."""

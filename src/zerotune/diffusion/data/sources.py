@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 import attrs
 
 from zerotune._util.numbers import whole
-from zerotune.decisions import Decision
+from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.buckets import Size
 from zerotune.diffusion.data.images import (
     BrokenImage,
@@ -20,6 +20,7 @@ from zerotune.diffusion.data.images import (
     ImageCheck,
     bytes_of,
     decode,
+    named_policy,
     readable_errors,
     why,
 )
@@ -54,6 +55,8 @@ class ImageItem:
         """All captions; none where there is no word."""
         return (self.caption, *self.further) if self.caption else ()
 
+
+Item = TypeVar("Item", bound=ImageItem)
 
 Words = str | Sequence[str]
 """One caption, or several."""
@@ -94,6 +97,13 @@ class TextLines:
     def captions(self, text: str) -> Words:
         """The lines, without spaces around them."""
         return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
+def caption_text(words: Any) -> CaptionText:
+    """How a text is read, also by its name."""
+    kinds = {"whole": WholeText, "lines": TextLines}
+    found: CaptionText = named_policy(words, kinds, key="words", method="captions")
+    return found
 
 
 MASK: Final = "mask"
@@ -174,6 +184,63 @@ class EncodedSource:
             own.update(kind.encode() + hashlib.sha256(bytes_of(file)).digest())
         return own.hexdigest()
 
+    def _scan(
+        self,
+        names: Iterable[str],
+        encoded: Callable[[str], Path | bytes],
+        words: Callable[[str], Words],
+        *,
+        check: ImageCheck,
+        on_broken: BrokenPolicy,
+        index: SizeIndex | None = None,
+        stamp: Callable[[str], Stamp | None] = lambda _name: None,
+        beside: Callable[[str], Mapping[str, Path | bytes]] = lambda _name: {},
+        companions: Mapping[str, int] | None = None,
+        missing: Iterable[BrokenImage] = (),
+        decisions: Iterable[Decision] = (),
+    ) -> None:
+        """Fill the source with all images that can be read, and announce its decisions.
+
+        Args:
+            names: In order.
+            encoded: The file of a name, or what is in it.
+            words: The captions of a name; called after its image was read.
+            check: How closely images are looked at.
+            on_broken: What becomes of those that cannot be read.
+            index: What earlier starts read.
+            stamp: Of a name and what lies beside it: changes when they do.
+            beside: What lies beside an image; an image is broken with it, and where a mask is of
+                another shape.
+            companions: Images that have each kind; with ``REFERENCE`` one without it is broken.
+            missing: What is broken beside ``names``.
+            decisions: Made before.
+        """
+        counts = companions or {}
+        self.companions = frozenset(counts)
+        sizes = SizeIndex() if index is None else index
+
+        def read(name: str) -> Size:
+            size = check.size(encoded(name))
+            for kind, file in beside(name).items():
+                _check_companion(kind, file, size, check)
+            return size
+
+        def look(name: str) -> Size:
+            width, height = sizes.get(name, lambda: read(name))
+            if REFERENCE in counts and REFERENCE not in beside(name):
+                raise ValueError("there is no reference beside it, and there is beside others")
+            return width, height
+
+        def item(name: str, size: Size) -> ImageItem:
+            return ImageItem(name=name, size=size, **worded(words(name)))
+
+        stamps = {name: stamp(name) for name in names}
+        self._items, self.broken, found = scan(
+            stamps, look, item, index=sizes, on_broken=on_broken, missing=missing
+        )
+        self.decisions = (*decisions, *found, *_companion_decisions(counts, len(stamps)))
+        announce(self.decisions)
+
     def _decoded(self, index: int, file: Path | bytes) -> Image:
         try:
             return decode(file)
@@ -181,62 +248,8 @@ class EncodedSource:
             raise DataError(
                 why(error),
                 key=self._items[index].name,
-                fix="open the source with check=WholeImage(), which finds such files at the start",
+                fix='open the source with check="whole", which finds such files at the start',
             ) from error
-
-
-def _nothing_beside(_name: str) -> Mapping[str, Path | bytes]:
-    return {}
-
-
-def _no_stamp(_name: str) -> None:
-    return None
-
-
-def measure(
-    names: Iterable[str],
-    encoded: Callable[[str], Path | bytes],
-    *,
-    index: SizeIndex | None = None,
-    stamp: Callable[[str], Stamp | None] = _no_stamp,
-    check: ImageCheck,
-    on_broken: BrokenPolicy,
-    beside: Callable[[str], Mapping[str, Path | bytes]] = _nothing_beside,
-    companions: Collection[str] = (),
-) -> tuple[dict[str, Size], tuple[BrokenImage, ...]]:
-    """Sizes of all images that can be read, and a list of the others.
-
-    Args:
-        names: In order.
-        encoded: The file of a name, or what is in it.
-        index: What earlier starts read.
-        stamp: Of a name and what lies beside it: changes when they do.
-        check: How closely they are looked at.
-        on_broken: What becomes of those that cannot be read.
-        beside: What lies beside an image; an image is broken with it, and where a mask is of
-            another shape.
-        companions: With ``REFERENCE`` an image without one is broken.
-
-    Raises:
-        DataError: By ``on_broken``, or because no image can be read.
-    """
-
-    def read(name: str) -> Size:
-        size = check.size(encoded(name))
-        for kind, file in beside(name).items():
-            _check_companion(kind, file, size, check)
-        return size
-
-    names = list(names)
-    with (index or SizeIndex()).open({name: stamp(name) for name in names}) as sizes:
-
-        def look(name: str) -> Size:
-            width, height = sizes.get(name, lambda: read(name))
-            if REFERENCE in companions and REFERENCE not in beside(name):
-                raise ValueError("there is no reference beside it, and there is beside others")
-            return width, height
-
-        return looked_at(names, look, on_broken=on_broken)
 
 
 def _check_companion(kind: str, file: Path | bytes, size: Size, check: ImageCheck) -> None:
@@ -257,43 +270,65 @@ def same_shape(one: Size, other: Size) -> bool:
     return off <= max(*one, *other)
 
 
-def looked_at(
-    names: Iterable[str],
+def scan(
+    stamps: Mapping[str, Stamp | None],
     look: Callable[[str], T],
+    item: Callable[[str, T], Item],
     *,
+    index: SizeIndex,
     on_broken: BrokenPolicy,
+    strays: Iterable[BrokenImage] = (),
+    missing: Iterable[BrokenImage] = (),
     errors: tuple[type[Exception], ...] = (),
-) -> tuple[dict[str, T], tuple[BrokenImage, ...]]:
-    """What is found at all names that can be read, and a list of the others.
+) -> tuple[list[Item], tuple[BrokenImage, ...], tuple[Decision, ...]]:
+    """Look at everything that a source may hold.
 
     Args:
-        names: In order.
-        look: What is wanted of one.
+        stamps: Names in order, each with what changes when its files do.
+        look: Size, or size and length, of one; by way of ``index``.
+        item: The item of a name and what ``look`` returned.
+        index: What earlier starts read.
         on_broken: What becomes of those that cannot be read.
-        errors: What ``look`` raises for them beside what Pillow raises.
+        strays: What is broken without a look, in front of the others.
+        missing: The same, behind them.
+        errors: What ``look`` raises for unreadable files beside what Pillow raises.
+
+    Returns:
+        The items, all that is broken, and the decisions about both.
 
     Raises:
         DataError: By ``on_broken``, or because nothing can be read.
     """
-    found: dict[str, T] = {}
     broken: list[BrokenImage] = []
-    for name in names:
-        try:
-            found[name] = look(name)
-        except (*readable_errors(), *errors) as error:
-            broken.append(BrokenImage(name=name, reason=why(error)))
-            on_broken.broken(broken[-1])
-    if not found:
+
+    def leave_out(image: BrokenImage) -> None:
+        broken.append(image)
+        on_broken.broken(image)
+
+    for image in strays:
+        leave_out(image)
+    items: list[Item] = []
+    with index.open(stamps):
+        for name in stamps:
+            try:
+                seen = look(name)
+            except (*readable_errors(), *errors) as error:
+                leave_out(BrokenImage(name=name, reason=why(error)))
+            else:
+                items.append(item(name, seen))
+    if not items:
         raise DataError(
             f"holds no image that can be read ({len(broken)} broken)",
             key="data",
             value=[image.name for image in broken[:3]],
             fix="look at the paths and the formats",
         )
-    return found, tuple(broken)
+    for image in missing:
+        leave_out(image)
+    return items, tuple(broken), (*index.decisions, *_scan_decisions(broken, items))
 
 
-def scan_decisions(
+def _scan_decisions(
     broken: Sequence[BrokenImage], items: Sequence[ImageItem]
 ) -> tuple[Decision, ...]:
     """What a scan left out or found without words."""
@@ -335,7 +370,7 @@ def scan_decisions(
     return tuple(found)
 
 
-def companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, ...]:
+def _companion_decisions(counts: Mapping[str, int], of: int) -> tuple[Decision, ...]:
     """What was found beside images.
 
     Args:

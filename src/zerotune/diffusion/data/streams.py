@@ -126,6 +126,91 @@ def _check_range(images: torch.Tensor) -> tuple[Decision, ...]:
     )
 
 
+# -- Batches of samples.
+
+
+class Captions(tuple[str, ...]):
+    """Captions of a batch, which "move" to a device by staying what they are."""
+
+    def to(self, *_: Any, **__: Any) -> Captions:
+        """Itself: text has no device. A loop may then move all values of a batch alike."""
+        return self
+
+
+_MASK: Final = "_mask"
+"""Ending of the name of a mask: ``prompt_embeds_mask`` marks what is text in ``prompt_embeds``."""
+
+
+def stack_samples(samples: list[Any]) -> Batch:
+    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``.
+
+    Numbers and arrays, and samples that are no mappings, go through torch's ``default_collate``.
+    """
+    first = samples[0]
+    if not isinstance(first, Mapping):
+        return torch.utils.data.default_collate(samples)  # type: ignore[no-any-return]
+    names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
+    batch: dict[str, Any] = stack_named([{n: each[n] for n in names} for each in samples])
+    for name in first.keys() - batch.keys():
+        values = [each[name] for each in samples]
+        spoken = isinstance(first[name], str)
+        batch[name] = Captions(values) if spoken else torch.utils.data.default_collate(values)
+    return {name: batch[name] for name in first}
+
+
+def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Tensors of several samples as those of a batch.
+
+    All of a name are of one shape, but for those that come with a mask: they, and their masks, are
+    padded with zeros to the longest. ``row_of`` takes that away again.
+
+    Raises:
+        DataError: Shapes differ without a mask.
+    """
+    batch = {}
+    for name in rows[0] if rows else ():
+        tensors = [row[name] for row in rows]
+        if name + _MASK in rows[0] or (
+            name.endswith(_MASK) and name.removesuffix(_MASK) in rows[0]
+        ):
+            tensors = _padded(tensors)
+        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+        if len(shapes) > 1:
+            raise DataError(
+                "samples of one batch have tensors of different shapes",
+                key=name,
+                value=shapes,
+                fix="bring them to one shape; texts without a mask share a batch only at one "
+                "length, so train with train_micro_batch_size_per_gpu=1",
+            )
+        batch[name] = torch.stack(tensors)
+    return batch
+
+
+def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """The tensors of one sample, those with a mask as long as it marks them."""
+    row = {name: tensor[index] for name, tensor in batch.items()}
+    for name in list(row):
+        if name + _MASK in row:
+            marked = row[name + _MASK].nonzero()
+            length = int(marked.max()) + 1 if len(marked) else 1
+            row |= {each: row[each][:length] for each in (name, name + _MASK)}
+    return row
+
+
+def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    longest = max(len(tensor) for tensor in tensors)
+    return [
+        torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
+        if len(tensor) < longest
+        else tensor
+        for tensor in tensors
+    ]
+
+
+# -- Streams.
+
+
 class _OrderedStream(ABC):
     """One rank's micro batches of a dataset whose samples come in an order that is known before.
 
@@ -196,7 +281,7 @@ class DataStream(_OrderedStream):
         world_size: Processes that share the data.
         shuffle: ``False``: the dataset's own order, epoch after epoch.
         num_workers: Processes that read ahead; 0 reads in this process.
-        collate: Makes a batch of a list of samples; torch's default when not given.
+        collate: Makes a batch of a list of samples; ``stack_samples`` when not given.
         pin_memory: Put batches in pinned memory, for faster copies to a GPU.
 
     Attributes:
@@ -217,7 +302,7 @@ class DataStream(_OrderedStream):
         world_size: int = 1,
         shuffle: bool = True,
         num_workers: int = 0,
-        collate: Callable[[list[Any]], Batch] | None = None,
+        collate: Callable[[list[Any]], Batch] = stack_samples,
         pin_memory: bool = False,
     ) -> None:
         loading = {"num_workers": num_workers, "collate_fn": collate, "pin_memory": pin_memory}
@@ -318,14 +403,6 @@ def _too_few(length: int, taken: int) -> tuple[Decision, ...]:
 # -- Streams over a dataset whose samples lie in buckets.
 
 
-class Captions(tuple[str, ...]):
-    """Captions of a batch, which "move" to a device by staying what they are."""
-
-    def to(self, *_: Any, **__: Any) -> Captions:
-        """Itself: text has no device. A loop may then move all values of a batch alike."""
-        return self
-
-
 @runtime_checkable
 class BucketedDataset(Protocol):
     """A dataset whose samples have one of a few sizes."""
@@ -343,77 +420,6 @@ class BucketedDataset(Protocol):
     def __getitem__(self, draw: Draw) -> Mapping[str, Any]:
         """Tensors and strings of one sample; of equal shape within a bucket."""
         ...
-
-
-_MASK: Final = "_mask"
-"""Ending of the name of a mask: ``prompt_embeds_mask`` marks what is text in ``prompt_embeds``."""
-
-
-def stack_samples(samples: list[Mapping[str, Any]]) -> Batch:
-    """A batch of samples: tensors are stacked (``stack_named``), strings become ``Captions``.
-
-    Numbers and arrays become tensors as in torch's ``default_collate``.
-    """
-    first = samples[0]
-    names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
-    batch: dict[str, Any] = stack_named([{n: each[n] for n in names} for each in samples])
-    for name in first.keys() - batch.keys():
-        values = [each[name] for each in samples]
-        spoken = isinstance(first[name], str)
-        batch[name] = Captions(values) if spoken else torch.utils.data.default_collate(values)
-    return {name: batch[name] for name in first}
-
-
-def stack_named(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Tensors of several samples as those of a batch.
-
-    All of a name are of one shape, but for those that come with a mask: they, and their masks, are
-    padded with zeros to the longest. ``row_of`` takes that away again.
-
-    Raises:
-        DataError: Shapes differ without a mask.
-    """
-    batch = {}
-    for name in rows[0] if rows else ():
-        tensors = [row[name] for row in rows]
-        if _ragged(name, rows[0]):
-            tensors = _padded(tensors)
-        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-        if len(shapes) > 1:
-            raise DataError(
-                "samples of one batch have tensors of different shapes",
-                key=name,
-                value=shapes,
-                fix="bring them to one shape; texts without a mask share a batch only at one "
-                "length, so train with train_micro_batch_size_per_gpu=1",
-            )
-        batch[name] = torch.stack(tensors)
-    return batch
-
-
-def row_of(batch: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    """The tensors of one sample, those with a mask as long as it marks them."""
-    row = {name: tensor[index] for name, tensor in batch.items()}
-    for name in list(row):
-        if name + _MASK in row:
-            marked = row[name + _MASK].nonzero()
-            length = int(marked.max()) + 1 if len(marked) else 1
-            row |= {each: row[each][:length] for each in (name, name + _MASK)}
-    return row
-
-
-def _ragged(name: str, names: Mapping[str, Any]) -> bool:
-    return name + _MASK in names or (name.endswith(_MASK) and name.removesuffix(_MASK) in names)
-
-
-def _padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    longest = max(len(tensor) for tensor in tensors)
-    return [
-        torch.cat([tensor, tensor.new_zeros(longest - len(tensor), *tensor.shape[1:])])
-        if len(tensor) < longest
-        else tensor
-        for tensor in tensors
-    ]
 
 
 class BucketStream(_OrderedStream):

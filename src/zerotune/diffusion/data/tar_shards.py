@@ -7,19 +7,19 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import attrs
 
 from zerotune._util.files import check_regular
 from zerotune._util.text import json_of
-from zerotune.decisions import announce
 from zerotune.diffusion.data.images import (
     SUFFIXES,
     BrokenImage,
-    ImageCheck,
+    Check,
     OnBroken,
-    WholeImage,
     broken_policy,
+    image_check,
     reading,
 )
 from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
@@ -28,13 +28,8 @@ from zerotune.diffusion.data.sources import (
     REFERENCE,
     CaptionText,
     EncodedSource,
-    ImageItem,
-    WholeText,
     Words,
-    companion_decisions,
-    measure,
-    scan_decisions,
-    worded,
+    caption_text,
 )
 from zerotune.errors import DataError
 
@@ -63,10 +58,10 @@ class TarShards(EncodedSource):
         shards: The files, in the order wanted.
         caption: Ending of the caption's member: text, or ``json`` with ``caption_key`` in it.
         caption_key: Key of the caption in a JSON member, or of a list of several.
-        words: ``TextLines()``: each line of a text is a caption of its own.
+        words: ``"lines"``: each line of a text is a caption of its own.
         masks: What a mask's member has before its ending; ``None``: there are none.
         references: The same of what is edited. If one image has a reference, all must.
-        check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
+        check: ``"whole"``, the default, decodes every image at the start, ``"header"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
     Raises:
@@ -79,13 +74,13 @@ class TarShards(EncodedSource):
         *,
         caption: str = "txt",
         caption_key: str = "caption",
-        words: CaptionText | None = None,
+        words: CaptionText | Literal["whole", "lines"] | None = None,
         masks: str | None = MASK,
         references: str | None = REFERENCE,
-        check: ImageCheck | None = None,
+        check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
-        policy = broken_policy(on_broken)
+        policy, closely, reader = broken_policy(on_broken), image_check(check), caption_text(words)
         samples: dict[str, dict[str, _Member]] = {}
         for shard in map(Path, shards):
             for key, ending, member in _index(shard):
@@ -106,44 +101,24 @@ class TarShards(EncodedSource):
                 others = ((MASK, masks), (REFERENCE, references))
                 known = {kind: _pictures(endings, end) for kind, end in others if end is not None}
                 self._beside[name] = {kind: one for kind, one in known.items() if one is not None}
-        counts = Counter(kind for others in self._beside.values() for kind in others)
-        self.companions = frozenset(counts)
-        closely = check or WholeImage()
         paths = sorted(os.path.realpath(shard) for shard in shards)
-        index = SizeIndex("shards", paths, masks, references, closely)
         changed = {shard: stamp_of([shard]) for shard in map(Path, shards)}
-        sizes, unreadable = measure(
+        self._scan(
             self._images,
             lambda name: self._images[name].read(),
-            index=index,
-            stamp=lambda name: self._stamp(name, changed),
+            lambda name: _caption(name, samples, caption, caption_key, reader),
             check=closely,
             on_broken=policy,
+            index=SizeIndex("shards", paths, masks, references, closely),
+            stamp=lambda name: self._stamp(name, changed),
             beside=self._members_beside,
-            companions=self.companions,
+            companions=Counter(kind for others in self._beside.values() for kind in others),
+            missing=[
+                BrokenImage(name=name, reason="has no image member")
+                for name in samples
+                if name not in self._images
+            ],
         )
-        bare = [
-            BrokenImage(name=name, reason="has no image member")
-            for name in samples
-            if name not in self._images
-        ]
-        for image in bare:
-            policy.broken(image)
-        self.broken = (*unreadable, *bare)
-        self._items = [
-            ImageItem(
-                name=name,
-                size=size,
-                **worded(_caption(name, samples, caption, caption_key, words or WholeText())),
-            )
-            for name, size in sizes.items()
-        ]
-        self.decisions = (
-            *index.decisions,
-            *scan_decisions(self.broken, self._items),
-            *companion_decisions(counts, len(self._images)),
-        )
-        announce(self.decisions)
 
     def encoded(self, index: int) -> bytes:
         """The image's member."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,23 +59,6 @@ def call_diffusers_model(
     return prediction_of(output, like=noisy)
 
 
-def call_unet(
-    model: Denoiser,
-    noisy: Tensor,
-    timesteps: Tensor,
-    conditioning: Conditioning,
-    **added: Any,
-) -> Tensor:
-    """Call a U-Net on latents with ``prompt_embeds`` as ``encoder_hidden_states``."""
-    output = model(
-        to_model(noisy, model),
-        timesteps.to(model.device),
-        encoder_hidden_states=to_model(conditioning["prompt_embeds"], model),
-        **added,
-    )
-    return prediction_of(output, like=noisy)
-
-
 def prediction_of(output: Any, *, like: Tensor) -> Tensor:
     """The prediction in what a diffusers model returned.
 
@@ -96,3 +80,8 @@ def prediction_of(output: Any, *, like: Tensor) -> Tensor:
 def config_of(model: Any) -> Any:
     """The configuration of a diffusers model, also of one inside an engine."""
     return getattr(model, "module", model).config
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name."""
+    return inspect.signature(function).parameters

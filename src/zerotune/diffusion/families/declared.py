@@ -16,7 +16,6 @@ from zerotune.diffusion.data.cache import EDITS, CacheSettings, hash_key
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.data.streams import row_of, stack_named
 from zerotune.diffusion.families.base import config_of
-from zerotune.diffusion.families.flux import Flux
 from zerotune.diffusion.families.pipeline_family import PipelineFamily
 from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
 from zerotune.diffusion.latents import Packing, Tokens
@@ -24,10 +23,176 @@ from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
 from zerotune.errors import DataError
 
 _MASKED = ("prompt_embeds", "prompt_attention_mask")
+_POOLED = ("prompt_embeds", "pooled_prompt_embeds")
+_POOLED_PAIRS = (
+    "prompt_embeds",
+    "negative_prompt_embeds",
+    "pooled_prompt_embeds",
+    "negative_pooled_prompt_embeds",
+)
+_UNET = ("to_k", "to_q", "to_v", "to_out.0")
+_SIZES = ("original_sizes", "crop_corners", "target_sizes")
+_TIME_IDS = "time_ids"
 _ROUNDED_UP = 1 + 1e-6
 _MASKLESS = 3
 """Arguments by place of a checkpointed block: states, times and places."""
 _UNBINNED = {"use_resolution_binning": False}
+
+
+class StableDiffusion(PipelineFamily):
+    """Stable Diffusion 1.5, 2.1 and what descends from them; 2.1 learns velocities at 768².
+
+    Its scheduler's ``prediction_type`` says which.
+    """
+
+    pipeline: ClassVar[str] = "StableDiffusionPipeline"
+    component: ClassVar[str] = "unet"
+    lora_targets: ClassVar[tuple[str, ...]] = _UNET
+    encoded: ClassVar[tuple[str, ...]] = ("prompt_embeds", "negative_prompt_embeds")
+    flow_matching: ClassVar[bool] = False
+    by_class: ClassVar[bool] = True
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """None: CLIP's texts have one length."""
+        return {}
+
+
+class StableDiffusionXL(PipelineFamily):
+    """Stable Diffusion XL: two CLIPs, and a U-Net conditioned on sizes and crops.
+
+    A batch may hold ``original_sizes``, ``crop_corners`` and ``target_sizes``, each (b, 2),
+    vertical before horizontal, as ``PreparedImages`` gives them; without them images count as
+    uncropped and of their own size.
+
+    The empty text becomes zeros where the pipeline's ``force_zeros_for_empty_prompt`` says so: it
+    is what the model meets as the unconditional case when images are drawn. diffusers' training
+    script embeds the empty text instead. Podell et al., "SDXL", section 2.2.
+    """
+
+    pipeline: ClassVar[str] = "StableDiffusionXLPipeline"
+    component: ClassVar[str] = "unet"
+    text_tensors: ClassVar[tuple[str, ...]] = _POOLED
+    lora_targets: ClassVar[tuple[str, ...]] = _UNET
+    encoded: ClassVar[tuple[str, ...]] = _POOLED_PAIRS
+    flow_matching: ClassVar[bool] = False
+    by_class: ClassVar[bool] = True
+
+    def embed(
+        self, parts: FrozenParts, captions: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """``prompt_embeds`` (b, 77, w1 + w2) and ``pooled_prompt_embeds`` (b, w2)."""
+        texts = super().embed(parts, captions, device)
+        if not parts.pipeline.config.force_zeros_for_empty_prompt:
+            return texts
+        written = torch.tensor([caption != "" for caption in captions], device=device)
+        return {
+            name: value * written.view(-1, *(1,) * (value.ndim - 1))
+            for name, value in texts.items()
+        }
+
+    def embed_negative(
+        self, parts: FrozenParts, texts: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """As ``embed``: the empty one is zeros, too."""
+        return self.embed(parts, texts, device)
+
+    def embedding_settings(self) -> dict[str, Any]:
+        """What becomes of the empty text."""
+        config = self._needed("captions").pipeline.config
+        return {"force_zeros_for_empty_prompt": config.force_zeros_for_empty_prompt}
+
+    def conditioning(self, batch: Mapping[str, Tensor], generator: torch.Generator) -> Conditioning:
+        """Embeddings, and ``time_ids`` (b, 6): original size, crop corner, target size."""
+        return {**super().conditioning(batch, generator), _TIME_IDS: self._time_ids(batch)}
+
+    def _time_ids(self, batch: Mapping[str, Tensor]) -> Tensor:
+        if all(name in batch for name in _SIZES):
+            return torch.cat([batch[name] for name in _SIZES], dim=1).float()
+        scale = self._space().scale if "latents" in batch else 1
+        images = batch["latents" if "latents" in batch else "images"]
+        height, width = (side * scale for side in images.shape[2:])
+        return torch.tensor([[height, width, 0, 0, height, width]]).float().repeat(len(images), 1)
+
+    def _call_kwargs(
+        self, noisy: Tensor, conditioning: Conditioning, device: torch.device
+    ) -> dict[str, Any]:
+        sizes = {_TIME_IDS: conditioning[_TIME_IDS].to(device)}
+        return super()._call_kwargs(noisy, conditioning, device) | sizes
+
+    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:
+        """Give the model each sample's own sizes; the pipeline takes one for all."""
+        sizes = told.pop(_TIME_IDS, None)
+
+        def put_in_place(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            added = {**kwargs["added_cond_kwargs"], _TIME_IDS: sizes}
+            return args, {**kwargs, "added_cond_kwargs": added}
+
+        if sizes is not None:
+            pipe.unet.register_forward_pre_hook(put_in_place, with_kwargs=True)
+
+    def example(
+        self, model: Any, *, batch: int, side: int | tuple[int, int], frames: int = 2
+    ) -> tuple[Tensor, Conditioning]:
+        """With sizes."""
+        latents, texts = super().example(model, batch=batch, side=side, frames=frames)
+        return latents, {**texts, _TIME_IDS: self._time_ids({"latents": latents})}
+
+    def example_text(self, name: str, config: Any, batch: int) -> Tensor:
+        """The U-Net's configuration tells the width of pooled texts and six sizes in one."""
+        if name != "pooled_prompt_embeds":
+            return super().example_text(name, config, batch)
+        width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        return torch.empty(batch, width, device="meta")
+
+
+class StableDiffusion3(PipelineFamily):
+    """Stable Diffusion 3 and 3.5: two CLIPs, and T5 if it is there.
+
+    Texts of T5 have the pipeline's 256 tokens; diffusers' training script takes 77.
+    """
+
+    pipeline: ClassVar[str] = "StableDiffusion3Pipeline"
+    text_tensors: ClassVar[tuple[str, ...]] = _POOLED
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+    )
+    encoded: ClassVar[tuple[str, ...]] = _POOLED_PAIRS
+    by_class: ClassVar[bool] = True
+
+
+class Flux(PipelineFamily):
+    """Flux.1: CLIP and T5; ``dev`` is told its guidance, 1 in training as in diffusers' script.
+
+    Texts have 512 tokens; ``schnell`` takes at most 256.
+    """
+
+    pipeline: ClassVar[str] = "FluxPipeline"
+    text_tensors: ClassVar[tuple[str, ...]] = _POOLED
+    lora_targets: ClassVar[tuple[str, ...]] = (
+        "attn.to_k",
+        "attn.to_q",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+    packing: ClassVar[Packing] = Tokens(2)
+    guided_by: ClassVar[str | None] = "true_cfg_scale"
+    told_guidance: ClassVar[str | None] = "guidance_scale"
+    by_class: ClassVar[bool] = True
 
 
 class QwenImage(PipelineFamily):
@@ -36,7 +201,6 @@ class QwenImage(PipelineFamily):
     pipeline: ClassVar[str] = "QwenImagePipeline"
     model: ClassVar[str] = "QwenImageTransformer2DModel"
     text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "prompt_embeds_mask")
-    leaf_modules: ClassVar[tuple[str, ...]] = ("QwenImageTransformerBlock",)
     packing: ClassVar[Packing] = Tokens(2)
     guided_by: ClassVar[str | None] = "true_cfg_scale"
 
@@ -51,7 +215,6 @@ class ZImage(PipelineFamily):
     pipeline: ClassVar[str] = "ZImagePipeline"
     model: ClassVar[str] = "ZImageTransformer2DModel"
     text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "prompt_embeds_mask")
-    leaf_modules: ClassVar[tuple[str, ...]] = ("ZImageTransformerBlock",)
     encoded: ClassVar[tuple[str, ...]] = ("prompt_embeds", "negative_prompt_embeds")
     listed: ClassVar[bool] = True
     unguided: ClassVar[float] = 0.0
@@ -69,10 +232,6 @@ class Flux2(PipelineFamily):
         "attn.to_v",
         "attn.to_out.0",
         "attn.to_qkv_mlp_proj",
-    )
-    leaf_modules: ClassVar[tuple[str, ...]] = (
-        "Flux2TransformerBlock",
-        "Flux2SingleTransformerBlock",
     )
     encoded: ClassVar[tuple[str, ...]] = ("prompt_embeds", "text_ids")
     packing: ClassVar[Packing] = Tokens(1, packs=False)
@@ -94,7 +253,6 @@ class Wan(PipelineFamily):
     pipeline: ClassVar[str] = "WanPipeline"
     model: ClassVar[str] = "WanTransformer3DModel"
     usual_frames: ClassVar[int] = 4
-    leaf_modules: ClassVar[tuple[str, ...]] = ("WanTransformerBlock",)
     clips: ClassVar[bool] = True
     other: ClassVar[str] = "transformer_2"
     """The other expert's name in the pipeline."""
@@ -167,7 +325,6 @@ class Sana(PipelineFamily):
     model: ClassVar[str] = "SanaTransformer2DModel"
     usual_scale: ClassVar[int] = 32
     text_tensors: ClassVar[tuple[str, ...]] = _MASKED
-    leaf_modules: ClassVar[tuple[str, ...]] = ("SanaTransformerBlock",)
     arguments: ClassVar[Mapping[str, Any]] = _UNBINNED
 
 
@@ -177,7 +334,6 @@ class Lumina2(PipelineFamily):
     pipeline: ClassVar[str] = "Lumina2Pipeline"
     model: ClassVar[str] = "Lumina2Transformer2DModel"
     text_tensors: ClassVar[tuple[str, ...]] = _MASKED
-    leaf_modules: ClassVar[tuple[str, ...]] = ("Lumina2TransformerBlock",)
 
 
 class LTXVideo(PipelineFamily):
@@ -188,7 +344,6 @@ class LTXVideo(PipelineFamily):
     usual_scale: ClassVar[int] = 32
     usual_frames: ClassVar[int] = 8
     text_tensors: ClassVar[tuple[str, ...]] = _MASKED
-    leaf_modules: ClassVar[tuple[str, ...]] = ("LTXVideoTransformerBlock",)
     packing: ClassVar[Packing] = Tokens(1)
     clips: ClassVar[bool] = True
 
@@ -204,10 +359,6 @@ class HunyuanVideo(PipelineFamily):
         "pooled_prompt_embeds",
         "prompt_attention_mask",
     )
-    leaf_modules: ClassVar[tuple[str, ...]] = (
-        "HunyuanVideoTransformerBlock",
-        "HunyuanVideoSingleTransformerBlock",
-    )
     clips: ClassVar[bool] = True
     guided_by: ClassVar[str | None] = "true_cfg_scale"
     told_guidance: ClassVar[str | None] = "guidance_scale"
@@ -219,10 +370,6 @@ class Chroma(PipelineFamily):
     pipeline: ClassVar[str] = "ChromaPipeline"
     model: ClassVar[str] = "ChromaTransformer2DModel"
     text_tensors: ClassVar[tuple[str, ...]] = _MASKED
-    leaf_modules: ClassVar[tuple[str, ...]] = (
-        "ChromaTransformerBlock",
-        "ChromaSingleTransformerBlock",
-    )
     encoded: ClassVar[tuple[str, ...]] = (
         "prompt_embeds",
         "text_ids",
@@ -265,10 +412,6 @@ class AuraFlow(PipelineFamily):
     pipeline: ClassVar[str] = "AuraFlowPipeline"
     model: ClassVar[str] = "AuraFlowTransformer2DModel"
     text_tensors: ClassVar[tuple[str, ...]] = _MASKED
-    leaf_modules: ClassVar[tuple[str, ...]] = (
-        "AuraFlowJointTransformerBlock",
-        "AuraFlowSingleTransformerBlock",
-    )
     one_by_one: ClassVar[bool] = True
 
 
@@ -277,7 +420,6 @@ class PixArtAlpha(PipelineFamily):
 
     pipeline: ClassVar[str] = "PixArtAlphaPipeline"
     text_tensors: ClassVar[tuple[str, ...]] = _MASKED
-    leaf_modules: ClassVar[tuple[str, ...]] = ("BasicTransformerBlock",)
     flow_matching: ClassVar[bool] = False
     arguments: ClassVar[Mapping[str, Any]] = {**_UNBINNED, "clean_caption": False}
 
@@ -299,7 +441,6 @@ class Krea2(PipelineFamily):
     pipeline: ClassVar[str] = "Krea2Pipeline"
     model: ClassVar[str] = "Krea2Transformer2DModel"
     text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "prompt_embeds_mask")
-    leaf_modules: ClassVar[tuple[str, ...]] = ("Krea2TransformerBlock",)
     packing: ClassVar[Packing] = Tokens(2)
     unguided: ClassVar[float] = 0.0
 
@@ -346,7 +487,6 @@ class HiDream(PipelineFamily):
         "pooled_prompt_embeds",
     )
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out")
-    leaf_modules: ClassVar[tuple[str, ...]] = ("MOEFeedForwardSwiGLU",)
     encoded: ClassVar[tuple[str, ...]] = (
         "prompt_embeds_t5",
         "negative_prompt_embeds_t5",
@@ -357,7 +497,7 @@ class HiDream(PipelineFamily):
     )
     packing: ClassVar[Packing] = _Patches()
 
-    def adjust(self, pipe: Any, told: Mapping[str, Any]) -> None:
+    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:
         """The pipeline brings every image to the area of its ``default_sample_size``."""
         side = math.sqrt(told["height"] * told["width"]) / pipe.vae_scale_factor
         pipe.default_sample_size = side * _ROUNDED_UP
@@ -387,16 +527,10 @@ class HiDream(PipelineFamily):
         return torch.empty(batch, layers, self.tokens(), llama, device="meta")
 
 
-class FluxKontext(PipelineFamily):
+class FluxKontext(Flux):
     """Flux.1 Kontext: edits the images whose latents are ``reference_latents`` of a batch."""
 
     pipeline: ClassVar[str] = "FluxKontextPipeline"
-    text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds", "pooled_prompt_embeds")
-    lora_targets: ClassVar[tuple[str, ...]] = Flux.lora_targets
-    leaf_modules: ClassVar[tuple[str, ...]] = Flux.leaf_modules
-    packing: ClassVar[Packing] = Tokens(2)
-    guided_by: ClassVar[str | None] = "true_cfg_scale"
-    told_guidance: ClassVar[str | None] = "guidance_scale"
     reference: ClassVar[str | None] = "image"
     arguments: ClassVar[Mapping[str, Any]] = {"_auto_resize": False}
 
@@ -530,7 +664,7 @@ class QwenImageEdit(QwenImage):
         """Latents in the place of a PIL image."""
         return _Picture(latents=latents, scale=self._space().scale)
 
-    def adjust(self, pipe: Any, told: Mapping[str, Any]) -> None:
+    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:
         """Let the pipeline take the picture's latents, and the model know their size."""
         picture: _Picture = told["image"]
         pipe.image_processor = picture
@@ -585,6 +719,10 @@ class QwenImageEditPlus(QwenImageEdit):
 
 
 DECLARED = (
+    StableDiffusion,
+    StableDiffusionXL,
+    StableDiffusion3,
+    Flux,
     QwenImage,
     QwenImageEdit,
     QwenImageEditPlus,

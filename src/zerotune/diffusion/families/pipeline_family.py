@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -20,14 +19,12 @@ from torch import Tensor
 
 from zerotune.diffusion.data.preparation import REFERENCE_IMAGES
 from zerotune.diffusion.data.streams import row_of, stack_named
-from zerotune.diffusion.families.base import config_of
-from zerotune.diffusion.families.text_to_image import TextToImage
-from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
-from zerotune.diffusion.latents import LatentSpace, Packing, Tokens, Unpacked
-from zerotune.diffusion.noise_schedule import drawing_scheduler
-from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel
+from zerotune.diffusion.families.base import config_of, parameters_of
+from zerotune.diffusion.families.text_to_image import NEGATIVE, TextToImage
+from zerotune.diffusion.family import Conditioning, Denoiser
+from zerotune.diffusion.latents import LatentSpace, Tokens
+from zerotune.diffusion.pipeline import FrozenParts
 from zerotune.errors import DataError, InvalidValueError
-from zerotune.plan.model import latent_frames
 
 REFERENCES: Final = "reference_latents"
 """Key of a batch: latents (b, c, h, w) of the images that are edited."""
@@ -42,22 +39,6 @@ _TEXT_WIDTHS: Final = (
 )
 """Keys of configurations of diffusers' models."""
 
-_NEGATIVE: Final = "negative_"
-
-_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
-
-
-@attrs.frozen(kw_only=True)
-class _UsualSpace:
-    """Sizes of the latents of a VAE that is not there."""
-
-    scale: int
-    frames: int
-
-    def latent_frames(self, frames: int) -> int:
-        """Latent frames of a clip."""
-        return latent_frames(frames, per_latent=self.frames)
-
 
 @attrs.frozen(kw_only=True, eq=False)
 class PipelineFamily(TextToImage):
@@ -71,49 +52,24 @@ class PipelineFamily(TextToImage):
     component: ClassVar[str] = "transformer"
     text_tensors: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    leaf_modules: ClassVar[tuple[str, ...]] = ()
     flow_matching: ClassVar[bool] = True
 
     model: ClassVar[str] = ""
     """Class of the trained model in diffusers; needed for ``model_facts`` of a configuration."""
-    usual_scale: ClassVar[int] = 8
-    """Pixels per latent pixel where no VAE tells."""
-    usual_frames: ClassVar[int] = 1
-    """Frames per latent frame where no VAE tells."""
-    packing: ClassVar[Packing] = Unpacked()
-    """How the pipeline wants its latents."""
-    clips: ClassVar[bool] = False
-    """Whether latents have frames: (b, c, frames, h, w)."""
     encoded: ClassVar[tuple[str, ...]] = ()
     """What ``encode_prompt`` returns, in order, where that is not ``text_tensors`` and then the
     same of negative prompts."""
-    listed: ClassVar[bool] = False
-    """Whether the pipeline takes one tensor per text, each of its own length."""
-    guided_by: ClassVar[str | None] = "guidance_scale"
-    """The argument of guidance that calls the model twice; ``None`` where there is none."""
-    unguided: ClassVar[float] = 1.0
-    """Its value without guidance."""
-    told_guidance: ClassVar[str | None] = None
-    """The argument that tells a guidance-distilled model its guidance."""
-    reference: ClassVar[str | None] = None
-    """The argument that takes ``reference_latents``."""
     text_width: ClassVar[str | None] = None
     """The key of the model's configuration that says how wide texts are, where it is none of the
     usual ones."""
-    arguments: ClassVar[Mapping[str, Any]] = _NONE
-    """What else the pipeline is told."""
     one_by_one: ClassVar[bool] = False
     """Whether the pipeline takes one time step for all samples: they are then called in turn."""
 
     max_sequence_length: int | None = None
     """Tokens of a text; what the pipeline's ``__call__`` takes when not given."""
-    guidance: float = 1.0
-    """What a guidance-distilled model is told in training."""
     texts_alone: bool = False
     """Encode texts one by one; ``load_pretrained`` sets it where the pipeline pads to the longest,
     so that an embedding would depend on the texts beside it."""
-    blueprint: Blueprint | None = None
-    """The pipeline without weights; that of ``parts`` when not given."""
 
     # -- Texts.
 
@@ -134,14 +90,14 @@ class PipelineFamily(TextToImage):
         self, parts: FrozenParts, texts: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
         """What the pipeline makes of negative prompts: some give prompts instructions."""
-        if "negative_prompt" not in _parameters(parts.pipeline.encode_prompt):
+        if "negative_prompt" not in parameters_of(parts.pipeline.encode_prompt):
             return self.embed(parts, texts, device)
         told = {
             "prompt": list(texts),
             "negative_prompt": list(texts),
             "do_classifier_free_guidance": True,
         }
-        return self.encode_with(parts.pipeline, device, told, prefix=_NEGATIVE)
+        return self.encode_with(parts.pipeline, device, told, prefix=NEGATIVE)
 
     def encode_with(
         self, pipeline: Any, device: torch.device, told: Mapping[str, Any], prefix: str = ""
@@ -156,28 +112,14 @@ class PipelineFamily(TextToImage):
         """
         encode = pipeline.encode_prompt
         known = {**self._prompt_arguments(pipeline), "device": device, **told}
-        results = encode(**{n: v for n, v in known.items() if n in _parameters(encode)})
+        results = encode(**{n: v for n, v in known.items() if n in parameters_of(encode)})
         results = results if isinstance(results, tuple) else (results,)
-        usual = (*self.text_tensors, *(f"{_NEGATIVE}{name}" for name in self.text_tensors))
+        usual = (*self.text_tensors, *(f"{NEGATIVE}{name}" for name in self.text_tensors))
         names = self.encoded or usual
         named = dict(zip(names, results, strict=False))
         if self.listed:
             return _masked(named[f"{prefix}prompt_embeds"])
         return {name: _whole(named, name, prefix) for name in self.text_tensors}
-
-    def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
-        """What dropped texts become: the pipeline's empty negative prompt, (1, …)."""
-        return self.remembered_negative([""], device=device)
-
-    def remembered_negative(
-        self, texts: Sequence[str], *, device: torch.device
-    ) -> dict[str, Tensor]:
-        """Embeddings of negative prompts, computed once each."""
-        parts = self._needed("captions")
-        encoded = parts.remember(
-            texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=_NEGATIVE
-        )
-        return {name: value.to(device) for name, value in encoded.items()}
 
     def embedding_settings(self) -> dict[str, Any]:
         """The length of texts."""
@@ -189,10 +131,10 @@ class PipelineFamily(TextToImage):
 
     def _prompt_arguments(self, pipeline: Any) -> dict[str, Any]:
         # Defaults of encode_prompt differ from those it is called with (Wan: 226 and 512 tokens).
-        taken = _parameters(pipeline.encode_prompt)
+        taken = parameters_of(pipeline.encode_prompt)
         known = {
             name: parameter.default
-            for name, parameter in _parameters(type(pipeline).__call__).items()
+            for name, parameter in parameters_of(type(pipeline).__call__).items()
             if name in taken and parameter.default is not inspect.Parameter.empty
         }
         known |= {name: value for name, value in self.arguments.items() if name in taken}
@@ -225,24 +167,6 @@ class PipelineFamily(TextToImage):
                 fix="let the dataset yield reference_images (b, 3, height, width) or their latents",
             )
         return self.encode_references(images, device=images.device)["latents"].to(images.device)
-
-    def at_shown_size(self, images: Tensor) -> Tensor:
-        """Images that are edited (b, 3, height, width) in the size the model is shown them in."""
-        return images
-
-    def encode_references(
-        self, images: Tensor, *, device: torch.device | None = None
-    ) -> dict[str, Tensor]:
-        """``{"latents": …}`` of images that are edited, for a cache."""
-        return self.encode_images(self.at_shown_size(images), device=device)
-
-    def told_reference(self, latents: Tensor) -> Any:
-        """What the pipeline is given as the image that is edited.
-
-        Args:
-            latents: (b, c, h, w).
-        """
-        return latents
 
     # -- The prediction.
 
@@ -285,7 +209,7 @@ class PipelineFamily(TextToImage):
         blueprint = self.known_blueprint()
         scheduler = _OneStep(blueprint.scheduler.config, steps.to(model.device))
         pipe = self.predicting_pipeline(model, scheduler)
-        told = self._told(noisy, conditioning, model.device)
+        told = self._call_kwargs(noisy, conditioning, model.device)
         self.adjust(pipe, told)
         try:
             # The function below ``torch.no_grad``.
@@ -310,10 +234,11 @@ class PipelineFamily(TextToImage):
             fix="name the packing of its latents; learned variance and guidance are not trained",
         )
 
-    def _told(
+    def _call_kwargs(
         self, noisy: Tensor, conditioning: Conditioning, device: torch.device
     ) -> dict[str, Any]:
         """The arguments of the pipeline for one step without guidance."""
+        self._check_sides(noisy.shape)
         texts = {n: v for n, v in conditioning.items() if n in self.text_tensors}
         told = {
             "latents": self.packing.pack(noisy.to(device)),
@@ -331,25 +256,19 @@ class PipelineFamily(TextToImage):
             told[self.reference] = self.told_reference(conditioning[REFERENCES].to(device))
         return told
 
-    def told_texts(
-        self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
-    ) -> dict[str, Any]:
-        """The pipeline's arguments of texts.
+    def _check_sides(self, shape: Sequence[int]) -> None:
+        if any(side % self._patch for side in shape[-2:]):
+            raise DataError(
+                f"{self.pipeline} packs latents into patches of {self._patch} by {self._patch}",
+                key="latents",
+                value=tuple(shape[-2:]),
+                fix="use buckets whose sides are divisible by "
+                f"{self._patch * self._space().scale} pixels",
+            )
 
-        Args:
-            texts: By ``text_tensors``, batch first.
-            device: Where they go.
-            prefix: ``"negative_"`` for negative prompts.
-        """
-        # fp32: pipelines keep latents, and time steps, in the precision of their texts.
-        moved = {
-            name: value.to(device, torch.float32 if value.is_floating_point() else value.dtype)
-            for name, value in texts.items()
-        }
-        if self.listed:
-            rows = zip(moved["prompt_embeds"], moved["prompt_embeds_mask"].bool(), strict=True)
-            return {f"{prefix}prompt_embeds": [row[mask] for row, mask in rows]}
-        return {f"{prefix}{name}": value for name, value in moved.items()}
+    @property
+    def _patch(self) -> int:
+        return self.packing.patch if isinstance(self.packing, Tokens) else 1
 
     def _size_of(self, shape: tuple[int, ...]) -> dict[str, int]:
         """Height, width and frames of samples with latents of this shape."""
@@ -359,53 +278,15 @@ class PipelineFamily(TextToImage):
             size["num_frames"] = (shape[2] - 1) * space.frames + 1
         return self.sized(size)
 
-    def adjust(self, pipe: Any, told: Mapping[str, Any]) -> None:
-        """Make a pipeline that was just made take what it is told (``height``, ``width``, …)."""
-
-    def sized(self, size: Mapping[str, int]) -> dict[str, int]:
-        """All that the pipeline is told of a size in pixels and frames."""
-        return dict(size)
-
-    def _space(self) -> LatentSpace | _UsualSpace:
-        vae = self.known_blueprint().vae
-        if vae is None:
-            return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
-        return LatentSpace(vae)
-
     def _channels(self, config: Any) -> int:
         vae = self.known_blueprint().vae
-        patch = self.packing.patch if isinstance(self.packing, Tokens) else 1
-        own = int(config.in_channels) // patch**2
-        return own if vae is None else LatentSpace(vae).channels
-
-    def known_blueprint(self) -> Blueprint:
-        """The pipeline without weights.
-
-        Raises:
-            DataError: The family was made by hand, without one.
-        """
-        if self.blueprint is not None:
-            return self.blueprint
-        if self.parts is not None:
-            return Blueprint.of(self.parts.pipeline)
-        raise DataError(
-            f"{type(self).__name__} does not know its pipeline",
-            key="blueprint",
-            value=None,
-            fix="load it: load_pretrained(folder).family, also with parts=False",
+        return (
+            int(config.in_channels) // self._patch**2 if vae is None else LatentSpace(vae).channels
         )
 
     def predicting_pipeline(self, model: Denoiser, scheduler: Any) -> Any:
         """The pipeline whose call is the prediction."""
         return self._around(self.known_blueprint(), model, scheduler)
-
-    def _around(self, blueprint: Blueprint, model: Denoiser, scheduler: Any, **others: Any) -> Any:
-        stand_in = PipelineModel(config=config_of(model), model=model)
-        return blueprint.around(**{self.component: stand_in, "scheduler": scheduler, **others})
-
-    def objective_settings(self) -> dict[str, Any]:
-        """Settings of the objective that these models were made with."""
-        return {}
 
     # -- Examples.
 
@@ -450,145 +331,8 @@ class PipelineFamily(TextToImage):
 
     def tokens(self) -> int:
         """Of a text, padded."""
-        usual = _parameters(self.known_blueprint().kind.__call__).get("max_sequence_length")
+        usual = parameters_of(self.known_blueprint().kind.__call__).get("max_sequence_length")
         return self.max_sequence_length or (usual.default if usual is not None else 0) or 64
-
-    # -- Drawing.
-
-    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Images (n, 3, height, width) of prompts, or clips (n, 3, frames, height, width).
-
-        Raises:
-            DataError: The family was made without its frozen parts.
-        """
-        parts = self._needed("prompts")
-        scheduler = drawing_scheduler(
-            drawing.scheduler or parts.pipeline.scheduler,
-            None if drawing.scheduler else drawing.trained_with,
-        )
-        pipe = self.drawing_pipeline(parts, model, scheduler)
-        size = self._drawn_size(pipe, drawing)
-        told = {**self.drawing_arguments(drawing, device=model.device), **size}
-        self.adjust(pipe, told)
-        last = _LastStep()
-        with parts.on(model.device, self.drawing_parts):
-            pipe(
-                **told,
-                num_inference_steps=drawing.steps,
-                generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
-                output_type="latent",
-                **last.listening(type(pipe).__call__),
-            )
-        latents = last.latents
-        with parts.on(model.device, ["vae"]):
-            return parts.decode_latents(
-                self.packing.unpack(latents, self._shape_of(latents, size, len(drawing.prompts)))
-            )
-
-    @property
-    def drawing_parts(self) -> tuple[str, ...]:
-        """Parts that compute while images are drawn, beside the VAE at the end."""
-        return ()
-
-    def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
-        """The pipeline that draws."""
-        return self._around(Blueprint.of(parts.pipeline), model, scheduler)
-
-    def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """What the pipeline is told of prompts and guidance.
-
-        A model distilled for guidance is told it; with a negative prompt it is told what it was
-        trained with, and guided in truth.
-        """
-        told = {
-            **self.arguments,
-            **self.told_texts(self.drawn_texts(drawing.prompts, drawing, device=device), device),
-        }
-        if self.reference is not None:
-            told[self.reference] = self.told_reference(self._drawn_references(drawing, device))
-        scale = drawing.guidance_scale
-        if self.told_guidance is not None:
-            told[self.told_guidance] = self.guidance if drawing.negative_prompt else scale
-        if self.guided_by is None:
-            return told
-        guided = scale != 1.0 and (self.told_guidance is None or bool(drawing.negative_prompt))
-        told[self.guided_by] = scale if guided else self.unguided
-        if guided:
-            texts = [drawing.negative_prompt] * len(drawing.prompts)
-            negative = self.drawn_texts(texts, drawing, device=device, negative=True)
-            told |= self.told_texts(negative, device, prefix=_NEGATIVE)
-            if "negative_prompt" in _parameters(self.known_blueprint().kind.__call__):
-                told["negative_prompt"] = None  # Sana's has a text of its own.
-        return told
-
-    def drawn_texts(
-        self,
-        texts: Sequence[str],
-        drawing: Drawing,  # noqa: ARG002
-        *,
-        device: torch.device,
-        negative: bool = False,
-    ) -> dict[str, Tensor]:
-        """Embeddings of prompts, or of negative ones, computed once each."""
-        encoded = self.remembered_negative if negative else self.remembered
-        return encoded(texts, device=device)
-
-    def drawn_references(self, drawing: Drawing) -> Tensor:
-        """The images that are edited.
-
-        Raises:
-            DataError: There are none.
-        """
-        if drawing.references is None:
-            raise DataError(
-                f"{type(self).__name__} edits images, and none were given",
-                key="references",
-                value=None,
-                fix="pass references=, images (n, 3, height, width) in [-1, 1]",
-            )
-        return drawing.references
-
-    def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
-        shown = self.at_shown_size(self.drawn_references(drawing))
-        parts = self._needed("references")
-        with parts.on(device, ["vae"]):
-            return parts.encode_images(shown).to(device)
-
-    def _drawn_size(self, pipe: Any, drawing: Drawing) -> dict[str, int]:
-        taken = _parameters(type(pipe).__call__)
-        usual = getattr(pipe, "default_sample_size", 0) * getattr(pipe, "vae_scale_factor", 0)
-        size = {name: int(taken[name].default or usual or 1024) for name in ("height", "width")}
-        if drawing.size is not None:
-            size = {"height": drawing.size[0], "width": drawing.size[1]}
-        if self.clips:
-            size["num_frames"] = drawing.frames or int(taken["num_frames"].default)
-        return self.sized(size)
-
-    def _shape_of(self, latents: Tensor, size: Mapping[str, int], count: int) -> tuple[int, ...]:
-        space = self._space()
-        frames = (space.latent_frames(size["num_frames"]),) if self.clips else ()
-        sides = (*frames, size["height"] // space.scale, size["width"] // space.scale)
-        channels = latents.numel() // (count * int(torch.Size(sides).numel()))
-        return (count, channels, *sides)
-
-
-class _LastStep:
-    """Keeps what the last step gave: pipelines differ in what they call latents at the end."""
-
-    latents: Tensor
-
-    def listening(self, call: Any) -> dict[str, Any]:
-        """The argument with which a pipeline tells of its steps."""
-        if "callback_on_step_end" in _parameters(call):
-            return {"callback_on_step_end": self._stepped}
-        return {"callback": self._called}
-
-    def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
-        self.latents = tensors["latents"]
-        return {}
-
-    def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
-        self.latents = latents
 
 
 # -- A scheduler of one step.
@@ -612,7 +356,9 @@ class _OneStep:
     init_noise_sigma = 1.0
 
     def __init__(self, config: Any, steps: Tensor) -> None:
-        self.config = config
+        # Pipelines of U-Nets warn of other values, which matter to the steps of a whole drawing.
+        sampling = {"steps_offset": 1, "clip_sample": False}
+        self.config = type(config)({**config, **{n: v for n, v in sampling.items() if n in config}})
         self.timesteps = steps
         self.sigmas = torch.tensor([1.0, 0.0])
 
@@ -648,10 +394,6 @@ def _not_captured(family: str) -> DataError:
 
 
 # -- Small helpers.
-
-
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
 
 
 def _masked(texts: Sequence[Tensor]) -> dict[str, Tensor]:

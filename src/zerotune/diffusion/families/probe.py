@@ -99,7 +99,8 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
         return family, ()
     decisions: tuple[Decision, ...] = ()
     alone = [row_of(family.encode_texts([text]), 0) for text in _TEXTS]
-    if not _together(family, alone):
+    together = family.encode_texts(list(_TEXTS))
+    if not all(_same(row_of(together, n), row) for n, row in enumerate(alone)):
         family = attrs.evolve(family, texts_alone=True)
         decisions += (
             Decision(
@@ -124,12 +125,6 @@ def probe_texts(family: PipelineFamily) -> tuple[PipelineFamily, tuple[Decision,
             ),
         )
     return family, decisions
-
-
-def _together(family: PipelineFamily, alone: Sequence[Mapping[str, Tensor]]) -> bool:
-    """Whether texts that are encoded together become what each of them becomes alone."""
-    together = family.encode_texts(list(_TEXTS))
-    return all(_same(row_of(together, n), row) for n, row in enumerate(alone))
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

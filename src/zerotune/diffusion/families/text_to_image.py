@@ -1,10 +1,11 @@
-"""What all text-to-image models have in common: a VAE, text encoders, and a diffusers pipeline."""
+"""What all text-to-image models have in common: VAE, text encoders, and a pipeline that draws."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -13,11 +14,29 @@ from torch import Tensor
 from zerotune._util.numbers import probability, validated
 from zerotune.diffusion.data.cache import EDITS, TEXTS, CacheSettings
 from zerotune.diffusion.data.streams import row_of, stack_named
-from zerotune.diffusion.families.base import config_of, images_of, take
+from zerotune.diffusion.families.base import config_of, images_of, parameters_of, take
 from zerotune.diffusion.family import Conditioning, Denoiser, Drawing
+from zerotune.diffusion.latents import LatentSpace, Packing, Unpacked
 from zerotune.diffusion.noise_schedule import drawing_scheduler
-from zerotune.diffusion.pipeline import FrozenParts, PipelineModel
+from zerotune.diffusion.pipeline import Blueprint, FrozenParts, PipelineModel, pipeline_class
 from zerotune.errors import DataError
+from zerotune.plan.model import latent_frames
+
+NEGATIVE: Final = "negative_"
+
+_NONE: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@attrs.frozen(kw_only=True)
+class _UsualSpace:
+    """Sizes of the latents of a VAE that is not there."""
+
+    scale: int
+    frames: int
+
+    def latent_frames(self, frames: int) -> int:
+        """Latent frames of a clip."""
+        return latent_frames(frames, per_latent=self.frames)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -40,12 +59,33 @@ class TextToImage(ABC):
     """What ``embed`` gives, as the pipeline's arguments are called."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Modules that get adapters by default, as in diffusers' training scripts."""
-    leaf_modules: ClassVar[tuple[str, ...]]
-    """Classes that stage 3 gathers as a whole, instead of layer by layer."""
     flow_matching: ClassVar[bool] = False
     """Whether these models learn velocities along straight lines, or noise."""
     reads_references: ClassVar[bool] = False
     """Whether texts are encoded together with the image that is edited."""
+
+    usual_scale: ClassVar[int] = 8
+    """Pixels per latent pixel where no VAE tells."""
+    usual_frames: ClassVar[int] = 1
+    """Frames per latent frame where no VAE tells."""
+    packing: ClassVar[Packing] = Unpacked()
+    """How the pipeline wants its latents."""
+    clips: ClassVar[bool] = False
+    """Whether latents have frames: (b, c, frames, h, w)."""
+    listed: ClassVar[bool] = False
+    """Whether the pipeline takes one tensor per text, each of its own length."""
+    guided_by: ClassVar[str | None] = "guidance_scale"
+    """The argument of guidance that calls the model twice; ``None`` where there is none."""
+    unguided: ClassVar[float] = 1.0
+    """Its value without guidance."""
+    told_guidance: ClassVar[str | None] = None
+    """The argument that tells a guidance-distilled model its guidance."""
+    reference: ClassVar[str | None] = None
+    """The argument that takes ``reference_latents``."""
+    by_class: ClassVar[bool] = False
+    """Whether the pipeline's class decides the call, so that the family may be made by hand."""
+    arguments: ClassVar[Mapping[str, Any]] = _NONE
+    """What else the pipeline is told."""
 
     parts: FrozenParts | None = None
     """VAE and text encoders. Not needed to train from caches; needed to draw images."""
@@ -53,12 +93,22 @@ class TextToImage(ABC):
     """Share of samples trained on the empty text, for guidance without a classifier."""
     parts_device: torch.device | None = None
     """Where the parts encode what comes uncached; the batch's device when not given."""
+    guidance: float = 1.0
+    """What a guidance-distilled model is told in training."""
+    blueprint: Blueprint | None = None
+    """The pipeline without weights; that of ``parts`` when not given."""
 
     @abstractmethod
     def embed(
         self, parts: FrozenParts, captions: Sequence[str], device: torch.device
     ) -> dict[str, Tensor]:
         """Embeddings of captions by ``text_tensors``, batch first, through the pipeline."""
+
+    def embed_negative(
+        self, parts: FrozenParts, texts: Sequence[str], device: torch.device
+    ) -> dict[str, Tensor]:
+        """As ``embed``, of negative prompts: some pipelines give prompts instructions."""
+        return self.embed(parts, texts, device)
 
     @abstractmethod
     def predict(
@@ -139,7 +189,7 @@ class TextToImage(ABC):
         parts = self._needed("captions")
         self._bring(parts, device, list(parts.text_encoders))
         with torch.no_grad():
-            where = _device_of(parts.text_encoders)
+            where = next(next(iter(parts.text_encoders.values())).parameters()).device
             if not self.reads_references:
                 return self.embed(parts, list(captions), where)
             if references is None:
@@ -174,11 +224,15 @@ class TextToImage(ABC):
         self._bring(parts, device, ["vae"])
         return {"latents": parts.encode_images(images)}
 
+    def at_shown_size(self, images: Tensor) -> Tensor:
+        """Images that are edited (b, 3, height, width) in the size the model is shown them in."""
+        return images
+
     def encode_references(
         self, images: Tensor, *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """``encode_images`` of images that are edited, in the size they are shown to the model."""
-        return self.encode_images(images, device=device)
+        """``{"latents": …}`` of images that are edited, for a cache."""
+        return self.encode_images(self.at_shown_size(images), device=device)
 
     def remembered(self, texts: Sequence[str], *, device: torch.device) -> dict[str, Tensor]:
         """Embeddings of few texts that come again and again, computed once each."""
@@ -187,8 +241,18 @@ class TextToImage(ABC):
         return {name: value.to(device) for name, value in encoded.items()}
 
     def unconditional(self, *, device: torch.device) -> dict[str, Tensor]:
-        """What dropped texts become: the empty text, (1, …)."""
-        return self.remembered([""], device=device)
+        """What dropped texts become: the pipeline's empty negative prompt, (1, …)."""
+        return self.remembered_negative([""], device=device)
+
+    def remembered_negative(
+        self, texts: Sequence[str], *, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Embeddings of negative prompts, computed once each."""
+        parts = self._needed("captions")
+        encoded = parts.remember(
+            texts, lambda t: self.embed_negative(parts, t, device), device=device, kind=NEGATIVE
+        )
+        return {name: value.to(device) for name, value in encoded.items()}
 
     def latent_settings(self) -> CacheSettings:
         """What cached latents depend on."""
@@ -215,74 +279,196 @@ class TextToImage(ABC):
         """Settings of ``embed`` beyond the encoders' weights, of JSON types."""
         return {}
 
-    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
-        """Images of prompts (n, 3, height, width), through the family's own diffusers pipeline.
+    def known_blueprint(self) -> Blueprint:
+        """The pipeline without weights.
 
-        Text encoders and VAE come to the model's device for as long as they compute.
+        Raises:
+            DataError: The family was made by hand, without one.
+        """
+        if self.blueprint is not None:
+            return self.blueprint
+        if self.parts is not None:
+            return Blueprint.of(self.parts.pipeline)
+        if self.by_class:
+            return Blueprint.usual(pipeline_class(self.pipeline))
+        raise DataError(
+            f"{type(self).__name__} does not know its pipeline",
+            key="blueprint",
+            value=None,
+            fix="load it: load_pretrained(folder).family, also with parts=False",
+        )
+
+    def _space(self) -> LatentSpace | _UsualSpace:
+        vae = self.known_blueprint().vae
+        if vae is None:
+            return _UsualSpace(scale=self.usual_scale, frames=self.usual_frames)
+        return LatentSpace(vae)
+
+    def _around(self, blueprint: Blueprint, model: Denoiser, scheduler: Any, **others: Any) -> Any:
+        stand_in = PipelineModel(config=config_of(model), model=model)
+        return blueprint.around(**{self.component: stand_in, "scheduler": scheduler, **others})
+
+    def objective_settings(self) -> dict[str, Any]:
+        """Settings of the objective that these models were made with."""
+        return {}
+
+    def told_texts(
+        self, texts: Mapping[str, Tensor], device: torch.device, prefix: str = ""
+    ) -> dict[str, Any]:
+        """The pipeline's arguments of texts.
+
+        Args:
+            texts: By ``text_tensors``, batch first.
+            device: Where they go.
+            prefix: ``"negative_"`` for negative prompts.
+        """
+        # fp32: pipelines keep latents, and time steps, in the precision of their texts.
+        moved = {
+            name: value.to(device, torch.float32 if value.is_floating_point() else value.dtype)
+            for name, value in texts.items()
+        }
+        if self.listed:
+            rows = zip(moved["prompt_embeds"], moved["prompt_embeds_mask"].bool(), strict=True)
+            return {f"{prefix}prompt_embeds": [row[mask] for row, mask in rows]}
+        return {f"{prefix}{name}": value for name, value in moved.items()}
+
+    def told_reference(self, latents: Tensor) -> Any:
+        """What the pipeline is given as the image that is edited.
+
+        Args:
+            latents: (b, c, h, w).
+        """
+        return latents
+
+    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:  # noqa: B027 - few need it
+        """Make a pipeline that was just made take what it is told (``height``, ``width``, …)."""
+
+    def sized(self, size: Mapping[str, int]) -> dict[str, int]:
+        """All that the pipeline is told of a size in pixels and frames."""
+        return dict(size)
+
+    # -- Drawing.
+
+    def draw(self, model: Denoiser, drawing: Drawing) -> Tensor:
+        """Images (n, 3, height, width) of prompts, or clips (n, 3, frames, height, width).
 
         Raises:
             DataError: The family was made without its frozen parts.
         """
         parts = self._needed("prompts")
-        pipe = self._drawing_pipeline(parts, model, drawing)
-        height, width = drawing.size or self.default_size(model)
-        arguments = self.drawing_arguments(drawing, device=model.device)
-        latents = pipe(
-            **arguments,
-            height=height,
-            width=width,
-            num_inference_steps=drawing.steps,
-            generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
-            output_type="latent",
-        ).images
+        scheduler = drawing_scheduler(
+            drawing.scheduler or parts.pipeline.scheduler,
+            None if drawing.scheduler else drawing.trained_with,
+        )
+        pipe = self.drawing_pipeline(parts, model, scheduler)
+        size = self._drawn_size(pipe, drawing)
+        told = {**self.drawing_arguments(drawing, device=model.device), **size}
+        self.adjust(pipe, told)
+        last = _LastStep()
+        with parts.on(model.device, self.drawing_parts):
+            pipe(
+                **told,
+                num_inference_steps=drawing.steps,
+                generator=[torch.Generator().manual_seed(seed) for seed in drawing.seeds],
+                output_type="latent",
+                **last.listening(type(pipe).__call__),
+            )
+        latents = last.latents
         with parts.on(model.device, ["vae"]):
-            return parts.decode_latents(self.unpacked(pipe, latents, (height, width)))
+            return parts.decode_latents(
+                self.packing.unpack(latents, self._shape_of(latents, size, len(drawing.prompts)))
+            )
+
+    @property
+    def drawing_parts(self) -> tuple[str, ...]:
+        """Parts that compute while images are drawn, beside the VAE at the end."""
+        return ()
+
+    def drawing_pipeline(self, parts: FrozenParts, model: Denoiser, scheduler: Any) -> Any:
+        """The pipeline that draws."""
+        return self._around(Blueprint.of(parts.pipeline), model, scheduler)
 
     def drawing_arguments(self, drawing: Drawing, *, device: torch.device) -> dict[str, Any]:
-        """What the pipeline is told of prompts and guidance."""
-        known = self.remembered(drawing.prompts, device=device)
-        arguments: dict[str, Any] = {"guidance_scale": drawing.guidance_scale, **_float(known)}
-        if drawing.guidance_scale != 1.0:
-            negative = self.remembered(
-                [drawing.negative_prompt] * len(drawing.prompts), device=device
-            )
-            arguments |= {f"negative_{name}": v for name, v in _float(negative).items()}
-        return arguments
+        """What the pipeline is told of prompts and guidance.
 
-    def unpacked(self, pipe: Any, latents: Tensor, size: tuple[int, int]) -> Tensor:  # noqa: ARG002
-        """Latents as images of latents (n, c, h, w), where the pipeline gives something else."""
-        return latents
-
-    def default_size(self, model: Any) -> tuple[int, int]:
-        """Height and width in pixels of the images the model was made for."""
-        side = config_of(model).sample_size
-        height, width = (side, side) if isinstance(side, int) else side
-        scale = self._needed("prompts").scale
-        return int(height) * scale, int(width) * scale
-
-    def _drawing_pipeline(self, parts: FrozenParts, model: Denoiser, drawing: Drawing) -> Any:
-        """A pipeline around the engine alone: texts are encoded before and latents decoded after.
-
-        So it computes where the engine does, wherever the frozen parts wait.
+        A model distilled for guidance is told it; with a negative prompt it is told what it was
+        trained with, and guided in truth.
         """
-        kind = type(parts.pipeline)
-        names = dict.fromkeys(parts.pipeline.components)
-        settings = {n: v for n, v in parts.pipeline.config.items() if n not in names}
-        given = {n: v for n, v in settings.items() if not n.startswith("_")}
-        pipe = kind(
-            **names
-            | given
-            | {
-                self.component: PipelineModel(config=config_of(model), model=model),
-                "scheduler": drawing_scheduler(
-                    drawing.scheduler or parts.pipeline.scheduler,
-                    None if drawing.scheduler else drawing.trained_with,
-                ),
-            }
-        )
-        pipe.vae_scale_factor = parts.scale
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
+        told = {
+            **self.arguments,
+            **self.told_texts(self.drawn_texts(drawing.prompts, drawing, device=device), device),
+        }
+        if self.reference is not None:
+            told[self.reference] = self.told_reference(self._drawn_references(drawing, device))
+        scale = drawing.guidance_scale
+        if self.told_guidance is not None:
+            told[self.told_guidance] = self.guidance if drawing.negative_prompt else scale
+        if self.guided_by is None:
+            return told
+        guided = scale != 1.0 and (self.told_guidance is None or bool(drawing.negative_prompt))
+        told[self.guided_by] = scale if guided else self.unguided
+        if guided:
+            texts = [drawing.negative_prompt] * len(drawing.prompts)
+            negative = self.drawn_texts(texts, drawing, device=device, negative=True)
+            told |= self.told_texts(negative, device, prefix=NEGATIVE)
+            if "negative_prompt" in parameters_of(self.known_blueprint().kind.__call__):
+                told["negative_prompt"] = None  # Sana's has a text of its own.
+        return told
+
+    def drawn_texts(
+        self,
+        texts: Sequence[str],
+        drawing: Drawing,  # noqa: ARG002
+        *,
+        device: torch.device,
+        negative: bool = False,
+    ) -> dict[str, Tensor]:
+        """Embeddings of prompts, or of negative ones, computed once each."""
+        encoded = self.remembered_negative if negative else self.remembered
+        return encoded(texts, device=device)
+
+    def drawn_references(self, drawing: Drawing) -> Tensor:
+        """The images that are edited.
+
+        Raises:
+            DataError: There are none.
+        """
+        if drawing.references is None:
+            raise DataError(
+                f"{type(self).__name__} edits images, and none were given",
+                key="references",
+                value=None,
+                fix="pass references=, images (n, 3, height, width) in [-1, 1]",
+            )
+        return drawing.references
+
+    def _drawn_references(self, drawing: Drawing, device: torch.device) -> Tensor:
+        shown = self.at_shown_size(self.drawn_references(drawing))
+        parts = self._needed("references")
+        with parts.on(device, ["vae"]):
+            return parts.encode_images(shown).to(device)
+
+    def _drawn_size(self, pipe: Any, drawing: Drawing) -> dict[str, int]:
+        taken = parameters_of(type(pipe).__call__)
+        config = getattr(pipe, self.component).config
+        side = getattr(pipe, "default_sample_size", getattr(config, "sample_size", 0)) or 0
+        sides = (side, side) if isinstance(side, int) else side
+        size = {
+            name: int(taken[name].default or each * pipe.vae_scale_factor or 1024)
+            for name, each in zip(("height", "width"), sides, strict=True)
+        }
+        if drawing.size is not None:
+            size = {"height": drawing.size[0], "width": drawing.size[1]}
+        if self.clips:
+            size["num_frames"] = drawing.frames or int(taken["num_frames"].default)
+        return self.sized(size)
+
+    def _shape_of(self, latents: Tensor, size: Mapping[str, int], count: int) -> tuple[int, ...]:
+        space = self._space()
+        frames = (space.latent_frames(size["num_frames"]),) if self.clips else ()
+        sides = (*frames, size["height"] // space.scale, size["width"] // space.scale)
+        channels = latents.numel() // (count * int(torch.Size(sides).numel()))
+        return (count, channels, *sides)
 
     def _needed(self, what: str) -> FrozenParts:
         if self.parts is None:
@@ -302,13 +488,23 @@ class TextToImage(ABC):
             parts.to(wanted, names)
 
 
-def _device_of(modules: Mapping[str, torch.nn.Module]) -> torch.device:
-    return next(next(iter(modules.values())).parameters()).device
+class _LastStep:
+    """Keeps what the last step gave: pipelines differ in what they call latents at the end."""
 
+    latents: Tensor
 
-def _float(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As fp32, but for masks and other integers."""
-    return {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
+    def listening(self, call: Any) -> dict[str, Any]:
+        """The argument with which a pipeline tells of its steps."""
+        if "callback_on_step_end" in parameters_of(call):
+            return {"callback_on_step_end": self._stepped}
+        return {"callback": self._called}
+
+    def _stepped(self, _pipe: Any, _step: int, _time: Any, tensors: Mapping[str, Any]) -> Any:
+        self.latents = tensors["latents"]
+        return {}
+
+    def _called(self, _step: int, _time: Any, latents: Tensor) -> None:
+        self.latents = latents
 
 
 def _no_empty_text(dropout: float) -> DataError:

@@ -1,6 +1,6 @@
 """Shapes and activation costs of the models people train, so that nothing has to be loaded.
 
-The files beside this module are written by ``python -m benchmarks.families`` from diffusers'
+The files beside this module are written by ``python -m tools.families`` from diffusers'
 model classes.
 """
 

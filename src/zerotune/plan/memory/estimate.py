@@ -18,7 +18,7 @@ from zerotune.plan.fill import Swapping, pins_exactly, pins_natively, sub_groups
 from zerotune.plan.memory.model import (
     ALWAYS,
     EMAPlace,
-    EstimateT,
+    MemoryEstimate,
     MemoryItem,
     Phase,
     Place,
@@ -27,10 +27,10 @@ from zerotune.plan.memory.model import (
 from zerotune.plan.model import (
     AioSection,
     Context,
+    DeepSpeedPlan,
     ModelFacts,
     OffloadSection,
-    PlanValue,
-    ResolvedValue,
+    ResolvedPlan,
     ZeroSection,
     pins,
 )
@@ -57,7 +57,7 @@ _ELEMENT: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 class Costing:
     """One plan, model and workload, and the quantities every formula is written in."""
 
-    resolved: ResolvedValue
+    resolved: ResolvedPlan
     model: ModelFacts
     workload: Workload
 
@@ -686,7 +686,7 @@ _HAS_CONTEXT: Final = frozenset({"cuda", "rocm", "xpu"})
 
 
 def estimate_plan(
-    plan: PlanValue,
+    plan: DeepSpeedPlan,
     model: ModelFacts | str | Any,
     context: Context,
     *,
@@ -700,15 +700,14 @@ def estimate_plan(
     model_in_memory: bool,
     lora: int | None,
     base_dtype: str | None,
-    into: type[EstimateT],
-) -> EstimateT:
+) -> MemoryEstimate:
     """See ``DeepSpeedPlan.estimate``."""
     facts = as_facts(model, lora=lora, base_dtype=base_dtype)
     if batch is not None:
         micro = count(batch, "batch")
         plan = attrs.evolve(plan, train_micro_batch_size_per_gpu=micro, train_batch_size=None)
     context = attrs.evolve(context, model=facts)
-    resolved = resolve(plan, context, into=into.resolved_class)
+    resolved = resolve(plan, context)
     return estimate_resolved(
         resolved,
         Workload(
@@ -720,19 +719,15 @@ def estimate_plan(
             frozen_bytes=count(frozen_bytes, "frozen_bytes", least=0),
             model_in_memory=model_in_memory,
         ),
-        into=into,
     )
 
 
-def estimate_resolved(
-    resolved: ResolvedValue, workload: Workload, *, into: type[EstimateT]
-) -> EstimateT:
+def estimate_resolved(resolved: ResolvedPlan, workload: Workload) -> MemoryEstimate:
     """What a resolved plan needs, by component.
 
     Args:
         resolved: A plan that was resolved with its model.
         workload: Batch, resolution and what runs beside the optimizer.
-        into: The class of estimate to make.
 
     Raises:
         UnresolvedPlanError: The plan was resolved without a model.
@@ -747,7 +742,9 @@ def estimate_resolved(
     case = Costing(resolved=resolved, model=model, workload=workload)
     items = [item for item in _items(case) if item.nbytes > 0]
     items.extend(item for item in _loading(case, items) if item.nbytes > 0)
-    return into(resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case)))
+    return MemoryEstimate(
+        resolved=resolved, workload=workload, items=tuple(items), notes=tuple(_notes(case))
+    )
 
 
 class SampleSize(TypedDict):

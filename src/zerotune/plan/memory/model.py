@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import attrs
+from typing_extensions import override
 
-from zerotune.plan.model import ResolvedValue
+from zerotune._util.table import Page, Readable
+from zerotune.plan.model import ResolvedPlan
+
+if TYPE_CHECKING:
+    from zerotune.plan.memory.rates import Rates
+    from zerotune.plan.memory.time import StepTime
+    from zerotune.plan.memory.traffic import SwapTraffic
 
 EMAPlace = Literal["none", "host", "device", "nvme"]
 
@@ -48,8 +55,6 @@ class Workload:
 
 # -- What a plan costs, as values: parts of memory, where they lie and when they are held.
 
-
-EstimateT = TypeVar("EstimateT", bound="EstimateValue")
 
 Place = Literal["device", "host", "nvme"]
 """Where bytes lie: on the accelerator, in host RAM, in files."""
@@ -92,14 +97,11 @@ class MemoryPeak:
     """What is held at that moment, largest first."""
 
 
-@attrs.frozen(kw_only=True)
-class EstimateValue:
+@attrs.frozen(kw_only=True, repr=False)
+class MemoryEstimate(Readable):
     """What a resolved plan needs, per rank, by component. Made by ``DeepSpeedPlan.estimate``."""
 
-    resolved_class: ClassVar[type[ResolvedValue]] = ResolvedValue
-    """What ``resolved`` is made as."""
-
-    resolved: ResolvedValue
+    resolved: ResolvedPlan
     """The plan that was costed."""
     workload: Workload
     """What it was costed for."""
@@ -139,6 +141,54 @@ class EstimateValue:
         return max(
             _total(item for item in self.at("host", phase) if item.pinned) for phase in PHASES
         )
+
+    @property
+    def swap_traffic(self) -> SwapTraffic:
+        """What one optimizer step of one rank reads from and writes to swap files."""
+        from zerotune.plan.memory import traffic
+
+        return traffic.swap_traffic(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The estimate as plain data that JSON can hold; every number in bytes per rank."""
+        from zerotune.plan import text
+
+        return text.estimate_data(self)
+
+    @override
+    def brief(self) -> str:
+        """The peak of each place, in one line."""
+        from zerotune.plan import text
+
+        return text.describe_estimate(self)
+
+    @override
+    def page(self) -> Page:
+        """One bar per place, then its components, as a report."""
+        from zerotune.plan import text
+
+        return text.estimate_page(self)
+
+    def explain(self) -> str:
+        """The estimate as text: one bar per place, then its components."""
+        from zerotune.plan import text
+
+        return text.estimate_page(self).text(text.WIDTH)
+
+    def step_time(self, rates: Rates | None = None) -> StepTime | None:
+        """What an optimizer step is predicted to take.
+
+        Args:
+            rates: How fast the machine is; as measured by ``zerotune doctor --rates``, or
+                catalogued.
+
+        Returns:
+            ``None`` where the arithmetic of the model or the size of images is not known.
+        """
+        from zerotune.plan.memory.rates import known_rates
+        from zerotune.plan.memory.time import step_time
+
+        return step_time(self, rates or known_rates(self.resolved.platform))
 
 
 def _total(items: Iterable[MemoryItem]) -> int:

@@ -18,7 +18,7 @@ from typing import Final, Literal
 import attrs
 
 from zerotune.plan.memory.estimate import Costing, offloads_activations
-from zerotune.plan.memory.model import EstimateValue
+from zerotune.plan.memory.model import MemoryEstimate
 from zerotune.plan.memory.rates import Rates
 from zerotune.plan.memory.traffic import step_traffic
 from zerotune.plan.model import ArithmeticFacts, PassWork
@@ -123,7 +123,7 @@ class StepTime:
         return f"{self.rates.origin}; catalogued: {', '.join(catalogued)}"
 
 
-def step_time(estimate: EstimateValue, rates: Rates) -> StepTime | None:
+def step_time(estimate: MemoryEstimate, rates: Rates) -> StepTime | None:
     """What one optimizer step of a plan takes.
 
     Args:
@@ -230,7 +230,7 @@ _Moved = tuple[StepPhase, Lane, str, float, str]
 """Phase, lane, what in words, bytes, and the name of the rate."""
 
 
-def _moved(case: Costing, estimate: EstimateValue, rates: Rates) -> Iterator[TimePart]:
+def _moved(case: Costing, estimate: MemoryEstimate, rates: Rates) -> Iterator[TimePart]:
     ranks = _sharing(case)
     for phase, lane, what, nbytes, rate in _amounts(case, estimate):
         # The ranks of a machine share its memory and its disk.
@@ -239,7 +239,7 @@ def _moved(case: Costing, estimate: EstimateValue, rates: Rates) -> Iterator[Tim
         yield TimePart(phase=phase, lane=lane, what=what, seconds=seconds, rate=rate)
 
 
-def _amounts(case: Costing, estimate: EstimateValue) -> Iterator[_Moved]:
+def _amounts(case: Costing, estimate: MemoryEstimate) -> Iterator[_Moved]:
     traffic, waiting = step_traffic(estimate), _waiting(case)
     half, swap = traffic.parameters / 2, traffic.swap
     memory = "host_memory" if case.on_cpu else "device_memory_fp32"

@@ -14,7 +14,7 @@ import attrs
 from zerotune._util.numbers import is_number
 from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.estimate import Costing
-from zerotune.plan.memory.model import EstimateValue
+from zerotune.plan.memory.model import MemoryEstimate
 
 
 @attrs.frozen(kw_only=True)
@@ -40,12 +40,12 @@ class SwapTraffic:
                     "must be a positive number of bytes per second",
                     key=key,
                     value=rate,
-                    fix="measure it with `zerotune offload bench ROOT`",
+                    fix="measure it with DeepSpeed's `ds_nvme_tune --nvme_dir ROOT`",
                 )
         return self.read / read_rate + self.written / write_rate
 
 
-def swap_traffic(estimate: EstimateValue) -> SwapTraffic:
+def swap_traffic(estimate: MemoryEstimate) -> SwapTraffic:
     """What a step moves, from what lies in the files; zero without NVMe."""
     weights = optimizer = 0
     for item in estimate.items:
@@ -107,7 +107,7 @@ class StepTraffic:
         return self.gradients + self.parameters + self.weights
 
 
-def step_traffic(estimate: EstimateValue) -> StepTraffic:
+def step_traffic(estimate: MemoryEstimate) -> StepTraffic:
     """What one optimizer step of one rank moves.
 
     Args:

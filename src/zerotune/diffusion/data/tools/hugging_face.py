@@ -10,17 +10,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from zerotune.decisions import announce
-from zerotune.diffusion.data.images import ImageCheck, OnBroken, WholeImage, broken_policy, need
-from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
-from zerotune.diffusion.data.sources import (
-    EncodedSource,
-    ImageItem,
-    Words,
-    measure,
-    scan_decisions,
-    worded,
+from zerotune.diffusion.data.images import (
+    Check,
+    OnBroken,
+    WholeImage,
+    broken_policy,
+    image_check,
+    need,
 )
+from zerotune.diffusion.data.sizes import SizeIndex, Stamp, stamp_of
+from zerotune.diffusion.data.sources import EncodedSource, Words
 from zerotune.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class HuggingFaceImages(EncodedSource):
         dataset: What ``datasets.load_dataset(..., split="train")`` gives.
         image: Name of the image column.
         caption: Name of the caption column; ``None`` for no captions. Rows may hold lists.
-        check: ``WholeImage()`` decodes every image at the start, ``HeaderOnly()`` is faster.
+        check: ``"whole"``, the default, decodes every image at the start, ``"header"`` is faster.
         on_broken: ``"skip"``, the default, leaves broken images out, ``"error"`` stops.
 
     Raises:
@@ -51,7 +50,7 @@ class HuggingFaceImages(EncodedSource):
         *,
         image: str = "image",
         caption: str | None = "text",
-        check: ImageCheck | None = None,
+        check: Check | None = None,
         on_broken: OnBroken | None = None,
     ) -> None:
         library = need("datasets", package="datasets")
@@ -67,24 +66,16 @@ class HuggingFaceImages(EncodedSource):
         self._images = plain.select_columns([image]).cast_column(image, library.Image(decode=False))
         self._column = image
         words = plain[caption] if caption is not None else None
-        closely, known = check or WholeImage(), getattr(dataset, "_fingerprint", None)
-        index = SizeIndex("rows", known, image, closely) if known else SizeIndex()
-        sizes, self.broken = measure(
+        closely, fingerprint = image_check(check), getattr(dataset, "_fingerprint", None)
+        self._scan(
             map(str, range(len(plain))),
             lambda name: self._encoded(int(name)),
-            index=index,
-            stamp=lambda name: self._stamp(int(name)),
+            lambda name: "" if words is None else words[int(name)] or "",
             check=closely,
             on_broken=broken_policy(on_broken),
+            index=SizeIndex("rows", fingerprint, image, closely) if fingerprint else None,
+            stamp=lambda name: self._stamp(int(name)),
         )
-        self._items = [
-            ImageItem(
-                name=name, size=size, **worded("" if words is None else words[int(name)] or "")
-            )
-            for name, size in sizes.items()
-        ]
-        self.decisions = (*index.decisions, *scan_decisions(self.broken, self._items))
-        announce(self.decisions)
 
     def encoded(self, index: int) -> Path | bytes:
         """The image as it is stored."""
@@ -141,18 +132,13 @@ class DatasetImages(EncodedSource):
             captions[name] = words(sample)
             return _png(picture(sample))
 
-        sizes, self.broken = measure(
+        self._scan(
             map(str, range(len(dataset))),
             encoded,
+            captions.__getitem__,
             check=WholeImage(),
             on_broken=broken_policy(on_broken),
         )
-        self._items = [
-            ImageItem(name=name, size=size, **worded(captions[name]))
-            for name, size in sizes.items()
-        ]
-        self.decisions = scan_decisions(self.broken, self._items)
-        announce(self.decisions)
 
     def encoded(self, index: int) -> bytes:
         """The sample's image as PNG."""

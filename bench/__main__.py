@@ -1,0 +1,48 @@
+"""Run benchmarks by name; ``python -m bench`` alone lists them, ``python -m bench.gpu`` is a GPU's.
+
+Each leaves ``NAME.json``: medians, quartiles and ratios, with the machine and versions.
+docs/performance.md and its charts are made from those in docs/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+NAMES = (
+    "ema", "data", "memory", "checkpoint", "step", "overhead", "prediction",
+)  # fmt: skip
+"""Shortest first."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was named; a missed goal is in the result and no failure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all, or {', '.join(NAMES)}")
+    parser.add_argument("--quick", action="store_true", help="seconds; shows only that it works")
+    parser.add_argument("--output", type=Path, help="folder of the results")
+    parser.add_argument("--fresh", action="store_true", help="measure again what is there")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - {*NAMES, "all"}:
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    output = options.output or Path("outputs", "bench-quick" if options.quick else "bench")
+    # Read when torch is loaded: threads that spin while they wait starve the next contestant.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from bench.runner import load, run
+    from bench.show import markdown
+
+    for name in NAMES if "all" in options.names else options.names:
+        result = run(load(name), output=output, quick=options.quick, fresh=options.fresh)
+        sys.stdout.write(markdown(result))
+    if not options.names:
+        sys.stdout.writelines(f"{name:12}{load(name).title}\n" for name in NAMES)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,162 @@
+"""Seconds and bytes of an EMA update, against other libraries and a plain memory copy.
+
+timm and ema-pytorch take part where they are installed (``pip install --no-deps``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
+from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
+
+DECAY = 0.999
+WIDTH = 1410
+OURS, TWO, COPY = "EMAShadow", "EMAShadows, two", "memory copy"
+NONE, FOREGROUND, BACKGROUND = "no EMA", "EMAShadow.step", "BackgroundEMA.step"
+
+
+class Stack(torch.nn.Module):
+    """2 million parameters per layer, in matrices and biases as a transformer has them."""
+
+    def __init__(self, layers: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x_bc: torch.Tensor) -> torch.Tensor:
+        """Something to train: (batch, width) in, the same out."""
+        for layer in self.layers:
+            x_bc = torch.tanh(layer(x_bc))
+        return x_bc
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    size = {"layers": 2, "width": 256} if quick else {"layers": 100, "width": WIDTH}
+    trained = {"rounds": 2 if quick else 7, "batch": 8 if quick else 128}
+    return (
+        Case("update", update, {**size, "rounds": 2 if quick else 15}),
+        Case("training step", training_step, {**size, **trained}),
+    )
+
+
+def update(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """The update alone, in the foreground."""
+    model = Stack(settings["layers"], settings["width"])
+    parameters = list(model.parameters())
+
+    def move() -> None:
+        with torch.no_grad():
+            torch._foreach_add_(parameters, 1e-3)
+
+    samples = alternate(
+        {name: timed(act) for name, act in _contestants(model).items()},
+        rounds=settings["rounds"],
+        warm_up=4,  # The first three updates of a shadow are checked.
+        before=move,
+    )
+    count = sum(parameter.numel() for parameter in parameters)
+    # What must move in fp32: a copy reads and writes, an average reads two and writes one.
+    moved = dict.fromkeys(samples, 12 * count) | {COPY: 8 * count, TWO: 20 * count}
+    for name, found in samples.items():
+        found["bytes_per_second"] = [moved[name] / seconds for seconds in found["seconds"]]
+    return Measured(samples=samples, baseline=COPY, facts={"parameters": count})
+
+
+def _contestants(model: Stack) -> dict[str, Callable[[], object]]:
+    """What updates an average of ``model``, by name."""
+    from diffusers.training_utils import EMAModel
+
+    parameters = list(model.parameters())
+    copies = [torch.empty_like(parameter) for parameter in parameters]
+
+    def copy() -> None:
+        with torch.no_grad():
+            for target, parameter in zip(copies, parameters, strict=True):
+                target.copy_(parameter)
+
+    pair = EMAShadows(shadows={"a": EMAShadow(decay=DECAY), "b": EMAShadow(decay=0.99)})
+    found: dict[str, Callable[[], object]] = {
+        COPY: copy,
+        OURS: EMAShadow(decay=DECAY).attach(model).step,
+        TWO: pair.attach(model).step,
+    }
+    for name, foreach in (("diffusers EMAModel", False), ("diffusers EMAModel, foreach", True)):
+        theirs = EMAModel(parameters, decay=DECAY, foreach=foreach)
+        found[name] = functools.partial(theirs.step, parameters)
+    if importlib.util.find_spec("timm"):
+        average = _timm().ModelEmaV3(model, decay=DECAY, foreach=True)
+        found["timm ModelEmaV3, foreach"] = functools.partial(average.update, model)
+    if importlib.util.find_spec("ema_pytorch"):
+        from ema_pytorch import EMA
+
+        found["ema-pytorch EMA, foreach"] = EMA(
+            model, beta=DECAY, update_every=1, update_after_step=0, use_foreach=True,
+            include_online_model=False,
+        ).update  # fmt: skip
+    return found
+
+
+def _timm() -> Any:
+    """The file alone: the package wants torchvision, which an average does not."""
+    (folder,) = importlib.util.find_spec("timm").submodule_search_locations  # type: ignore[union-attr]
+    path = Path(folder, "utils", "model_ema.py")
+    spec: Any = importlib.util.spec_from_file_location("timm_model_ema", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def training_step(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """A whole step, by how the average is updated; forward and backward use the same cores."""
+    model = Stack(settings["layers"], settings["width"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    x_bc = torch.randn(settings["batch"], settings["width"])
+
+    def two_steps(update_average: Callable[[], object]) -> dict[str, float]:
+        # The update of the first step overlaps the second, and its end is waited for there.
+        began = 0.0
+        for repeat in range(3):
+            if repeat == 1:
+                began = time.perf_counter()
+            model(x_bc).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update_average()
+        return {"seconds": (time.perf_counter() - began) / 2}
+
+    ema = EMAShadow(decay=DECAY).attach(model)
+    with BackgroundEMA(shadow=EMAShadow(decay=DECAY), optimizer=optimizer).attach(model) as later:
+        updates = {NONE: lambda: None, FOREGROUND: ema.step, BACKGROUND: later.step}
+        samples = alternate(
+            {name: functools.partial(two_steps, step) for name, step in updates.items()},
+            rounds=settings["rounds"],
+            warm_up=2,
+            before=later.join,
+        )
+    return Measured(samples=samples, baseline=NONE)
+
+
+FOREACH, TIMM = "diffusers EMAModel, foreach", "timm ModelEmaV3, foreach"
+SLOWER = "a step with `BackgroundEMA` takes at most 3 % longer"
+
+BENCHMARK = Benchmark(
+    name="ema",
+    title="an EMA update against other libraries and a memory copy, 200 million parameters",
+    cases=cases,
+    ours=(OURS, TWO, FOREGROUND, BACKGROUND),
+    goals=(
+        Goal("an update of `EMAShadow` takes at most 1.3 times a copy of the weights",
+             "update", OURS, "seconds", 1.3, COPY),
+        Goal("faster than diffusers' `EMAModel` with foreach", "update", OURS, "seconds", 1.0,
+             FOREACH),
+        Goal("compared with timm's `ModelEmaV3`", "update", OURS, "seconds", None, TIMM),
+        Goal(SLOWER, "training step", BACKGROUND, "seconds", 1.03, NONE),
+    ),
+)  # fmt: skip

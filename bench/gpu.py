@@ -1,0 +1,622 @@
+"""What a GPU is lent for, piece by piece: ``python -m bench.gpu --minutes 10 --output DIR``.
+
+The time is short and may end at any moment. So pieces come in the order of what they teach, each
+is a process of its own with a limit of its own, each result is saved before the next begins, and
+the next call goes on where this one stopped. Nothing is fetched and nothing installed: packages
+that the machine lacks lie in a folder of wheels (``tools/carry.py``), which is unpacked. The
+session itself needs the standard library only; what its pieces need they import themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from tools.carry import WHEELS, paths
+
+GIB: Final = 2**30
+ROOT: Final = Path(__file__).resolve().parents[1]
+TRIES: Final = 2
+"""How often a piece that fails is tried, over all calls."""
+_BEGAN: Final = time.monotonic()
+_SAVING_S: Final = 5.0
+"""Of the time there is, kept for ending a piece and for the last report."""
+_ENDING_S: Final = 20.0
+"""Of a piece's limit, for an interrupted pytest to say what it has found."""
+_TAIL: Final = 4000
+"""Characters of a piece's output that are kept."""
+_OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+"""Without a network each question to a hub is asked again and again, for minutes."""
+_NEEDED: Final = ("torch", "deepspeed", "accelerate", "diffusers")
+_OPS: Final = ("cpu_adam", "host_step", "pin_memory")
+_CAPS: Final = (8, 4, 6, 12, 24, 16, 10)
+_MARKS: Final = re.compile(r"\bmark\.(gpu|device)\b")
+
+
+class Piece(NamedTuple):
+    """One thing to be learnt, in a process of its own."""
+
+    name: str
+    made: str
+    """``"module:function"``: called with the settings, a folder and ``limit_s``, gives JSON-able
+    data, or yields it as it grows: what was there is kept when the rest fails."""
+    settings: Mapping[str, Any] = {}
+    limit_s: float = 120.0
+    """The most it may take."""
+    least_s: float = 20.0
+    """It is not begun when less is left."""
+    lost: Callable[[Mapping[str, Any]], bool] | None = None
+    """Whether this machine lacks what a stored result says was made: then it is made again."""
+
+
+class Session:
+    """Runs pieces until all are done or the time is up; its file is whole after each.
+
+    Args:
+        path: The JSON file, one for a machine.
+        machine: Hardware and versions, as the first piece found them.
+        until: When no piece runs any more, by ``time.monotonic``.
+        only: Parts of names; pieces with one of them are run, again if they are done, and no
+            others. Empty: whatever is needed.
+    """
+
+    def __init__(
+        self, path: Path, machine: Mapping[str, Any], *, until: float, only: Sequence[str] = ()
+    ) -> None:
+        self.path, self.machine, self._until, self._only = path, machine, until, tuple(only)
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"pieces": {}}
+        self.entries: dict[str, dict[str, Any]] = stored["pieces"]
+        """What was learnt, by the pieces' names."""
+
+    def needs(self, piece: Piece) -> bool:
+        """Whether it is still to be run: not done with these settings, and not failed twice.
+
+        Also when it was done on a machine that had been given back since.
+        """
+        entry = self._same(piece)
+        if not entry or (entry["state"] != "done" and entry["tries"] < TRIES):
+            return True
+        return piece.lost is not None and "result" in entry and piece.lost(entry["result"])
+
+    def run(self, pieces: Iterable[Piece], saved: Callable[[], object]) -> bool:
+        """Run what is still needed and fits into the time; ``saved`` is called after each.
+
+        Returns:
+            Whether nothing is left to be run.
+        """
+        whole = True
+        for piece in pieces:
+            named = any(part in piece.name for part in self._only)
+            if not (named if self._only else self.needs(piece)):
+                continue
+            left = self._until - time.monotonic()
+            if left < piece.least_s:
+                whole = False
+                _say(f"{piece.name}: left for the next call")
+                continue
+            _say(f"{piece.name} ...")
+            found = run_piece(piece, self.path.parent, left=left)
+            self.add(piece, **found)
+            _say(f"  {found['state']} in {found['seconds']:.0f} s{_in_short(found)}")
+            whole = whole and not self.needs(piece)
+            saved()
+        return whole
+
+    def add(self, piece: Piece, **found: Any) -> None:
+        """Store what became of a piece, and write the file."""
+        before = self._same(piece)
+        tries = before.get("tries", 0) + (0 if found["state"] == "cut short" else 1)
+        # What an earlier try came to know is not lost with a later one.
+        kept = {"result": before["result"]} if "result" in before else {}
+        entry = {"settings": _as_json(piece.settings), "tries": tries, **kept, **found}
+        self.entries[piece.name] = entry
+        data = {"schema": 1, "machine": self.machine, "pieces": self.entries}
+        _write(self.path, json.dumps(data, indent=1) + "\n")
+
+    def _same(self, piece: Piece) -> Mapping[str, Any]:
+        """What is stored of a piece with these settings; empty: nothing."""
+        entry = self.entries.get(piece.name, {})
+        return entry if entry.get("settings") == _as_json(piece.settings) else {}
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _write(path: Path, text: str) -> None:
+    draft = path.with_name(f".{os.getpid()}.draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def run_piece(piece: Piece, folder: Path, *, left: float) -> dict[str, Any]:
+    """Run one in its process; its state, seconds, the end of its output, and its result."""
+    answer, log = (folder / f".{os.getpid()}.{kind}" for kind in ("answer", "log"))
+    limit = min(piece.limit_s, max(1.0, left))
+    began = time.monotonic()
+    try:
+        with log.open("wb") as written:
+            code = _child(piece, answer, written, limit)
+        tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+        found: dict[str, Any] = {"seconds": round(time.monotonic() - began, 1), "output": tail}
+        if answer.exists():
+            found["result"] = json.loads(answer.read_text(encoding="utf-8"))
+        if code is None:
+            state = "out of time" if limit >= piece.limit_s else "cut short"
+        else:
+            done = code == 0 and "result" in found
+            state = "done" if done else f"failed with exit code {code}"
+        return found | {"state": state}
+    finally:
+        answer.unlink(missing_ok=True)
+        log.unlink(missing_ok=True)
+
+
+def _child(piece: Piece, answer: Path, log: Any, limit: float) -> int | None:
+    """Run the process; ``None``: it was still running at the limit, and was ended."""
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **_OFFLINE}
+    first = [str(ROOT / "src"), str(ROOT), *paths(), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, first))
+    settings = {**piece.settings, "folder": str(answer.parent.resolve()), "limit_s": limit}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.gpu", "--child", piece.made, str(answer.resolve())],
+        stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    try:
+        # Left open: when this process dies the other sees its end, and dies too.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(settings).encode() + b"\n")
+            process.stdin.flush()
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def be_child(made: str, answer: Path) -> None:
+    """The process of one piece; its settings are a line of JSON on standard input."""
+    settings = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_the_session, daemon=True).start()
+    module, _, function = made.partition(":")
+    code = 1
+    try:
+        found = getattr(import_module(module), function)(settings)
+        for so_far in found if isinstance(found, Iterator) else (found,):
+            _write(answer, json.dumps(so_far))
+        code = 0
+    except BaseException:  # noqa: BLE001 - reported to the session, whatever it is
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Skips atexit handlers of libraries that expect their own launcher.
+    os._exit(code)
+
+
+def _end_with_the_session() -> None:
+    while os.read(0, 1):
+        pass
+    # With all that it has started itself: the group is its own.
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+# -- The report: each result beside what was expected of it.
+
+_COLUMNS: Final = (
+    "piece", "state", "s", "seconds per step", "device, GiB", "expected", "host, GiB", "expected",
+)  # fmt: skip
+_SHOWN: Final = ("device_bytes", "host_bytes", "seconds", "estimate", "plan")
+"""What of a result the table has a column for, or nobody reads."""
+
+
+def report(
+    machine: Mapping[str, Any],
+    entries: Mapping[str, Mapping[str, Any]],
+    goals: Sequence[str] = (),
+) -> str:
+    """What a machine has told, as Markdown."""
+    hardware, versions = machine["hardware"], machine["versions"].items()
+    devices = ", ".join(f"{one['name']}, {one['gib']} GiB" for one in hardware["devices"])
+    cores = f"{hardware['usable_cores']} cores of {hardware['processor']}"
+    lines = [f"# {devices or 'no GPU'}; {cores}, {hardware['host_gib']} GiB", ""]
+    lines += [", ".join(f"{name} {version}" for name, version in versions), ""]
+    lines += [f"| {' | '.join(_COLUMNS)} |", "|---|---|--:|--:|--:|--:|--:|--:|"]
+    for name, entry in entries.items():
+        cells = [name, entry["state"], f"{entry['seconds']:.0f}"]
+        lines.append(f"| {' | '.join(cells + _measures(entry.get('result') or {}))} |")
+    if goals:
+        lines += ["", "## Goals", "", *goals]
+    for name, entry in entries.items():
+        others = {k: v for k, v in (entry.get("result") or {}).items() if k not in _SHOWN}
+        plain = [f"- {key}: {json.dumps(value)[:2000]}" for key, value in others.items()]
+        lines += ["", f"## {name}", "", *plain] if plain else []
+        if entry["state"] != "done":
+            last = entry.get("output", "").strip().splitlines()[-8:]
+            lines += ["", f"## {name}: {entry['state']}", "", "```text", *last, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _in_short(found: Mapping[str, Any]) -> str:
+    """What whoever watches should know at once."""
+    if found["state"] != "done":
+        lines = found.get("output", "").strip().splitlines()
+        return f": {lines[-1][:300]}" if lines else ""
+    named = zip(_COLUMNS[3:], _measures(found["result"]), strict=True)
+    cells = ", ".join(f"{name} {cell}" for name, cell in named if cell)
+    return f": {cells}" if cells else ""
+
+
+def _measures(result: Mapping[str, Any]) -> list[str]:
+    """Cells of the columns from the fourth on."""
+    estimate, steps = result.get("estimate") or {}, result.get("seconds")
+    cells = [f"{statistics.median(steps):.3g}" if steps else ""]
+    if predicted := estimate.get("seconds"):
+        off = f" ({predicted / statistics.median(steps) - 1:+.0%})" if steps else ""
+        cells = [", ".join(filter(None, (cells[0], f"predicted {predicted:.3g}{off}")))]
+    for place in ("device", "host"):
+        measured, expected = result.get(f"{place}_bytes"), estimate.get(place)
+        cells.append("" if measured is None else f"{measured / GIB:.2f}")
+        off = f" ({expected / measured - 1:+.0%})" if measured and expected else ""
+        cells.append("" if expected is None else f"{expected / GIB:.2f}{off}")
+    return cells
+
+
+_GOALS: Final = (
+    ("1024², batch 8 in 8.5 GiB", "sdxl 1024², batch 8: Ours, 1", 8.5),
+    ("1024², batch 1 in 6.9 GiB, set-up included", "sdxl 1024², batch 1: stage 2", 6.9),
+    ("1024², batch 1 in 4 GiB at stage 3", "sdxl 1024², batch 1: stage 3", 4.0),
+    ("128², batch 8 in 3.5 GiB", "sdxl 128², batch 8: stage 3", 3.5),
+)
+_TIME: Final = 0.7
+
+
+def goals(entries: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What was aimed at for SDXL's full U-Net, and what was reached."""
+
+    def of(piece: str, quantity: str) -> Any:
+        return (entries.get(piece, {}).get("result") or {}).get(quantity)
+
+    rows: list[tuple[str, float | None, float, str]] = []
+    for text, piece, limit in _GOALS:
+        nbytes = of(piece, "device_bytes")
+        rows.append((text, None if nbytes is None else nbytes / GIB, limit, " GiB"))
+    ours, theirs = (
+        [
+            second
+            for turn in (1, 2)
+            for second in of(f"sdxl 1024², batch 8: {made}, {turn}", "seconds") or ()
+        ]
+        for made in ("Ours", "Reference")
+    )
+    ratio = statistics.median(ours) / statistics.median(theirs) if ours and theirs else None
+    rows.append((f"1024², batch 8 in {_TIME} of the reference's time", ratio, _TIME, ""))
+    return [
+        f"- {text}: not measured" if reached is None
+        else f"- {text}: {'met' if reached <= limit else 'missed'}, {reached:.2f}{unit}"
+        for text, reached, limit, unit in rows
+    ]  # fmt: skip
+
+
+# -- The pieces.
+
+_TWO: Final = {"stage": 2, "offload": "cpu"}
+_THREE: Final = {"stage": 3, "offload": "cpu", "offload_param": "cpu"}
+MACHINE: Final = Piece(name="machine", made="bench.gpu:machine")
+
+
+def pieces(about: Mapping[str, Any], *, quick: bool) -> Iterator[Piece]:
+    """All of them, in the order of what they teach; ``about`` is what ``machine`` gave."""
+    here = about.get("built", _OPS)
+    yield Piece(
+        name="ops", made="bench.gpu:build", settings={"ops": _OPS}, limit_s=240.0,
+        # Results go along from machine to machine; what was compiled stays behind.
+        lost=lambda made: any(op not in here and f"{op}_failed" not in made for op in _OPS),
+    )  # fmt: skip
+    yield Piece(name="rates", made="bench.gpu:rates", settings={"quick": quick}, limit_s=60.0)
+    for stage, plan in ((2, _TWO), (3, _THREE)):
+        name = f"tiny training at stage {stage}"
+        yield _steps(name, "Ours", plan, 64, 2, model="tiny", steps=2, trace=stage == 2)
+    files, least = (["tests/backend/test_cuda.py"], 30.0) if quick else (["tests"], 90.0)
+    yield Piece("tests", "bench.gpu:tests", {"files": files}, limit_s=240.0, least_s=least)
+    if quick:
+        yield _steps("tiny: Reference", "Reference", None, 64, 2, model="tiny", steps=2)
+        yield _card(1, side=64, batch=2, model="tiny", steps=1)
+    else:
+        yield from _sizes(*about["flux_depth"])
+
+
+def _sizes(double: int, single: int) -> Iterator[Piece]:
+    """The goals first, in turns with the reference, since what slows a machine slows both."""
+    for turn in (1, 2):
+        yield from _both("sdxl 1024², batch 8: {}, " + str(turn), 1024, 8, trace=turn == 1)
+    for side, batch in ((1024, 1), (128, 8)):
+        for plan in (_TWO, _THREE):
+            name = f"sdxl {side}², batch {batch}: stage {plan['stage']}"
+            yield _steps(name, "Ours", plan, side, batch)
+    yield _steps("sdxl 128², batch 8: Reference", "Reference", None, 128, 8)
+    yield from map(_card, _CAPS[:4])
+    flux = {"model": "flux", "more": {"num_layers": double, "num_single_layers": single}}
+    name = f"flux, {double} + {single} blocks, 1024², batch 1: {{}}"
+    yield from _both(name, 1024, 1, **flux, steps=3)
+    # With everything in the device's memory, whose peak the estimate must meet.
+    for stage in (0, 2, 3):
+        name = f"sdxl 1024², batch 1: stage {stage}, no offload"
+        yield _steps(name, "Ours", {"stage": stage}, 1024, 1, steps=2)
+    yield from map(_card, _CAPS[4:])
+    for side, batch in ((1024, 4), (768, 8), (1024, 2)):
+        yield from _both(f"sdxl {side}², batch {batch}: {{}}", side, batch)
+
+
+def _both(name: str, side: int, batch: int, **more: Any) -> Iterator[Piece]:
+    for made, plan in (("Ours", _TWO), ("Reference", None)):
+        yield _steps(name.format(made), made, plan, side, batch, **more)
+
+
+def _card(gib: int, *, side: int = 1024, batch: int = 1, **more: Any) -> Piece:
+    more = {"model": "sdxl", "steps": 2, "cap_gib": gib, **more}
+    return _steps(f"{more['model']}, card of {gib} GiB", "Advised", None, side, batch, **more)
+
+
+def _steps(
+    name: str, made: str, plan: Mapping[str, Any] | None, side: int, batch: int, **more: Any
+) -> Piece:
+    """Steps of a model; ``more`` replaces settings."""
+    settings = {"made": made, "model": "sdxl", "more": {}, "side": side, "batch": batch,
+                "steps": 4, "trace": False, "plan": plan, **more}  # fmt: skip
+    limit, least = (120.0, 20.0) if settings["model"] == "tiny" else (240.0, 75.0)
+    return Piece(name, "bench.large:contestant", settings, limit, least)
+
+
+# -- What the pieces do, each in a process of its own; steps of models are in bench/large.py.
+
+
+def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Hardware and versions, what is compiled, and how many of Flux's blocks fit."""
+    from bench.large import flux_depth
+    from bench.runner import machine
+    from zerotune import detect_platform
+
+    built = [op for op in _OPS if _is_built(op)]
+    return {**machine(), "flux_depth": flux_depth(detect_platform(log=False)), "built": built}
+
+
+def _is_built(op: str) -> bool:
+    from zerotune.backend.ops.diagnose import build_folder, built_library
+    from zerotune.backend.step.kernel import host_step_status
+
+    if op == "host_step":
+        return host_step_status().state == "built"
+    return built_library(build_folder(op)) is not None
+
+
+def build(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile ops, as the first engine that needs them would; why one cannot be."""
+    found: dict[str, Any] = {}
+    for op in settings["ops"]:
+        began = time.perf_counter()
+        try:
+            _load(op)
+        except Exception as error:  # noqa: BLE001 - what a compiler says is what is to be learnt
+            found[f"{op}_failed"] = in_words(error)
+        found[f"{op}_seconds"] = time.perf_counter() - began
+    return found
+
+
+def in_words(error: BaseException | None) -> str:
+    """An error and what it came from: a compiler says last what was wrong."""
+    causes = []
+    while error is not None:
+        causes.append(f"{type(error).__name__}: {error}"[-1500:])
+        error = error.__cause__
+    return "\nfrom ".join(causes)
+
+
+def _load(op: str) -> None:
+    from zerotune.backend.ops.build import build_op, building
+    from zerotune.backend.step.kernel import load_host_step
+
+    if op == "host_step":
+        load_host_step()
+    elif op == "pin_memory":
+        with building():
+            from deepspeed.utils.pin_memory import get_native_pinned_memory
+
+            get_native_pinned_memory()
+    else:
+        build_op(op)
+
+
+def rates(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes and operations per second: what every step is made of.
+
+    Those of ``zerotune doctor --rates`` too, which later pieces predict their seconds by.
+    """
+    import torch
+
+    from bench.large import RATES
+    from zerotune import detect_platform
+    from zerotune.backend.rates import measure_rates
+    from zerotune.plan.memory.rates import store_rates
+
+    nbytes = 2**24 if settings["quick"] else 2**30
+    there, here = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
+    found = {"host_copy_bytes_per_second": 2 * nbytes / _fastest(lambda: there.copy_(here))}
+    if torch.cuda.is_available():
+        device, twin = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        locked = there.pin_memory()
+        for name, moved, target, source in (
+            ("up_pinned", 1, device, locked), ("down_pinned", 1, locked, device),
+            ("up_pageable", 1, device, here), ("down_pageable", 1, here, device),
+            ("device_copy", 2, twin, device),
+        ):  # fmt: skip
+            copy = lambda to=target, of=source: to.copy_(of, non_blocking=True)  # noqa: E731
+            found[f"{name}_bytes_per_second"] = moved * nbytes / _fastest(copy)
+    of_kinds = measure_rates(scale=1 / 32 if settings["quick"] else 1.0)
+    store_rates(detect_platform(log=False), of_kinds, file=Path(settings["folder"]) / RATES)
+    return {**found, "sampled_bytes": nbytes, "of this kind of work, per second": of_kinds}
+
+
+def _fastest(act: Callable[[], object], *, rounds: int = 5) -> float:
+    from bench.large import seconds_of
+
+    return min([seconds_of(act) for _ in range(rounds + 1)][1:])
+
+
+_INTERRUPTIBLE: Final = (
+    "import signal, sys, pytest; "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(pytest.main())"
+)
+"""Pytest: what a shell begins in the background is born without an ear for interrupts."""
+
+
+def tests(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The tests that need a GPU, counted; which failed, and how.
+
+    Those that time was left for: an interrupted pytest still says what it has found.
+    """
+    command = [sys.executable, "-c", _INTERRUPTIBLE, "-v", "-rfEs", "-m", "gpu or device",
+               "-p", "no:cacheprovider", "--continue-on-collection-errors",
+               *marked(settings["files"])]  # fmt: skip
+    with tempfile.TemporaryFile("w+") as output:
+        # Wide enough for a whole line of why a test failed.
+        wide = {**os.environ, "COLUMNS": "400"}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=wide)
+        whole = True
+        try:
+            process.wait(max(1.0, settings["limit_s"] - _ENDING_S))
+        except subprocess.TimeoutExpired:
+            whole = False
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    print(text)
+    return {**counted(text), "whole": whole}
+
+
+def marked(places: Iterable[str]) -> list[str]:
+    """Files among these, and in these folders, with tests for a device.
+
+    pytest itself would import all others too, for minutes, also those that need what this machine
+    lacks.
+    """
+    files = [
+        file
+        for place in map(Path, places)
+        for file in (sorted(place.rglob("test_*.py")) if place.is_dir() else [place])
+    ]
+    return [str(file) for file in files if _MARKS.search(file.read_text(encoding="utf-8"))]
+
+
+def counted(text: str) -> dict[str, Any]:
+    """What pytest printed of its tests; nothing where it was ended before any began."""
+    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0}
+    (*_, last) = ["", *re.findall(r"^=+ (.* in [\d.]+s.*) =+$", text, re.MULTILINE)]
+    found |= {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skip)", last)}
+    found["skipped"] = found.pop("skip", 0)
+    found["failures"] = re.findall(r"^(?:FAILED|ERROR) (.*)$", text, re.MULTILINE)
+    found["skips"] = re.findall(r"^SKIPPED (.*)$", text, re.MULTILINE)
+    return found
+
+
+# -- The command.
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the session; 0, also when some of it is left for the next call.
+
+    Raises:
+        SystemExit: There is no GPU, and the sizes are those for one; or a package is missing that
+            nearly all pieces need.
+    """
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long it may take")
+    parser.add_argument("--output", type=Path, default=Path("outputs", "gpu"), help="folder")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, without a GPU too")
+    parser.add_argument(
+        "--piece", action="append", default=[], metavar="NAME",
+        help="only what has this in its name, again if it is done; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child:
+        be_child(options.child[0], Path(options.child[1]))
+    # Minutes that a machine is lent for pass while modules are loaded too.
+    began = _BEGAN if arguments is None else time.monotonic()
+    until = began + 60 * options.minutes - _SAVING_S
+    return run_session(options.output, until=until, quick=options.quick, only=options.piece)
+
+
+def run_session(folder: Path, *, until: float, quick: bool, only: Sequence[str] = ()) -> int:
+    """Look at the machine, run its pieces, and write ``MACHINE.json`` and ``MACHINE.md``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(".*"):
+        # What a session has left that was killed.
+        pid = path.name.split(".")[1]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+    looked = run_piece(MACHINE, folder, left=until - time.monotonic())
+    if looked["state"] != "done":
+        raise SystemExit(f"machine: {looked['state']}\n{looked['output']}")
+    machine = looked["result"]
+    if not machine["hardware"]["devices"] and not quick:
+        raise SystemExit("this needs a GPU; --quick shows that it works without one")
+    lacking = [name for name in _NEEDED if name not in machine["versions"]]
+    if lacking:
+        raise SystemExit(
+            f"{', '.join(lacking)}: neither installed here nor in {WHEELS}; `python -m tools.carry "
+            "--have LIST`, where there is a network, puts wheels there, which go along with the "
+            "checkout"
+        )
+    name = file_name(machine) + ("-quick" if quick else "")
+    session = Session(folder / f"{name}.json", machine, until=until, only=only)
+
+    def write_report() -> str:
+        text = report(machine, session.entries, () if quick else goals(session.entries))
+        _write(folder / f"{name}.md", text)
+        return text
+
+    whole = session.run(pieces(machine, quick=quick), write_report)
+    # Last on the screen, for whoever sees no more than that.
+    print(write_report(), flush=True)
+    failed = [piece for piece, entry in session.entries.items() if entry["state"] != "done"]
+    state = "all has been run" if whole else "run it again to go on"
+    _say(f"{session.path}: {state}" + (f"; not done: {', '.join(failed)}" if failed else ""))
+    return 0
+
+
+def file_name(machine: Mapping[str, Any]) -> str:
+    """A machine's device, or its processor, and its torch, as every transfer takes a name."""
+    hardware = machine["hardware"]
+    names = [one["name"] for one in hardware["devices"]] or [hardware["processor"]]
+    parts = (names[0], f"torch-{machine['versions']['torch']}")
+    return "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

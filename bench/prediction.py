@@ -1,0 +1,234 @@
+"""What a step is predicted to take against what it takes, over plans and models, on processors.
+
+Rates are measured as ``zerotune doctor --rates`` does it, in a process of their own, in turns with
+steps: what they allocate and free would change what the C library keeps for these. So would a heap
+that others have used: the processes of steps import everything themselves, as a script does.
+Both are counted in processor time of one thread: what others on the machine take is in neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from bench.memory import SMALL, TINY
+from bench.runner import Benchmark, Case, Goal, Measured, alternate
+from bench.workers import Worker, resolved
+from tools.families import FLUX, SD3
+from zerotune.diffusion.facts import example_inputs
+from zerotune.training.events import Callback, RunView, StepMetrics
+
+MEASURED, PREDICTED = "measured", "predicted"
+PARTS: Final = ("forward", "backward", "optimizer", "ema")
+WITHIN: Final = 0.2
+"""Share of what was measured that a prediction may be off, of steps above ``FROM``."""
+FROM: Final = 0.2
+"""Seconds."""
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    # Heads of 64 channels, as real models have them.
+    "U-Net": SMALL | {"attention_head_dim": [1, 2, 4]},
+    "tiny U-Net": TINY,
+    "SD3": SD3
+    | {
+        "num_layers": 5,
+        "num_attention_heads": 12,
+        "caption_projection_dim": 768,
+        "joint_attention_dim": 512,
+        "pooled_projection_dim": 512,
+    },
+    "Flux": FLUX
+    | {
+        "num_layers": 2,
+        "num_single_layers": 4,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 512,
+        "pooled_projection_dim": 256,
+    },
+}
+_UNET: Mapping[str, Any] = {"model": "U-Net", "side": 256, "batch": 2}
+_SD3: Mapping[str, Any] = {"model": "SD3", "side": 128, "batch": 1}
+_FLUX: Mapping[str, Any] = {"model": "Flux", "side": 256, "batch": 1}
+_RAM2, _RAM3 = {"stage": 2, "offload": "cpu"}, {"stage": 3, "offload": "cpu"}
+_CLIPPED, _FOUR = {"gradient_clipping": 1.0}, {"gradient_accumulation_steps": 4}
+# Name, model, precision, the rest of the plan, and what else is set.
+_TABLE: Final = (
+    ("plain, U-Net, fp32", _UNET, "fp32", {"stage": 0}, {"deepspeed": False}),
+    ("ZeRO-0, U-Net, fp32", _UNET, "fp32", {"stage": 0}, {}),
+    ("ZeRO-2, U-Net, fp32, recomputed", _UNET, "fp32", {"stage": 2}, {"checkpointing": True}),
+    ("ZeRO-2, U-Net, bf16", _UNET, "bf16", {"stage": 2}, {}),
+    ("ZeRO-2, RAM, U-Net, fp32, four micro batches", _UNET, "fp32", _RAM2 | _FOUR, {"batch": 1}),
+    ("ZeRO-3, RAM, U-Net, fp32", _UNET, "fp32", _RAM3, {}),
+    ("ZeRO-1, SD3, fp32", _SD3, "fp32", {"stage": 1}, {}),
+    ("ZeRO-2, RAM, SD3, fp32, EMA", _SD3, "fp32", _RAM2, {"ema": True}),
+    ("ZeRO-2, RAM, SD3, bf16", _SD3, "bf16", _RAM2, {}),
+    ("ZeRO-2, RAM, SD3, bf16, DeepSpeed's chain, clipped, EMA", _SD3, "bf16", _RAM2 | _CLIPPED,
+     {"ema": True, "host_step": False}),
+    ("ZeRO-3, SD3, fp32", _SD3, "fp32", {"stage": 3}, {}),
+    ("ZeRO-3, RAM with parameters, SD3, bf16, EMA", _SD3, "bf16",
+     _RAM3 | {"offload_param": "cpu"}, {"ema": True}),
+    ("ZeRO-2, RAM, Flux, fp32, recomputed", _FLUX, "fp32", _RAM2, {"checkpointing": True}),
+    ("ZeRO-3, RAM, Flux, bf16", _FLUX, "bf16", _RAM3, {}),
+)  # fmt: skip
+PLANS: Final[Mapping[str, Mapping[str, Any]]] = {
+    name: {**model, "plan": {**plan, "precision": precision}, **more}
+    for name, model, precision, plan, more in _TABLE
+}
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    kinds = (
+        {"ZeRO-2, RAM": {"model": "tiny U-Net", "side": 64, "batch": 1,
+                         "plan": {"precision": "fp32", **_RAM2}, "ema": True}}
+        if quick else PLANS
+    )  # fmt: skip
+    turns = {"rounds": 2, "steps": 1, "scale": 1 / 32} if quick else {"rounds": 3, "steps": 2}
+    return tuple(Case(name, measure, {**kind, **turns}) for name, kind in kinds.items())
+
+
+def measure(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Steps and rates in turns."""
+    single, scale = {"OMP_NUM_THREADS": "1"}, settings.get("scale", 1.0)
+    with (
+        Worker(Run, dict(settings), environment=single, fresh=True) as worker,
+        Worker(Doctor, environment=single) as doctor,
+    ):
+        samples = alternate(
+            {
+                MEASURED: functools.partial(worker.call, "steps", settings["steps"]),
+                PREDICTED: lambda: worker.call("predict", doctor.call("rates", scale)),
+            },
+            rounds=settings["rounds"],
+            # An average joins the step once three updates were looked at.
+            warm_up=2,
+        )
+        facts = worker.call("facts")
+    return Measured(samples=samples, baseline=MEASURED, facts=facts)
+
+
+class Doctor:
+    """Measures rates as ``zerotune doctor --rates`` does, in processor time of one thread."""
+
+    def rates(self, scale: float) -> dict[str, float]:
+        from zerotune.backend.rates import measure_rates
+
+        torch.set_num_threads(1)
+        return measure_rates(device=torch.device("cpu"), scale=scale, now=time.process_time)
+
+
+class Run:
+    """A ``Trainer`` whose steps are counted in processor time, and what is predicted of them."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune import EMAShadow, Trainer
+        from zerotune.training.step import StepClock
+
+        torch.manual_seed(0)
+        model, data, loss = _problem(settings)
+        deepspeed = settings.get("deepspeed", True)
+        self._last = _Last()
+        self._trainer = Trainer(
+            model=model,
+            plan=resolved(
+                model, settings["plan"], batch=settings["batch"], deepspeed=deepspeed,
+                host_step=settings.get("host_step", True),
+            ),
+            data=data, objective=loss, deepspeed=deepspeed, threads=1, callbacks=(self._last,),
+            ema=EMAShadow(decay=0.999) if settings.get("ema") else None,
+            gradient_checkpointing=settings.get("checkpointing", False),
+        )  # fmt: skip
+        self._trainer.running.clock = StepClock(self._trainer.engine.device, now=time.process_time)
+        self._numel = sum(p.numel() for p in model.parameters())
+        self._predicted: Any = None
+
+    def steps(self, count: int) -> dict[str, float]:
+        """The shortest of some steps, and of its parts, in processor time."""
+        found: list[dict[str, float]] = []
+        for _ in range(count):
+            self._trainer.fit(steps=self._trainer.step + 1)
+            metrics = self._last.metrics
+            parts = {name: metrics.phases[name] for name in PARTS}
+            found.append(_quantities(metrics.seconds, parts))
+        return {name: min(one[name] for one in found) for name in found[0]}
+
+    def predict(self, found: Mapping[str, float]) -> dict[str, float]:
+        """What the plan says of a machine of these rates."""
+        from zerotune.plan.memory.rates import catalogued_rates
+
+        plan = self._trainer.engine.plan
+        rates = catalogued_rates(plan.platform).with_measured(found, origin="measured")
+        estimate = self._trainer.report().estimate
+        assert estimate is not None
+        self._predicted = estimate.step_time(rates)
+        assert self._predicted is not None
+        phases = self._predicted.phases
+        parts = {name: phases.get(name, 0.0) for name in PARTS}
+        parts["optimizer"] += phases.get("weights", 0.0)
+        return _quantities(self._predicted.seconds, parts)
+
+    def facts(self) -> dict[str, Any]:
+        """What was trained, and which rates the prediction is made of."""
+        return {
+            "parameters": self._numel,
+            "threads": torch.get_num_threads(),
+            "rates": sorted({one.rate for one in self._predicted.parts}),
+        }
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+def _quantities(seconds: float, parts: Mapping[str, float]) -> dict[str, float]:
+    return {"seconds": seconds} | {f"{name}_seconds": parts[name] for name in PARTS}
+
+
+class _Last(Callback):
+    """Keeps what the latest step took."""
+
+    metrics: StepMetrics
+
+    def on_step_end(self, trainer: RunView, metrics: StepMetrics) -> None:  # noqa: ARG002
+        self.metrics = metrics
+
+
+def _problem(settings: Mapping[str, Any]) -> tuple[torch.nn.Module, list[Any], Any]:
+    """A model of random weights, what tells the size of its images, and its loss."""
+    import diffusers
+
+    config = dict(MODELS[settings["model"]])
+    kind = getattr(diffusers, config["_class_name"])
+    model = kind.from_config(config)
+    side, batch = settings["side"], settings["batch"]
+    made = example_inputs(model)(batch, side, side)
+    arguments = tree_map_only(torch.Tensor, lambda leaf: torch.rand(leaf.shape), made)
+    latents = torch.randn(batch, 4, side // 8, side // 8)
+
+    def loss(engine: Any, _batch: Any, _generator: torch.Generator) -> torch.Tensor:
+        dtype = next(engine.module.parameters()).dtype
+        given = tree_map_only(torch.Tensor, lambda leaf: leaf.to(dtype), arguments)
+        found: torch.Tensor = engine(**given).sample
+        return found.float().square().mean()
+
+    return model, [{"latents": latents}] * 2, loss
+
+
+BENCHMARK = Benchmark(
+    name="prediction",
+    title="predicted seconds of a step against processor seconds measured, one thread",
+    cases=cases,
+    ours=(PREDICTED,),
+    better="the nearer the prediction is to what was measured, the better",
+    goals=tuple(
+        Goal(f"{name}: {text}", name, one, "seconds", limit, other)
+        for name in PLANS
+        for text, one, other, limit in (
+            ("predicted at most 1.2 of what was measured", PREDICTED, MEASURED, 1 + WITHIN),
+            ("measured at most 1.25 of what was predicted", MEASURED, PREDICTED, 1 / (1 - WITHIN)),
+        )
+    ),
+)

@@ -1,0 +1,343 @@
+"""Adam in host memory: one pass against DeepSpeed's chain, alone and in training."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.ema import Stack
+from bench.runner import Benchmark, Case, Goal, Measured, alternate, timed
+from bench.workers import Worker, alone, resolved, together
+
+CHAIN, PASS, COPY = "DeepSpeed's chain", "one pass", "memory copy"
+BY_HAND, THEIRS, OURS = "DeepSpeed by hand", "zerotune, host_step=False", "zerotune"
+BEHIND, BEFORE = "zerotune, hidden=True", "zerotune, hidden=False"
+AVERAGES: Mapping[str, int] = {"": 0, ", one EMA": 1, ", two EMAs": 2}
+_RAM = {"offload": "cpu", "precision": "bf16"}
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "ZeRO-2 with EMA": {"stage": 2, **_RAM},
+    "ZeRO-3 with EMA": {"stage": 3, **_RAM, "stage3_param_persistence_threshold": 0},
+}
+DECAY = 0.999
+SIMULATED = "ZeRO-2 with EMA, simulated device"
+
+
+def cases(quick: bool) -> Sequence[Case]:
+    by_itself = {"parameters": 2**20 if quick else 6 * 2**24, "rounds": 2 if quick else 15}
+    small = {"layers": 2, "width": 256, "rounds": 2, "steps": 1}
+    size = small if quick else {"layers": 24, "width": 1410, "rounds": 15, "steps": 2}
+    slow = small if quick else {"layers": 24, "width": 2000, "rounds": 10, "steps": 1}
+    slow = {
+        **slow,
+        "plan": dict(PLANS["ZeRO-2 with EMA"]),
+        "forward_seconds": 0.01 if quick else 0.3,
+    }
+    names = list(PLANS)[:1] if quick else list(PLANS)
+    return (
+        Case("step alone", step_alone, by_itself),
+        *(Case(name, training, {"plan": dict(PLANS[name]), **size}) for name in names),
+        Case(SIMULATED, hidden, slow),
+    )
+
+
+def step_alone(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Clip, AdamW, cast and averages of one slab whose gradient is there."""
+    with Worker(Slab, dict(settings)) as worker:
+        samples: dict[str, dict[str, list[float]]] = worker.call("measure")
+    facts = {"parameters": settings["parameters"], "bytes moved per parameter by the pass": 28}
+    return Measured(samples=samples, baseline=CHAIN + ", one EMA", facts=facts)
+
+
+class Slab:
+    """96 million weights with a bf16 gradient, twice: for the chain and for the pass."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.step.adams import HostAdam
+        from zerotune.backend.step.kernel import Average, load_host_step
+        from zerotune.backend.upstream import require_deepspeed
+
+        require_deepspeed(accelerator="cpu")
+        self._settings = settings
+        self._count = count = settings["parameters"]
+        self._chain, self._pass = (_cpu_adam(count) for _ in range(2))
+        self._host = HostAdam(op=load_host_step(), adam=self._pass)
+        self._average = Average
+        self._gradient = torch.randn(count).bfloat16()
+        self._out = torch.empty(count, dtype=torch.bfloat16)
+        self._shadows = [torch.randn(count) for _ in range(2)]
+        # The chain begins where DeepSpeed has copied the gradient into its fp32 buffer.
+        _only(self._chain).grad = self._gradient.float()
+        self._factor = torch.tensor(0.999)
+
+    def measure(self) -> dict[str, dict[str, list[float]]]:
+        """Seconds of both, by the number of averages, and of a copy of as many fp32 numbers."""
+        target = torch.empty(self._count)
+        running: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(self._shadows[0])}
+        for name, count in AVERAGES.items():
+            running[CHAIN + name] = functools.partial(self._step_in_turns, count)
+            running[PASS + name] = functools.partial(self._step_at_once, count)
+        samples = alternate(
+            {name: timed(act) for name, act in running.items()}, rounds=self._settings["rounds"]
+        )
+        moved = {COPY: 8} | {PASS + name: 28 + 8 * count for name, count in AVERAGES.items()}
+        for name, nbytes in moved.items():
+            rates = [nbytes * self._count / seconds for seconds in samples[name]["seconds"]]
+            samples[name]["bytes_per_second"] = rates
+        return samples
+
+    @torch.no_grad()
+    def _step_in_turns(self, averages: int) -> None:
+        weight = _only(self._chain)
+        assert weight.grad is not None
+        weight.grad.mul_(self._factor)
+        self._chain.step()
+        self._out.copy_(weight)
+        for shadow in self._shadows[:averages]:
+            shadow.lerp_(weight, 1 - DECAY)
+
+    def _step_at_once(self, averages: int) -> None:
+        step = self._host.begin(
+            _only(self._pass), gradient=self._gradient, group=self._pass.param_groups[0],
+            factor=float(self._factor), out=self._out,
+        )  # fmt: skip
+        shadows = self._shadows[:averages]
+        step.run(0, self._count, [self._average(shadow=s, weight=1 - DECAY) for s in shadows])
+
+
+def _cpu_adam(count: int) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    from zerotune.backend.ops.build import same_ninja
+
+    with same_ninja():
+        return DeepSpeedCPUAdam([torch.nn.Parameter(torch.randn(count))], weight_decay=0.01)
+
+
+def _only(adam: Any) -> torch.nn.Parameter:
+    parameter: torch.nn.Parameter = adam.param_groups[0]["params"][0]
+    return parameter
+
+
+def training(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """Whole training steps with an average: a model of many weights and little arithmetic."""
+    contestants: dict[str, tuple[type[_Loop], dict[str, Any]]] = {
+        BY_HAND: (RawLoop, {}),
+        THEIRS: (EngineLoop, {"host_step": False}),
+        OURS: (EngineLoop, {}),
+        BEHIND: (EngineLoop, {"hidden": True}),
+    }
+    return _interleaved(contestants, settings)
+
+
+def hidden(settings: Mapping[str, Any], _scratch: Path) -> Measured:
+    """How much of the step runs behind the next forward, where that is a device's."""
+    contestants: dict[str, tuple[type[_Loop], dict[str, Any]]] = {
+        BEFORE: (SleepingLoop, {"hidden": False}),
+        BEHIND: (SleepingLoop, {"hidden": True}),
+    }
+    found = _interleaved(contestants, settings)
+    # Not of the whole step: what backward takes varies more than there is to be seen.
+    before, behind = (
+        [
+            forward + step + ema - device
+            for forward, step, ema, device in zip(
+                *(taken[f"{part}_seconds"] for part in ("forward", "step", "ema", "device")),
+                strict=True,
+            )
+        ]
+        for taken in found.samples.values()
+    )
+    shares = [rest / whole for rest, whole in zip(behind, before, strict=True)]
+    samples = {**found.samples, BEHIND: {**found.samples[BEHIND], "visible_share": shares}}
+    return Measured(samples=samples, baseline=BEFORE, facts=found.facts)
+
+
+def _interleaved(
+    contestants: Mapping[str, tuple[type[_Loop], dict[str, Any]]], settings: Mapping[str, Any]
+) -> Measured:
+    """What the steps of each take; compared with the first."""
+    made = {name: (loop, {**settings, **more}) for name, (loop, more) in contestants.items()}
+    with together(made) as workers:
+        samples = alternate(
+            {
+                name: functools.partial(worker.call, "steps", settings["steps"])
+                for name, worker in workers.items()
+            },
+            rounds=settings["rounds"],
+            # An average joins the step after three updates that are looked at.
+            warm_up=max(3, 6 // settings["steps"]),
+        )
+        losses = [worker.call("losses") for worker in workers.values()]
+    same = all(found == losses[0] for found in losses)
+    facts = {"losses are equal bit for bit": same}
+    return Measured(samples=samples, baseline=next(iter(contestants)), facts=facts)
+
+
+class _Loop:
+    """Steps of ``Stack``; whoever inherits it has an engine and an average."""
+
+    engine: Any
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        torch.manual_seed(0)
+        self._settings = settings
+        self._model = self._made()
+        self._x_bc = torch.randn(2, settings["width"]).bfloat16()
+        self._losses: list[float] = []
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Seconds of a step, and of its parts."""
+        parts = {"forward": self._forward, "backward": lambda: self.engine.backward(self._loss),
+                 "step": self.engine.step, "ema": self.average}  # fmt: skip
+        names = ("seconds", "device_seconds", *(f"{part}_seconds" for part in parts))
+        found = dict.fromkeys(names, 0.0)
+        for _ in range(count):
+            for part, act in parts.items():
+                seconds = timed(act)()["seconds"] / count
+                found[f"{part}_seconds"] += seconds
+                found["seconds"] += seconds
+                if part == "backward":
+                    found["device_seconds"] += self.device_seconds() / count
+            self._losses.append(float(self._loss.detach()))
+        return found
+
+    def _forward(self) -> None:
+        self._loss: torch.Tensor = self.engine(self._x_bc).float().square().mean()
+
+    def device_seconds(self) -> float:
+        """What a forward takes with no step under way, where that is measured."""
+        return 0.0
+
+    def _made(self) -> torch.nn.Module:
+        return Stack(self._settings["layers"], self._settings["width"])
+
+    def average(self) -> None:
+        pass
+
+    def losses(self) -> list[float]:
+        return self._losses
+
+    def _resolved(self) -> Any:
+        plan, host_step = self._settings["plan"], self._settings.get("host_step", True)
+        return resolved(
+            self._model, {**plan, "gradient_clipping": 1.0}, batch=2, host_step=host_step,
+            hidden=self._settings.get("hidden"),
+        )  # fmt: skip
+
+
+class EngineLoop(_Loop):
+    """zerotune's engine and shadow."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.build import build_engine
+        from zerotune.ema import EMAShadow
+
+        super().__init__(settings)
+        self.engine = build_engine(model=self._model, plan=self._resolved())
+        self._ema = EMAShadow(decay=DECAY).attach(self.engine)
+
+    def average(self) -> None:
+        self._ema.step()
+
+
+class SleepingLoop(EngineLoop):
+    """The same, with a model whose arithmetic somebody else does: this process sleeps meanwhile."""
+
+    def device_seconds(self) -> float:
+        """A forward beside which nothing else is done."""
+        loss = self._loss
+        with self.engine.evaluating():
+            seconds = timed(self._forward)()["seconds"]
+        self._loss = loss
+        return seconds
+
+    def _made(self) -> torch.nn.Module:
+        layers, width = self._settings["layers"], self._settings["width"]
+        share = self._settings["forward_seconds"] / layers
+        return torch.nn.Sequential(*(_Sleeping(width * width, share) for _ in range(layers)))
+
+
+class _Sleeping(torch.nn.Module):
+    """A layer whose forward takes a while and its backward twice that, on no core of ours."""
+
+    def __init__(self, numel: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(numel))
+        self.register_buffer("gradient", torch.randn(numel).bfloat16(), persistent=False)
+        self._seconds = seconds
+
+    def forward(self, x_bc: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Elsewhere.apply(x_bc, self.weight, self.gradient, self._seconds)
+        return found
+
+
+class _Elsewhere(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x_bc: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, seconds: float
+    ) -> torch.Tensor:
+        ctx.gradient, ctx.seconds = gradient, seconds
+        time.sleep(seconds)
+        return x_bc + weight[:1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], ctx.gradient.clone(), None, None
+
+
+class RawLoop(_Loop):
+    """DeepSpeed with the same configuration, and ``lerp_`` on its flat master weights."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from zerotune.backend.ops.build import same_ninja
+        from zerotune.backend.upstream import quiet_deepspeed, require_deepspeed
+
+        super().__init__(settings)
+        config = self._resolved().to_deepspeed()
+        os.environ.update(alone())
+        deepspeed = require_deepspeed(accelerator="cpu")
+        quiet_deepspeed()
+        with same_ninja():
+            self.engine, *_ = deepspeed.initialize(
+                model=self._model,
+                model_parameters=list(self._model.parameters()),
+                config=config,
+            )
+        three = settings["plan"]["stage"] == 3
+        name = "fp32_partitioned_groups_flat" if three else "single_partition_of_fp32_groups"
+        self._slabs = getattr(self.engine.optimizer, name)
+        self._shadows = [slab.detach().clone() for slab in self._slabs]
+
+    @torch.no_grad()
+    def average(self) -> None:
+        for shadow, slab in zip(self._shadows, self._slabs, strict=True):
+            shadow.lerp_(slab, 1 - DECAY)
+
+
+_WHOLE = "a whole training step takes at most 0.85 of the loop by hand"
+
+BENCHMARK = Benchmark(
+    name="step",
+    title="Adam's step in host memory in one pass against DeepSpeed's chain",
+    cases=cases,
+    ours=(OURS, BEHIND, *(PASS + name for name in AVERAGES)),
+    goals=(
+        *(
+            Goal(f"the pass takes at most 0.65 of the chain{name}", "step alone", PASS + name,
+                 "seconds", 0.65, CHAIN + name)
+            for name in list(AVERAGES)[1:]
+        ),
+        Goal("the pass reaches 90 % of a memory copy, one EMA", "step alone", PASS + ", one EMA",
+             "bytes_per_second", 0.9, COPY),
+        *(Goal(f"{case}: {_WHOLE}", case, OURS, "seconds", 0.85, BY_HAND) for case in PLANS),
+        Goal("at least 90 % of step and average is hidden behind a device's time", SIMULATED,
+             BEHIND, "visible_share", 0.1),
+    ),
+)  # fmt: skip

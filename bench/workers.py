@@ -1,0 +1,218 @@
+"""Contestants that need a process of their own, and the memory they take."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+
+class WorkerError(RuntimeError):
+    """A worker raised or died; holds its traceback."""
+
+
+class Worker:
+    """An object that lives in a fresh process and is called from this one.
+
+    Two engines cannot share a process, and the memory of one is only its own in its own process.
+    Several workers live at once and are called in turns, so that rounds alternate.
+
+    Args:
+        make: A class or function at module level; called in the process with ``arguments``. A
+            ``close`` method of what it gives is called at the end.
+        arguments: Picklable.
+        environment: Set in the process before ``make`` is called.
+        fresh: The process imports everything itself, as a script does: nobody has used its heap.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        fresh: bool = False,
+    ) -> None:
+        context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+        if not fresh:
+            # Libraries are imported once, not once per worker.
+            context.set_forkserver_preload(["bench.preload"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, make, arguments, dict(environment or {})), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self._answer("starting")
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return int(self._process.pid)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the object and wait for what it returns.
+
+        Raises:
+            WorkerError: It raised, the process died, or the time is up.
+        """
+        self._pipe.send((method, arguments, named))
+        return self._answer(method)
+
+    def peak(self, method: str, *arguments: Any, **named: Any) -> tuple[Any, int]:
+        """As ``call``, with the most anonymous memory of the process meanwhile, bytes."""
+        with AnonPeak(self.pid) as memory:
+            answer = self.call(method, *arguments, **named)
+        return answer, memory.peak
+
+    def close(self) -> None:
+        """End the process. May be repeated."""
+        if self._process.is_alive():
+            try:
+                self._pipe.send(None)
+                self._process.join(30)
+            except OSError:  # It died.
+                pass
+            self._process.kill()
+            self._process.join(10)
+        self._pipe.close()
+
+    def _answer(self, what: str) -> Any:
+        try:
+            if not self._pipe.poll(600):
+                raise WorkerError(f"{what}: no answer within ten minutes")
+            well, value = self._pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            self._process.join(10)
+            code = self._process.exitcode
+            raise WorkerError(f"{what}: the process died with exit code {code}") from error
+        if not well:
+            raise WorkerError(f"{what}:\n{value}")
+        return value
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def together(made: Mapping[str, tuple[Any, Mapping[str, Any]]]) -> Iterator[dict[str, Worker]]:
+    """A worker of each class with its settings, all at once."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(Worker(make, dict(settings)))
+            for name, (make, settings) in made.items()
+        }
+
+
+def _serve(
+    pipe: Any, make: Callable[..., Any], arguments: tuple[Any, ...], variables: dict[str, str]
+) -> None:
+    os.environ.update(variables)
+    made: Any = None
+    try:
+        made = make(*arguments)
+        pipe.send((True, None))
+        while (asked := pipe.recv()) is not None:
+            method, positional, named = asked
+            pipe.send((True, getattr(made, method)(*positional, **named)))
+    except EOFError:  # The parent has gone.
+        pass
+    except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
+        pipe.send((False, traceback.format_exc()))
+    close = getattr(made, "close", None)
+    if close is not None:
+        close()
+    pipe.close()
+    # Skips atexit handlers of libraries that expect their own launcher.
+    os._exit(0)
+
+
+def alone() -> dict[str, str]:
+    """What a launcher would set for a single process; DeepSpeed asks for MPI without it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **here}
+
+
+def resolved(model: Any, plan: Mapping[str, Any], *, batch: int, **how: Any) -> Any:
+    """A plan with AdamW, resolved for a model on this machine; ``how`` as of ``resolve``."""
+    from zerotune import DeepSpeedPlan, OptimizerResolver, detect_platform
+    from zerotune.plan.model import ModelFacts
+
+    adam = {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}}
+    built = DeepSpeedPlan.build(micro_batch_size=batch, optimizer=adam, **plan)
+    facts = ModelFacts.from_module(model)
+    found = built.resolve(platform=detect_platform(log=False), model=facts, **how)
+    return OptimizerResolver().apply(found)
+
+
+def load_libraries() -> int:
+    """Import what a training script does; the anonymous memory held then."""
+    import accelerate
+    import diffusers
+    import diffusers.training_utils
+
+    import zerotune.training
+
+    # Their names are loaded when they are asked for.
+    _ = accelerate.Accelerator, zerotune.training.Trainer
+    _ = diffusers.UNet2DModel, diffusers.UNet2DConditionModel
+    gc.collect()
+    return anon_bytes()
+
+
+def anon_bytes(pid: int | None = None) -> int:
+    """Anonymous memory a process holds: its own data, no files and no shared memory."""
+    _, resident, shared, *_ = Path("/proc", str(pid or os.getpid()), "statm").read_text().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGESIZE")
+
+
+class AnonPeak:
+    """Watches the anonymous memory of a process from a thread of this one.
+
+    The kernel keeps no peak of it, and the peak it keeps counts every file that was mapped. A
+    peak shorter than the interval may be missed.
+
+    Args:
+        pid: The process.
+        interval: Seconds between looks.
+    """
+
+    def __init__(self, pid: int, *, interval: float = 0.002) -> None:
+        self._pid, self._interval = pid, interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.before = self.peak = anon_bytes(pid)
+        """Bytes at the start, and most bytes seen."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval):
+            self._look()
+
+    def _look(self) -> None:
+        try:
+            self.peak = max(self.peak, anon_bytes(self._pid))
+        except (OSError, ValueError):  # The process has gone.
+            self._stop.set()

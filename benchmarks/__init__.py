@@ -1,1 +1,0 @@
-"""Measurements, one command each: ``nox -s bench -- NAME``."""

@@ -1,0 +1,163 @@
+"""SIGKILL at a random moment of real runs, clean up, start again: as if nothing had been.
+
+The runs share a swap root with two living ones, whose folders must stay as they are, and with a
+process that cleans it in a loop. What was killed is resumed to the end, and its losses must be
+those of a run that was never killed, bit for bit. Every third has its parameters on NVMe as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from stress.faults.campaign import Found, NotHere
+from stress.faults.trainee import IN_HOST_MEMORY, STEPS, tell_and_train
+from stress.faults.workers import wait_for
+from tests.offload.conftest import Holder
+from tests.support.ranks import _fork_server, compile_io
+from zerotune.offload import cleanup_stale_swap, find_leases
+
+PHASES = ("start", "ready", *(f"{what} {n}" for n in range(STEPS) for what in ("step", "saving")))
+
+CLEANER = """
+import sys, time
+from zerotune.offload import cleanup_stale_swap
+while True:
+    if cleanup_stale_swap(sys.argv[1]).failures:
+        sys.exit(3)
+    time.sleep(0.05)
+"""
+
+
+def libaio() -> bool:
+    """Whether DeepSpeed's I/O can be built."""
+    return Path("/usr/include/libaio.h").exists()
+
+
+class Victim:
+    """A training run in a process of its own."""
+
+    def __init__(self, root: Path, checkpoints: Path, **options: Any) -> None:
+        context = _fork_server()
+        self._pipe, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=tell_and_train,
+            args=(theirs, str(root), str(checkpoints)),
+            kwargs=options,
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+        self.said: list[Any] = []
+
+    def await_phase(self, phase: str) -> None:
+        """Return once the run has come as far as ``phase``, or has ended."""
+        with contextlib.suppress(EOFError):
+            while not self.said or self.said[-1] != phase:
+                assert self._pipe.poll(240), f"the run says nothing after {self.said[-1:]}"
+                self.said.append(self._pipe.recv())
+
+    def kill_after(self, phase: str, delay: float = 0.0) -> None:
+        """SIGKILL it so many seconds after it has come to ``phase``."""
+        self.await_phase(phase)
+        time.sleep(delay)
+        self.process.kill()
+        self.process.join(60)
+
+    def losses(self) -> dict[int, float]:
+        """What it gives at its end."""
+        self.await_phase("end")
+        result = self._pipe.recv()
+        self.process.join(60)
+        return dict(result)
+
+
+def digest_of(folder: Path) -> str:
+    """A digest of all a folder holds, names included."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        total.update(str(path.relative_to(folder)).encode())
+        if path.is_file():
+            total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+class Kills:
+    """Kills among two living runs and a cleaner."""
+
+    def __init__(self) -> None:
+        if libaio():
+            compile_io()
+        self._work = tempfile.TemporaryDirectory(prefix="faults-kills-")
+        self._root = Path(self._work.name, "swap")
+        self._root.mkdir()
+        self._neighbours = [Holder(self._root) for _ in range(2)]
+        self._folders = [Path(neighbour.read()) for neighbour in self._neighbours]
+        self._before = [digest_of(one) for one in self._folders]
+        self._cleaner = subprocess.Popen([sys.executable, "-c", CLEANER, str(self._root)])
+        self._expected: dict[str, dict[int, float]] = {}
+
+    def inject(self, work: Path, chance: random.Random) -> None:
+        if not libaio():
+            raise NotHere("swapping needs libaio")
+        param = "nvme" if chance.randrange(3) == 0 else "cpu"
+        if param not in self._expected:
+            alone = Victim(work / "apart", work / "alone", param=param)
+            self._expected[param] = alone.losses()
+        several = 2 if chance.randrange(4) == 0 else 1
+        victims = [Victim(self._root, work / str(n), param=param) for n in range(several)]
+        for victim in victims:
+            phase = chance.choice(PHASES)
+            victim.kill_after(phase, chance.random() * (1.0 if phase == "start" else 0.15))
+        if report := cleanup_stale_swap(self._root).failures:
+            raise Found("lost", f"the cleaning failed: {report}")
+        # The other cleaner may be at work on what this one then left to it.
+        living = set(self._folders)
+        wait_for(
+            lambda: {lease.path for lease in find_leases(self._root)} <= living,
+            seconds=30,
+            what="the removal of what the dead left",
+        )
+        for number in range(several):
+            losses = Victim(self._root, work / str(number), param=param).losses()
+            if losses != {step: self._expected[param][step] for step in losses}:
+                raise Found("lost", f"other losses: {losses} for {self._expected[param]}")
+        if [digest_of(one) for one in self._folders] != self._before:
+            raise Found("lost", "a living run's folder was touched")
+        if self._cleaner.poll() is not None:
+            raise Found("foreign", f"the cleaner ended with code {self._cleaner.returncode}")
+
+    def close(self) -> None:
+        self._cleaner.kill()
+        self._cleaner.wait(30)
+        for neighbour in self._neighbours:
+            neighbour.close()
+        self._work.cleanup()
+
+
+class HostKills:
+    """Kills of runs whose optimizer and average step in host memory in one pass."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, dict[int, float]] = {}
+
+    def inject(self, work: Path, chance: random.Random) -> None:
+        kind = chance.choice(tuple(IN_HOST_MEMORY))
+        if kind not in self._expected:
+            self._expected[kind] = Victim(work / "swap", work / "alone", param=kind).losses()
+        phase = chance.choice(PHASES)
+        delay = chance.random() * (1.0 if phase == "start" else 0.05)
+        Victim(work / "swap", work / "run", param=kind).kill_after(phase, delay)
+        losses = Victim(work / "swap", work / "run", param=kind).losses()
+        if losses != {step: self._expected[kind][step] for step in losses}:
+            raise Found("lost", f"{kind}: other losses: {losses} for {self._expected[kind]}")
+
+    def close(self) -> None:
+        """Nothing is left."""

@@ -1,0 +1,105 @@
+"""A run that saves as it goes, may be killed at any moment, and goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.offload.engines import net_loss, plan_for, wide_net
+from zerotune import DeepSpeedPlan
+from zerotune.offload import OffloadManager
+from zerotune.plan import ModelFacts, ResolvedPlan
+
+STEPS = 4
+IN_HOST_MEMORY = {"plain": (False, False), "plain, hidden": (False, True), "hidden": (True, True)}
+"""Where AdamW runs in one pass with an average: with DeepSpeed, and behind the next forward."""
+
+
+def quietly(_: str) -> None:
+    """Tells nobody."""
+
+
+def train(
+    root: str,
+    checkpoints: str,
+    tell: Callable[[str], None] = quietly,
+    *,
+    seed: int = 0,
+    save: bool = True,
+    param: str = "cpu",
+) -> dict[int, float]:
+    """Train to the end from the last checkpoint, if there is one; losses by step.
+
+    ``tell`` hears of each stage: ``start``, ``ready``, ``step N``, ``saving N``, ``end``.
+    ``param`` is where parameters are, with the optimizer on NVMe, or one of ``IN_HOST_MEMORY``;
+    then the last of the losses is a sum of all weights and averages.
+    """
+    import zerotune
+
+    tell("start")
+    model = wide_net(seed)
+    if param in IN_HOST_MEMORY:
+        plan: Any = plan_in_host_memory(param, model)
+    else:
+        plan = plan_for(param=param, precision="bf16" if param == "nvme" else "fp32")
+    losses: dict[int, float] = {}
+    shadows: dict[str, Any] = {}
+    with zerotune.prepare(model=model, plan=plan, offload=OffloadManager(root=root)) as engine:
+        if param in IN_HOST_MEMORY:
+            shadows["ema"] = zerotune.EMAShadow(decay=0.9).attach(engine)
+        last = zerotune.latest_checkpoint(checkpoints) if Path(checkpoints).is_dir() else None
+        if last is not None:
+            zerotune.load_checkpoint(last, engine=engine, shadows=shadows)
+        tell("ready")
+        while (step := engine.state.global_step) < STEPS:
+            loss = net_loss(engine, step, engine.group.rank)
+            losses[step] = float(loss.detach())
+            engine.backward(loss)
+            engine.step()
+            for shadow in shadows.values():
+                shadow.step()
+            tell(f"step {step}")
+            if save:
+                tell(f"saving {step}")
+                folder = f"{checkpoints}/step-{step:08d}"
+                zerotune.save_checkpoint(folder, engine=engine, shadows=shadows)
+        if param in IN_HOST_MEMORY:
+            averages = shadows["ema"].state_dict().values()
+            weights = (fragment.value for fragment in engine.master_weights.read())
+            losses[STEPS] = sum(float(each.double().sum()) for each in (*averages, *weights))
+    tell("end")
+    return losses
+
+
+def plan_in_host_memory(kind: str, model: torch.nn.Module) -> ResolvedPlan:
+    """A plan whose optimizer steps in host memory."""
+    from zerotune.backend import plain
+
+    deepspeed, hidden = IN_HOST_MEMORY[kind]
+    if hidden and not deepspeed:
+        # The model as on a device: its weights lie elsewhere than those that are stepped.
+        plain._has_memory_of_its_own = lambda _: True
+    return DeepSpeedPlan.build(
+        stage=2,
+        offload="cpu",
+        precision="bf16",
+        micro_batch_size=2,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+    ).resolve(model=ModelFacts.from_module(model), world_size=1, hidden=hidden, deepspeed=deepspeed)
+
+
+def tell_and_train(pipe: Any, *args: Any, **options: Any) -> None:
+    """``train`` in a process that says through a pipe how far it is."""
+    import os
+
+    from stress.faults.workers import quiet
+
+    quiet()
+    losses = train(*args, tell=pipe.send, **options)
+    pipe.send(losses)
+    pipe.close()
+    # Skips the exit handlers of libraries that expect their own launcher.
+    os._exit(0)

@@ -1,0 +1,21 @@
+"""The large models of a GPU session: how much of them fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.large import DOUBLE, SINGLE, flux_depth, flux_need
+from zerotune.platform import GIB, Platform
+
+
+def machine(ram: int, torch: str) -> Platform:
+    return Platform.synthetic("cuda", vram=80 * GIB, ram=ram * GIB, versions={"torch": torch})
+
+
+@pytest.mark.parametrize("torch", ["2.11.0", "2.13.0"])
+def test_flux_is_as_deep_as_the_memory_allows(torch: str) -> None:
+    """Seven double blocks would need 131 GiB: the reference's page-locked memory is rounded up."""
+    assert flux_depth(machine(1024, torch)) == (DOUBLE, SINGLE)
+    here = machine(128, torch)
+    assert flux_depth(here) == (6, 12)
+    assert flux_need(7, here) > 128 * GIB > 1.1 * flux_need(6, here)

@@ -1,0 +1,61 @@
+"""The documentation's figures are those of the committed results."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def generator():
+    return runpy.run_path(str(DOCS / "generate_performance.py"))
+
+
+def test_the_page_is_current(generator):
+    written = (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert generator["page"]() == written, "run python docs/generate_performance.py"
+
+
+def test_only_full_measurements_are_committed(generator):
+    for name, result in generator["stored"]().items():
+        assert not result["quick"], f"{name} was measured with --quick"
+
+
+def test_reasons_belong_to_goals(generator):
+    from bench.runner import load
+
+    for benchmark, beginning in generator["REASONS"]:
+        texts = [goal.text for goal in load(benchmark).goals]
+        assert any(text.startswith(beginning) for text in texts), (benchmark, beginning)
+
+
+def test_every_goal_stands_in_the_table(generator):
+    page = generator["page"]()
+    for result in generator["stored"]().values():
+        for goal in result["goals"]:
+            assert (f"| {goal['text']}" in page) == (goal["limit"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("interval", "reached", "said"),
+    [
+        ([0.9, 0.9], 0.9, "yes"),
+        ([1.1, 1.1], 1.1, "**no**"),
+        ([0.8, 0.95], 0.9, "yes"),
+        ([1.05, 1.2], 1.1, "**no**"),
+        ([0.8, 1.3], 0.955, "met at the median, within the noise"),
+        ([0.8, 1.3], 1.1, "missed at the median, within the noise"),
+    ],
+)
+def test_no_is_said_where_the_difference_is_larger_than_the_noise(
+    generator, interval, reached, said
+):
+    goal = {"limit": 1.0, "interval": interval, "reached": reached}
+    assert generator["met"](goal | {"quantity": "seconds"}) == said
+    opposite = {"yes": "**no**", "**no**": "yes"}
+    rate = generator["met"](goal | {"quantity": "images_per_second"})
+    assert rate == opposite.get(said, rate)

@@ -1,0 +1,97 @@
+"""Every benchmark runs to its end at a size that takes seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from bench.__main__ import NAMES, main
+from bench.runner import load
+
+
+def measured(name, folder):
+    """Run it as the command does; every case must give what its goals look at."""
+    assert main([name, "--quick", "--output", str(folder)]) == 0
+    result = json.loads((folder / f"{name}.json").read_text())
+    assert result["quick"]
+    cases = {case["name"]: case for case in result["cases"]}
+    assert list(cases) == [case.name for case in load(name).cases(True)]
+    for case in cases.values():
+        for quantities in case["contestants"].values():
+            for found in quantities.values():
+                assert all(math.isfinite(found[key]) for key in ("q1", "median", "q3"))
+    reached = {goal["text"] for goal in result["goals"]}
+    # Others are compared with what need not be installed here.
+    aims = [goal for goal in load(name).goals if goal.case in cases and goal.limit is not None]
+    assert reached >= {goal.text for goal in aims}
+    return cases
+
+
+def test_all_that_can_be_run_is_listed(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(NAMES)
+    with pytest.raises(SystemExit):
+        main(["no-such"])
+    assert "there is no no-such" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    import torch
+
+    # Set by the command for a process of its own.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_ema(tmp_path):
+    cases = measured("ema", tmp_path)
+    assert {"memory copy", "EMAShadow", "diffusers EMAModel"} <= set(cases["update"]["contestants"])
+
+
+def test_data(tmp_path):
+    cases = measured("data", tmp_path)
+    assert cases["pixels"]["facts"]["buckets"] > 1
+
+
+@pytest.mark.deepspeed
+def test_memory(tmp_path):
+    (case,) = measured("memory", tmp_path).values()
+    assert case["contestants"]["measured"]["host_bytes"]["median"] > 2**16
+
+
+@pytest.mark.deepspeed
+def test_overhead(tmp_path):
+    (case,) = measured("overhead", tmp_path).values()
+    assert case["facts"]["largest relative difference of a loss"] < 1e-5, "another training"
+    assert len(case["contestants"]) == 3
+
+
+@pytest.mark.deepspeed
+def test_checkpoint(tmp_path):
+    (case,) = measured("checkpoint", tmp_path).values()
+    assert len(case["contestants"]) == 3
+
+
+@pytest.mark.deepspeed
+def test_step(tmp_path):
+    cases = measured("step", tmp_path)
+    assert len(cases["step alone"]["contestants"]) == 7
+    assert cases["ZeRO-2 with EMA"]["facts"]["losses are equal bit for bit"]
+
+
+@pytest.mark.deepspeed
+def test_prediction(tmp_path):
+    (case,) = measured("prediction", tmp_path).values()
+    assert case["facts"]["threads"] == 1
+    assert set(case["contestants"]) == {"measured", "predicted"}
+    for found in case["contestants"].values():
+        phases = sum(found[f"{part}_seconds"]["median"] for part in ("forward", "backward"))
+        assert 0 < phases < found["seconds"]["median"]
+    assert {"convolutions_fp32", "operators", "host_step"} <= set(case["facts"]["rates"])

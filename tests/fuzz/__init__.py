@@ -1,1 +1,0 @@
-"""Anything at all, given to everything that reads: ``python -m tests.fuzz --minutes 1``."""

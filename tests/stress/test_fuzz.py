@@ -1,0 +1,108 @@
+"""What once failed does not fail again, and what fails would be found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stress.fuzz import __main__ as session
+from stress.fuzz.attack import MOST, Attacker
+from stress.fuzz.cases import WAYS, Case, make_case
+from zerotune.plan import DeepSpeedPlan
+
+CASES = sorted(session.CORPUS.glob("*.json"))
+PATIENT = 10.0
+"""Seconds of processor time: other tests beside this one make each operation slower."""
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+
+
+@pytest.fixture
+def attack(tmp_path):
+    client = session.builder_client(tmp_path / "root", tmp_path / "templates")
+    found = Attacker(tmp_path / "root", client, longest=PATIENT)
+    found(Case(text='{"train_batch_size": 1}', seed="warm-up"))
+    return found
+
+
+def test_there_is_a_corpus():
+    assert len(CASES) >= 5
+
+
+@pytest.mark.parametrize("file", CASES, ids=lambda file: file.stem)
+def test_what_once_failed(file, attack):
+    kept = json.loads(file.read_text())
+    assert attack(Case.from_json(kept), kept["operation"]) == []
+
+
+def test_some_cases_more(attack):
+    for number in range(40):
+        case = make_case(16, number)
+        if len(case.text) < 10**6:
+            assert attack(case) == [], number
+
+
+def test_cases_are_the_same_every_time_and_can_be_kept():
+    for number in range(100):
+        case = make_case(3, number)
+        assert case == make_case(3, number)
+        assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+    assert len(WAYS) == 7
+
+
+def test_a_foreign_exception_is_found_shortened_and_kept(attack, tmp_path, monkeypatch, capsys):
+    def broken(plan, **_):
+        if plan.steps_per_print == 7:
+            raise KeyError("seven")
+
+    monkeypatch.setattr(DeepSpeedPlan, "check", broken)
+    text = json.dumps({"train_batch_size": 4, "bf16": {"enabled": True}, "steps_per_print": 7})
+    monkeypatch.setattr(session, "make_case", lambda *_: Case(text=text, seed="x"))
+    arguments = argparse.Namespace(minutes=1e-5, seed=1, first=0, keep=tmp_path / "kept")
+    ((operation, what, _),) = session._attacked(attack, arguments)
+    assert (operation, what) == ("check", "KeyError")
+    (file,) = (tmp_path / "kept").iterdir()
+    kept = json.loads(file.read_text())
+    assert kept["found"].startswith("KeyError")
+    assert json.loads(kept["text"]) == {"steps_per_print": 7}
+    assert "case 0: check" in capsys.readouterr().out
+
+
+def test_time_is_the_processors(attack, monkeypatch):
+    monkeypatch.setattr(DeepSpeedPlan, "check", lambda *_, **__: time.sleep(0.5))
+    monkeypatch.setattr(attack, "_longest", 0.4)
+    checks = [each for each in attack(Case(text="{}", seed="x")) if each.operation == "check"]
+    assert checks == []
+
+    def busy(*_, **__):
+        end = time.process_time() + 0.5
+        while time.process_time() < end:
+            pass
+
+    monkeypatch.setattr(DeepSpeedPlan, "check", busy)
+    (failure,) = [one for one in attack(Case(text="{}", seed="x")) if one.operation == "check"]
+    assert failure.what.startswith("time: 0.")
+
+
+@LINUX
+def test_memory_is_what_an_operation_takes(attack, monkeypatch):
+    monkeypatch.setattr(DeepSpeedPlan, "check", lambda *_, **__: bytearray(b"x" * (MOST + 2**22)))
+    (failure,) = [one for one in attack(Case(text="{}", seed="x")) if one.operation == "check"]
+    assert failure.what.startswith("memory: ")
+
+
+def test_what_never_ends_is_stopped(attack, monkeypatch):
+    def endless(*_, **__):
+        while True:
+            pass
+
+    monkeypatch.setattr(DeepSpeedPlan, "check", endless)
+    monkeypatch.setattr("stress.fuzz.attack._HOPELESS", 0.2)
+    monkeypatch.setattr("stress.fuzz.attack._operations", lambda *_: [("check", endless)])
+    (failure,) = attack(Case(text="{}", seed="x"))
+    assert failure.what.startswith("time: more than")
+    assert Path.cwd().exists()

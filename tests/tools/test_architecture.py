@@ -1,0 +1,61 @@
+"""The architecture page says what is so: its figures, its arrows, the files that it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("tomllib", reason="reads pyproject.toml with Python 3.11's parser")
+
+ROOT = Path(__file__).resolve().parents[2]
+AGAIN = "run python -m tools.architecture"
+ROOMS = "Layers: arrows point down only; siblings never import each other"
+
+
+def page() -> str:
+    return (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_of_layers_is_the_contract_of_imports():
+    from tools.architecture import layers
+
+    picture = re.search(r"```text\n(.*?)```", page(), re.DOTALL).group(1)
+    # What is said of each stands to its right.
+    drawn = [re.findall(r"[a-z_]+", line[:46]) for line in picture.splitlines()]
+    contract = [name for layer in layers(ROOMS) for name in layer]
+    assert [name for line in drawn for name in line] == contract
+
+
+def test_the_arrows_inside_the_plan_are_the_contract_of_imports():
+    from tools.architecture import arrows, block
+
+    assert block(page(), "arrows") == arrows(), AGAIN
+
+
+@pytest.mark.deepspeed
+def test_the_figures_are_those_of_the_code():
+    from tools.architecture import block, figures, planning, training
+
+    (journeys,) = run_ranks(training)
+    assert block(page(), "figures") == figures({**planning(), **journeys}), AGAIN
+
+
+def test_every_file_that_is_named_exists():
+    named = set(re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md)|(?:[\w.-]+/){2,})`", page()))
+    assert len(named) > 30
+    places = (ROOT, ROOT / "src" / "zerotune")
+    missing = [name for name in named if not any((place / name).exists() for place in places)]
+    assert not missing
+
+
+def test_every_room_of_the_package_stands_in_the_table():
+    rooms = {
+        path.parent.name
+        for path in (ROOT / "src" / "zerotune").glob("*/__init__.py")
+        if not path.parent.name.startswith("_")
+    }
+    assert rooms <= set(re.findall(r"`([\w]+)/`", page()))

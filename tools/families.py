@@ -1,0 +1,59 @@
+"""Write the shapes and activation costs of known model families into the package.
+
+``python -m tools.families [NAME …]``; takes about two minutes per family. ``families.json`` has the
+configurations as published with the models, the side of their images in pixels (of clips, of a
+square of their area) and the frames that their pipelines draw.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from zerotune.diffusion.facts import configuration_digest, count_facts
+from zerotune.plan.families import facts_to_json
+
+TARGET: Final = Path("src/zerotune/plan/families")
+_PUBLISHED: Final[dict[str, Any]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)
+CONFIGURATIONS: Final[dict[str, tuple[dict[str, Any], int]]] = {
+    name: (one["config"], one["resolution"]) for name, one in _PUBLISHED.items()
+}
+FRAMES: Final[dict[str, int]] = {
+    name: one["frames"] for name, one in _PUBLISHED.items() if "frames" in one
+}
+SDXL, SD3, FLUX = (CONFIGURATIONS[name][0] for name in ("sdxl", "sd3-medium", "flux"))
+
+
+def _rounded(value: Any) -> Any:
+    """The same with eight digits, which is more than anybody needs."""
+    if isinstance(value, dict):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    return float(f"{value:.8g}") if isinstance(value, float) else value
+
+
+def main() -> None:
+    for name in sys.argv[1:] or CONFIGURATIONS:
+        config, resolution = CONFIGURATIONS[name]
+        facts = attrs.evolve(count_facts(config), name=name)
+        data = _rounded(facts_to_json(facts)) | {
+            "class": config["_class_name"],
+            "configuration": configuration_digest(config),
+            "resolution": resolution,
+        }
+        if name in FRAMES:
+            data["frames"] = FRAMES[name]
+        TARGET.mkdir(parents=True, exist_ok=True)
+        (TARGET / f"{name}.json").write_text(json.dumps(data, separators=(",", ":")) + "\n")
+        print(name, f"{facts.numel:,}", data["activations"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
