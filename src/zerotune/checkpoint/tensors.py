@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from zerotune._util.files import naming
-from zerotune.backend.stored import TENSOR_DTYPES, OpensFiles, StoredTensor, read_at, read_header
+from zerotune.backend import stored as stored_files
+from zerotune.backend.stored import TENSOR_DTYPES, OpensFiles, StoredTensor, read_header
 from zerotune.checkpoint.manifest import FileRecord
 from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
@@ -444,7 +445,7 @@ class TensorReader(OpensFiles):
             return
         try:
             view = memoryview(into.detach().view(torch.uint8).numpy().data)
-            missing = into.nbytes - read_at(self._descriptor(path), view, offset)
+            missing = into.nbytes - stored_files.read_at(self._descriptor(path), view, offset)
             if missing:
                 raise OSError(f"it ends {missing} bytes too early")
         except OSError as error:
