@@ -11,7 +11,7 @@ import torch
 
 from tests.support.ranks import RanksFailed, run_ranks
 from zerotune.backend.build import build_engine
-from zerotune.checkpoint.export import ModelFolderReader, export_model
+from zerotune.checkpoint.export.model import ModelFolderReader, export_model
 from zerotune.checkpoint.load import load_checkpoint
 from zerotune.checkpoint.save import save_checkpoint
 from zerotune.ema import EMAModel, EMAShadow

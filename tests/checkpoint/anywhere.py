@@ -114,17 +114,17 @@ def held(engine: Any) -> dict[str, Any]:
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """Bytes of tensors read inside the block, by the kind of file."""
-    from zerotune.checkpoint.load import CheckpointReader
+    from zerotune.checkpoint.tensors import TensorReader
 
     read: dict[str, int] = {}
-    real = CheckpointReader._read
+    real = TensorReader._read
 
-    def note(reader: Any, file: str, into: torch.Tensor, offset: int) -> None:
-        kind = file.partition("-")[0]
+    def note(reader: Any, path: Path, into: torch.Tensor, offset: int) -> None:
+        kind = path.name.partition("-")[0]
         read[kind] = read.get(kind, 0) + into.nbytes
-        real(reader, file, into, offset)
+        real(reader, path, into, offset)
 
-    with mock.patch.object(CheckpointReader, "_read", note):
+    with mock.patch.object(TensorReader, "_read", note):
         yield read
 
 

@@ -232,7 +232,7 @@ def other_optimizer(folder: str, case: Case) -> dict[str, Any]:
     train(engine, ema, 2)
     contents = load_checkpoint(folder, engine=engine, shadows={"ema": ema})
     with CheckpointReader(Path(folder), contents.manifest) as reader:
-        names = reader.names(WEIGHTS)
+        names = reader.of(WEIGHTS).tensors
         saved = {name: fingerprint(reader.tensor(WEIGHTS, name)) for name in names}
         shadow = Subject(kind="shadow", of="ema")
         averaged = {name: fingerprint(reader.tensor(shadow, name)) for name in names}

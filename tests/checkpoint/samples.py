@@ -17,7 +17,7 @@ from zerotune.checkpoint.manifest import (
     PlanRecord,
     TensorRecord,
 )
-from zerotune.checkpoint.tensors import TensorFileWriter, TensorSpec
+from zerotune.checkpoint.tensors import EXPORT, TensorFile, TensorSpec, TensorWriter
 
 
 def file_record(*, nbytes: int, sha256: str) -> FileRecord:
@@ -68,11 +68,12 @@ def sample_manifest(
 def fill(folder: Path, *, extra: dict[str, Any] | None = None) -> None:
     """Write a whole checkpoint of one tensor into an existing folder."""
     tensor = torch.arange(6.0)
-    path = folder / "rank-0.safetensors"
-    with TensorFileWriter(path, specs=[TensorSpec.of("t", tensor)], metadata={}) as writer:
-        writer.append("t", tensor)
-        nbytes, sha256 = writer.finish()
-    record = file_record(nbytes=nbytes, sha256=sha256)
+    file = TensorFile.of("rank-0.safetensors", EXPORT, [TensorSpec.of("t", tensor)], metadata={})
+    file.create(folder)
+    with TensorWriter(folder, [file]) as writer:
+        writer.write("t", tensor)
+        (record,) = writer.confirm([file], writer.written)
+    record = file_record(nbytes=record.nbytes, sha256=record.sha256)
     (folder / MANIFEST).write_text(sample_manifest(files=(record,), extra=extra).to_json())
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from zerotune.checkpoint import folders, prune
 from zerotune.checkpoint import tensors as tensorfile
-from zerotune.checkpoint.export import ModelFolderReader, ModelFolderWriter, Whole
+from zerotune.checkpoint.export.driver import Whole
+from zerotune.checkpoint.export.model import ModelFolderReader, model_writer
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.errors import CheckpointError
 
@@ -29,14 +30,8 @@ def export(path: Path, value: float, *, whole: Whole | None = None) -> Path:
     """Write three tensors of 4 KiB into three files."""
     tensors = {name: torch.full((1024,), value) for name in NAMES}
     specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
-    writer = ModelFolderWriter(path, config=CONFIG, specs=specs, shard_size=4096, whole=whole)
-    try:
-        for name, tensor in tensors.items():
-            writer.append(name, tensor)
-        return writer.publish()
-    except BaseException:
-        writer.abandon()
-        raise
+    writer = model_writer(path, config=CONFIG, specs=specs, shard_size=4096, whole=whole)
+    return writer.write(tensors.items())
 
 
 def values(path: Path) -> set[float]:

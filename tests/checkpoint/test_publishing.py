@@ -12,8 +12,8 @@ from tests.support.needs import needs
 from zerotune.backend.adapter_layouts import LORA_FILE
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint import Card, publish
-from zerotune.checkpoint.adapters import AdapterFileWriter
-from zerotune.checkpoint.export import ModelFolderWriter
+from zerotune.checkpoint.export.driver import ExportWriter
+from zerotune.checkpoint.export.model import model_writer
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError
@@ -41,21 +41,18 @@ def hub(monkeypatch):
 def model_folder(path, *, count=4, shard=SHARD, value=1.0):
     """What export_model writes."""
     specs = [TensorSpec(key=f"w{i}", dtype=torch.float32, shape=(512,)) for i in range(count)]
-    writer = ModelFolderWriter(
-        path, config={"_class_name": "UNet2DModel"}, specs=specs, shard_size=shard
+    config = {"_class_name": "UNet2DModel"}
+    writer = model_writer(path, config=config, specs=specs, shard_size=shard)
+    return writer.write(
+        (spec.key, torch.full(spec.shape, value + index)) for index, spec in enumerate(specs)
     )
-    for index, spec in enumerate(specs):
-        writer.append(spec.key, torch.full(spec.shape, value + index))
-    return writer.publish()
 
 
 def adapter_file(folder):
     """What export_adapters writes."""
     spec = TensorSpec(key="unet.to_q.lora_A.weight", dtype=torch.float32, shape=(4, 8))
-    writer = AdapterFileWriter(folder / LORA_FILE, specs=[spec], metadata={})
-    writer.append(spec.key, torch.ones(4, 8))
-    writer.publish()
-    return folder / LORA_FILE
+    writer = ExportWriter(folder / LORA_FILE, stem=None, specs=[spec])
+    return writer.write([(spec.key, torch.ones(4, 8))])
 
 
 def send(hub, folder, **settings):

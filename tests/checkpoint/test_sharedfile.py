@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from zerotune.checkpoint.contents import Counters, Part, RankShare
 from zerotune.checkpoint.save import Filing
-from zerotune.checkpoint.tensors import WEIGHTS, SharedFileWriter, Subject, confirm, hash_of
+from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorWriter, confirm, hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 MOMENT = Subject(kind="optimizer", of="exp_avg")
@@ -20,7 +20,7 @@ MOMENT = Subject(kind="optimizer", of="exp_avg")
 
 def share(parts, *, step=3):
     counters = {part.name: Counters(step=step, scalars={}) for part in parts}
-    return RankShare(parts={WEIGHTS: tuple(parts)}, counters=counters, rank_file=10)
+    return RankShare(parts={WEIGHTS: tuple(parts)}, counters=counters, nbytes=10)
 
 
 def part(name, start, numel):
@@ -46,11 +46,11 @@ def test_whatever_way_parts_are_cut_the_file_is_whole(shapes, cuts, shard_size, 
     for file in filing.files:
         file.create(folder)
     for parts in reversed(writers):
-        with SharedFileWriter(folder, filing.files) as writer:
+        with TensorWriter(folder, filing.files) as writer:
             for each in parts:
                 flat = tensors[each.name].reshape(-1)[each.start : each.start + each.numel]
-                writer.write(WEIGHTS, each.name, each.start, flat)
-            written += writer.finish()
+                writer.write(each.name, flat, subject=WEIGHTS, start=each.start)
+            written += writer.written
     for file in filing.files:
         record = confirm(folder, file, written)
         path = folder / file.name
@@ -78,7 +78,7 @@ def test_elements_that_nobody_or_two_hold_are_refused(parts):
 
 def test_states_of_some_parameters_are_filed_with_these_alone():
     first = share([part("p", 0, 4), part("q", 0, 1)])
-    second = RankShare(parts={MOMENT: (part("q", 0, 1),)}, counters={}, rank_file=0)
+    second = RankShare(parts={MOMENT: (part("q", 0, 1),)}, counters={}, nbytes=0)
     filing = Filing.of([first, second], {"p": (4,), "q": (1,)})
     assert [(file.name, set(file.offsets)) for file in filing.files] == [
         ("weights-00001-of-00001.safetensors", {"p", "q"}),
@@ -91,11 +91,9 @@ def test_what_the_disk_changed_is_found(tmp_path):
     filing = Filing.of([share([part("p", 0, 4)])], {"p": (4,)})
     (file,) = filing.files
     file.create(tmp_path)
-    with SharedFileWriter(tmp_path, filing.files) as writer:
-        writer.write(WEIGHTS, "p", 0, torch.ones(4))
-        with pytest.raises(CheckpointError, match="q: weights changed while it was saved"):
-            writer.write(WEIGHTS, "q", 0, torch.ones(4))
-        written = writer.finish()
+    with TensorWriter(tmp_path, filing.files) as writer:
+        writer.write("p", torch.ones(4), subject=WEIGHTS)
+        written = writer.written
     confirm(tmp_path, file, written)
     path = tmp_path / file.name
     whole = path.read_bytes()
@@ -106,3 +104,21 @@ def test_what_the_disk_changed_is_found(tmp_path):
     path.write_bytes(whole)
     with pytest.raises(CheckpointCorruptError, match="does not hold what was written"):
         confirm(tmp_path, file, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "tensor"),
+    [
+        ("q", 0, torch.ones(4)),
+        ("p", 0, torch.ones(5)),
+        ("p", 3, torch.ones(2)),
+        ("p", 0, torch.ones(4).half()),
+    ],
+)
+def test_only_what_was_laid_out_is_written(name, start, tensor, tmp_path):
+    filing = Filing.of([share([part("p", 0, 4)])], {"p": (4,)})
+    filing.files[0].create(tmp_path)
+    with TensorWriter(tmp_path, filing.files) as writer:
+        with pytest.raises(CheckpointError, match=f"{name}: weights changed while it was saved"):
+            writer.write(name, tensor, subject=WEIGHTS, start=start)
+        assert writer.written == ()

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from zerotune.checkpoint.tensors import TensorFileWriter, TensorSpec, file_size, hash_of
-from zerotune.errors import CheckpointError
+from zerotune.checkpoint.tensors import (
+    EXPORT,
+    TensorFile,
+    TensorReader,
+    TensorSpec,
+    TensorWriter,
+    hash_of,
+)
+from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 DTYPES = (
     torch.float64,
@@ -28,14 +35,23 @@ DTYPES = (
 )
 
 
+def laid_out(path, specs, metadata=None):
+    file = TensorFile.of(path.name, EXPORT, specs, metadata=metadata or {})
+    file.create(path.parent)
+    return file
+
+
 def write(path, tensors, metadata=None):
     specs = [TensorSpec.of(key, tensor) for key, tensor in tensors.items()]
-    with TensorFileWriter(path, specs=specs, metadata=metadata or {}) as writer:
+    file = laid_out(path, specs, metadata)
+    with TensorWriter(path.parent, [file]) as writer:
         for key, tensor in tensors.items():
-            writer.append(key, tensor)
-        nbytes, sha256 = writer.finish()
-    assert nbytes == path.stat().st_size == file_size(specs, metadata or {})
-    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == hash_of(path)
+            writer.write(key, tensor)
+        (record,) = writer.confirm([file], writer.written)
+    assert record.nbytes == path.stat().st_size == file.nbytes
+    assert record.sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == hash_of(path)
+    with TensorReader([path]) as reader:
+        assert all(same(reader.tensor(key), tensor) for key, tensor in tensors.items())
 
 
 def same(left, right):
@@ -99,41 +115,59 @@ def test_any_names_dtypes_and_shapes_survive(entries, tmp_path_factory):
     assert all(same(loaded[key], tensor) for key, tensor in tensors.items())
 
 
-def test_only_what_was_announced_is_written(tmp_path):
-    specs = [TensorSpec.of("a", torch.zeros(3)), TensorSpec.of("b", torch.zeros(2))]
+def test_a_file_that_lacks_a_tensor_is_not_confirmed(tmp_path):
+    file = laid_out(tmp_path / "x", [TensorSpec.of(key, torch.zeros(3)) for key in "ab"])
+    with TensorWriter(tmp_path, [file]) as writer:
+        writer.write("a", torch.zeros(3))
+        with pytest.raises(CheckpointCorruptError, match=r"does not hold what was written"):
+            writer.confirm([file], writer.written)
 
-    def writer(name):
-        return TensorFileWriter(tmp_path / name, specs=specs, metadata={})
 
-    with writer("order") as file, pytest.raises(CheckpointError, match="expected"):
-        file.append("b", torch.zeros(2))
-    with writer("shape") as file, pytest.raises(CheckpointError, match="expected"):
-        file.append("a", torch.zeros(4))
-    with writer("dtype") as file, pytest.raises(CheckpointError, match="expected"):
-        file.append("a", torch.zeros(3).half())
-    with writer("short") as file:
-        file.append("a", torch.zeros(3))
-        with pytest.raises(CheckpointError, match="1 tensors were not written"):
-            file.finish()
-    with writer("long") as file:
-        file.append("a", torch.zeros(3))
-        file.append("b", torch.zeros(2))
-        with pytest.raises(CheckpointError, match="expected None"):
-            file.append("c", torch.zeros(1))
+def test_a_tensor_in_two_files_is_named(tmp_path):
+    for name in ("1.safetensors", "2.safetensors"):
+        write(tmp_path / name, {"a": torch.zeros(3)})
+    files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    with pytest.raises(CheckpointCorruptError, match=r"^2\.\w+: 'a': is in 1\.safetensors too"):
+        TensorReader(files)
+
+
+def test_what_is_not_in_the_file_is_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write(path, {"a": torch.zeros(3)})
+    with TensorReader([path]) as reader:
+        with pytest.raises(CheckpointCorruptError, match=r"^export/b: is in no file"):
+            reader.tensor("b")
+        with pytest.raises(CheckpointCorruptError, match=r"has 3 elements and 2 to 4 are wanted"):
+            reader.fill(torch.zeros(2), "a", 2)
+        with pytest.raises(CheckpointCorruptError, match=r"instead of torch\.float32 \(4,\)"):
+            reader.check("a", torch.float32, (4,))
+        path.write_bytes(path.read_bytes()[:-5])
+        with pytest.raises(CheckpointCorruptError, match=r"it ends 5 bytes too early"):
+            reader.tensor("a")
 
 
 def test_what_the_format_cannot_hold_is_named(tmp_path):
     twice = [TensorSpec.of("a", torch.zeros(1))] * 2
     with pytest.raises(CheckpointError, match=r"^a: two tensors"):
-        TensorFileWriter(tmp_path / "x", specs=twice, metadata={})
+        laid_out(tmp_path / "x", twice)
     rotary = [TensorSpec.of("rope", torch.zeros(1, dtype=torch.complex64))]
     with pytest.raises(CheckpointError, match=r"^rope: safetensors cannot hold torch\.complex64"):
-        TensorFileWriter(tmp_path / "x", specs=rotary, metadata={})
+        laid_out(tmp_path / "x", rotary)
     assert not (tmp_path / "x").exists()
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path):
     (tmp_path / "x").write_text("precious")
     with pytest.raises(FileExistsError):
-        TensorFileWriter(tmp_path / "x", specs=[], metadata={})
+        laid_out(tmp_path / "x", [])
     assert (tmp_path / "x").read_text() == "precious"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_exports_are_cast_as_torch_casts(dtype, tmp_path):
+    tensor = torch.randn(5, 7).double()
+    file = laid_out(tmp_path / "x.safetensors", [TensorSpec.of("a", tensor.to(dtype))])
+    with TensorWriter(tmp_path, [file]) as writer:
+        writer.write("a", tensor)
+        writer.confirm([file], writer.written)
+    assert same(load_file(tmp_path / "x.safetensors")["a"], tensor.to(dtype))

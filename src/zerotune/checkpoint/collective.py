@@ -34,7 +34,8 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
     except ZeroTuneError as error:
         failure = error
     except Exception as error:  # noqa: BLE001 - the others wait for what became of this rank
-        failure = _wrapped(error, purpose)
+        fix = fix_of(error) if isinstance(error, OSError) else None
+        failure = CheckpointError(f"{type(error).__name__}: {error}", key=purpose, fix=fix)
         failure.__cause__ = error
     group.barrier(purpose)
     outcomes = group.gather((result, failure))
@@ -44,31 +45,3 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
         if other is not None:
             raise other.passed_on(rank)
     return [outcome for outcome, _ in outcomes]
-
-
-def _wrapped(error: Exception, purpose: str) -> ZeroTuneError:
-    fix = fix_of(error) if isinstance(error, OSError) else None
-    return CheckpointError(f"{type(error).__name__}: {error}", key=purpose, fix=fix)
-
-
-class Attempts:
-    """Work beside a collective operation: a failure waits until the operation is over.
-
-    When one rank's disk fails, the others still wait for that rank in the gathering.
-    """
-
-    def __init__(self) -> None:
-        self._failure: Exception | None = None
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Do it, unless something has failed before."""
-        if self._failure is None:
-            try:
-                action()
-            except Exception as error:  # noqa: BLE001 - raised by reraise, on every rank
-                self._failure = error
-
-    def reraise(self) -> None:
-        """Raise what has failed."""
-        if self._failure is not None:
-            raise self._failure

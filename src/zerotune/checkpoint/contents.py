@@ -1,15 +1,19 @@
-"""What one rank puts into a checkpoint, and under which names."""
+"""What goes into a checkpoint: what one rank writes, and what the manifest says of the engine."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import attrs
 import torch
 
+from zerotune._util.versions import installed_version
 from zerotune.checkpoint import randomness
-from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorSpec
+from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
+from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
 from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,15 +51,12 @@ def shadow_key(shadow: str, key: str) -> str:
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that belong to a model's state, by dotted name; shared ones once."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    buffers: dict[int, tuple[str, torch.Tensor]] = {}
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
-            if name in part._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+            if name not in part._non_persistent_buffers_set:
+                buffers.setdefault(id(buffer), (f"{prefix}.{name}" if prefix else name, buffer))
+    return dict(buffers.values())
 
 
 @attrs.frozen(kw_only=True)
@@ -82,12 +83,12 @@ class Counters:
 
 @attrs.frozen(kw_only=True)
 class RankShare:
-    """What one rank will write, told to the others before the first byte is written."""
+    """What one rank will write; all ranks know it before the first byte is written."""
 
     parts: Mapping[Subject, tuple[Part, ...]]
     counters: Mapping[str, Counters]
-    rank_file: int
-    """Bytes of the file that is this rank's alone."""
+    nbytes: int
+    """Of the file that is this rank's alone."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -110,17 +111,14 @@ class RankContents:
     others: Tensors
     """Buffers, generators and what a shadow has besides: for this rank's own file."""
     metadata: Mapping[str, str]
+    rank: int = 0
+    world_size: int = 1
     pieces: tuple[Piece, ...] | None = None
     """Copies of everything in ``parts``; ``None`` where the engine is read while writing."""
 
     @classmethod
     def of(cls, engine: Engine, *, shadows: Mapping[str, ShadowLike], rng: bool) -> RankContents:
-        """Look at this rank's share of an engine; reads no weights.
-
-        Raises:
-            CheckpointError: An optimizer state cannot be stored by fragment.
-            ZeroTuneError: A shadow cannot be saved now.
-        """
+        """Look at this rank's share of an engine; reads no weights."""
         others = {
             BUFFER + name: buffer for name, buffer in persistent_buffers(engine.module).items()
         }
@@ -131,24 +129,41 @@ class RankContents:
         counters: dict[str, Counters] = {}
         if owner:
             parts, counters = _optimized(engine)
-        kept: dict[str, Tensors] = {}
+        averages: dict[str, Tensors] = {}
         for name, shadow in shadows.items():
             state = shadow.state_dict()
-            kept[name] = {k: t for k, t in state.items() if owner and k in addresses}
-            if kept[name]:
-                owned = tuple(Part.of(addresses[key]) for key in kept[name])
-                parts[Subject(kind="shadow", of=name)] = owned
+            averages[name] = {k: t for k, t in state.items() if owner and k in addresses}
+            if averages[name]:
+                subject = Subject(kind="shadow", of=name)
+                parts[subject] = tuple(Part.of(addresses[key]) for key in averages[name])
             others |= {shadow_key(name, k): t for k, t in state.items() if k not in addresses}
-        metadata = {"format": "pt", "rank": str(engine.group.rank)}
+        group = engine.group
+        metadata = {"format": "pt", "rank": str(group.rank)}
         if rng:
             generators, metadata[randomness.TEXT] = randomness.capture()
             others |= generators
-        return cls(parts=parts, counters=counters, shadows=kept, others=others, metadata=metadata)
+        return cls(
+            parts=parts,
+            counters=counters,
+            shadows=averages,
+            others=others,
+            metadata=metadata,
+            rank=group.rank,
+            world_size=group.world_size,
+        )
 
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors of this rank's own file."""
-        return tuple(TensorSpec.of(key, tensor) for key, tensor in self.others.items())
+    def file(self) -> TensorFile:
+        """The file that is this rank's alone."""
+        return TensorFile.of(
+            f"rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors",
+            Subject(kind="rank", of=str(self.rank)),
+            [TensorSpec.of(key, tensor) for key, tensor in self.others.items()],
+            metadata=self.metadata,
+        )
+
+    def share(self) -> RankShare:
+        """What the other ranks must know of it."""
+        return RankShare(parts=self.parts, counters=self.counters, nbytes=self.file().nbytes)
 
     def read(self, engine: Engine) -> Iterator[Piece]:
         """Everything in ``parts``, one sub-group of the master weights in memory at a time."""
@@ -191,7 +206,7 @@ def _optimized(engine: Engine) -> tuple[dict[Subject, tuple[Part, ...]], dict[st
         counters[part.name] = Counters(
             step=states.step, scalars=plain_data(states.scalars, part.name)
         )
-    return {subject: tuple(owned) for subject, owned in parts.items()}, counters
+    return {subject: tuple(some) for subject, some in parts.items()}, counters
 
 
 def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
@@ -214,11 +229,7 @@ def _checked_states(states: OptimizerStates, name: str) -> tuple[str, ...]:
 
 
 def plain_data(value: Any, key: str) -> Any:
-    """``value`` as JSON gives it back: dicts with text keys, lists, text, finite numbers.
-
-    Raises:
-        CheckpointError: Something in it would not survive; the message names where it is.
-    """
+    """``value`` as JSON gives it back: dicts with text keys, lists, text, finite numbers."""
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
@@ -237,3 +248,102 @@ def plain_data(value: Any, key: str) -> Any:
         value=value,
         fix="keep numbers, text, lists and dicts; tensors belong into a shadow",
     )
+
+
+# -- What the manifest says of an engine.
+
+
+def draft(
+    engine: Engine, *, shadows: Mapping[str, Any], rng: bool, extra: Mapping[str, Any]
+) -> Manifest:
+    """The manifest of an engine as it is now, with neither parameters nor files."""
+    state = attrs.evolve(
+        engine.state,
+        scheduler=plain_data(engine.state.scheduler, "scheduler"),
+        loss_scaler=plain_data(engine.state.loss_scaler, "loss_scaler"),
+    )
+    return Manifest(
+        created=now(),
+        versions={**versions(), **engine.plan.platform.versions},
+        world_size=engine.group.world_size,
+        plan=plan_record(engine),
+        state=state,
+        model=model_config(engine.module),
+        parameters=(),
+        frozen=frozen_records(engine.module),
+        aliases=tied_names(engine.module),
+        buffers=buffer_records(engine.module),
+        files=(),
+        shadows=sorted(shadows),
+        rng=rng,
+        extra=extra,
+    )
+
+
+def plan_record(engine: Engine) -> PlanRecord:
+    """What the manifest says of the plan an engine runs under."""
+    plan = engine.plan
+    return PlanRecord(
+        engine="deepspeed" if plan.uses_deepspeed else "plain",
+        stage=plan.stage,
+        precision=plan.precision,
+        offload_optimizer=plan.offload_optimizer,
+        offload_param=plan.offload_param,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        digest=plan.digest(),
+        config=plan.to_deepspeed(),
+        optimizer=plain_data(attrs.asdict(plan.optimizer), "optimizer"),
+        scheduler=plan.scheduler and plain_data(attrs.asdict(plan.scheduler), "scheduler"),
+    )
+
+
+def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
+    """What the manifest says of the model's buffers."""
+    return tuple(tensor_record(name, b) for name, b in persistent_buffers(module).items())
+
+
+def frozen_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
+    """What the manifest says of the parameters that are not trained."""
+    return tuple(
+        tensor_record(name, p) for name, p in module.named_parameters() if not p.requires_grad
+    )
+
+
+def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:
+    """A diffusers model's ``config.json``; ``None`` of a module that has none."""
+    write = getattr(module, "to_json_string", None)
+    if write is None:
+        return None
+    try:
+        config: Mapping[str, Any] = plain_data(json.loads(write()), "model.config")
+    except (TypeError, ValueError, CheckpointError):
+        # A configuration that is no JSON cannot be exported either, and that says so.
+        return None
+    return config
+
+
+def now() -> str:
+    """UTC time, ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def versions() -> dict[str, str]:
+    """The installed zerotune and torch."""
+    return {
+        "zerotune": installed_version("zerotune") or "unknown",
+        "torch": torch.__version__,
+    }
+
+
+def tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, and their first."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+
+
+def tensor_record(name: str, tensor: torch.Tensor) -> TensorRecord:
+    """What the manifest says of a tensor."""
+    # ZeRO-3 keeps the full shape beside a partitioned parameter.
+    shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+    return TensorRecord(name=name, shape=shape, dtype=str(tensor.dtype).removeprefix("torch."))

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
 import torch
 
 from zerotune._util.files import system_errors
 from zerotune.backend.deepspeed.native_checkpoints import NativeCheckpoint
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState
-from zerotune.checkpoint.contents import BUFFER, Counters, Part, Piece, RankContents, RankShare
-from zerotune.checkpoint.contents import plain_data as plain
-from zerotune.checkpoint.export import ModelFolderReader, export_checkpoint
+from zerotune.checkpoint.contents import (
+    BUFFER,
+    Counters,
+    Part,
+    Piece,
+    RankContents,
+    now,
+    plain_data,
+    tensor_record,
+    versions,
+)
+from zerotune.checkpoint.export.model import ModelFolderReader, export_checkpoint
 from zerotune.checkpoint.folders import checked_path
 from zerotune.checkpoint.manifest import MANIFEST, Manifest, PlanRecord, TensorRecord
-from zerotune.checkpoint.records import now, version
 from zerotune.checkpoint.save import Filing, Writing
-from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorSpec, file_size
+from zerotune.checkpoint.tensors import WEIGHTS, Subject
 from zerotune.errors import CheckpointError
 from zerotune.optimizers.catalogue import canonical
 
@@ -88,16 +95,7 @@ def _native_folder(folder: Path) -> Path | None:
 
 
 def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
-    plan = _plan_of(native)
     counters = Counters(step=native.step, scalars={})
-    draft = _draft(
-        origin=f"DeepSpeed {native.version}",
-        state=native.state,
-        plan=plan,
-        aliases=native.aliases,
-        frozen=[TensorRecord(name=name, shape=shape) for name, shape in native.frozen.items()],
-        buffers=native.buffers,
-    )
 
     def pieces() -> Iterator[Piece]:
         for each in native.parts():
@@ -107,7 +105,11 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
 
     return _write(
         final,
-        draft=draft,
+        origin=f"DeepSpeed {native.version}",
+        state=native.state,
+        plan=_plan_of(native),
+        aliases=native.aliases,
+        frozen=[TensorRecord(name=name, shape=shape) for name, shape in native.frozen.items()],
         shapes=native.parameters,
         states=native.states,
         counters=dict.fromkeys(native.parameters, counters),
@@ -118,7 +120,6 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
 
 def _from_model(reader: ModelFolderReader, final: Path) -> Path:
     shapes = {name: stored.shape for name, stored in reader.tensors.items()}
-    draft = _draft(origin="a model folder", state=_FRESH, plan=None, model=reader.config)
 
     def pieces() -> Iterator[Piece]:
         for name in shapes:
@@ -126,11 +127,11 @@ def _from_model(reader: ModelFolderReader, final: Path) -> Path:
             part = Part(name=name, start=0, numel=tensor.numel())
             yield Piece(subject=WEIGHTS, part=part, tensor=tensor)
 
-    return _write(final, draft=draft, shapes=shapes, pieces=pieces)
+    return _write(final, origin="a model folder", model=reader.config, shapes=shapes, pieces=pieces)
 
 
 def _plan_of(native: NativeCheckpoint) -> PlanRecord:
-    config = plain(native.config, "ds_config")
+    config = plain_data(native.config, "ds_config")
     section = config.get("zero_optimization", {})
     optimizer = config.get("optimizer") or {}
     # A script that made its own optimizer has none in the configuration; Adam's states are
@@ -152,71 +153,56 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     )
 
 
-def _draft(
-    *,
-    origin: str,
-    state: EngineState,
-    plan: PlanRecord | None,
-    model: Mapping[str, Any] | None = None,
-    aliases: Mapping[str, str] | None = None,
-    frozen: list[TensorRecord] | None = None,
-    buffers: Mapping[str, torch.Tensor] | None = None,
-) -> Manifest:
-    return Manifest(
-        created=now(),
-        versions={"zerotune": version(), "torch": torch.__version__},
-        origin=origin,
-        world_size=1,
-        plan=plan,
-        state=state,
-        model=model,
-        parameters=(),
-        frozen=frozen or (),
-        aliases=aliases or {},
-        buffers=[
-            TensorRecord(name=n, shape=b.shape, dtype=str(b.dtype).removeprefix("torch."))
-            for n, b in (buffers or {}).items()
-        ],
-        files=(),
-        shadows=(),
-        rng=False,
-        extra={},
-    )
-
-
 def _write(
     final: Path,
     *,
-    draft: Manifest,
+    origin: str,
     shapes: Mapping[str, tuple[int, ...]],
     pieces: Callable[[], Iterator[Piece]],
+    state: EngineState = _FRESH,
+    plan: PlanRecord | None = None,
+    model: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    frozen: Sequence[TensorRecord] = (),
     states: tuple[str, ...] = (),
     counters: Mapping[str, Counters] | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write a checkpoint of what one process reads."""
+    buffers = buffers or {}
     whole = tuple(
         Part(name=name, start=0, numel=torch.Size(shape).numel()) for name, shape in shapes.items()
     )
-    subjects = (WEIGHTS, *(Subject(kind="optimizer", of=state) for state in states))
+    subjects = (WEIGHTS, *(Subject(kind="optimizer", of=state_name) for state_name in states))
     contents = RankContents(
         parts=dict.fromkeys(subjects, whole),
         counters=counters or {},
         shadows={},
-        others={BUFFER + name: buffer for name, buffer in (buffers or {}).items()},
+        others={BUFFER + name: buffer for name, buffer in buffers.items()},
         metadata={"format": "pt", "rank": "0"},
     )
-    specs = [TensorSpec.of(key, tensor) for key, tensor in contents.others.items()]
-    share = RankShare(
-        parts=contents.parts,
-        counters=contents.counters,
-        rank_file=file_size(specs, contents.metadata),
+    filing = Filing.of([contents.share()], shapes)
+    draft = Manifest(
+        created=now(),
+        versions=versions(),
+        origin=origin,
+        world_size=1,
+        plan=plan,
+        state=state,
+        model=model,
+        parameters=filing.parameters,
+        frozen=frozen,
+        aliases=aliases or {},
+        buffers=[tensor_record(name, buffer) for name, buffer in buffers.items()],
+        files=(),
+        shadows=(),
+        rng=False,
+        extra={},
     )
-    filing = Filing.of([share], shapes)
     return Writing(
         group=ProcessGroup.alone(),
         final=final,
-        draft=attrs.evolve(draft, parameters=filing.parameters),
+        draft=draft,
         filing=filing,
         contents=contents,
         pieces=pieces,

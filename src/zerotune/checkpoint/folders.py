@@ -1,4 +1,4 @@
-"""How a checkpoint folder comes to its name, and which folders are checkpoints.
+"""How a checkpoint or an export comes to its name, and which folders are which.
 
 A checkpoint is filled under ``<name>.tmp-<id>`` and renamed when it is whole. One of the same name
 is first renamed to ``<name>.old-<id>`` and removed last. So at every moment there is a whole
@@ -8,24 +8,27 @@ checkpoint under one of the three names, and ``find_checkpoint`` knows them.
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import attrs
 from typing_extensions import override
 
 from zerotune._util.files import exchange, sync, system_errors
 from zerotune._util.ownership import try_lock
-from zerotune._util.text import disk_size
-from zerotune.checkpoint.exported import check_replaceable, files_of_export
+from zerotune._util.text import disk_size, json_of
+from zerotune.backend.stored import read_header
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
+from zerotune.checkpoint.tensors import hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")
@@ -36,6 +39,8 @@ _WRITTEN: Final = re.compile(
     r"(weights|optimizer\..+|shadow\..+|rank)-\d{5}-of-\d{5}\.safetensors", re.ASCII
 )
 """Files that saving makes, also where no manifest tells of them."""
+_MARK: Final = "zerotune"
+"""Where the mark of an export stands in a safetensors header."""
 _FREE_MARGIN: Final = 2**24
 """Bytes left free beside what will be written, for the file system's own bookkeeping."""
 
@@ -46,11 +51,7 @@ def step_folder(root: str | os.PathLike[str], step: int) -> Path:
 
 
 def checked_path(directory: str | os.PathLike[str]) -> Path:
-    """An absolute path at which a checkpoint may lie.
-
-    Raises:
-        CheckpointError: It is a symbolic link, or one of the names used while writing.
-    """
+    """An absolute path at which a checkpoint may lie."""
     path = Path(os.path.abspath(directory))  # noqa: PTH100 - Path.absolute keeps "..".
     with system_errors(CheckpointError, path, "cannot be the name of a checkpoint"):
         linked = path.is_symlink()
@@ -72,9 +73,6 @@ class Staging:
 
     The process that made it holds a lock on it, so that others can tell work in progress from
     what a killed process left behind.
-
-    Raises:
-        CheckpointError: ``final`` exists and is no checkpoint.
     """
 
     def __init__(self, final: Path) -> None:
@@ -102,7 +100,14 @@ class Staging:
             _remove(self.path)
 
     def _check(self, final: Path) -> None:
-        _check_replaceable(final)
+        if not final.exists():
+            return
+        if not final.is_dir() or (any(final.iterdir()) and not (final / MANIFEST).is_file()):
+            raise CheckpointError(
+                "exists and is no checkpoint, so it is not replaced",
+                key=str(final),
+                fix="choose another folder, or remove it yourself",
+            )
 
     def _take_place(self) -> Path | None:
         """Take the final name; where what had it before lies now."""
@@ -122,9 +127,6 @@ class ExportStaging(Staging):
     """The same for an export, which has nobody who finds it under another name meanwhile.
 
     So the two swap their names in one step, where the file system can.
-
-    Raises:
-        CheckpointError: ``final`` exists and is no export, or was changed.
     """
 
     @override
@@ -147,11 +149,7 @@ class ExportStaging(Staging):
 
 
 def check_space(folder: Path, nbytes: int) -> None:
-    """Check that ``nbytes`` more fit on the disk of ``folder``.
-
-    Raises:
-        CheckpointError: They do not.
-    """
+    """Check that ``nbytes`` more fit on the disk of ``folder``."""
     free = shutil.disk_usage(folder).free
     if free < nbytes + _FREE_MARGIN:
         raise CheckpointError(
@@ -166,16 +164,16 @@ def find_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, Manifest]:
 
     Usually ``directory`` itself. When a process was killed between the two renames that replace a
     checkpoint, the newest whole one beside it.
-
-    Raises:
-        CheckpointError: There is no checkpoint of this name.
-        CheckpointCorruptError: Its manifest cannot be read.
     """
     path = checked_path(directory)
-    found = _located(path)
-    if found is None:
-        raise _no_checkpoint(path)
-    return found
+    if (located := _located(path)) is not None:
+        return located
+    fix = "give a folder written by save_checkpoint, such as <root>/step-00001234"
+    if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
+        fix = f"DeepSpeed's own checkpoint? `zerotune checkpoint convert {path} NEW`"
+    elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
+        fix = f"did you mean {newest}?"
+    raise CheckpointError(f"is no checkpoint (no {MANIFEST} in it)", key=str(path), fix=fix)
 
 
 def _located(path: Path) -> tuple[Path, Manifest] | None:
@@ -193,7 +191,7 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
             f"cannot be read ({error.strerror})", key=str(path), fix="use another checkpoint"
         ) from error
     beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
-    for sibling in sorted(beside, key=_written, reverse=True):
+    for sibling in sorted(beside, key=_manifest_time, reverse=True):
         if (manifest := _whole(sibling)) is not None:
             logger.warning("%s was not renamed when it was saved; using %s", path, sibling)
             return sibling, manifest
@@ -250,24 +248,19 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
     """
     if keep < 1:
         raise CheckpointError("must be a whole number, 1 or more", key="keep", value=keep)
-    folder = Path(root)
+    folder, removed = Path(root), []
     with system_errors(CheckpointError, folder, "older checkpoints cannot be removed"):
-        return _prune(folder, keep)
-
-
-def _prune(folder: Path, keep: int) -> tuple[Path, ...]:
-    whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
-    removed = []
-    for path in whole[keep:]:
-        if _is_folder(path):
-            trash = _sibling(path, "trash")
-            path.rename(trash)
-            _remove(trash)
-            removed.append(path)
-        elif _remove_stand_ins(path):
-            removed.append(path)
-    if folder.is_dir():
-        remove_leftovers(folder)
+        whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
+        for path in whole[keep:]:
+            if _is_folder(path):
+                trash = _sibling(path, "trash")
+                path.rename(trash)
+                _remove(trash)
+                removed.append(path)
+            elif _remove_stand_ins(path):
+                removed.append(path)
+        if folder.is_dir():
+            remove_leftovers(folder)
     return tuple(removed)
 
 
@@ -283,11 +276,7 @@ def _remove_stand_ins(path: Path) -> bool:
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Check that every file is there, with its size.
-
-    Raises:
-        CheckpointCorruptError: Names the first that is not.
-    """
+    """Check that every file is there, with its size."""
     for record in manifest.files:
         path = folder / record.name
         try:
@@ -334,32 +323,23 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
 
 def _checkpoints(root: Path) -> Iterator[tuple[Path, Manifest | CheckpointError]]:
     """What is called like a step's checkpoint, newest first: its manifest, or what is wrong."""
-    for _, path in _steps(root):
+    steps = {m[0]: int(m[1]) for path in _entries(root) if (m := _STEP.fullmatch(_base(path)))}
+    for name, _ in sorted(steps.items(), key=lambda item: (item[1], item[0]), reverse=True):
+        path = root / name
         try:
             # Without find_checkpoint's suggestions, which look for checkpoints themselves.
-            found = _located(checked_path(path))
-            if found is None:
+            located = _located(checked_path(path))
+            if located is None:
                 raise CheckpointError(f"has no {MANIFEST} in it", key=str(path))
-            check_files(*found)
+            check_files(*located)
         except CheckpointError as error:
             yield path, error
         else:
-            yield path, found[1]
-
-
-def _steps(root: Path) -> list[tuple[int, Path]]:
-    """Steps and paths of what is called like a step's checkpoint in a folder, newest first."""
-    names = {_base(path) for path in _entries(root)}
-    found = [(match, root / match[0]) for name in names if (match := _STEP.fullmatch(name))]
-    return sorted(((int(match[1]), path) for match, path in found), reverse=True)
+            yield path, located[1]
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder; nothing when there is none.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """What lies in a folder; nothing when there is none."""
     try:
         return list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
@@ -382,16 +362,17 @@ def _base(path: Path) -> str:
 def _leftovers(
     parent: Path, *, name: str | None = None, kinds: tuple[str, ...] = ("tmp", "old", "trash")
 ) -> list[Path]:
-    found = []
-    for path in _entries(parent):
-        match = _LEFTOVER.fullmatch(path.name)
-        wanted = match and match[2] in kinds and name in (None, match[1])
-        if wanted and _is_folder(path):
-            found.append(path)
-    return found
+    return [
+        path
+        for path in _entries(parent)
+        if (match := _LEFTOVER.fullmatch(path.name))
+        and match[2] in kinds
+        and name in (None, match[1])
+        and _is_folder(path)
+    ]
 
 
-def _written(folder: Path) -> int:
+def _manifest_time(folder: Path) -> int:
     """When a folder's manifest was written, in nanoseconds; 0 when it has none."""
     try:
         return (folder / MANIFEST).stat().st_mtime_ns
@@ -412,26 +393,6 @@ def _sibling(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
 
 
-def _check_replaceable(final: Path) -> None:
-    if not final.exists():
-        return
-    if not final.is_dir() or (any(final.iterdir()) and not (final / MANIFEST).is_file()):
-        raise CheckpointError(
-            "exists and is no checkpoint, so it is not replaced",
-            key=str(final),
-            fix="choose another folder, or remove it yourself",
-        )
-
-
-def _no_checkpoint(path: Path) -> CheckpointError:
-    fix = "give a folder written by save_checkpoint, such as <root>/step-00001234"
-    if path.is_dir() and ((path / "latest").exists() or any(path.glob("*zero_pp_rank*"))):
-        fix = f"DeepSpeed's own checkpoint? `zerotune checkpoint convert {path} NEW`"
-    elif path.is_dir() and (newest := latest_checkpoint(path)) is not None:
-        fix = f"did you mean {newest}?"
-    return CheckpointError(f"is no checkpoint (no {MANIFEST} in it)", key=str(path), fix=fix)
-
-
 def _remove(folder: Path) -> None:
     # Without its manifest nothing takes a half removed folder for a checkpoint.
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -445,12 +406,12 @@ def _retire(former: Path, successor: Path) -> None:
     """Remove a replaced checkpoint; what is not part of it goes to the one in its place."""
     if former.name.startswith(f"{successor.name}.old-") and _is_folder(successor):
         for path in _foreign(former):
-            kept = successor / path.relative_to(former)
-            if os.path.lexists(kept):
-                kept = kept.with_name(f"{kept.name}.former-{secrets.token_hex(6)}")
-            logger.info("%s is no part of what it lies in and is kept", kept)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(kept)
+            target = successor / path.relative_to(former)
+            if os.path.lexists(target):
+                target = target.with_name(f"{target.name}.former-{secrets.token_hex(6)}")
+            logger.info("%s is no part of what it lies in and is kept", target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
     _remove(former)
 
 
@@ -460,36 +421,35 @@ def _foreign(folder: Path) -> list[Path]:
     if exported is not None:
         return list(_besides(folder, exported))
     try:
-        own = frozenset(record.name for record in Manifest.read(folder).files)
+        listed = frozenset(record.name for record in Manifest.read(folder).files)
     except CheckpointError:
-        own = frozenset()
-    others = _besides(folder, own | {MANIFEST})
+        listed = frozenset()
+    others = _besides(folder, listed | {MANIFEST})
     return [path for path in others if not _WRITTEN.fullmatch(path.name)]
 
 
-def _besides(folder: Path, own: frozenset[str]) -> Iterator[Path]:
+def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
     """What lies in a folder but for some files; folders whole, where none of those are in them."""
     for path in _entries(folder):
-        inside = frozenset(
-            name.removeprefix(f"{path.name}/") for name in own if name.startswith(f"{path.name}/")
-        )
+        start = f"{path.name}/"
+        inside = frozenset(name.removeprefix(start) for name in names if name.startswith(start))
         if inside and _is_folder(path):
             yield from _besides(path, inside)
-        elif path.name not in own:
+        elif path.name not in names:
             yield path
 
 
 def _lock(folder: Path) -> int | None:
     """A lock on a folder that ends with this process; ``None`` where folders cannot be locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    held = False
+    locked = False
     try:
         with suppress(OSError):
-            held = try_lock(descriptor, exclusive=True)
+            locked = try_lock(descriptor, exclusive=True)
     finally:
-        if not held:
+        if not locked:
             os.close(descriptor)
-    return descriptor if held else None
+    return descriptor if locked else None
 
 
 @contextmanager
@@ -506,3 +466,100 @@ def _unused(folder: Path) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+# -- Exports: which files are ours, so that a later export may take their place.
+
+
+@attrs.frozen(kw_only=True)
+class Mark:
+    """What the weights of an export say in their headers of the export they belong to.
+
+    The same export has the same mark: it holds neither time nor version.
+    """
+
+    files: Mapping[str, str | None]
+    """SHA-256 (hex) by path from the top of the export; ``None`` of weights, which hold the mark
+    themselves."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """For the header of the weights."""
+        return {_MARK: json.dumps({"files": self.files}, sort_keys=True)}
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, str]) -> Mark | None:
+        """The mark in a header; ``None``: none of ours."""
+        try:
+            files = json_of(metadata[_MARK])["files"]
+        except (KeyError, TypeError, ValueError):
+            return None
+        return cls(files=files) if isinstance(files, dict) else None
+
+    def changed(self, top: Path) -> str | None:
+        """Which of the files in ``top`` is not as it was written; those that are gone are not."""
+        for name, sha256 in self.files.items():
+            file = top / name
+            if os.path.lexists(file) and not self._holds(file, sha256):
+                return name
+        return None
+
+    def _holds(self, file: Path, sha256: str | None) -> bool:
+        if not file.is_file() or file.is_symlink():
+            return False
+        return _mark_in(file) == self if sha256 is None else hash_of(file) == sha256
+
+
+def check_replaceable(path: Path) -> None:
+    """Check that nothing is lost when an export takes the place of ``path``."""
+    if not os.path.lexists(path) or (_is_folder(path) and not any(path.iterdir())):
+        return
+    changed: str | None = None
+    for mark in _marks(path):
+        changed = None if path.is_file() else mark.changed(path)
+        if changed is None:
+            return
+    reason = "zerotune did not write it"
+    if changed is not None:
+        reason = f"{changed} in it has changed since zerotune wrote it"
+    raise CheckpointError(
+        f"exists and is not replaced: {reason}",
+        key=str(path),
+        fix="choose another name, or remove it yourself",
+    )
+
+
+def check_apart(path: Path, base: Path) -> None:
+    """Check that an export does not take the place of what it is made from."""
+    if path.resolve() == base.resolve():
+        raise CheckpointError(
+            "exists and is not replaced: the export is made from it",
+            key=str(path),
+            fix="choose another name",
+        )
+
+
+def files_of_export(folder: Path) -> frozenset[str] | None:
+    """Files of the export in a folder, by their path in it; ``None``: there is no whole one."""
+    whole = [mark.files for mark in _marks(folder) if mark.changed(folder) is None]
+    return frozenset(name for files in whole for name in files) if whole else None
+
+
+def _marks(path: Path) -> Iterator[Mark]:
+    """The marks of what may be an export; a pipeline holds those of earlier ones, too."""
+    if path.is_file():
+        mark = None if path.is_symlink() else _mark_in(path)
+        if mark is not None:
+            yield mark
+        return
+    for file in sorted((*path.glob("*.safetensors"), *path.glob("*/*.safetensors"))):
+        mark = _mark_in(file)
+        if mark is not None and file.relative_to(path).as_posix() in mark.files:
+            yield mark
+
+
+def _mark_in(file: Path) -> Mark | None:
+    try:
+        return Mark.of(read_header(file)[1])
+    except CheckpointCorruptError:
+        return None

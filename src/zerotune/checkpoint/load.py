@@ -17,25 +17,30 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import numpy as np
 import torch
+from typing_extensions import override
 
+from zerotune._util.closing import Closable
 from zerotune._util.text import listing
-from zerotune.backend import stored as weights_in_files
-from zerotune.backend.stored import OpensFiles, StoredTensor, read_header
 from zerotune.checkpoint import randomness
 from zerotune.checkpoint.collective import together
-from zerotune.checkpoint.contents import BUFFER, ShadowLike, persistent_buffers, shadow_key
+from zerotune.checkpoint.contents import (
+    BUFFER,
+    ShadowLike,
+    buffer_records,
+    persistent_buffers,
+    plan_record,
+    shadow_key,
+)
 from zerotune.checkpoint.folders import check_files, find_checkpoint
 from zerotune.checkpoint.manifest import Manifest, ParameterRecord, PlanRecord, TensorRecord
 from zerotune.checkpoint.randomness import PREFIX
-from zerotune.checkpoint.records import buffer_records, plan_record
-from zerotune.checkpoint.tensors import WEIGHTS, Subject
+from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader
 from zerotune.checkpoint.verify import check_hashes
-from zerotune.decisions import Decision, announce
+from zerotune.decisions import Decision, Severity, announce
 from zerotune.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
-    shorten,
 )
 
 if TYPE_CHECKING:
@@ -43,149 +48,55 @@ if TYPE_CHECKING:
     from zerotune.backend.master_weights import EditableFragment, FragmentAddress
 
 
-_PIECE = 2**22
-"""Elements brought to another device at a time."""
-
-
-class CheckpointReader(OpensFiles):
+class CheckpointReader(Closable):
     """Reads exactly the bytes that are asked for, from the files of a checkpoint.
 
     Args:
         folder: The checkpoint.
         manifest: Its manifest.
-
-    Raises:
-        CheckpointCorruptError: A tensor is missing or a file is not in safetensors format.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(os.O_RDONLY)
         self._folder = folder
         self._manifest = manifest
-        self._places: dict[Subject, dict[str, tuple[str, StoredTensor]]] = {}
-        self._texts: dict[str, dict[str, str]] = {}
+        self._readers: dict[Subject, TensorReader] = {}
 
-    def names(self, subject: Subject) -> tuple[str, ...]:
-        """Names of the tensors of a subject."""
-        return tuple(self._tensors(subject))
-
-    def stored(self, subject: Subject, name: str) -> StoredTensor:
-        """Dtype and full shape of a tensor."""
-        return self._place(subject, name)[1]
-
-    def fill(self, into: torch.Tensor, subject: Subject, name: str, start: int = 0) -> None:
-        """Copy a part of a tensor.
-
-        Args:
-            into: 1-D, on any device, of the dtype that was saved.
-            subject: What the tensor is.
-            name: Its name.
-            start: First element in the flattened tensor.
-        """
-        file, stored = self._place(subject, name)
-        if start + into.numel() > math.prod(stored.shape):
-            raise CheckpointCorruptError(
-                f"has {math.prod(stored.shape)} elements and {start} to {start + into.numel()} "
-                "are wanted",
-                key=f"{file}: {name}",
-                fix="use another checkpoint",
-            )
-        offset = stored.offset + start * stored.dtype.itemsize
-        if into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype:
-            self._read(file, into, offset)
-            return
-        for piece in torch.split(into, _PIECE):
-            buffer = torch.empty(piece.numel(), dtype=stored.dtype)
-            self._read(file, buffer, offset)
-            piece.copy_(buffer)
-            offset += buffer.nbytes
+    def of(self, subject: Subject) -> TensorReader:
+        """What reads the tensors of a subject; their headers are read at the first use."""
+        if subject not in self._readers:
+            records = self._manifest.files_of(subject.kind, subject.of)
+            files = [self._folder / record.name for record in records]
+            self._readers[subject] = TensorReader(files, subject=subject)
+        return self._readers[subject]
 
     def tensor(self, subject: Subject, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU."""
-        stored = self.stored(subject, name)
-        flat = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
-        self.fill(flat, subject, name)
-        return flat.view(stored.shape)
+        return self.of(subject).tensor(name)
 
     def buffers(self, rank: int) -> dict[str, torch.Tensor]:
         """A rank's buffers, by dotted name."""
-        subject = _rank(rank)
-        named = [name for name in self.names(subject) if name.startswith(BUFFER)]
-        return {name.removeprefix(BUFFER): self.tensor(subject, name) for name in named}
+        reader = self.of(_rank(rank))
+        named = [name for name in reader.tensors if name.startswith(BUFFER)]
+        return {name.removeprefix(BUFFER): reader.tensor(name) for name in named}
 
-    def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], Mapping[str, str]]:
-        """A rank's generator states, under the names they were saved by, and metadata."""
-        subject = _rank(rank)
-        named = [name for name in self.names(subject) if name.startswith(PREFIX)]
-        texts = [self._texts[f.name] for f in self._manifest.files_of(subject.kind, subject.of)]
-        if len(texts) != 1:
+    def generators(self, rank: int) -> tuple[dict[str, torch.Tensor], str]:
+        """A rank's generator states, under the names they were saved by, and the text beside."""
+        reader = self.of(_rank(rank))
+        if len(reader.metadata) != 1:
             raise CheckpointCorruptError(
-                f"has {len(texts)} files instead of one",
-                key=subject.prefix,
+                f"has {len(reader.metadata)} files instead of one",
+                key=_rank(rank).prefix,
                 fix="use another checkpoint",
             )
-        return {name: self.tensor(subject, name) for name in named}, texts[0]
+        named = [name for name in reader.tensors if name.startswith(PREFIX)]
+        text = reader.metadata[0].get(randomness.TEXT, "")
+        return {name: reader.tensor(name) for name in named}, text
 
-    def shadow(
-        self, name: str, addresses: Sequence[FragmentAddress], *, rank: int
-    ) -> ShadowTensors:
-        """The tensors of a shadow for these fragments, read when they are looked up.
-
-        Args:
-            name: The shadow.
-            addresses: The fragments this rank owns now.
-            rank: Whose file tells what belongs to no fragment.
-        """
-        return ShadowTensors(self, name, addresses, rank=rank)
-
-    def check(self, subject: Subject, name: str, shape: Sequence[int]) -> None:
-        """Check that a tensor of the weights, a state or a shadow is there, as saving stores it.
-
-        Raises:
-            CheckpointCorruptError: It is missing, or has another dtype or shape.
-        """
-        file, stored = self._place(subject, name)
-        if (stored.dtype, stored.shape) != (torch.float32, tuple(shape)):
-            raise CheckpointCorruptError(
-                f"is {stored.dtype} {stored.shape} instead of torch.float32 {tuple(shape)}",
-                key=f"{file}: {shorten(name)}",
-                fix="use another checkpoint",
-            )
-
-    def _tensors(self, subject: Subject) -> dict[str, tuple[str, StoredTensor]]:
-        if subject not in self._places:
-            places: dict[str, tuple[str, StoredTensor]] = {}
-            for file in self._manifest.files_of(subject.kind, subject.of):
-                tensors, self._texts[file.name] = read_header(self._folder / file.name)
-                if twice := [name for name in tensors if name in places]:
-                    raise CheckpointCorruptError(
-                        f"is in {places[twice[0]][0]} too",
-                        key=f"{file.name}: {shorten(twice[0])}",
-                        fix="use another checkpoint",
-                    )
-                places.update({name: (file.name, stored) for name, stored in tensors.items()})
-            self._places[subject] = places
-        return self._places[subject]
-
-    def _place(self, subject: Subject, name: str) -> tuple[str, StoredTensor]:
-        found = self._tensors(subject).get(name)
-        if found is None:
-            raise CheckpointCorruptError(
-                "is in no file", key=f"{subject.prefix}/{name}", fix="use another checkpoint"
-            )
-        return found
-
-    def _read(self, file: str, into: torch.Tensor, offset: int) -> None:
-        path = self._folder / file
-        if not into.numel():
-            return
-        try:
-            view = memoryview(into.detach().view(torch.uint8).numpy().data)
-            done = weights_in_files.read_at(self._descriptor(path), view, offset)
-        except OSError as error:
-            raise _unreadable(path, str(error)) from error
-        if done != into.nbytes:
-            raise _unreadable(path, f"it ends {into.nbytes - done} bytes too early")
+    @override
+    def close(self) -> None:
+        """Close the files."""
+        for reader in self._readers.values():
+            reader.close()
 
 
 class ShadowTensors(Mapping[str, torch.Tensor]):
@@ -199,28 +110,25 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
         *,
         rank: int,
     ) -> None:
-        self._reader = reader
-        self._subject = Subject(kind="shadow", of=shadow)
-        self._rank = _rank(rank)
+        self._shared = reader.of(Subject(kind="shadow", of=shadow))
+        self._alone = reader.of(_rank(rank))
         prefix = shadow_key(shadow, "")
-        others = [name for name in reader.names(self._rank) if name.startswith(prefix)]
+        others = [name for name in self._alone.tensors if name.startswith(prefix)]
         self._others = {name.removeprefix(prefix): name for name in others}
-        saved = set(reader.names(self._subject))
-        self._addresses = {a.key: a for a in addresses if a.name in saved}
+        self._addresses = {a.key: a for a in addresses if a.name in self._shared.tensors}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self._others:
-            return self._reader.tensor(self._rank, self._others[key])
+            return self._alone.tensor(self._others[key])
         address = self._addresses[key]
-        dtype = self._reader.stored(self._subject, address.name).dtype
-        into = torch.empty(address.numel, dtype=dtype)
-        self._reader.fill(into, self._subject, address.name, address.start)
+        into = torch.empty(address.numel, dtype=self._shared.stored(address.name).dtype)
+        self._shared.fill(into, address.name, address.start)
         return into
 
     def holds(self, key: str, like: torch.Tensor) -> bool:
         """Whether there is a tensor of this name for another one to be filled from; reads none."""
         if key in self._others:
-            stored = self._reader.stored(self._rank, self._others[key])
+            stored = self._alone.stored(self._others[key])
             return (stored.dtype, math.prod(stored.shape)) == (like.dtype, like.numel())
         return key in self._addresses and self._addresses[key].numel == like.numel()
 
@@ -234,12 +142,6 @@ class ShadowTensors(Mapping[str, torch.Tensor]):
 
 def _rank(rank: int) -> Subject:
     return Subject(kind="rank", of=str(rank))
-
-
-def _unreadable(path: Path, reason: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(
-        f"cannot be read ({reason})", key=str(path), fix="use another checkpoint"
-    )
 
 
 # -- Weights and optimizer states from a checkpoint into the fragments of an engine.
@@ -266,13 +168,13 @@ class Filler:
         """Overwrite a fragment's weights and states."""
         address = fragment.address
         record = self._records[address.name]
-        self._reader.fill(fragment.value, WEIGHTS, address.name, address.start)
+        self._reader.of(WEIGHTS).fill(fragment.value, address.name, address.start)
         saved = record.states if self._states else ()
         states = fragment.ensure_states(saved) if saved else fragment.states
         for name, state in states.items():
             if name in saved:
-                subject = Subject(kind="optimizer", of=name)
-                self._reader.fill(state, subject, address.name, address.start)
+                reader = self._reader.of(Subject(kind="optimizer", of=name))
+                reader.fill(state, address.name, address.start)
             else:
                 state.zero_()
         if saved and record.scalars:
@@ -297,19 +199,15 @@ _MOST_NAMES = 10
 
 
 def check_model(manifest: Manifest, engine: Engine) -> None:
-    """Check that the trainable parameters and the buffers are those that were saved.
-
-    Raises:
-        CheckpointMismatchError: Lists what is missing, unexpected or of another shape, by name.
-    """
+    """Check that the trainable parameters and the buffers are those that were saved."""
     running = {name: tuple(shape) for name, shape in engine.master_weights.parameters.items()}
-    saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine))
+    saved, buffers = _shapes(manifest.parameters), _shapes(buffer_records(engine.module))
     saved_buffers = _shapes(manifest.buffers)
     if manifest.plan is None:
-        # A model folder does not tell what of it is trained; the engine does.
+        # A model folder does not say what of it is trained; the engine does.
         saved_buffers = {name: shape for name, shape in saved.items() if name in buffers}
-        known = set(engine.module.state_dict(keep_vars=True)) - set(running)
-        saved = {name: shape for name, shape in saved.items() if name not in known}
+        untrained = set(engine.module.state_dict(keep_vars=True)) - set(running)
+        saved = {name: shape for name, shape in saved.items() if name not in untrained}
     differences = [
         *_differences("parameter", saved, running),
         *_differences("buffer", saved_buffers, buffers),
@@ -324,11 +222,7 @@ def check_model(manifest: Manifest, engine: Engine) -> None:
 
 
 def check_accumulation(engine: Engine) -> None:
-    """Refuse an engine in the midst of a group of micro batches: their gradients would stay.
-
-    Raises:
-        CheckpointError: Micro batches are accumulated.
-    """
+    """Refuse an engine in the midst of a group of micro batches: their gradients would stay."""
     steps = engine.plan.gradient_accumulation_steps
     if left := engine.state.micro_step % steps:
         raise CheckpointError(
@@ -345,45 +239,25 @@ def changes(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
     saved, running = manifest.plan, plan_record(engine)
     if saved is None:
         return ()
-    return (*_sharding(manifest, engine), *_values(saved, running))
-
-
-def _sharding(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
-    """Differences that decide which rank holds which part, in which form."""
-    if manifest.plan is None:
-        return ()
-    saved = {**manifest.plan.sharding, "world_size": manifest.world_size}
-    running = {**plan_record(engine).sharding, "world_size": engine.group.world_size}
-    return tuple(
-        Decision(
-            key=key,
-            before=value,
-            after=running[key],
-            reason="the checkpoint was saved under another plan and is divided anew",
-        )
-        for key, value in saved.items()
-        if running[key] != value
+    # What decides which rank holds which part, in which form.
+    sharding = _pairs(
+        "",
+        {**saved.sharding, "world_size": manifest.world_size},
+        {**running.sharding, "world_size": engine.group.world_size},
     )
-
-
-def _values(saved: PlanRecord, running: PlanRecord) -> tuple[Decision, ...]:
-    pairs = _pairs("scheduler", _flat(saved.scheduler), _flat(running.scheduler))
-    # A script that made its own optimizer has told DeepSpeed's checkpoint nothing of it.
-    told = saved.optimizer["params"]
-    if told and saved.optimizer["name"] == running.optimizer["name"]:
-        pairs += _pairs("optimizer.params", told, running.optimizer["params"])
+    pairs = _pairs("scheduler.", _flat(saved.scheduler), _flat(running.scheduler))
+    # DeepSpeed's checkpoint has none of an optimizer that a script made itself.
+    params = saved.optimizer["params"]
+    if params and saved.optimizer["name"] == running.optimizer["name"]:
+        pairs += _pairs("optimizer.params.", params, running.optimizer["params"])
     batches = (saved.config.get("train_batch_size"), running.config.get("train_batch_size"))
     if batches[0] is not None and batches[0] != batches[1]:
         pairs.append(("train_batch_size", *batches))
-    return tuple(
-        Decision(
-            key=key,
-            before=before,
-            after=after,
-            reason="the checkpoint was saved with another value; the running plan's is used",
-            severity="warning",
-        )
-        for key, before, after in pairs
+    divided = "the checkpoint was saved under another plan and is divided anew"
+    changed = "the checkpoint was saved with another value; the running plan's is used"
+    return (
+        *(_decision(*each, divided) for each in sharding),
+        *(_decision(*each, changed, warning=True) for each in pairs),
     )
 
 
@@ -401,12 +275,12 @@ def _differences(
         for name in saved
         if name in running and saved[name] != running[name]
     ]
-    groups = (
-        (f"{what}s missing from it", missing),
-        (f"{what}s only in it", unexpected),
-        (f"{what}s of another shape", reshaped),
-    )
-    return [f"{title}: {listing(names, most=_MOST_NAMES)}" for title, names in groups if names]
+    groups = {"missing from it": missing, "only in it": unexpected, "of another shape": reshaped}
+    return [
+        f"{what}s {title}: {listing(names, most=_MOST_NAMES)}"
+        for title, names in groups.items()
+        if names
+    ]
 
 
 def _flat(scheduler: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -420,7 +294,7 @@ def _pairs(
     prefix: str, saved: Mapping[str, Any], running: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
     return [
-        (f"{prefix}.{key}", saved.get(key), running.get(key))
+        (f"{prefix}{key}", saved.get(key), running.get(key))
         for key in {**saved, **running}
         if saved.get(key) != running.get(key)
     ]
@@ -499,17 +373,17 @@ def world_decisions(manifest: Manifest, engine: Engine, *, rng: bool) -> tuple[D
     saved, running = manifest.world_size, engine.group.world_size
     if saved == running:
         return ()
-    found = []
+    decisions = []
     if rng and manifest.rng:
         reason = (
             "the first processes go on with their random numbers, further ones are seeded from "
             "those of rank 0: the run cannot be that of the other number of processes"
         )
-        found.append(_decision("rng", saved, running, reason, warning=True))
+        decisions.append(_decision("rng", saved, running, reason, warning=True))
     if manifest.buffers:
         reason = "each process has buffers of its own; further ones begin with those of rank 0"
-        found.append(_decision("buffers", saved, running, reason))
-    return tuple(found)
+        decisions.append(_decision("buffers", saved, running, reason))
+    return tuple(decisions)
 
 
 def _uneven_steps(manifest: Manifest, engine: Engine) -> tuple[Decision, ...]:
@@ -578,13 +452,8 @@ def _optimizer(plan: PlanRecord | None) -> str | None:
 
 
 def _decision(key: str, before: Any, after: Any, reason: str, *, warning: bool = False) -> Decision:
-    return Decision(
-        key=key,
-        before=before,
-        after=after,
-        reason=reason,
-        severity="warning" if warning else "note",
-    )
+    severity: Severity = "warning" if warning else "note"
+    return Decision(key=key, before=before, after=after, reason=reason, severity=severity)
 
 
 # -- ``load_checkpoint``: everything is checked before anything is changed.
@@ -636,9 +505,9 @@ def load_checkpoint(
     group, shadows = engine.group, dict(shadows or {})
     group.barrier(f"loading checkpoint {os.fspath(directory)}", timeout_s=timeout_s)
     load = _Load(engine=engine, shadows=shadows)
-    found = together(group, "find the checkpoint", lambda: load.find(directory))
-    if any(arguments != found[0] for arguments in found):
-        group.agree(found[group.rank], "arguments of load_checkpoint")
+    agreed = together(group, "find the checkpoint", lambda: load.find(directory))
+    if any(arguments != agreed[0] for arguments in agreed):
+        group.agree(agreed[group.rank], "arguments of load_checkpoint")
     decisions = together(group, "compare the checkpoint", lambda: load.compare(rng=rng))[0]
     together(group, "verify the checkpoint", load.verify)
     together(group, "look at the files' headers", lambda: load.judge(rng=rng))
@@ -705,35 +574,28 @@ class _Load:
         """Look at all that the files' headers say, before the first weight is written."""
         with self._reader() as reader:
             for record in self.manifest.parameters:
-                reader.check(WEIGHTS, record.name, record.shape)
-                for state in record.states:
-                    reader.check(Subject(kind="optimizer", of=state), record.name, record.shape)
+                states = (Subject(kind="optimizer", of=state) for state in record.states)
+                for subject in (WEIGHTS, *states):
+                    reader.of(subject).check(record.name, torch.float32, record.shape)
             shapes = {record.name: record.shape for record in self.manifest.parameters}
             for shadow in self.manifest.shadows:
-                subject = Subject(kind="shadow", of=shadow)
-                for name in reader.names(subject):
-                    reader.check(subject, name, shapes.get(name, ()))
-            self._judge_own(reader, rng=rng)
+                averaged = reader.of(Subject(kind="shadow", of=shadow))
+                for name in averaged.tensors:
+                    averaged.check(name, torch.float32, shapes.get(name, ()))
+            self._judge_rank(reader, rng=rng)
 
-    def _judge_own(self, reader: CheckpointReader, *, rng: bool) -> None:
+    def _judge_rank(self, reader: CheckpointReader, *, rng: bool) -> None:
         """Look at what this rank alone takes up: buffers and generators."""
-        own = reader.names(_rank(self._like))
+        alone, weights = reader.of(_rank(self._like)), reader.of(WEIGHTS)
         saved = {record.name: record.dtype for record in self.manifest.buffers}
         for name, buffer in persistent_buffers(self._engine.module).items():
-            mine = BUFFER + name in own
-            place = (_rank(self._like), BUFFER + name) if mine else (WEIGHTS, name)
-            stored = reader.stored(*place)
-            wanted = (saved.get(name) if mine else "float32", tuple(buffer.shape))
-            found = (str(stored.dtype).removeprefix("torch."), stored.shape)
-            if found != wanted:
-                raise CheckpointCorruptError(
-                    f"is {found[0]} {found[1]} instead of {wanted[0]} {wanted[1]}",
-                    key=f"{place[0].prefix}/{shorten(place[1])}",
-                    fix="use another checkpoint",
-                )
+            if BUFFER + name in alone.tensors:
+                dtype = getattr(torch, saved.get(name, ""), None)
+                alone.check(BUFFER + name, dtype, buffer.shape)
+            else:
+                weights.check(name, torch.float32, buffer.shape)
         if rng and self.manifest.rng:
-            tensors, metadata = reader.generators(self._like)
-            randomness.check(tensors, metadata.get(randomness.TEXT, ""))
+            randomness.check(*reader.generators(self._like))
 
     def compare_shadows(self) -> None:
         """Refuse a shadow of other parameters."""
@@ -770,13 +632,12 @@ class _Load:
             with torch.no_grad():
                 for name, buffer in persistent_buffers(self._engine.module).items():
                     # In a checkpoint made of a model folder they lie among the weights.
-                    given = saved[name] if name in saved else reader.tensor(WEIGHTS, name)
-                    buffer.copy_(given)
+                    buffer.copy_(saved[name] if name in saved else reader.tensor(WEIGHTS, name))
             for name, shadow in self._shadows.items():
                 shadow.load_state_dict(self._shadow(reader, name))
             if rng and self.manifest.rng:
-                tensors, metadata = reader.generators(self._like)
-                randomness.restore(tensors, metadata.get(randomness.TEXT, ""))
+                tensors, text = reader.generators(self._like)
+                randomness.restore(tensors, text)
                 if rank != self._like:
                     restart_generators(tensors, rank=rank)
 
@@ -791,17 +652,12 @@ class _Load:
 
     def _shadow(self, reader: CheckpointReader, name: str) -> ShadowTensors:
         addresses = self._engine.master_weights.addresses
-        return reader.shadow(name, addresses, rank=self._like)
+        return ShadowTensors(reader, name, addresses, rank=self._like)
 
     def _left_out(self) -> tuple[Decision, ...]:
+        reason = "the checkpoint holds this shadow and load_checkpoint was not given one"
         return tuple(
-            Decision(
-                key=f"shadows.{name}",
-                before="saved",
-                after=None,
-                reason="the checkpoint holds this shadow and load_checkpoint was not given one",
-                severity="warning",
-            )
+            _decision(f"shadows.{name}", "saved", None, reason, warning=True)
             for name in self.manifest.shadows
             if name not in self._shadows
         )

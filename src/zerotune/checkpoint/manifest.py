@@ -246,11 +246,7 @@ def _build(content: dict[str, Any]) -> Manifest:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """A JSON value as a field of this type takes it.
-
-    Raises:
-        ValueError: It is something else; the message says where.
-    """
+    """A JSON value as a field of this type takes it."""
     if hint is Any:
         return value
     if attrs.has(hint):

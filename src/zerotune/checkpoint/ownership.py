@@ -1,4 +1,4 @@
-"""Who saves in a folder of checkpoints: one run at a time, and a second start is told which."""
+"""Which run saves in a folder of checkpoints: one at a time; a second start names it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RootHold(Closable):
             hold.part()
 
 
-_held: dict[Path, _Hold] = {}
+_holds: dict[Path, _Hold] = {}
 
 
 class _Hold:
@@ -100,7 +100,7 @@ class _Hold:
         with system_errors(CheckpointError, root, _REFUSED):
             root.mkdir(parents=True, exist_ok=True)
             root = root.resolve()
-            hold = _held.get(root)
+            hold = _holds.get(root)
             if hold is None:
                 hold = cls(root)
                 hold._take()
@@ -129,23 +129,19 @@ class _Hold:
 
     def leave(self) -> None:
         """Let go of the lock."""
-        _held.pop(self._root, None)
+        _holds.pop(self._root, None)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _mine(self) -> bool:
-        """Whether the record is still this one's; ``False`` when there is none.
-
-        Raises:
-            CheckpointError: It is somebody else's.
-        """
+        """Whether the record is still this one's; ``False`` when there is none."""
         try:
-            found = _Record.read(self._root / RECORD)
+            record = _Record.read(self._root / RECORD)
         except FileNotFoundError:
             return False
-        if found != self._record:
-            raise _owned(self._root, found, "has taken it over")
+        if record != self._record:
+            raise _refusal(self._root, record, "has taken it over")
         return True
 
     def _take(self) -> None:
@@ -157,7 +153,7 @@ class _Hold:
         except BaseException:
             self.leave()
             raise
-        _held[self._root] = self
+        _holds[self._root] = self
 
     def _locked(self) -> int:
         """A descriptor of the lock file, locked where there are locks."""
@@ -165,10 +161,11 @@ class _Hold:
         while True:
             lock = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             try:
-                # Whoever left meanwhile has removed the file that was opened.
                 self._lock_file(lock)
-                if _is_at(lock, path):
-                    return lock
+                # A run that left meanwhile has removed the file that was opened.
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(lock), path.lstat()):
+                        return lock
             except BaseException:
                 os.close(lock)
                 raise
@@ -176,7 +173,7 @@ class _Hold:
 
     def _lock_file(self, lock: int) -> None:
         try:
-            held = ownership.try_lock(lock, exclusive=True, patience=_PATIENCE)
+            locked = ownership.try_lock(lock, exclusive=True, patience=_PATIENCE)
         except OSError as error:
             if not ownership.lacks_locks(error):
                 raise
@@ -185,14 +182,11 @@ class _Hold:
                 "be noticed only when it saves"
             )
             return
-        if not held:
-            raise _owned(self._root, self._found(), "still runs")
-
-    def _found(self) -> _Record | None:
-        try:
-            return _Record.read(self._root / RECORD)
-        except (FileNotFoundError, CheckpointError):
-            return None
+        if not locked:
+            record = None
+            with suppress(FileNotFoundError, CheckpointError):
+                record = _Record.read(self._root / RECORD)
+            raise _refusal(self._root, record, "still runs")
 
     def _judge(self) -> None:
         """Look whose it was: the lock is free, which may prove nothing."""
@@ -206,13 +200,13 @@ class _Hold:
         if former.owner == ProcessIdentity.current():
             return
         if former.owner.visible() and former.owner.alive():
-            raise _owned(self._root, former, "still runs")
+            raise _refusal(self._root, former, "still runs")
         doubt = former.doubt(filesystem_kind(self._root))
         if doubt is None:
-            self._note(f"{_told(former)} has ended; its folder is taken over", severity="note")
+            self._note(f"{_owner(former)} has ended; its folder is taken over", severity="note")
         else:
             self._note(
-                f"taken over from {_told(former)}, although {doubt}; if it lives, it is "
+                f"taken over from {_owner(former)}, although {doubt}; if it lives, it is "
                 "told when it saves next"
             )
 
@@ -227,19 +221,12 @@ class _Hold:
         self.decisions += (decision,)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _told(record: _Record) -> str:
+def _owner(record: _Record) -> str:
     return f"process {record.owner.pid} on {record.owner.host} (since {record.created})"
 
 
-def _owned(root: Path, record: _Record | None, state: str) -> CheckpointError:
-    who = "another process" if record is None else _told(record)
+def _refusal(root: Path, record: _Record | None, state: str) -> CheckpointError:
+    who = "another process" if record is None else _owner(record)
     return CheckpointError(
         f"{who} saves checkpoints in this folder and {state}",
         key=str(root),

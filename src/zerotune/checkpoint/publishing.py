@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from zerotune.backend.adapter_layouts import LORA_FILE, PEFT_CONFIG
-from zerotune.checkpoint.exported import check_replaceable, files_of_export
+from zerotune.checkpoint.folders import check_replaceable, files_of_export
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError, MissingDependencyError
 from zerotune.plan.model import ResolvedPlan
@@ -54,8 +54,9 @@ class Card:
             MissingDependencyError: huggingface_hub is not installed.
         """
         parts = [f"# {self.title or repo_id.rpartition('/')[2]}", self.text.strip()]
-        parts += [_loading(repo_id, sorted(files), self.base_model), self._pictures()]
-        parts += [self._training(), self._facts(), self._choices()]
+        parts += [_loading(repo_id, sorted(files), self.base_model), self._samples()]
+        parts += ["" if self.plan is None else _section("Training", _settings(self.plan))]
+        parts += [_section("Data", self.data), self._choices()]
         written = "\n\n".join(part for part in parts if part)
         return f"---\n{self._header(files)}\n---\n\n{written}\n"
 
@@ -70,7 +71,7 @@ class Card:
         text: str = data.to_yaml().strip()
         return text
 
-    def _pictures(self) -> str:
+    def _samples(self) -> str:
         lines = [
             f"![{_plain(caption)}]({name})\n*{_plain(caption)}*"
             for caption, name in zip(self.samples, self.sample_names(), strict=True)
@@ -83,12 +84,6 @@ class Card:
             f"{_SAMPLES}/{index:03d}{Path(path).suffix.lower()}"
             for index, path in enumerate(self.samples.values())
         ]
-
-    def _training(self) -> str:
-        return _section("Training", _settings(self.plan)) if self.plan is not None else ""
-
-    def _facts(self) -> str:
-        return _section("Data", {str(name): value for name, value in self.data.items()})
 
     def _choices(self) -> str:
         lines = [f"- {_plain(str(each))}" for each in self.decisions if each.told]
@@ -141,14 +136,15 @@ def publish(
         InvalidValueError: A sample is no picture or clip, or the name is none the Hub takes.
         MissingDependencyError: huggingface_hub is not installed.
     """
-    hub, told = _hub(), card or Card()
+    hub, card = _hub(), card or Card()
     top = Path(folder).absolute()
     local = _files(top)
-    for caption, sample in told.samples.items():
+    for caption, sample in card.samples.items():
         _check_sample(caption, Path(sample))
-    uploads = {**local, **_samples(told)}
+    samples = dict(zip(card.sample_names(), map(Path, card.samples.values()), strict=True))
+    uploads = {**local, **samples}
     api = hub.HfApi(endpoint=endpoint, token=token)
-    content = told.markdown(repo_id, local).encode()
+    content = card.markdown(repo_id, local).encode()
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         before = api.repo_info(repo_id)
@@ -177,8 +173,8 @@ def publish(
 
 def _refused(repo_id: str, error: Exception) -> CheckpointError:
     # What stops the sending of a file is behind a bare RuntimeError that names the file alone.
-    told = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-    reason = _plain(str(told)).strip().replace("\n", " ")
+    cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
+    reason = _plain(str(cause)).strip().replace("\n", " ")
     return CheckpointError(
         f"was not published, and is as it was ({type(error).__name__}: {reason})",
         key=repo_id,
@@ -203,11 +199,7 @@ def _hub() -> Any:
 
 
 def _files(top: Path) -> dict[str, Path]:
-    """The files of an export by their names in the repository.
-
-    Raises:
-        CheckpointError: There is none, or it was changed.
-    """
+    """The files of an export by their names in the repository."""
     if not top.exists():
         raise CheckpointError("there is no such export", key=str(top))
     if top.is_file():
@@ -227,13 +219,6 @@ def _files(top: Path) -> dict[str, Path]:
     return {name: top / name for name in there}
 
 
-def _samples(card: Card) -> dict[str, Path]:
-    return {
-        name: Path(path)
-        for name, path in zip(card.sample_names(), card.samples.values(), strict=True)
-    }
-
-
 def _check_sample(caption: str, path: Path) -> None:
     if path.suffix.lower() not in _PICTURES or not path.is_file():
         raise InvalidValueError(
@@ -246,9 +231,9 @@ def _check_sample(caption: str, path: Path) -> None:
 
 def _replaced(there: Sequence[str], now: Iterable[str]) -> list[str]:
     """Weights of an earlier upload that would be read in the place of these, and its samples."""
-    kept = set(now)
-    stems = {_stem(name) for name in kept if name.endswith(".safetensors")}
-    old = [name for name in there if name not in kept]
+    files = set(now)
+    stems = {_stem(name) for name in files if name.endswith(".safetensors")}
+    old = [name for name in there if name not in files]
     return [name for name in old if _stem(name) in stems and ".safetensors" in name]
 
 
@@ -286,7 +271,7 @@ def _loading(repo_id: str, files: Sequence[str], base: str | None) -> str:
 
 
 def _settings(plan: ResolvedPlan) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    rows: dict[str, Any] = {
         "engine": f"ZeRO-{plan.stage}" if plan.uses_deepspeed else "plain",
         "precision": plan.precision,
         "processes": plan.world_size,
@@ -296,10 +281,10 @@ def _settings(plan: ResolvedPlan) -> dict[str, Any]:
     }
     if plan.optimizer is not None:
         named = ", ".join(f"{key} {value}" for key, value in plan.optimizer.params.items())
-        found["optimizer"] = f"{plan.optimizer.name} ({named})"
+        rows["optimizer"] = f"{plan.optimizer.name} ({named})"
     if plan.scheduler is not None:
-        found["schedule"] = plan.scheduler.name
-    return found
+        rows["schedule"] = plan.scheduler.name
+    return rows
 
 
 def _section(title: str, rows: Mapping[str, Any]) -> str:

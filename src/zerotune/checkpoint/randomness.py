@@ -55,11 +55,7 @@ def restore(tensors: Mapping[str, torch.Tensor], text: str) -> None:
 
 
 def check(tensors: Mapping[str, torch.Tensor], text: str) -> tuple[Any, Any]:
-    """The states for Python's and numpy's generators; generators of no use take all of it first.
-
-    Raises:
-        CheckpointCorruptError: It is not what ``capture`` returns.
-    """
+    """The states for Python's and numpy's generators; generators of no use take all of it first."""
     try:
         numbers = json_of(text)
         kind, position, has_gauss, cached = numbers["numpy"]

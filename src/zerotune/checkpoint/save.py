@@ -11,7 +11,6 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,30 +31,25 @@ from zerotune.checkpoint.contents import (
     RankContents,
     RankShare,
     ShadowLike,
+    draft,
     plain_data,
 )
 from zerotune.checkpoint.folders import Staging, check_space, checked_path
 from zerotune.checkpoint.manifest import MANIFEST, FileRecord, Manifest, ParameterRecord
-from zerotune.checkpoint.records import draft
 from zerotune.checkpoint.tensors import (
     WEIGHTS,
-    SharedFile,
-    SharedFileWriter,
     Subject,
-    TensorFileWriter,
+    TensorFile,
     TensorSpec,
+    TensorWriter,
     Written,
-    confirm,
-    file_size,
-    lay_out,
-    without_nan,
+    shard_name,
+    split,
 )
 from zerotune.errors import CheckpointError, CheckpointNotFiniteError
 
 if TYPE_CHECKING:
-    from zerotune.backend.distributed import ProcessGroup
     from zerotune.backend.engine import Engine
-    from zerotune.checkpoint.contents import ShadowLike
 
 
 SHARD_SIZE: Final = 4 * 2**30
@@ -68,7 +62,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Filing:
     """The shared files of a checkpoint, and what goes into them."""
 
-    files: tuple[SharedFile, ...]
+    files: tuple[TensorFile, ...]
     parameters: tuple[ParameterRecord, ...]
     nbytes: int
     """Of all files of the checkpoint but the manifest."""
@@ -83,13 +77,13 @@ class Filing:
             shares: Of each rank.
             shapes: Full shape of every trained parameter, in the order they are written.
             shard_size: Most bytes of a file.
-
-        Raises:
-            CheckpointError: An element is held by no rank, or by two.
         """
-        parts = _merged(shares)
-        parts.setdefault(WEIGHTS, {})
-        files: list[SharedFile] = []
+        merged: dict[Subject, dict[str, list[Part]]] = {WEIGHTS: {}}
+        for subject, some in (item for share in shares for item in share.parts.items()):
+            for part in some:
+                merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
+        parts = dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
+        files: list[TensorFile] = []
         for subject, named in parts.items():
             wanted = shapes if subject == WEIGHTS else [name for name in shapes if name in named]
             specs = [
@@ -97,21 +91,16 @@ class Filing:
             ]
             for spec in specs:
                 _check_covered(subject, spec, named.get(spec.key, []))
-            files += lay_out(subject, specs, most=shard_size)
+            shards = split(specs, shard_size)
+            files += [
+                TensorFile.of(shard_name(subject.prefix, index, len(shards)), subject, shard)
+                for index, shard in enumerate(shards, start=1)
+            ]
         return cls(
             files=tuple(files),
             parameters=_records(shapes, parts, shares),
-            nbytes=sum(file.nbytes for file in files) + sum(share.rank_file for share in shares),
+            nbytes=sum(file.nbytes for file in files) + sum(share.nbytes for share in shares),
         )
-
-
-def _merged(shares: Iterable[RankShare]) -> dict[Subject, dict[str, list[Part]]]:
-    merged: dict[Subject, dict[str, list[Part]]] = {}
-    for share in shares:
-        for subject, parts in share.parts.items():
-            for part in parts:
-                merged.setdefault(subject, {}).setdefault(part.name, []).append(part)
-    return dict(sorted(merged.items(), key=lambda item: (item[0] != WEIGHTS, item[0].prefix)))
 
 
 def _check_covered(subject: Subject, spec: TensorSpec, parts: list[Part]) -> None:
@@ -135,7 +124,7 @@ def _records(
 ) -> tuple[ParameterRecord, ...]:
     nothing = Counters(step=None, scalars={})
     counters = {name: count for share in reversed(shares) for name, count in share.counters.items()}
-    states = {subject.of: set(named) for subject, named in parts.items() if _is_state(subject)}
+    states = {s.of: set(named) for s, named in parts.items() if s.kind == "optimizer"}
     return tuple(
         ParameterRecord(
             name=name,
@@ -148,27 +137,10 @@ def _records(
     )
 
 
-def _is_state(subject: Subject) -> bool:
-    return subject.kind == "optimizer"
-
-
 # -- From what the ranks have settled on to a checkpoint on the disk, read back before it counts.
 
 
-_READERS: Final = 2
-"""Files that a rank hashes at once: one thread hashes slower than a fast disk writes."""
-
-
 _MOST_NAMES: Final = 5
-
-
-@attrs.frozen(kw_only=True)
-class _Share:
-    """What one rank has written."""
-
-    own: FileRecord
-    parts: tuple[Written, ...]
-    not_finite: tuple[str, ...]
 
 
 class Writing:
@@ -201,7 +173,8 @@ class Writing:
         self._allow_not_finite = allow_not_finite
         self._staging: Staging | None = None
         self._folder = Path()
-        self._writer: SharedFileWriter | None = None
+        self._files: tuple[TensorFile, ...] = ()
+        self._writer: TensorWriter | None = None
 
     def run(self) -> Path:
         """Write, read back and publish. Collective over the group's control channel.
@@ -213,12 +186,11 @@ class Writing:
         try:
             self._folder = together(group, "make the folder", self._stage)[0]
             written = together(group, "write the weights", self._write)
-            self._judge(name for each in written for name in each.not_finite)
-            parts = [part for each in written for part in each.parts]
+            self._judge(name for _, not_finite in written for name in not_finite)
+            parts = [part for each, _ in written for part in each]
             confirmed = together(group, "read back what was written", lambda: self._confirm(parts))
             files = [file for files in confirmed for file in files]
-            records = [*files, *(each.own for each in written)]
-            together(group, "finish the checkpoint", lambda: self._publish(records))
+            together(group, "finish the checkpoint", lambda: self._publish(files))
         except BaseException:
             self._abandon()
             raise
@@ -237,61 +209,45 @@ class Writing:
             file.create(self._staging.path)
         return self._staging.path
 
-    def _write(self) -> _Share:
-        """Write this rank's parts, and its own file."""
+    def _write(self) -> tuple[tuple[Written, ...], tuple[str, ...]]:
+        """Write this rank's parts, and its own file; what was written, and what is not finite."""
         if not self._folder.is_dir():
             raise CheckpointError(
                 "rank 0 made this folder and this rank does not see it",
                 key=str(self._folder),
                 fix="save to a file system that all machines share",
             )
-        self._writer = writer = SharedFileWriter(self._folder, self._filing.files)
+        alone = self._contents.file()
+        alone.create(self._folder)
+        shared = self._filing.files
+        self._files = (*shared[self._group.rank :: self._group.world_size], alone)
+        self._writer = writer = TensorWriter(self._folder, [*shared, alone])
         for piece in self._pieces():
-            writer.write(piece.subject, piece.part.name, piece.part.start, piece.tensor)
+            part = piece.part
+            writer.write(part.name, piece.tensor, subject=piece.subject, start=part.start)
+        for key, tensor in self._contents.others.items():
+            writer.write(key, tensor, subject=alone.subject)
         if self._group.world_size > 1:
             # Another machine may see it only once it is on the disk.
             writer.sync()
-        others = self._contents.others.items()
-        spoiled = [key for key, tensor in others if not without_nan(tensor)]
-        return _Share(
-            own=self._write_own(),
-            parts=writer.written,
-            not_finite=(*writer.not_finite, *spoiled),
-        )
+        return writer.written, writer.not_finite
 
     def _judge(self, names: Iterable[str]) -> None:
-        """Refuse what is not finite; every rank is told the same names, and does the same."""
-        found = tuple(dict.fromkeys(names))
-        self._draft = attrs.evolve(self._draft, not_finite=found)
-        if found and not self._allow_not_finite:
+        """Refuse what is not finite; every rank gets the same names, and does the same."""
+        spoiled = tuple(dict.fromkeys(names))
+        self._draft = attrs.evolve(self._draft, not_finite=spoiled)
+        if spoiled and not self._allow_not_finite:
             raise CheckpointNotFiniteError(
-                f"NaN or infinity in {listing(found, most=_MOST_NAMES)}; the checkpoint is not "
+                f"NaN or infinity in {listing(spoiled, most=_MOST_NAMES)}; the checkpoint is not "
                 "published and earlier ones stay",
                 key=str(self._final),
                 fix="go back to an earlier checkpoint with a lower learning rate, or save all the "
                 "same with allow_not_finite=True",
             )
 
-    def _write_own(self) -> FileRecord:
-        contents, rank = self._contents, self._group.rank
-        name = f"rank-{rank:05d}-of-{self._group.world_size:05d}.safetensors"
-        path = self._folder / name
-        with TensorFileWriter(path, specs=contents.specs, metadata=contents.metadata) as writer:
-            for key, tensor in contents.others.items():
-                writer.append(key, tensor)
-            nbytes, sha256 = writer.finish()
-        return FileRecord(name=name, kind="rank", of=str(rank), nbytes=nbytes, sha256=sha256)
-
-    def _confirm(self, parts: Iterable[Written]) -> list[FileRecord]:
-        """Read this rank's share of the shared files back while its own come to the disk."""
-        parts = list(parts)
-        mine = self._filing.files[self._group.rank :: self._group.world_size]
-        with ThreadPoolExecutor(1 + _READERS) as pool:
-            syncing = None if self._writer is None else pool.submit(self._writer.sync)
-            records = list(pool.map(lambda file: confirm(self._folder, file, parts), mine))
-            if syncing is not None:
-                syncing.result()
-        return records
+    def _confirm(self, parts: Iterable[Written]) -> tuple[FileRecord, ...]:
+        """Read this rank's share of the shared files back, and its own."""
+        return () if self._writer is None else self._writer.confirm(self._files, parts)
 
     def _publish(self, records: Iterable[FileRecord]) -> None:
         """Write the manifest and give the folder its name, on rank 0."""
@@ -399,7 +355,15 @@ class Save:
         agreed = together(group, "check the arguments", check)
         if any(arguments != agreed[0] for arguments in agreed):
             group.agree(agreed[group.rank], "arguments of save_checkpoint")
-        self._file(together(group, "look at the weights", lambda: self._inspect(shadows, rng)))
+
+        def inspect() -> RankShare:
+            self._contents = RankContents.of(self._engine, shadows=shadows, rng=rng)
+            return self._contents.share()
+
+        shares = together(group, "look at the weights", inspect)
+        # Every rank comes to the same layout, or to the same error.
+        self._filing = Filing.of(shares, self._engine.master_weights.parameters)
+        self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
 
     def copy(self) -> None:
         """Copy everything into host memory, so that training may go on meanwhile."""
@@ -442,19 +406,6 @@ class Save:
                     value=name,
                 )
         self._final = checked_path(directory)
-
-    def _inspect(self, shadows: Mapping[str, ShadowLike], rng: bool) -> RankShare:
-        self._contents = contents = RankContents.of(self._engine, shadows=shadows, rng=rng)
-        return RankShare(
-            parts=contents.parts,
-            counters=contents.counters,
-            rank_file=file_size(contents.specs, contents.metadata),
-        )
-
-    def _file(self, shares: Sequence[RankShare]) -> None:
-        # Every rank comes to the same layout, or to the same error.
-        self._filing = Filing.of(shares, self._engine.master_weights.parameters)
-        self._draft = attrs.evolve(self._draft, parameters=self._filing.parameters)
 
 
 # -- Checkpoints written while training goes on.

@@ -1,8 +1,12 @@
-"""Safetensors files written and read piece by piece: no second copy of the weights is needed.
+"""Safetensors files, read and written piece by piece: no second copy of the weights is needed.
 
-``safetensors.torch.save_file`` wants every tensor in memory at once. But the file is an 8-byte
-length, a JSON header that follows from names and shapes alone, and the tensors' bytes one after
-another: so the header can be written first and the bytes as they come, by one process or by all.
+``safetensors.torch.save_file`` wants every tensor in memory at once; ``safe_open`` gives no byte
+offsets and reads into new memory only. But the file is an 8-byte length, a JSON header that follows
+from names and shapes alone, and the tensors' bytes one after another: so the header can be written
+first and the bytes as they come, by one process or by all, each part at its place.
+
+Nothing is gathered. Every part carries a checksum of what was meant; the finished file is read
+once, against these, and only then gets its hash.
 """
 
 from __future__ import annotations
@@ -13,23 +17,26 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import attrs
 import numpy as np
 import torch
-from typing_extensions import override
 
-from zerotune._util.closing import Closable
-from zerotune._util.files import naming, sync_file
-from zerotune.backend.stored import TENSOR_DTYPES, OpensFiles
+from zerotune._util.files import naming
+from zerotune.backend.stored import TENSOR_DTYPES, OpensFiles, StoredTensor, read_at, read_header
 from zerotune.checkpoint.manifest import FileRecord
-from zerotune.errors import CheckpointCorruptError, CheckpointError
+from zerotune.errors import CheckpointCorruptError, CheckpointError, shorten
 
 _PIECE: Final = 2**22
-"""Elements brought to the CPU and written at a time."""
-
+"""Elements brought to the CPU and written, or read and brought to a device, at a time."""
+_VERIFIED_PIECE: Final = 2**20
+"""Bytes read at a time."""
+_READERS: Final = 2
+"""Files that are hashed at once: one thread hashes slower than a fast disk writes."""
+_METADATA: Final = {"format": "pt"}
 _NAMES: Final = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 
@@ -52,133 +59,39 @@ class TensorSpec:
         """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-
-def file_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Everything in the file before the first tensor's bytes.
-
-    Raises:
-        CheckpointError: Two tensors share a name, or the format has no such dtype.
-    """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for spec in specs:
-        if spec.key in entries:
-            raise CheckpointError("two tensors share this name", key=spec.key)
-        if spec.dtype not in _NAMES:
-            raise CheckpointError(
-                f"safetensors cannot hold {spec.dtype}",
-                key=spec.key,
-                fix="register the buffer with persistent=False, or as a real dtype",
-            )
-        entries[spec.key] = {
-            "dtype": _NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    # The bytes of the first tensor begin at a multiple of 8, as the library's own writer does.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    def cast(self, dtype: torch.dtype) -> TensorSpec:
+        """The same in another dtype, unless it holds whole numbers."""
+        return attrs.evolve(self, dtype=dtype if self.dtype.is_floating_point else self.dtype)
 
 
-def file_size(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> int:
-    """Bytes the file will have."""
-    return len(file_header(specs, metadata)) + sum(spec.nbytes for spec in specs)
+@attrs.frozen(kw_only=True)
+class Subject:
+    """What the tensors of a file are."""
+
+    kind: str
+    """``"weights"``, ``"optimizer"``, ``"shadow"`` or ``"rank"``; ``"export"`` outside of
+    checkpoints."""
+    of: str = ""
+    """Name of the optimizer state or of the shadow; number of the rank."""
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with."""
+        return f"{self.kind}.{self.of}" if self.of else self.kind
+
+    def label(self, name: str) -> str:
+        """What the manifest calls a tensor of it."""
+        return name if self.kind == "rank" else f"{self.prefix}/{name}"
+
+    def sound(self, tensor: torch.Tensor) -> bool:
+        """Whether such a tensor may hold these values; infinities in a buffer may be a mask."""
+        if self.kind == "rank":
+            return not (tensor.is_floating_point() and bool(tensor.float().isnan().any()))
+        return self.kind == "export" or all_finite(tensor)
 
 
-class TensorFileWriter(Closable):
-    """Writes one safetensors file, tensor by tensor, hashing on the way.
-
-    Args:
-        path: The file; must not exist.
-        specs: What will be written, in this order.
-        metadata: Text stored in the header.
-
-    Raises:
-        CheckpointError: As in ``file_header``.
-    """
-
-    def __init__(
-        self, path: Path, *, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
-    ) -> None:
-        self._path = path
-        self._pending = list(reversed(specs))
-        self._hash = hashlib.sha256()
-        self._nbytes = 0
-        header = file_header(specs, metadata)
-        self._file = path.open("xb", buffering=0)
-        try:
-            self._write(memoryview(header))
-        except BaseException:
-            self._file.close()
-            raise
-
-    def append(self, key: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor.
-
-        Args:
-            key: Its name; the next of ``specs``.
-            tensor: Its elements, on any device.
-
-        Raises:
-            CheckpointError: It is not the tensor that was announced.
-        """
-        spec = TensorSpec.of(key, tensor)
-        expected = self._pending.pop() if self._pending else None
-        if spec != expected:
-            raise CheckpointError(
-                f"expected {expected} and got {spec}",
-                key=self._path.name,
-                fix="let nothing train while a checkpoint is saved",
-            )
-        for piece in bytes_of(tensor):
-            self._write(piece)
-
-    def finish(self) -> tuple[int, str]:
-        """Bring everything to disk and close.
-
-        Returns:
-            Bytes and SHA-256 (hex) of the file.
-
-        Raises:
-            CheckpointError: Not every announced tensor was written.
-        """
-        if self._pending:
-            raise CheckpointError(
-                f"{len(self._pending)} tensors were not written", key=self._path.name
-            )
-        with naming(self._path):
-            sync_file(self._file)
-            self._file.close()
-        return self._nbytes, self._hash.hexdigest()
-
-    @override
-    def close(self) -> None:
-        """Close the file as it is."""
-        self._file.close()
-
-    def _write(self, piece: memoryview) -> None:
-        self._hash.update(piece)
-        with naming(self._path):
-            write_at(self._file.fileno(), piece, self._nbytes)
-        self._nbytes += len(piece)
-
-
-def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
-    """Write all of ``piece`` at a byte offset; the only place where tensors reach the disk."""
-    while piece:
-        # A write may stop short, at 2 GiB at the latest.
-        written = os.pwrite(descriptor, piece, offset)
-        piece, offset = piece[written:], offset + written
-
-
-def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Iterator[memoryview]:
-    """A tensor's elements as bytes, in ``dtype`` if given, from any device."""
-    flat = tensor.detach().reshape(-1)
-    for part in torch.split(flat, _PIECE):
-        if part.numel():
-            yield part.cpu().to(dtype or part.dtype).contiguous().view(torch.uint8).numpy().data
+WEIGHTS: Final = Subject(kind="weights")
+EXPORT: Final = Subject(kind="export")
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -190,11 +103,6 @@ def all_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(total) or bool(tensor.isfinite().all())
 
 
-def without_nan(tensor: torch.Tensor) -> bool:
-    """Whether there is no NaN in a tensor on any device; infinities may be meant, as in a mask."""
-    return not (tensor.is_floating_point() and bool(tensor.detach().float().isnan().any()))
-
-
 def hash_of(path: Path) -> str:
     """SHA-256 (hex) of a file's content."""
     digest = hashlib.sha256()
@@ -204,63 +112,63 @@ def hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-# -- One safetensors file that many ranks fill: each writes its parts at their byte offsets.
-#
-# Nothing is gathered. Every part carries a checksum of what was meant; the finished file is read
-# once, against these, and only then gets the hash that stands in the manifest.
-
-
-_METADATA: Final = {"format": "pt"}
-_VERIFIED_PIECE: Final = 2**20
-"""Bytes read at a time."""
-
-
-@attrs.frozen(kw_only=True)
-class Subject:
-    """What the tensors of a file are."""
-
-    kind: str
-    """``"weights"``, ``"optimizer"``, ``"shadow"`` or ``"rank"``."""
-    of: str = ""
-    """Name of the optimizer state or of the shadow; number of the rank."""
-
-    @property
-    def prefix(self) -> str:
-        """What the names of its files begin with."""
-        return f"{self.kind}.{self.of}" if self.of else self.kind
-
-
-WEIGHTS: Final = Subject(kind="weights")
+# -- Writing.
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class SharedFile:
+class TensorFile:
     """A file that does not exist yet, laid out to the last byte."""
 
     name: str
     subject: Subject
-    specs: Sequence[TensorSpec]
-    """fp32 tensors in their full shapes, by parameter name."""
+    specs: Mapping[str, TensorSpec]
     header: bytes
+    """Everything before the first tensor's bytes."""
     offsets: Mapping[str, int]
     """Byte offset of each tensor in the file."""
     nbytes: int
 
     @classmethod
-    def of(cls, name: str, subject: Subject, specs: Sequence[TensorSpec]) -> SharedFile:
+    def of(
+        cls,
+        name: str,
+        subject: Subject,
+        specs: Iterable[TensorSpec],
+        *,
+        metadata: Mapping[str, str] = _METADATA,
+    ) -> TensorFile:
         """Lay out a file of these tensors, one after the other."""
-        header = file_header(specs, _METADATA)
-        offsets, position = {}, len(header)
+        named: dict[str, TensorSpec] = {}
+        entries: dict[str, object] = {"__metadata__": dict(metadata)}
+        begins: dict[str, int] = {}
+        position = 0
         for spec in specs:
-            offsets[spec.key] = position
+            if spec.key in entries:
+                raise CheckpointError("two tensors share this name", key=spec.key)
+            if spec.dtype not in _NAMES:
+                raise CheckpointError(
+                    f"safetensors cannot hold {spec.dtype}",
+                    key=spec.key,
+                    fix="register the buffer with persistent=False, or as a real dtype",
+                )
+            entries[spec.key] = {
+                "dtype": _NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [position, position + spec.nbytes],
+            }
+            named[spec.key], begins[spec.key] = spec, position
             position += spec.nbytes
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        # The bytes of the first tensor begin at a multiple of 8, as the library's own writer does.
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
         return cls(
             name=name,
             subject=subject,
-            specs=tuple(specs),
+            specs=named,
             header=header,
-            offsets=offsets,
-            nbytes=position,
+            offsets={key: len(header) + begin for key, begin in begins.items()},
+            nbytes=len(header) + position,
         )
 
     def create(self, folder: Path) -> None:
@@ -271,20 +179,22 @@ class SharedFile:
             file.truncate(self.nbytes)
 
 
-def lay_out(subject: Subject, specs: Iterable[TensorSpec], *, most: int) -> list[SharedFile]:
-    """Files of at most ``most`` bytes for the tensors of a subject; a larger tensor has its own."""
+def split(specs: Iterable[TensorSpec], most: int | None) -> list[list[TensorSpec]]:
+    """Tensors for files of at most ``most`` bytes each; a larger tensor has its own."""
     shards: list[list[TensorSpec]] = []
     filled = 0
     for spec in specs:
-        if not shards or filled + spec.nbytes > most:
+        if not shards or (most is not None and filled + spec.nbytes > most):
             shards.append([])
             filled = 0
         shards[-1].append(spec)
         filled += spec.nbytes
-    return [
-        SharedFile.of(f"{subject.prefix}-{i:05d}-of-{len(shards):05d}.safetensors", subject, shard)
-        for i, shard in enumerate(shards, start=1)
-    ]
+    return shards
+
+
+def shard_name(stem: str, index: int, count: int) -> str:
+    """What a model's file is called among ``count``; from 1."""
+    return f"{stem}-{index:05d}-of-{count:05d}.safetensors"
 
 
 @attrs.frozen(kw_only=True)
@@ -298,55 +208,59 @@ class Written:
     """CRC-32."""
 
 
-class SharedFileWriter(OpensFiles):
-    """Writes this rank's parts into files that all ranks share.
+class TensorWriter(OpensFiles):
+    """Writes tensors, or this process's parts of them, at their places in files.
 
     Args:
-        folder: Where rank 0 created them.
+        folder: Where the files were created.
         files: The files.
     """
 
-    def __init__(self, folder: Path, files: Sequence[SharedFile]) -> None:
+    def __init__(self, folder: Path, files: Iterable[TensorFile]) -> None:
         super().__init__(os.O_WRONLY)
         self._folder = folder
-        self._places = {(file.subject, key): file for file in files for key in file.offsets}
-        self._specs = {(file.subject, spec.key): spec for file in files for spec in file.specs}
+        self._files = {(file.subject, key): file for file in files for key in file.specs}
         self._written: list[Written] = []
         self._not_finite: dict[str, None] = {}
 
-    def write(self, subject: Subject, name: str, start: int, tensor: torch.Tensor) -> None:
+    def write(
+        self, name: str, tensor: torch.Tensor, *, subject: Subject = EXPORT, start: int = 0
+    ) -> None:
         """Write a part of a tensor.
 
         Args:
+            name: The tensor's.
+            tensor: The part, of any shape, on any device, of the dtype that was laid out; or bf16,
+                which is widened. Exports cast from any other.
             subject: What the tensor is.
-            name: The parameter.
-            start: First element in the flattened parameter.
-            tensor: The part, of any shape, on any device; fp32, or bf16, which is widened.
-
-        Raises:
-            CheckpointError: No file has room for it.
+            start: First element in the flattened tensor.
         """
-        file, spec = self._places.get((subject, name)), self._specs.get((subject, name))
-        if file is None or spec is None or tensor.dtype not in (spec.dtype, torch.bfloat16):
+        file = self._files.get((subject, name))
+        spec = None if file is None else file.specs[name]
+        if (
+            file is None
+            or spec is None
+            or (subject != EXPORT and tensor.dtype not in (spec.dtype, torch.bfloat16))
+            or (start + tensor.numel()) * spec.dtype.itemsize > spec.nbytes
+        ):
             raise CheckpointError(
                 f"{subject.prefix} changed while it was saved",
                 key=name,
                 fix="let nothing train while a checkpoint is saved",
             )
-        offset = file.offsets[name] + start * spec.dtype.itemsize
-        crc, first, finite = 0, offset, True
-        for piece in bytes_of(tensor, spec.dtype):
-            with naming(self._folder / file.name):
-                write_at(self._descriptor(self._folder / file.name), piece, offset)
+        offset = first = file.offsets[name] + start * spec.dtype.itemsize
+        crc, sound, path = 0, True, self._folder / file.name
+        for piece in _bytes_of(tensor, spec.dtype):
+            with naming(path):
+                write_at(self._descriptor(path), piece, offset)
             crc = zlib.crc32(piece, crc)
-            finite = finite and all_finite(torch.frombuffer(piece, dtype=spec.dtype))
+            sound = sound and subject.sound(torch.frombuffer(piece, dtype=spec.dtype))
             offset += len(piece)
-        if not finite:
-            self._not_finite[f"{subject.prefix}/{name}"] = None
+        if not sound:
+            self._not_finite[subject.label(name)] = None
         if offset > first:
-            self._written.append(
-                Written(file=file.name, offset=first, nbytes=offset - first, crc=crc)
-            )
+            part = Written(file=file.name, offset=first, nbytes=offset - first, crc=crc)
+            self._written.append(part)
 
     @property
     def written(self) -> tuple[Written, ...]:
@@ -361,17 +275,43 @@ class SharedFileWriter(OpensFiles):
     def sync(self) -> None:
         """Bring everything to disk."""
         for path, descriptor in self._open.items():
-            # Also here a full disk may first be told.
+            # A full disk may be reported only here.
             with naming(path):
                 os.fsync(descriptor)
 
-    def finish(self) -> tuple[Written, ...]:
-        """Bring everything to disk; what was written."""
-        self.sync()
-        return self.written
+    def confirm(
+        self, files: Iterable[TensorFile], written: Iterable[Written]
+    ) -> tuple[FileRecord, ...]:
+        """Read files back while what this process wrote comes to the disk.
+
+        Args:
+            files: Those to read; hashing takes longer than reading, so several at a time.
+            written: What was written into them, by all ranks.
+        """
+        written = tuple(written)
+        with ThreadPoolExecutor(1 + _READERS) as pool:
+            syncing = pool.submit(self.sync)
+            records = tuple(pool.map(lambda file: confirm(self._folder, file, written), files))
+            syncing.result()
+        return records
 
 
-def confirm(folder: Path, file: SharedFile, written: Iterable[Written]) -> FileRecord:
+def write_at(descriptor: int, piece: memoryview, offset: int) -> None:
+    """Write all of ``piece`` at a byte offset; the only place where tensors reach the disk."""
+    while piece:
+        # A write may stop short, at 2 GiB at the latest.
+        written = os.pwrite(descriptor, piece, offset)
+        piece, offset = piece[written:], offset + written
+
+
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """A tensor's elements as bytes, in ``dtype``, from any device."""
+    for part in torch.split(tensor.detach().reshape(-1), _PIECE):
+        if part.numel():
+            yield part.cpu().to(dtype).contiguous().view(torch.uint8).numpy().data
+
+
+def confirm(folder: Path, file: TensorFile, written: Iterable[Written]) -> FileRecord:
     """Read a finished file once: is every byte there, and as it was meant?
 
     Args:
@@ -381,9 +321,6 @@ def confirm(folder: Path, file: SharedFile, written: Iterable[Written]) -> FileR
 
     Returns:
         Its record for the manifest.
-
-    Raises:
-        CheckpointCorruptError: Something else is on the disk than was written.
     """
     path = folder / file.name
     header = Written(file=file.name, offset=0, nbytes=len(file.header), crc=zlib.crc32(file.header))
@@ -416,3 +353,101 @@ def _not_as_written(path: Path, offset: int) -> CheckpointCorruptError:
         key=str(path),
         fix="look at the disk, or save elsewhere",
     )
+
+
+# -- Reading.
+
+
+class TensorReader(OpensFiles):
+    """Reads exactly the bytes that are asked for, from one file or several.
+
+    Args:
+        files: Where the tensors are.
+        subject: What they are, for messages.
+    """
+
+    def __init__(self, files: Iterable[Path], *, subject: Subject = EXPORT) -> None:
+        super().__init__(os.O_RDONLY)
+        self._subject = subject
+        self._homes: dict[str, Path] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        """What is there, by name."""
+        self.metadata: list[dict[str, str]] = []
+        """What the header of each file says besides."""
+        for file in files:
+            tensors, metadata = read_header(file)
+            if twice := [name for name in tensors if name in self._homes]:
+                raise CheckpointCorruptError(
+                    f"is in {self._homes[twice[0]].name} too",
+                    key=f"{file.name}: {shorten(twice[0])}",
+                    fix="use another checkpoint",
+                )
+            self.tensors |= tensors
+            self._homes |= dict.fromkeys(tensors, file)
+            self.metadata.append(metadata)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Dtype and full shape of a tensor."""
+        if name not in self.tensors:
+            raise CheckpointCorruptError(
+                "is in no file",
+                key=f"{self._subject.prefix}/{name}",
+                fix="use another checkpoint",
+            )
+        return self.tensors[name]
+
+    def check(self, name: str, dtype: torch.dtype | None, shape: Sequence[int]) -> None:
+        """Check that a tensor is there, as saving stores it."""
+        stored = self.stored(name)
+        if (stored.dtype, stored.shape) != (dtype, tuple(shape)):
+            raise CheckpointCorruptError(
+                f"is {stored.dtype} {stored.shape} instead of {dtype} {tuple(shape)}",
+                key=f"{self._homes[name].name}: {shorten(name)}",
+                fix="use another checkpoint",
+            )
+
+    def fill(self, into: torch.Tensor, name: str, start: int = 0) -> None:
+        """Copy a part of a tensor.
+
+        Args:
+            into: 1-D, on any device.
+            name: The tensor's.
+            start: First element in the flattened tensor.
+        """
+        stored = self.stored(name)
+        numel = math.prod(stored.shape)
+        if start + into.numel() > numel:
+            raise CheckpointCorruptError(
+                f"has {numel} elements and {start} to {start + into.numel()} are wanted",
+                key=f"{self._homes[name].name}: {name}",
+                fix="use another checkpoint",
+            )
+        offset = stored.offset + start * stored.dtype.itemsize
+        if into.device.type == "cpu" and into.is_contiguous() and into.dtype == stored.dtype:
+            self._read(self._homes[name], into, offset)
+            return
+        for piece in torch.split(into, _PIECE):
+            buffer = torch.empty(piece.numel(), dtype=stored.dtype)
+            self._read(self._homes[name], buffer, offset)
+            piece.copy_(buffer)
+            offset += buffer.nbytes
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU."""
+        stored = self.stored(name)
+        flat = torch.empty(math.prod(stored.shape), dtype=stored.dtype)
+        self.fill(flat, name)
+        return flat.view(stored.shape)
+
+    def _read(self, path: Path, into: torch.Tensor, offset: int) -> None:
+        if not into.numel():
+            return
+        try:
+            view = memoryview(into.detach().view(torch.uint8).numpy().data)
+            missing = into.nbytes - read_at(self._descriptor(path), view, offset)
+            if missing:
+                raise OSError(f"it ends {missing} bytes too early")
+        except OSError as error:
+            raise CheckpointCorruptError(
+                f"cannot be read ({error})", key=str(path), fix="use another checkpoint"
+            ) from error

@@ -19,7 +19,7 @@ from zerotune._util.text import listing
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint.folders import check_files, find_checkpoint, whole_checkpoints
 from zerotune.checkpoint.manifest import FileRecord, Manifest
-from zerotune.checkpoint.tensors import all_finite, hash_of, without_nan
+from zerotune.checkpoint.tensors import Subject, hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")
@@ -46,19 +46,19 @@ def verify_checkpoint(directory: str | os.PathLike[str]) -> Manifest:
 def finite_checkpoint(root: Path) -> Path | None:
     """The newest whole ``step-…`` checkpoint in ``root`` without NaN or infinity.
 
-    Not collective. Where the manifest does not tell, the files are read.
+    Not collective. Where the manifest does not say, the files are read.
     """
     for path, manifest in whole_checkpoints(root):
-        found = manifest.not_finite
+        spoiled = manifest.not_finite
         try:
-            if found is None:
-                found = _not_finite(*find_checkpoint(path))
+            if spoiled is None:
+                spoiled = _not_finite(*find_checkpoint(path))
         except (CheckpointError, OSError) as error:
             logger.warning("skipping a checkpoint that cannot be read: %s", error)
             continue
-        if not found:
+        if not spoiled:
             return path
-        logger.warning("skipping %s: NaN or infinity in %s", path, listing(found, most=3))
+        logger.warning("skipping %s: NaN or infinity in %s", path, listing(spoiled, most=3))
     return None
 
 
@@ -66,14 +66,14 @@ def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """The first tensor that is not finite, if any."""
     for record in manifest.files:
         path = folder / record.name
-        stored, fine = read_header(path)[0], without_nan if record.kind == "rank" else all_finite
+        stored, subject = read_header(path)[0], Subject(kind=record.kind, of=record.of)
         with reading_regular(path) as file:
             for name, tensor in stored.items():
                 file.seek(tensor.offset)
                 left = math.prod(tensor.shape) * tensor.dtype.itemsize
                 while left and (piece := bytearray(file.read(min(left, _PIECE)))):
                     left -= len(piece)
-                    if not fine(torch.frombuffer(piece, dtype=tensor.dtype)):
+                    if not subject.sound(torch.frombuffer(piece, dtype=tensor.dtype)):
                         return (f"{record.name}: {name}",)
     return ()
 
@@ -85,20 +85,16 @@ def find_damage(folder: Path, manifest: Manifest) -> tuple[CheckpointCorruptErro
         check_files(folder, attrs.evolve(manifest, files=[record]))
         check_hash(folder, record)
 
-    return _found(check, manifest.files)
+    return _damages(check, manifest.files)
 
 
 def check_hashes(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Check the content of files, several at a time.
-
-    Raises:
-        CheckpointCorruptError: One is not what was written, or cannot be read.
-    """
-    for damage in _found(partial(check_hash, folder), records):
+    """Check the content of files, several at a time."""
+    for damage in _damages(partial(check_hash, folder), records):
         raise damage
 
 
-def _found(
+def _damages(
     check: Callable[[FileRecord], None], records: Sequence[FileRecord]
 ) -> tuple[CheckpointCorruptError, ...]:
     """What a check finds in files, in their order; they are checked several at a time."""
@@ -117,11 +113,7 @@ def _found(
 
 
 def check_hash(folder: Path, record: FileRecord) -> None:
-    """Check a file's content.
-
-    Raises:
-        CheckpointCorruptError: It is not what was written, or cannot be read.
-    """
+    """Check a file's content."""
     path = folder / record.name
     try:
         same = hash_of(path) == record.sha256

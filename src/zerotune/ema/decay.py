@@ -149,11 +149,7 @@ class HalfLife:
 
 
 def as_schedule(decay: DecaySchedule | float) -> DecaySchedule:
-    """A schedule: the given one, or a constant decay made of a number.
-
-    Raises:
-        InvalidValueError: It is neither, or the number lies outside [0, 1).
-    """
+    """A schedule: the given one, or a constant decay made of a number."""
     if isinstance(decay, (int, float)):
         return ConstantDecay(decay=decay)
     if isinstance(decay, DecaySchedule):
@@ -182,9 +178,6 @@ def decay_of_update(
 
     Returns:
         A number in [0, 1); 0 where one of the steps copies the weights.
-
-    Raises:
-        InvalidValueError: The schedule left [0, 1).
     """
     product = 1.0
     for past in range(step - update_every, step):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from zerotune._util.files import system_errors
+from zerotune._util.files import sync, system_errors
 from zerotune.backend.deepspeed.external import is_deepspeed, master_weights_of, unwrapped
 from zerotune.backend.layouts import full_shape
 from zerotune.backend.master_weights import MasterWeights
@@ -127,7 +127,7 @@ class EMAModel:
                 key="EMAModel.follow",
                 fix="make it of the model that is prepared",
             )
-        if not self._tracked.own:
+        if not self._tracked.are_masters:
             return
         if self.optimization_step:
             raise EMAError(
@@ -162,7 +162,7 @@ class EMAModel:
         Of parameters these are the shadow's own tensors, which updates change, as in diffusers.
         Of an engine they are gathered copies on the CPU: as much memory as the whole model.
         """
-        if self._tracked.own:
+        if self._tracked.are_masters:
             return self._live()
         self._all_come("shadow_params")
         by_position = sorted(self._by_position(), key=itemgetter(0))
@@ -186,7 +186,7 @@ class EMAModel:
 
     def get_decay(self, optimization_step: int) -> float:
         """Decay of the update after that many optimizer steps, from 1."""
-        schedule: WarmupDecay | RampDecay
+        schedule: WarmupDecay | RampDecay = RampDecay(decay=self.decay, min_decay=self.min_decay)
         if self.use_ema_warmup:
             schedule = WarmupDecay(
                 decay=self.decay,
@@ -194,8 +194,6 @@ class EMAModel:
                 power=self.power,
                 min_decay=self.min_decay,
             )
-        else:
-            schedule = RampDecay(decay=self.decay, min_decay=self.min_decay)
         return schedule.at(optimization_step - self.update_after_step - 1)
 
     def step(self, parameters: Parameters | None = None) -> None:
@@ -205,7 +203,7 @@ class EMAModel:
             parameters: Those of the model that trains, which may be another object than the
                 shadow was made from; may be left out when it is the same.
         """
-        given = self._given(parameters)
+        given = self._meant(parameters)
         if not self._tracked.are(given):
             self._tracked.like(given)
             tracked = TrackedParameters.of(given)
@@ -218,7 +216,7 @@ class EMAModel:
     @torch.no_grad()
     def copy_to(self, parameters: Parameters | None = None) -> None:
         """Write the averages into parameters: the model's own, or another's of any dtype."""
-        given = self._given(parameters)
+        given = self._meant(parameters)
         self._all_come("copy_to()")
         if self._tracked.are(given):
             self._write(self._shadow.state_dict())
@@ -233,8 +231,8 @@ class EMAModel:
 
         ``shadow.swapped_in()`` needs no such copy.
         """
-        given = self._given(parameters)
-        if self._tracked.are(given) and not self._tracked.own:
+        given = self._meant(parameters)
+        if self._tracked.are(given) and not self._tracked.are_masters:
             read = self._tracked.master.read()
             self._stored = {f.address.key: f.value.to("cpu", copy=True) for f in read}
         else:
@@ -247,12 +245,12 @@ class EMAModel:
         Raises:
             EMAError: Nothing is stored, or it was stored from another model.
         """
-        given, stored = self._given(parameters), self._stored
+        given, stored = self._meant(parameters), self._stored
         if stored is None:
             raise EMAError(
                 "nothing is stored", key="restore()", fix="call store() before copy_to()"
             )
-        masters = self._tracked.are(given) and not self._tracked.own
+        masters = self._tracked.are(given) and not self._tracked.are_masters
         if isinstance(stored, dict) != masters or (not masters and len(stored) != len(given)):
             raise EMAError("was stored from other parameters", key="restore()", fix="give the same")
         if isinstance(stored, dict):
@@ -307,7 +305,9 @@ class EMAModel:
         steps = state_dict.get("optimization_step", self.optimization_step)
         try:
             for name, types in (*_SETTINGS.items(), ("optimization_step", (int,))):
-                _check_type(name, state_dict.get(name, before.get(name, 0)), types)
+                value = state_dict.get(name, before.get(name, 0))
+                if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                    raise InvalidValueError("has the wrong type", key=name, value=value)
             for name in _SETTINGS:
                 setattr(self, name, state_dict.get(name, before[name]))
             self.get_decay(1)
@@ -317,9 +317,13 @@ class EMAModel:
             self.__dict__.update(before)
             raise
         full = None if values is None else dict(zip(self._tracked.names, values, strict=True))
-        own = self._shadow.state_dict()
         self._shadow.load_state_dict(
-            _FullState(own=own, addresses=self._tracked.master.addresses, full=full, steps=steps)
+            _FullState(
+                current=self._shadow.state_dict(),
+                addresses=self._tracked.master.addresses,
+                full=full,
+                steps=steps,
+            )
         )
         if values is not None:
             self._frozen = {index: values[index].detach().clone() for index in self._frozen}
@@ -344,13 +348,21 @@ class EMAModel:
         settings = {name: getattr(self, name) for name in _SETTINGS}
         model.register_to_config(**settings, optimization_step=self.optimization_step)
         self.copy_to(model.parameters())
-        failure = None
+        failure, master = None, self._tracked.master
         try:
-            if _writes(self._tracked.master):
+            # Replicas each take themselves for the only process.
+            several = dist.is_available() and dist.is_initialized() and master.replicated
+            if (dist.get_rank() if several else master.group.rank) == 0:
                 write_folder(Path(path), model.save_pretrained)
         except EMAError as error:
             failure = error
-        self._all_leave(failure)
+        # None goes on before all is written, or failed, here or elsewhere.
+        outcomes = master.group.gather(failure, purpose="EMAModel.save_pretrained()")
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(outcomes):
+            if other is not None:
+                raise other.passed_on(rank)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model_cls: Any, foreach: bool = False) -> Self:
@@ -367,16 +379,7 @@ class EMAModel:
         """Before anything moves, tell which rank is missing, as under ``if is_main_process``."""
         self._tracked.master.group.barrier(f"EMAModel.{call} (every rank must call it)")
 
-    def _all_leave(self, failure: EMAError | None) -> None:
-        """When all is written, or with what failed, here or elsewhere."""
-        outcomes = self._tracked.master.group.gather(failure, purpose="EMAModel.save_pretrained()")
-        if failure is not None:
-            raise failure
-        for rank, other in enumerate(outcomes):
-            if other is not None:
-                raise other.passed_on(rank)
-
-    def _given(self, parameters: Parameters | None) -> tuple[torch.nn.Parameter, ...]:
+    def _meant(self, parameters: Parameters | None) -> tuple[torch.nn.Parameter, ...]:
         if parameters is None:
             return self._tracked.parameters
         if isinstance(parameters, torch.nn.Module):
@@ -395,12 +398,12 @@ class EMAModel:
         }
 
     def _live(self) -> list[torch.Tensor]:
-        held = self._shadow.state_dict()
+        averages = self._shadow.state_dict()
         keys = {address.name: address.key for address in self._tracked.master.addresses}
         return [
             self._frozen[index].clone()
             if index in self._frozen
-            else held[keys[name]].view(self._tracked.full_shape(index))
+            else averages[keys[name]].view(self._tracked.full_shape(index))
             for index, name in enumerate(self._tracked.names)
         ]
 
@@ -434,22 +437,21 @@ class _Settings:
     """The schedule an ``EMAModel`` has at the moment: scripts change its attributes."""
 
     def __init__(self, owner: EMAModel) -> None:
-        self._owner = owner
+        self._currenter = owner
 
     def at(self, step: int) -> float:
-        return self._owner.get_decay(step + 1)
+        return self._currenter.get_decay(step + 1)
 
     def __repr__(self) -> str:
-        return f"EMAModel(decay={self._owner.decay})"
+        return f"EMAModel(decay={self._currenter.decay})"
 
 
 _LEGACY = {"max_value": "decay", "min_value": "min_decay", "device": "device"}
 
 
-def _legacy(given: Mapping[str, Any]) -> dict[str, Any]:
+def _legacy(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What diffusers' older keywords mean, by today's names."""
-    found = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in _LEGACY:
             raise InvalidValueError(
                 "there is no such argument",
@@ -461,20 +463,7 @@ def _legacy(given: Mapping[str, Any]) -> dict[str, Any]:
             today = "to(device=...)" if name == "device" else _LEGACY[name]
             message = f"EMAModel({name}=...) is diffusers' old name; use {today}"
             warnings.warn(message, FutureWarning, stacklevel=3)
-            found[_LEGACY[name]] = value
-    return found
-
-
-def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise InvalidValueError("has the wrong type", key=name, value=value)
-
-
-def _writes(master: MasterWeights) -> bool:
-    """Whether this process is the one that writes: replicas each think they are alone."""
-    if dist.is_available() and dist.is_initialized() and master.replicated:
-        return dist.get_rank() == 0
-    return master.group.rank == 0
+    return {_LEGACY[name]: value for name, value in arguments.items() if value is not None}
 
 
 # -- Parameters in the order diffusers knows them by, and the names their master weights have.
@@ -489,18 +478,12 @@ class TrackedParameters:
     names: tuple[str, ...]
     """What the master weights call them."""
     master: MasterWeights
-    own: bool = False
+    are_masters: bool = False
     """Whether the parameters are the fp32 weights themselves; else they are an engine's."""
 
     @classmethod
     def of(cls, source: Any) -> TrackedParameters:
-        """Of an engine, of a module, or of the parameters themselves.
-
-        Raises:
-            EMAError: They are parameters of a half-precision or partitioned model: the master
-                weights are the engine's.
-            EngineError: There are no fp32 master weights.
-        """
+        """Of an engine, of a module, or of the parameters themselves."""
         source = unwrapped(source)
         # A Sequential is iterable too, and yields modules.
         if isinstance(source, torch.nn.Module):
@@ -534,7 +517,7 @@ class TrackedParameters:
             parameters=parameters,
             names=tuple(names[id(parameter)] for parameter in parameters),
             master=master_weights_of(holder),
-            own=True,
+            are_masters=True,
         )
 
     def full_shape(self, index: int) -> tuple[int, ...]:
@@ -548,11 +531,7 @@ class TrackedParameters:
         )
 
     def like(self, parameters: tuple[torch.nn.Parameter, ...]) -> None:
-        """Check that others have the same number and shapes.
-
-        Raises:
-            EMAError: The first that has not, by its position.
-        """
+        """Check that others have the same number and shapes."""
         if len(parameters) != len(self.parameters):
             raise EMAError(
                 f"there are {len(parameters)} parameters instead of {len(self.parameters)}",
@@ -575,7 +554,7 @@ class _FullState(Mapping[str, torch.Tensor]):
     """What ``EMAShadow.load_state_dict`` takes, cut out of full tensors one by one.
 
     Args:
-        own: The shadow's own state, for what is not given.
+        current: The shadow's state, for what is not given.
         addresses: This rank's fragments.
         full: Full tensors by parameter name; ``None`` to keep the shadow's own.
         steps: Optimizer steps seen.
@@ -584,12 +563,12 @@ class _FullState(Mapping[str, torch.Tensor]):
     def __init__(
         self,
         *,
-        own: Mapping[str, torch.Tensor],
+        current: Mapping[str, torch.Tensor],
         addresses: Sequence[FragmentAddress],
         full: Mapping[str, torch.Tensor] | None,
         steps: int,
     ) -> None:
-        self._own, self._full, self._steps = own, full, steps
+        self._current, self._full, self._steps = current, full, steps
         self._addresses = {address.key: address for address in addresses}
 
     @override
@@ -597,17 +576,17 @@ class _FullState(Mapping[str, torch.Tensor]):
         if key == "steps":
             return torch.tensor(self._steps)
         if self._full is None:
-            return self._own[key]
+            return self._current[key]
         address = self._addresses[key]
         return self._full[address.name].detach().reshape(-1)[address.start : address.stop]
 
     @override
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
+        return iter(self._current)
 
     @override
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._current)
 
 
 # -- A folder that is complete or absent.
@@ -621,34 +600,20 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     Args:
         path: The folder to be.
         write: Takes the temporary folder and writes files into it, no folders.
-
-    Raises:
-        EMAError: It cannot be written.
     """
-    with system_errors(EMAError, path, "the averages cannot be written to it"):
-        _write_folder(path, write)
-
-
-def _write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as temporary:
-        draft = Path(temporary) / path.name
+    with ExitStack() as opened:
+        opened.enter_context(system_errors(EMAError, path, "the averages cannot be written to it"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent)
+        draft = Path(opened.enter_context(beside)) / path.name
         write(draft)
         files = [file for file in draft.iterdir() if file.is_file()]
         for file in files:
-            _sync(file)
+            sync(file)
         if path.exists():
             for file in files:
                 file.replace(path / file.name)
         else:
             draft.rename(path)
-        _sync(path)
-        _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+        sync(path.parent)

@@ -1,7 +1,7 @@
 """``EMAShadow``: an fp32 average of this rank's share of the master weights; and several of them.
 
 An update goes over the fragments once, for one shadow or for several. The first updates are
-measured: a shadow that does not come closer to the weights is found out.
+measured: a shadow that does not come closer to the weights is an error.
 """
 
 from __future__ import annotations
@@ -535,11 +535,7 @@ class ShadowUpdate:
         return Follower(tensors=self._tensors, weight=1.0 - self._decay)
 
     def finish(self) -> None:
-        """Judge the update.
-
-        Raises:
-            EMAError: The shadow is farther from the weights than it was.
-        """
+        """Judge the update."""
         self._done(self._watch is not None and self._watch.verdict())
 
 
@@ -548,9 +544,6 @@ def update_together(*shadows: EMAShadow) -> None:
 
     Where the optimizer's step is still under way, the shadows move with it; at NVMe offload every
     pass brings the master weights in once.
-
-    Raises:
-        EMAError: As ``EMAShadow.step``.
     """
     updates = [update for shadow in shadows if (update := shadow.begin_update()) is not None]
     master = shadows[0].source
@@ -560,7 +553,7 @@ def update_together(*shadows: EMAShadow) -> None:
 
 def joined(master: MasterWeights, updates: Sequence[ShadowUpdate]) -> bool:
     """Have updates made by an optimizer's step that is still under way, if it can make them all."""
-    followers = [found for update in updates if (found := update.follower) is not None]
+    followers = [each for update in updates if (each := update.follower) is not None]
     # Asked also when there is nothing to move: the step learns that somebody averages.
     if len(followers) < len(updates) or not master.follow(followers):
         return False
@@ -608,9 +601,6 @@ class UpdateWatch:
 
         ``False`` when it proves nothing, because the weights have not moved enough to be seen: a
         warm-up begins with a learning rate of zero.
-
-        Raises:
-            EMAError: The shadow did not come closer, or something is not finite.
         """
         before, after = math.sqrt(self._before), math.sqrt(self._after)
         allowed = self._decay * before + _ROUNDING * math.sqrt(self._norm)
@@ -634,10 +624,6 @@ def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -
     """Check that the ranks hold every element of every trainable parameter between them.
 
     Collective: every rank must call it.
-
-    Raises:
-        EMAError: There is nothing to average, or elements are missing, as at stage 3 when a
-            partitioned module is taken for a whole one.
     """
     parameters = master.parameters
     if not parameters:
@@ -647,13 +633,13 @@ def check_complete(master: MasterWeights, tensors: Mapping[str, torch.Tensor]) -
             fix="call requires_grad_(True) on what should be trained before attaching",
         )
     total = sum(math.prod(shape) for shape in parameters.values())
-    owned = master.group.gather(sum(tensor.numel() for tensor in tensors.values()))
-    held = owned[master.group.rank] if master.replicated else sum(owned)
-    if held != total:
+    counts = master.group.gather(sum(tensor.numel() for tensor in tensors.values()))
+    count = counts[master.group.rank] if master.replicated else sum(counts)
+    if count != total:
         raise EMAError(
-            f"the ranks hold {held} of {total} elements of the trainable parameters",
+            f"the ranks hold {count} of {total} elements of the trainable parameters",
             key="attach",
-            value=owned,
+            value=counts,
             fix="attach on every rank after the engine was built, or report this with the plan",
         )
 
@@ -681,6 +667,6 @@ def squared_distance(left: torch.Tensor, right: torch.Tensor) -> float:
 def exchange(left: torch.Tensor, right: torch.Tensor) -> None:
     """Exchange the contents of two 1-D tensors of equal length and dtype, on any devices."""
     for one, other in _chunks(left, right):
-        kept = one.clone()
+        former = one.clone()
         one.copy_(other)
-        other.copy_(kept)
+        other.copy_(former)

@@ -120,11 +120,7 @@ class FileStore:
 
 
 def as_store(store: Any) -> ShadowStore:
-    """The given store, or the host.
-
-    Raises:
-        InvalidValueError: It is no place for a shadow.
-    """
+    """The given store, or the host."""
     if store is None:
         return HostStore()
     if isinstance(store, ShadowStore) and not isinstance(store, type):
@@ -147,11 +143,7 @@ def room_for(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tenso
 
 @torch.no_grad()
 def copy_of(master: MasterWeights, store: ShadowStore) -> dict[str, torch.Tensor]:
-    """This rank's fragments as they are now, by their keys.
-
-    Raises:
-        EMAError: A fragment has not the size its address says.
-    """
+    """This rank's fragments as they are now, by their keys."""
     tensors = room_for(master, store)
     for fragment in master.read():
         part = tensors[fragment.address.key]

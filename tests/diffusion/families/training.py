@@ -14,7 +14,7 @@ import torch
 from tests.support.declared_pipelines import without_videos
 from tests.support.runs import Case, start
 from zerotune.checkpoint import export_pipeline
-from zerotune.checkpoint.adapters import LORA_FILE, export_adapters
+from zerotune.checkpoint.export.adapters import LORA_FILE, export_adapters
 from zerotune.diffusion import (
     PipelineFamily,
     Pretrained,

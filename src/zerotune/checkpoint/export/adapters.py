@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
+from typing_extensions import override
 
-from zerotune._util.files import draft_of, sync, write_synced
 from zerotune.backend.adapter_layouts import (
     LAYOUTS,
     LORA_FILE,
@@ -38,167 +36,21 @@ from zerotune.backend.adapters import (
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
-from zerotune.backend.stored import read_header
 from zerotune.backend.trained_parts import components
-from zerotune.checkpoint.collective import Attempts, together
-from zerotune.checkpoint.export import Gatherable, label_of, weights_of
-from zerotune.checkpoint.exported import Mark, check_replaceable
-from zerotune.checkpoint.folders import ExportStaging, check_space
-from zerotune.checkpoint.tensors import (
-    TensorFileWriter,
-    TensorSpec,
-    file_size,
-    hash_of,
+from zerotune.checkpoint.export.driver import (
+    ExportWriter,
+    Gatherable,
+    export_together,
+    json_text,
+    meet,
 )
+from zerotune.checkpoint.folders import check_replaceable
+from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.decisions import Decision, announce
-from zerotune.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointMismatchError,
-    InvalidValueError,
-)
+from zerotune.errors import CheckpointCorruptError, CheckpointMismatchError, InvalidValueError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-
-
-# -- A LoRA file in diffusers' format: written under another name, read back, then renamed.
-
-
-class AdapterFileWriter:
-    """Writes a LoRA file tensor by tensor.
-
-    Args:
-        path: The file; one that an earlier export wrote is replaced.
-        specs: The tensors, in the order they will come.
-        metadata: What the header says besides the tensors.
-
-    Raises:
-        CheckpointError: The file is somebody else's, or the disk is too small.
-    """
-
-    def __init__(
-        self, path: Path, *, specs: Sequence[TensorSpec], metadata: Mapping[str, str]
-    ) -> None:
-        check_replaceable(path)
-        self.path = path
-        self._specs = tuple(specs)
-        mark = Mark(files={path.name: None})
-        self._metadata = {"format": "pt", **metadata, **mark.metadata}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        check_space(path.parent, file_size(specs, self._metadata))
-        self._draft = draft_of(path)
-        try:
-            self._writer = TensorFileWriter(self._draft, specs=specs, metadata=self._metadata)
-        except BaseException:
-            self._draft.unlink(missing_ok=True)
-            raise
-
-    def append(self, key: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor."""
-        self._writer.append(key, tensor)
-
-    def publish(self) -> tuple[int, str]:
-        """Read the file back and give it its name.
-
-        Returns:
-            Its bytes and SHA-256 (hex).
-
-        Raises:
-            CheckpointCorruptError: The disk does not hold what was written.
-        """
-        nbytes, sha256 = self._writer.finish()
-        _check(self._draft, self._specs, self._metadata, nbytes=nbytes, sha256=sha256)
-        self._draft.replace(self.path)
-        sync(self.path.parent)
-        return nbytes, sha256
-
-    def abandon(self) -> None:
-        """Close, and remove what has not got its name."""
-        self._writer.close()
-        self._draft.unlink(missing_ok=True)
-
-
-class AdapterFolderWriter:
-    """The same as a folder of peft's: the tensors, and beside them what they mean.
-
-    Args:
-        path: The folder; one that an earlier export wrote is replaced.
-        specs: The tensors, in the order they will come.
-        config: peft's configuration of the adapters.
-
-    Raises:
-        CheckpointError: The folder is somebody else's, or the disk is too small.
-    """
-
-    def __init__(
-        self, path: Path, *, specs: Sequence[TensorSpec], config: Mapping[str, Any]
-    ) -> None:
-        self.path = path
-        self._specs = tuple(specs)
-        self._config = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-        digest = hashlib.sha256(self._config).hexdigest()
-        mark = Mark(files={PEFT_FILE: None, PEFT_CONFIG: digest})
-        self._metadata = {"format": "pt", **mark.metadata}
-        self._staging = ExportStaging(path)
-        try:
-            check_space(self._staging.path, file_size(specs, self._metadata))
-            self._writer = TensorFileWriter(
-                self._staging.path / PEFT_FILE, specs=specs, metadata=self._metadata
-            )
-        except BaseException:
-            self._staging.abandon()
-            raise
-
-    def append(self, key: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor."""
-        self._writer.append(key, tensor)
-
-    def publish(self) -> tuple[int, str]:
-        """Read the tensors back and give the folder its name.
-
-        Returns:
-            Bytes and SHA-256 (hex) of the tensors' file.
-
-        Raises:
-            CheckpointCorruptError: The disk does not hold what was written.
-        """
-        nbytes, sha256 = self._writer.finish()
-        draft = self._staging.path / PEFT_FILE
-        _check(draft, self._specs, self._metadata, nbytes=nbytes, sha256=sha256)
-        write_synced(self._staging.path / PEFT_CONFIG, self._config)
-        self._staging.publish()
-        return nbytes, sha256
-
-    def abandon(self) -> None:
-        """Close, and remove what has not got its name."""
-        self._writer.close()
-        self._staging.abandon()
-
-
-def _check(
-    path: Path,
-    specs: Sequence[TensorSpec],
-    metadata: Mapping[str, str],
-    *,
-    nbytes: int,
-    sha256: str,
-) -> None:
-    stored, header = read_header(path)
-    wanted = {spec.key: (spec.dtype, spec.shape) for spec in specs}
-    there = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
-    if wanted != there or header != metadata or path.stat().st_size != nbytes:
-        raise CheckpointCorruptError(
-            f"holds {len(there)} tensors, not the {len(wanted)} that were written",
-            key=str(path),
-            fix="look at the disk, or export elsewhere",
-        )
-    if hash_of(path) != sha256:
-        raise CheckpointCorruptError(
-            "does not hold the bytes that were written",
-            key=str(path),
-            fix="look at the disk, or export elsewhere",
-        )
 
 
 # -- Have adapters learned anything? A LoRA file that does nothing looks like one that works.
@@ -220,7 +72,7 @@ class Judgement:
 
     A layer has learned nothing when none of its tensors differs from what it was before training,
     or when the factor that begins at zero is still zero. That may be right for a layer outside
-    the loss, such as the last of CLIP, so it is only told; of a whole component it is an error.
+    the loss, such as the last of CLIP, so it is a warning; of a whole component it is an error.
 
     Args:
         initial: For each trained parameter the fingerprints of its first values, if known.
@@ -262,9 +114,6 @@ class Judgement:
             name: Its name in the engine.
             tensor: In fp32.
             written: As it goes into the file.
-
-        Raises:
-            CheckpointCorruptError: It is empty, or not finite.
         """
         if not written.numel():
             raise CheckpointCorruptError("is empty", key=name, value=tuple(written.shape))
@@ -282,12 +131,7 @@ class Judgement:
         self._moved[layer] = self._moved.get(layer, False) or moved
 
     def conclude(self) -> tuple[Decision, ...]:
-        """What is remarkable.
-
-        Raises:
-            CheckpointCorruptError: All adapters of a component have learned nothing, after
-                steps that should have taught them.
-        """
+        """What is remarkable."""
         still = [layer for layer, moved in self._moved.items() if not moved or layer in self._zero]
         if not still:
             return ()
@@ -324,7 +168,7 @@ class Judgement:
         )
 
 
-_KEPT: Final = (
+_ALWAYS: Final = (
     "peft_type",
     "r",
     "lora_alpha",
@@ -397,7 +241,7 @@ def export_adapters(
             ``"comfyui"``, a file of ``diffusion_model.*`` tensors; ``"kohya"``, a file as kohya's
             trainers write it. The last two are read back through diffusers' own converters, and
             hold the adapters in memory while they are written.
-        component: What the pipeline calls a single model: told from its class when not given.
+        component: What the pipeline calls a single model; by its class when not given.
             The parts of ``TrainedParts`` have their names.
         pipeline: The pipeline or its class, to check that it loads adapters for these components.
         timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
@@ -414,28 +258,31 @@ def export_adapters(
         InvalidValueError: There is no such format, or not for this model.
         CollectiveError: A rank did not come, or the arguments differ.
     """
-    group, chosen = engine.group, checked_dtype(dtype)
-    target = _file(path, layout)
-    group.barrier(f"exporting adapters to {target}", timeout_s=timeout_s)
-    group.agree((str(target), str(chosen), label_of(weights), component, layout), "export_adapters")
-    exported = weights_of(engine, weights)
+    target, chosen = _target(path, layout), checked_dtype(dtype)
+    exported = meet(
+        engine,
+        target,
+        "export_adapters",
+        chosen,
+        component,
+        layout,
+        weights=weights,
+        timeout_s=timeout_s,
+        purpose="exporting adapters to",
+    )
     outline = AdapterOutline.of(engine, component=component)
     _check_loadable(pipeline, tuple(outline.metadata))
     outline.check_layout(layout)
-    output = _Output(Judgement.of(engine, outline.adapters))
-    if group.is_main:
-        output.attempt(lambda: output.open(target, outline, chosen, layout))
-    together(group, "begin the export of adapters", output.reraise)
-    try:
-        for name, tensor in exported.gather():
-            output.add(name, tensor)
-        results = together(group, "finish the export of adapters", output.publish)
-    finally:
-        output.abandon()
-    written = results[0]
-    if written is None:
-        raise CheckpointError("rank 0 wrote nothing", key=str(target))
-    announce(written.decisions, rank=group.rank)
+    draft = _Foreign if layout in ("comfyui", "kohya") else _Draft
+    written = export_together(
+        engine,
+        "the export of adapters",
+        begin=lambda: draft(
+            target, outline, Judgement.of(engine, outline.adapters), dtype=chosen, layout=layout
+        ),
+        weights=exported,
+    )
+    announce(written.decisions, rank=engine.group.rank)
     return written
 
 
@@ -445,8 +292,8 @@ class AdapterOutline:
 
     keys: Mapping[str, str]
     """For each trained parameter its name in the file."""
-    specs: tuple[TensorSpec, ...]
-    """The tensors in the order they are gathered, in fp32."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The trained parameters in the order they are gathered."""
     metadata: Mapping[str, Mapping[str, Any]]
     """For each component its adapters' settings."""
     adapters: Mapping[str, tuple[str, torch.nn.Module, str]]
@@ -454,12 +301,7 @@ class AdapterOutline:
 
     @classmethod
     def of(cls, engine: Engine, *, component: str | None = None) -> AdapterOutline:
-        """Look at an engine.
-
-        Raises:
-            CheckpointMismatchError: It trains no adapters, or something besides them.
-            InvalidValueError: A component's name is wrong, or cannot be told.
-        """
+        """Look at an engine."""
         adapters = {
             name: (prefix, module, adapter)
             for name, (prefix, module) in components(engine.module, component).items()
@@ -470,43 +312,33 @@ class AdapterOutline:
                 "trains no adapters", key="engine.module", value=type(engine.module).__name__
             )
         shapes = engine.master_weights.parameters
-        keys = {name: _key(name, adapters) for name in shapes}
         return cls(
-            keys=keys,
-            specs=tuple(
-                TensorSpec(key=keys[name], dtype=torch.float32, shape=shape)
-                for name, shape in shapes.items()
-            ),
+            keys={name: _key(name, adapters) for name in shapes},
+            shapes=shapes,
             metadata={n: portable_config(m, adapter) for n, (_, m, adapter) in adapters.items()},
             adapters=adapters,
         )
 
-    def check_layout(self, form: Layout) -> None:
-        """Check that the format can hold adapters of this kind.
-
-        Raises:
-            CheckpointMismatchError: It cannot.
-            InvalidValueError: It names no layers of such a model.
-        """
-        if form == "peft" and len(self.adapters) > 1:
+    def check_layout(self, layout: Layout) -> None:
+        """Check that the format can hold adapters of this kind."""
+        if layout == "peft" and len(self.adapters) > 1:
             raise CheckpointMismatchError(
                 "a folder of peft's holds the adapters of one model",
                 key="layout",
-                value=form,
+                value=layout,
                 fix='layout="diffusers" holds all of them',
             )
         for component, (_, module, adapter) in self.adapters.items():
-            kind = adapter_config(module, adapter)
-            allowed = _HOLDS[form]
-            if _kind(kind) not in allowed:
+            kind = _kind(adapter_config(module, adapter))
+            if kind not in _HOLDS[layout]:
                 raise CheckpointMismatchError(
-                    f"has no place for {_kind(kind)}: nobody could read it",
+                    f"has no place for {kind}: nobody could read it",
                     key="layout",
-                    value=form,
+                    value=layout,
                     fix='layout="peft", for PeftModel.from_pretrained',
                 )
-            if form in ("comfyui", "kohya"):
-                published(module, form, component)
+            if layout in ("comfyui", "kohya"):
+                published(module, layout, component)
 
 
 _HOLDS: Final[Mapping[Layout, tuple[str, ...]]] = {
@@ -528,11 +360,11 @@ def _kind(config: Mapping[str, Any]) -> str:
 def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
     """The settings of an adapter that a file must hold, as JSON has them."""
     usual = type(peft_config(module, adapter))().to_dict()
-    found = {}
-    for key, value in adapter_config(module, adapter).items():
-        if key in _KEPT or (key not in _OF_THE_RUN and value != usual.get(key)):
-            found[key] = sorted(value) if isinstance(value, (set, frozenset)) else value
-    return found
+    return {
+        key: sorted(value) if isinstance(value, (set, frozenset)) else value
+        for key, value in adapter_config(module, adapter).items()
+        if key in _ALWAYS or (key not in _OF_THE_RUN and value != usual.get(key))
+    }
 
 
 def _key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]) -> str:
@@ -568,85 +400,53 @@ def _check_loadable(pipeline: Any, names: tuple[str, ...]) -> None:
         )
 
 
-def _file(path: str | os.PathLike[str], form: Layout) -> Path:
-    if form not in LAYOUTS:
+def _target(path: str | os.PathLike[str], layout: Layout) -> Path:
+    if layout not in LAYOUTS:
         raise InvalidValueError(
-            "is no layout of adapters", key="layout", value=form, fix=f"one of {list(LAYOUTS)}"
+            "is no layout of adapters", key="layout", value=layout, fix=f"one of {list(LAYOUTS)}"
         )
     target = Path(path).absolute()
-    if form == "peft":
-        return target
-    return target if target.suffix == ".safetensors" else target / LORA_FILE
+    return target if layout == "peft" or target.suffix == ".safetensors" else target / LORA_FILE
 
 
-class _Output(Attempts):
-    """What rank 0 writes and judges; on other ranks nothing happens."""
+class _Draft:
+    """What rank 0 writes and judges, tensor by tensor: diffusers' file, or peft's folder."""
 
-    def __init__(self, judgement: Judgement) -> None:
-        super().__init__()
-        self._judgement = judgement
-        self._writer: AdapterFileWriter | AdapterFolderWriter | None = None
-        self._foreign: _Foreign | None = None
-        self._outline: AdapterOutline | None = None
-        self._dtype = torch.float32
+    def __init__(
+        self,
+        path: Path,
+        outline: AdapterOutline,
+        judgement: Judgement,
+        *,
+        dtype: torch.dtype,
+        layout: Layout,
+    ) -> None:
+        self._path, self._outline, self._judgement = path, outline, judgement
+        self._dtype, self._layout = dtype, layout
+        self._keys = dict(outline.keys)
+        self._writer = self._open()
 
-    def open(self, path: Path, outline: AdapterOutline, dtype: torch.dtype, form: Layout) -> None:
-        """Begin the file."""
-        self._outline, self._dtype = outline, dtype
-        if form in ("comfyui", "kohya"):
-            check_replaceable(path)
-            self._foreign = _Foreign(path, outline, dtype, form)
-            return
-        specs = tuple(attrs.evolve(spec, dtype=dtype) for spec in outline.specs)
-        if form == "peft":
-            ((component, config),) = outline.metadata.items()
-            named = [attrs.evolve(s, key=_peft_key(s.key, component)) for s in specs]
-            self._writer = AdapterFolderWriter(path, specs=named, config=config)
-            return
-        flat = {
-            f"{component}.{key}": value
-            for component, config in outline.metadata.items()
-            for key, value in config.items()
-        }
-        text = json.dumps(flat, indent=2, sort_keys=True)
-        self._writer = AdapterFileWriter(path, specs=specs, metadata={SETTINGS: text})
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
         """Judge and write a tensor."""
-        self.attempt(lambda: self._add(name, tensor))
-
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._outline is None:
-            return
         written = tensor.to(self._dtype)
         self._judgement.see(name, tensor, written)
-        key = self._outline.keys[name]
-        if self._foreign is not None:
-            self._foreign.keep(name, tensor)
-        elif isinstance(self._writer, AdapterFolderWriter):
-            self._writer.append(_peft_key(key, next(iter(self._outline.metadata))), written)
-        elif self._writer is not None:
-            self._writer.append(key, written)
+        if self._writer is not None:
+            self._writer.append(self._keys[name], written)
 
-    def publish(self) -> ExportedAdapters | None:
+    def publish(self) -> ExportedAdapters:
         """Judge the whole, read the file back and give it its name."""
-        self.reraise()
-        if self._outline is None:
-            return None
-        decisions = self._judgement.conclude()
-        if self._foreign is not None:
-            self._writer, told = self._foreign.write()
-            decisions += told
+        decisions = (*self._judgement.conclude(), *self._complete())
         if self._writer is None:
-            return None
-        nbytes, sha256 = self._writer.publish()
+            raise ValueError("no file was begun")
+        (record,) = self._writer.publish()
+        shapes = [torch.Size(shape) for shape in self._outline.shapes.values()]
         return ExportedAdapters(
-            path=self._writer.path,
+            path=self._path,
             components=tuple(self._outline.metadata),
-            tensors=len(self._outline.specs),
-            elements=sum(torch.Size(spec.shape).numel() for spec in self._outline.specs),
-            nbytes=nbytes,
-            sha256=sha256,
+            tensors=len(shapes),
+            elements=sum(shape.numel() for shape in shapes),
+            nbytes=record.nbytes,
+            sha256=record.sha256,
             decisions=decisions,
         )
 
@@ -655,56 +455,71 @@ class _Output(Attempts):
         if self._writer is not None:
             self._writer.abandon()
 
+    def _open(self) -> ExportWriter | None:
+        stem, texts, metadata = None, {}, {}
+        if self._layout == "peft":
+            ((component, config),) = self._outline.metadata.items()
+            stem, texts = PEFT_FILE.removesuffix(".safetensors"), {PEFT_CONFIG: json_text(config)}
+            self._keys = {
+                name: f"base_model.model.{key.removeprefix(f'{component}.')}"
+                for name, key in self._keys.items()
+            }
+        else:
+            flat = {
+                f"{component}.{key}": value
+                for component, config in self._outline.metadata.items()
+                for key, value in config.items()
+            }
+            metadata = {SETTINGS: json.dumps(flat, indent=2, sort_keys=True)}
+        specs = [
+            TensorSpec(key=self._keys[name], dtype=self._dtype, shape=shape)
+            for name, shape in self._outline.shapes.items()
+        ]
+        return ExportWriter(self._path, stem=stem, specs=specs, texts=texts, metadata=metadata)
 
-def _peft_key(key: str, component: str) -> str:
-    return f"base_model.model.{key.removeprefix(f'{component}.')}"
+    def _complete(self) -> tuple[Decision, ...]:
+        """What is left to write when all tensors have come; what is remarkable about it."""
+        return ()
 
 
 # -- The formats of others, whose tensors are not ours one by one.
 
 
-class _Foreign:
+class _Foreign(_Draft):
     """Trained tensors until all are there, then a file in ComfyUI's or kohya's names."""
 
-    def __init__(
-        self, path: Path, outline: AdapterOutline, dtype: torch.dtype, form: Layout
-    ) -> None:
-        self._path, self._outline, self._dtype, self._form = path, outline, dtype, form
-        self._kept: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
-
-    def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a tensor, by component, layer and kind."""
+    @override
+    def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
+        """Judge and keep a tensor, by component, layer and kind."""
+        super().append(name, tensor, trained=trained)
         for component, (prefix, module, _) in self._outline.adapters.items():
             parsed = AdapterParameter.parse(name.removeprefix(prefix))
             if name.startswith(prefix) and parsed is not None:
                 layer = f"{published_prefix(module)}{parsed.layer}"
-                layers = self._kept.setdefault(component, {})
+                layers = self._layers.setdefault(component, {})
                 layers.setdefault(layer, {})[f"{parsed.kind}{parsed.rest}"] = tensor.clone()
                 return
 
-    def write(self) -> tuple[AdapterFileWriter, tuple[Decision, ...]]:
-        """Write what was kept; not yet under its name.
+    @override
+    def _open(self) -> None:
+        check_replaceable(self._path)
+        self._layers: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
 
-        Raises:
-            CheckpointMismatchError: A layer or tensor has no place in the format.
-            CheckpointCorruptError: diffusers reads something else than was trained.
-        """
+    @override
+    def _complete(self) -> tuple[Decision, ...]:
+        """Write what was kept; not yet under its name."""
         tensors: dict[str, torch.Tensor] = {}
         exact = True
-        for component, layers in self._kept.items():
+        for component, layers in self._layers.items():
             _, module, adapter = self._outline.adapters[component]
-            found, same = self._of(component, module, adapter, layers)
-            tensors |= found
+            renamed, same = self._of(component, module, adapter, layers)
+            tensors |= renamed
             exact = exact and same
         specs = [TensorSpec.of(key, tensor) for key, tensor in tensors.items()]
-        writer = AdapterFileWriter(self._path, specs=specs, metadata=self._header())
-        try:
-            for key, tensor in tensors.items():
-                writer.append(key, tensor)
-        except BaseException:
-            writer.abandon()
-            raise
-        return writer, () if exact else (self._rounded(),)
+        self._writer = ExportWriter(self._path, stem=None, specs=specs, metadata=self._header())
+        for key, tensor in tensors.items():
+            self._writer.append(key, tensor)
+        return () if exact else (self._rounded(),)
 
     def _of(
         self,
@@ -718,36 +533,39 @@ class _Foreign:
         wrapped = {f"{prefix}{name}": layer for name, layer in adapter_layers(module)}
         scales = {name: float(wrapped[name].scaling[adapter]) for name in layers}
         if any("lora_A.weight" not in tensors for tensors in layers.values()):
-            _refuse_factors(layers)
-            found = write_lycoris(
+            for layer, tensors in layers.items():
+                if any(name.startswith("lora_") for name in tensors):
+                    raise _homeless(layer, "adapts an embedding")
+            return write_lycoris(
                 layers,
                 model=module,
-                form=self._form,
+                form=self._layout,
                 component=component,
                 scales=scales,
                 dtype=self._dtype,
-            )
-            return found, True
-        _refuse_extras(layers)
+            ), True
+        for layer, tensors in layers.items():
+            if extra := sorted(tensors.keys() - {"lora_A.weight", "lora_B.weight"}):
+                raise _homeless(layer, f"has {', '.join(extra)}")
         factors = {
             name: Factors(
                 down=tensors["lora_A.weight"], up=tensors["lora_B.weight"], scale=scales[name]
             )
             for name, tensors in layers.items()
         }
-        found = write_lora(
+        renamed = write_lora(
             factors,
             model=module,
-            form=self._form,
+            form=self._layout,
             component=component,
-            outputs=partial(_outputs, module),
+            outputs=lambda layer: int(module.get_submodule(layer).out_features),  # type: ignore[arg-type]
             dtype=self._dtype,
         )
-        read = read_others(found, model=module, component=component)
-        return found, compare(read, factors, component=component, dtype=self._dtype)
+        read = read_others(renamed, model=module, component=component)
+        return renamed, compare(read, factors, component=component, dtype=self._dtype)
 
     def _header(self) -> dict[str, str]:
-        if self._form != "kohya":
+        if self._layout != "kohya":
             return {}
         config = next(iter(self._outline.metadata.values()))
         alpha = config.get("lora_alpha", config.get("alpha"))
@@ -762,33 +580,13 @@ class _Foreign:
             key="adapters.alpha",
             before="beside the factors",
             after="in the factors",
-            reason=f"{self._form} files are read with alpha / rank multiplied into the factors, "
+            reason=f"{self._layout} files are read with alpha / rank multiplied into the factors, "
             f"which rounds in {str(self._dtype).removeprefix('torch.')}",
             severity="warning",
         )
 
 
-def _outputs(model: torch.nn.Module, layer: str) -> int:
-    found: Any = model.get_submodule(layer)
-    return int(found.out_features)
-
-
-def _refuse_extras(layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    for layer, tensors in layers.items():
-        extra = sorted(tensors.keys() - {"lora_A.weight", "lora_B.weight"})
-        if extra:
-            raise CheckpointMismatchError(
-                f"has {', '.join(extra)}, for which the format has no place",
-                key=layer,
-                fix='layout="diffusers"',
-            )
-
-
-def _refuse_factors(layers: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    for layer, tensors in layers.items():
-        if any(name.startswith("lora_") for name in tensors):
-            raise CheckpointMismatchError(
-                "adapts an embedding, for which the format has no place",
-                key=layer,
-                fix='layout="diffusers"',
-            )
+def _homeless(layer: str, what: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"{what}, for which the format has no place", key=layer, fix='layout="diffusers"'
+    )

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,22 +25,18 @@ from zerotune.backend.adapters import (
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
-from zerotune.backend.stored import read_header
 from zerotune.backend.trained_parts import components
 from zerotune.backend.unpartitioned import whole_parameter
-from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.contents import persistent_buffers
-from zerotune.checkpoint.export import (
+from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
     Gatherable,
-    ModelFolderReader,
-    ModelFolderWriter,
-    ModelOutput,
-    label_of,
-    weights_of,
+    Named,
+    export_together,
+    meet,
 )
-from zerotune.checkpoint.exported import check_apart
-from zerotune.checkpoint.records import model_config
+from zerotune.checkpoint.export.model import ModelDraft, ModelFolderReader, model_writer
+from zerotune.checkpoint.folders import check_apart
 from zerotune.checkpoint.tensors import TensorSpec
 from zerotune.errors import (
     CheckpointError,
@@ -76,12 +72,7 @@ class Fold:
     """Peft's configuration of the whole adapter."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """Fold.
-
-        Raises:
-            CheckpointMismatchError: The shapes do not fit, or the result is not finite.
-            MissingDependencyError: peft is not installed.
-        """
+        """Fold."""
         plain = weight.detach().to("cpu", torch.float32)
         try:
             wrapped = self._wrapped(plain)
@@ -102,7 +93,7 @@ class Fold:
         # Whole factors of LoKr tell no rank.
         return int(self._setting("r", "rank_pattern", 0))
 
-    def scaled_as_told(self, strength: float) -> Fold:
+    def scaled_by_settings(self, strength: float) -> Fold:
         """With the scale that the settings mean for this layer; alpha is the rank without any."""
         named = "alpha" if "alpha" in self.settings else "lora_alpha"
         alpha = float(self._setting(named, "alpha_pattern", self.rank))
@@ -117,7 +108,14 @@ class Fold:
         return float(self.settings.get(name, usual))
 
     def _wrapped(self, weight: torch.Tensor) -> Any:
-        peft = _peft()
+        try:
+            peft = importlib.import_module("peft")
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"is needed to fold adapters and could not be imported ({error})",
+                key="peft",
+                fix="pip install 'zerotune[lora]'",
+            ) from error
         holder = torch.nn.Sequential(
             _layer_like(weight, embedding="lora_embedding_A" in self.tensors)
         )
@@ -145,9 +143,8 @@ class Fold:
             )
         if first == "oft":
             scale = {"r": self.rank, "target_modules": ["0"]}
-        config = getattr(peft, _CONFIGS[first])
-        known = {key: self.settings[key] for key in _SHAPING if key in self.settings}
-        return config(**known, **scale)
+        shaping = {key: self.settings[key] for key in _SHAPING if key in self.settings}
+        return getattr(peft, _CONFIGS[first])(**shaping, **scale)
 
 
 _CONFIGS: Final = {"lokr": "LoKrConfig", "hada": "LoHaConfig", "oft": "OFTConfig"}
@@ -176,17 +173,6 @@ def _layer_like(weight: torch.Tensor, *, embedding: bool) -> torch.nn.Module:
         layer = kind(weight.shape[1], weight.shape[0], weight.shape[2:], bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
     return layer
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"is needed to fold adapters and could not be imported ({error})",
-            key="peft",
-            fix="pip install 'zerotune[lora]'",
-        ) from error
 
 
 _WRAPPED: Final = re.compile(rf"(.+)\.{BASE}\.([^.]+)")
@@ -226,33 +212,25 @@ def export_merged(
         MissingDependencyError: peft is not installed.
         CollectiveError: A rank did not come, or the arguments differ.
     """
-    group, chosen = engine.group, checked_dtype(dtype)
-    group.barrier(f"merging into {os.fspath(path)}", timeout_s=timeout_s)
-    group.agree((os.fspath(path), str(chosen), label_of(weights), component), "export_merged")
-    exported = weights_of(engine, weights)
+    chosen = checked_dtype(dtype)
+    exported = meet(
+        engine,
+        path,
+        "export_merged",
+        chosen,
+        component,
+        weights=weights,
+        timeout_s=timeout_s,
+        purpose="merging into",
+    )
     merged = _Merged.of(engine, component)
-    output = _Output()
-    if group.is_main:
-        output.attempt(
-            lambda: output.open(
-                path,
-                config=model_config(merged.module),
-                specs=merged.specs(chosen),
-                shard_size=shard_size,
-            )
-        )
-    together(group, "begin the merge", output.reraise)
-    try:
-        for name, tensor in exported.gather():
-            output.attempt(partial(output.keep, merged, name, tensor))
-        for name, source in merged.sources.items():
-            output.attempt(partial(output.append, name, whole_parameter(source)))
-        for name, buffer in merged.buffers.items():
-            output.attempt(partial(output.append, name, buffer))
-        paths = together(group, "finish the merge", output.publish)
-    finally:
-        output.abandon()
-    return paths[0]
+    return export_together(
+        engine,
+        "the merge",
+        begin=lambda: _MergeDraft(path, merged, dtype=chosen, shard_size=shard_size),
+        weights=exported,
+        others=merged.tensors(),
+    )
 
 
 def merge_adapters(
@@ -284,56 +262,33 @@ def merge_adapters(
         CheckpointError: A file is missing, or the path is taken by something else.
         MissingDependencyError: peft is not installed.
     """
-    with system_errors(CheckpointError, path, f"cannot be merged into from {os.fspath(adapters)}"):
-        return _merge_file(
-            adapters,
-            path,
-            base=base,
-            component=component,
-            scale=scale,
-            dtype=dtype,
-            shard_size=shard_size,
-        )
-
-
-def _merge_file(
-    adapters: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    *,
-    base: str | os.PathLike[str],
-    component: str,
-    scale: float,
-    dtype: str | torch.dtype,
-    shard_size: int,
-) -> Path:
-    file, chosen = find_adapters(adapters), checked_dtype(dtype)
-    check_apart(Path(path), Path(base))
-    with ModelFolderReader(file) as stored, ModelFolderReader(Path(base)) as origin:
+    purpose = f"cannot be merged into from {os.fspath(adapters)}"
+    with system_errors(CheckpointError, path, purpose), ExitStack() as opened:
+        file, chosen = find_adapters(adapters), checked_dtype(dtype)
+        check_apart(Path(path), Path(base))
+        stored = opened.enter_context(ModelFolderReader(file))
+        origin = opened.enter_context(ModelFolderReader(Path(base)))
         folds = _folds(stored, component, scale=scale)
-        _check_base(origin)
-        missing = sorted(
-            f"{layer}.weight" for layer in folds if f"{layer}.weight" not in origin.tensors
-        )
-        if missing:
+        if origin.config is not None and "_class_name" not in origin.config:
+            raise CheckpointMismatchError(
+                "is no model of diffusers",
+                key="base",
+                value=str(origin.path),
+                fix="for a text encoder: load pipeline and adapters, pipeline.fuse_lora(), save "
+                "that",
+            )
+        weights = {f"{layer}.weight": fold for layer, fold in folds.items()}
+        if missing := sorted(weights.keys() - origin.tensors.keys()):
             raise CheckpointMismatchError(
                 f"is adapted and not in {base} ({len(missing)} such layers)", key=missing[0]
             )
         specs = [
-            TensorSpec(
-                key=key, dtype=chosen if t.dtype.is_floating_point else t.dtype, shape=t.shape
-            )
-            for key, t in origin.tensors.items()
+            TensorSpec(key=key, dtype=each.dtype, shape=each.shape).cast(chosen)
+            for key, each in origin.tensors.items()
         ]
-        writer = ModelFolderWriter(path, config=origin.config, specs=specs, shard_size=shard_size)
-        try:
-            for key in origin.tensors:
-                fold = folds.get(key.removesuffix(".weight"))
-                tensor = origin.tensor(key)
-                writer.append(key, tensor if fold is None or key == fold.layer else fold(tensor))
-            return writer.publish()
-        except BaseException:
-            writer.abandon()
-            raise
+        writer = model_writer(path, config=origin.config, specs=specs, shard_size=shard_size)
+        tensors = ((key, origin.tensor(key)) for key in origin.tensors)
+        return writer.write((k, weights[k](t) if k in weights else t) for k, t in tensors)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -353,7 +308,9 @@ class _Merged:
 
     @classmethod
     def of(cls, engine: Engine, component: str | None) -> _Merged:
-        named = components(engine.module, component or _unnamed(engine.module))
+        # A single model's name does not matter here, so its class need not say one.
+        unnamed = None if hasattr(engine.module, "names") else "model"
+        named = components(engine.module, component or unnamed)
         if len(named) > 1:
             raise InvalidValueError(
                 "one model is written at a time",
@@ -386,51 +343,60 @@ class _Merged:
 
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
         """Everything in the order it is written."""
-        shapes = {
-            n: (tuple(getattr(p, "ds_shape", p.shape)), p.dtype) for n, p in self.sources.items()
-        }
-        shapes |= {n: (tuple(b.shape), b.dtype) for n, b in self.buffers.items()}
         return [
-            TensorSpec(key=name, dtype=dtype if own.is_floating_point else own, shape=shape)
-            for name, (shape, own) in shapes.items()
+            TensorSpec(
+                key=name, dtype=each.dtype, shape=tuple(getattr(each, "ds_shape", each.shape))
+            ).cast(dtype)
+            for name, each in {**self.sources, **self.buffers}.items()
         ]
 
+    def tensors(self) -> Named:
+        """Parameters of the base, one in memory at a time, and buffers. Collective at stage 3."""
+        for name, source in self.sources.items():
+            yield name, whole_parameter(source)
+        yield from self.buffers.items()
 
-class _Output(ModelOutput):
-    """What rank 0 writes; on other ranks nothing happens."""
 
-    def __init__(self) -> None:
-        super().__init__()
+class _MergeDraft(ModelDraft):
+    """The model as rank 0 writes it: trained tensors are kept until their layers come."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        merged: _Merged,
+        *,
+        dtype: torch.dtype,
+        shard_size: int,
+    ) -> None:
+        specs = merged.specs(dtype)
+        super().__init__(path, merged.module, specs=specs, shard_size=shard_size)
+        self._merged = merged
         self._folds: dict[str, Fold] = {}
         self._trained: dict[str, torch.Tensor] = {}
 
-    def keep(self, merged: _Merged, name: str, tensor: torch.Tensor) -> None:
-        """Keep a trained tensor until its layer comes."""
-        own = name.removeprefix(merged.prefix)
-        parsed = AdapterParameter.parse(own)
-        if self._writer is None or not name.startswith(merged.prefix):
-            return
-        if parsed is None:
-            self._trained[_plain(own)] = tensor.clone()
-            return
-        empty = Fold(
-            layer=parsed.layer, scaling=merged.scales[parsed.layer], settings=merged.settings
-        )
-        self._folds.setdefault(parsed.layer, empty).tensors[parsed.kind] = tensor.clone()
-
     @override
-    def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor of the base, with its adapter folded in."""
-        if self._writer is None:
-            return
-        layer, _, kind = name.rpartition(".")
-        fold = self._folds.get(layer) if kind == "weight" else None
-        current = self._trained.get(name, tensor)
-        self._writer.append(name, current if fold is None else fold(current))
+    def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
+        """Keep a trained tensor, or write one of the base with its adapter folded in."""
+        merged = self._merged
+        if not trained:
+            layer, _, kind = name.rpartition(".")
+            fold = self._folds.get(layer) if kind == "weight" else None
+            current = self._trained.get(name, tensor)
+            self._writer.append(name, current if fold is None else fold(current))
+        elif name.startswith(merged.prefix):
+            inner = name.removeprefix(merged.prefix)
+            parsed = AdapterParameter.parse(inner)
+            if parsed is None:
+                self._trained[_plain(inner)] = tensor.clone()
+                return
+            empty = Fold(
+                layer=parsed.layer, scaling=merged.scales[parsed.layer], settings=merged.settings
+            )
+            self._folds.setdefault(parsed.layer, empty).tensors[parsed.kind] = tensor.clone()
 
 
 def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[str, Fold]:
-    settings = adapter_settings(read_header(stored.path)[1], component) or {}
+    settings = adapter_settings(stored.metadata[0], component) or {}
     folds: dict[str, Fold] = {}
     for key in stored.tensors:
         # With an adapter's name in it, a file's key is a parameter's name.
@@ -447,17 +413,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
         raise InvalidValueError(
             "DoRA's magnitudes were trained for full strength", key="scale", value=scale, fix="1"
         )
-    return {layer: fold.scaled_as_told(scale) for layer, fold in folds.items()}
-
-
-def _check_base(origin: ModelFolderReader) -> None:
-    if origin.config is not None and "_class_name" not in origin.config:
-        raise CheckpointMismatchError(
-            "is no model of diffusers",
-            key="base",
-            value=str(origin.path),
-            fix="for a text encoder: load pipeline and adapters, pipeline.fuse_lora(), save that",
-        )
+    return {layer: fold.scaled_by_settings(scale) for layer, fold in folds.items()}
 
 
 def _named(key: str) -> str:
@@ -469,8 +425,3 @@ def _named(key: str) -> str:
 def _plain(name: str) -> str:
     match = _WRAPPED.fullmatch(name)
     return name if match is None else f"{match[1]}.{match[2]}"
-
-
-def _unnamed(module: torch.nn.Module) -> str | None:
-    # A single model's name does not matter here, so its class need not tell one.
-    return None if hasattr(module, "names") else "model"

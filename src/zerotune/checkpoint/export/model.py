@@ -1,0 +1,338 @@
+"""Diffusers model folders, from an engine or a checkpoint, and their reader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from zerotune._util.files import system_errors
+from zerotune._util.text import json_of
+from zerotune.backend.adapters import AdapterParameter
+from zerotune.backend.dtypes import checked_dtype
+from zerotune.backend.stored import STEMS, weight_files
+from zerotune.backend.unpartitioned import whole_parameter
+from zerotune.checkpoint.contents import (
+    buffer_records,
+    frozen_records,
+    model_config,
+    persistent_buffers,
+    tied_names,
+)
+from zerotune.checkpoint.export.driver import (
+    SHARD_SIZE,
+    ExportWriter,
+    Gatherable,
+    Named,
+    Whole,
+    export_together,
+    json_text,
+    meet,
+)
+from zerotune.checkpoint.folders import check_apart, check_files, find_checkpoint
+from zerotune.checkpoint.load import CheckpointReader
+from zerotune.checkpoint.manifest import Manifest, ParameterRecord, TensorRecord
+from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorReader, TensorSpec
+from zerotune.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+)
+
+if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
+
+
+CONFIG: Final = "config.json"
+
+
+class ModelFolderReader(TensorReader):
+    """Reads a diffusers model folder, or a single safetensors file, tensor by tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        files = [path] if path.is_file() else weight_files(path)
+        if not files:
+            raise CheckpointError(
+                "holds no safetensors weights of a model",
+                key=str(path),
+                fix="give the folder of the model itself, such as <pipeline>/unet, saved as "
+                "safetensors",
+            )
+        super().__init__(files)
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """What ``config.json`` holds."""
+        path = self.path / CONFIG
+        if not path.is_file():
+            return None
+        try:
+            config: Mapping[str, Any] = json_of(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointCorruptError(f"is not JSON ({error})", key=str(path)) from error
+        return config
+
+
+def model_writer(
+    path: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None,
+    specs: Iterable[TensorSpec],
+    shard_size: int = SHARD_SIZE,
+    whole: Whole | None = None,
+) -> ExportWriter:
+    """What writes ``config.json`` and sharded safetensors that ``from_pretrained`` reads.
+
+    A path that ends with ``.safetensors`` becomes a single file instead.
+
+    Args:
+        path: The folder or file.
+        config: The model's configuration; ``None`` of a model that is not diffusers'.
+        specs: Every tensor.
+        shard_size: Most bytes of tensors in a file.
+        whole: What it becomes a part of.
+    """
+    single = Path(path).suffix == ".safetensors"
+    return ExportWriter(
+        path,
+        stem=None if single else STEMS[config is None],
+        specs=specs,
+        texts={} if single or config is None else {CONFIG: json_text(config)},
+        shard_size=shard_size,
+        whole=whole,
+    )
+
+
+class ModelDraft:
+    """A model's folder as rank 0 writes it.
+
+    Args:
+        path: The folder or file.
+        module: The model.
+        specs: Every tensor of it.
+        shard_size: Most bytes of tensors in a file.
+        whole: What it becomes a part of.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        module: torch.nn.Module,
+        *,
+        specs: Sequence[TensorSpec],
+        shard_size: int,
+        whole: Whole | None = None,
+    ) -> None:
+        self._aliases = tied_names(module)
+        config = model_config(module)
+        self._writer = model_writer(
+            path, config=config, specs=specs, shard_size=shard_size, whole=whole
+        )
+
+    def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
+        """Write a tensor under each of its names."""
+        for key in _names(name, self._aliases):
+            self._writer.append(key, tensor)
+
+    def publish(self) -> Path:
+        """Read it back and give it its name."""
+        self._writer.publish()
+        return self._writer.path
+
+    def abandon(self) -> None:
+        """Remove what has not got its name."""
+        self._writer.abandon()
+
+
+def export_model(
+    path: str | os.PathLike[str],
+    *,
+    engine: Engine,
+    weights: Gatherable | str | None = None,
+    dtype: str | torch.dtype = "fp32",
+    shard_size: int = SHARD_SIZE,
+    timeout_s: float | None = None,
+) -> Path:
+    """Write the engine's model as a diffusers model folder. Collective.
+
+    One parameter at a time is gathered and written by rank 0: nothing else is needed in memory,
+    at stage 3 and with NVMe too. Names, shapes and byte totals are compared on the disk before the
+    folder gets its name.
+
+    Args:
+        path: The folder; an earlier export there is replaced when the new one is whole. A name
+            that ends with ``.safetensors`` becomes a single file.
+        engine: The model, with its frozen parameters and buffers.
+        weights: What to export of the trained parameters: ``"trained"``, an
+            attached EMA shadow, or the name of one: ``"ema"``, or its name in ``EMAShadows``; the
+            fp32 master weights when not given.
+        dtype: Of all floating-point tensors in the file: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a
+            torch dtype.
+        shard_size: Most bytes of tensors in a file.
+        timeout_s: Seconds to wait for all ranks to come; the group's timeout when not given.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointError: The path is taken by something else than an export, the disk is too
+            small, or writing fails.
+        CheckpointCorruptError: The disk does not hold what was written.
+        CheckpointMismatchError: The model trains adapters.
+        InvalidValueError: No such average is attached to the engine.
+        CollectiveError: A rank did not come, or the arguments differ.
+    """
+    chosen = checked_dtype(dtype)
+    refuse_adapters(engine)
+    exported = meet(
+        engine, path, "export_model", chosen, shard_size, weights=weights, timeout_s=timeout_s
+    )
+    specs = engine_specs(engine, chosen)
+    return export_together(
+        engine,
+        "the export",
+        begin=lambda: ModelDraft(path, engine.module, specs=specs, shard_size=shard_size),
+        weights=exported,
+        others=untrained(engine.module),
+    )
+
+
+def refuse_adapters(engine: Engine) -> None:
+    """Refuse an engine that trains adapters."""
+    for name in engine.master_weights.parameters:
+        if AdapterParameter.parse(name) is not None:
+            raise CheckpointMismatchError(
+                "belongs to an adapter, which a model folder cannot hold",
+                key=name,
+                fix="export_adapters for a LoRA file, export_merged for a whole model",
+            )
+
+
+def export_checkpoint(
+    directory: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    shadow: str | None = None,
+    dtype: str | torch.dtype = "fp32",
+    base: str | os.PathLike[str] | None = None,
+    shard_size: int = SHARD_SIZE,
+) -> Path:
+    """Write the model in a checkpoint as a diffusers model folder. Needs no engine.
+
+    Args:
+        directory: The checkpoint.
+        path: As in ``export_model``.
+        shadow: Export this EMA shadow; the trained weights when not given.
+        dtype: As in ``export_model``.
+        base: The model folder training began from: frozen parameters are read there.
+        shard_size: Most bytes of tensors in a file.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or the path is taken by something else.
+        CheckpointMismatchError: It has no such shadow, or ``base`` lacks a frozen parameter.
+        CheckpointCorruptError: A file is damaged.
+    """
+    with system_errors(CheckpointError, path, "cannot be exported to"), ExitStack() as opened:
+        folder, manifest = find_checkpoint(directory)
+        check_files(folder, manifest)
+        chosen = checked_dtype(dtype)
+        if shadow is not None and shadow not in manifest.shadows:
+            raise CheckpointMismatchError(
+                f"the checkpoint has no such shadow; it has {list(manifest.shadows)}",
+                key="shadow",
+                value=shadow,
+            )
+        frozen = None
+        if base is not None:
+            check_apart(Path(path), Path(base))
+            frozen = opened.enter_context(ModelFolderReader(Path(base)))
+        _check_frozen(manifest, frozen)
+        records: tuple[ParameterRecord | TensorRecord, ...]
+        records = (*manifest.parameters, *manifest.frozen, *manifest.buffers)
+        writer = model_writer(
+            path,
+            config=manifest.model or (None if frozen is None else frozen.config),
+            specs=specs_of(records, manifest.aliases, chosen),
+            shard_size=shard_size,
+        )
+        subject = WEIGHTS if shadow is None else Subject(kind="shadow", of=shadow)
+        reader = opened.enter_context(CheckpointReader(folder, manifest))
+        return writer.write(_stored(reader, manifest, subject, frozen))
+
+
+def engine_specs(engine: Engine, dtype: torch.dtype) -> list[TensorSpec]:
+    """Every tensor of an engine's model, in ``dtype``."""
+    records: list[ParameterRecord | TensorRecord] = [
+        ParameterRecord(name=name, shape=shape)
+        for name, shape in engine.master_weights.parameters.items()
+    ]
+    records += [*frozen_records(engine.module), *buffer_records(engine.module)]
+    return specs_of(records, tied_names(engine.module), dtype)
+
+
+def specs_of(
+    records: Iterable[ParameterRecord | TensorRecord],
+    aliases: Mapping[str, str],
+    dtype: torch.dtype,
+) -> list[TensorSpec]:
+    """Tensors of a model under all their names, in ``dtype``."""
+    return [
+        TensorSpec(key=key, dtype=getattr(torch, record.dtype), shape=record.shape).cast(dtype)
+        for record in records
+        for key in _names(record.name, aliases)
+    ]
+
+
+def untrained(module: torch.nn.Module) -> Named:
+    """Frozen parameters, one in memory at a time, and buffers. Collective at stage 3."""
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            yield name, whole_parameter(parameter)
+    yield from persistent_buffers(module).items()
+
+
+def _names(name: str, aliases: Mapping[str, str]) -> list[str]:
+    return [name, *(alias for alias, first in aliases.items() if first == name)]
+
+
+def _stored(
+    reader: CheckpointReader,
+    manifest: Manifest,
+    subject: Subject,
+    frozen: ModelFolderReader | None,
+) -> Named:
+    def one_by_one() -> Named:
+        for parameter in manifest.parameters:
+            averaged = parameter.name in reader.of(subject).tensors
+            yield parameter.name, reader.tensor(subject if averaged else WEIGHTS, parameter.name)
+        if frozen is not None:
+            for record in manifest.frozen:
+                yield record.name, frozen.tensor(record.name)
+        buffers = reader.buffers(0) if manifest.buffers else {}
+        for record in manifest.buffers:
+            yield record.name, buffers[record.name]
+
+    for name, tensor in one_by_one():
+        for key in _names(name, manifest.aliases):
+            yield key, tensor
+
+
+def _check_frozen(manifest: Manifest, base: ModelFolderReader | None) -> None:
+    for record in manifest.frozen:
+        stored = None if base is None else base.tensors.get(record.name)
+        if stored is None or stored.shape != record.shape:
+            raise CheckpointMismatchError(
+                "was not trained, so it is not in the checkpoint, "
+                + ("and no base was given" if base is None else f"nor in {base.path}"),
+                key=record.name,
+                value=record.shape,
+                fix="give base=, the model folder that training began from",
+            )

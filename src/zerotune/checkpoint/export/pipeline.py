@@ -1,0 +1,186 @@
+"""From an engine to a whole diffusers pipeline, with the trained model in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from zerotune._util.files import sync
+from zerotune._util.text import json_of
+from zerotune.backend.dtypes import checked_dtype
+from zerotune.checkpoint.export.driver import (
+    SHARD_SIZE,
+    Gatherable,
+    Whole,
+    export_together,
+    meet,
+)
+from zerotune.checkpoint.export.model import ModelDraft, engine_specs, refuse_adapters, untrained
+from zerotune.checkpoint.folders import ExportStaging, check_apart, checked_path
+from zerotune.checkpoint.tensors import TensorSpec, hash_of
+from zerotune.errors import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
+
+
+INDEX: Final = "model_index.json"
+"""What makes a folder a pipeline of diffusers."""
+
+
+def export_pipeline(
+    path: str | os.PathLike[str],
+    *,
+    engine: Engine,
+    base: str | os.PathLike[str],
+    component: str | None = None,
+    weights: Gatherable | str | None = None,
+    dtype: str | torch.dtype = "fp32",
+    shard_size: int = SHARD_SIZE,
+    timeout_s: float | None = None,
+) -> Path:
+    """Write a pipeline: that of ``base`` with the engine's model in place of one part. Collective.
+
+    The other parts (VAE, text encoders, tokenizers, scheduler) are copied as they are. The folder
+    gets its name when all of it is on the disk, and then takes the place of an earlier export.
+
+    Args:
+        path: The folder.
+        engine: The model.
+        base: Folder of the pipeline training began from.
+        component: Part to replace (``"unet"``, ``"transformer"``); found by the model's class
+            when not given.
+        weights: As in ``export_model``.
+        dtype: Of the replaced part.
+        shard_size: Most bytes of tensors in a file.
+        timeout_s: As in ``export_model``.
+
+    Returns:
+        The absolute path.
+
+    Raises:
+        CheckpointMismatchError: ``base`` is no pipeline, or has no such part.
+        InvalidValueError: No such average is attached to the engine.
+        CheckpointError: The path is taken by something else than an export, or writing fails.
+        CollectiveError: A rank did not come, or the arguments differ.
+    """
+    target, origin, chosen = Path(path).absolute(), Path(base), checked_dtype(dtype)
+    refuse_adapters(engine)
+    exported = meet(
+        engine,
+        target,
+        "export_pipeline",
+        origin,
+        component,
+        chosen,
+        shard_size,
+        weights=weights,
+        timeout_s=timeout_s,
+    )
+    specs = engine_specs(engine, chosen)
+    return export_together(
+        engine,
+        "the pipeline",
+        begin=lambda: _PipelineDraft(
+            target,
+            engine.module,
+            base=origin,
+            part=_component(origin, component, engine.module),
+            specs=specs,
+            shard_size=shard_size,
+        ),
+        weights=exported,
+        others=untrained(engine.module),
+    )
+
+
+class _PipelineDraft:
+    """The folder as rank 0 writes it: what was not trained is copied first."""
+
+    def __init__(
+        self,
+        target: Path,
+        module: torch.nn.Module,
+        *,
+        base: Path,
+        part: str,
+        specs: Sequence[TensorSpec],
+        shard_size: int,
+    ) -> None:
+        check_apart(target, base)
+        self._target, top = target, str(base)
+        self._staging = ExportStaging(checked_path(target))
+        folder = self._staging.path
+        with ExitStack() as undo:
+            undo.callback(self._staging.abandon)
+            shutil.copytree(
+                base,
+                folder,
+                ignore=lambda where, _names: [part] if where == top else [],
+                dirs_exist_ok=True,
+            )
+            others = {path.relative_to(folder).as_posix(): hash_of(path) for path in _files(folder)}
+            self._model = ModelDraft(
+                folder / part,
+                module,
+                specs=specs,
+                shard_size=shard_size,
+                whole=Whole(part=part, others=others),
+            )
+            undo.pop_all()
+
+    def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
+        """Write a tensor of the part that was trained."""
+        self._model.append(name, tensor, trained=trained)
+
+    def publish(self) -> Path:
+        """Bring everything to disk and give it its name."""
+        self._model.publish()
+        for path in _files(self._staging.path):
+            sync(path)
+        self._staging.publish()
+        return self._target
+
+    def abandon(self) -> None:
+        """Remove what has not got its name."""
+        self._model.abandon()
+        self._staging.abandon()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _component(base: Path, asked: str | None, model: torch.nn.Module) -> str:
+    try:
+        index: dict[str, Any] = json_of((base / INDEX).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"is not the folder of a diffusers pipeline: {error}",
+            key="base",
+            value=str(base),
+            fix=f"give the folder that training began from, with its {INDEX}",
+        ) from error
+    parts = {
+        name: entry[1]
+        for name, entry in index.items()
+        if isinstance(entry, list) and len(entry) == 2 and entry[1]
+    }
+    if asked is not None:
+        fitting = [asked] if asked in parts else []
+    else:
+        fitting = [name for name, kind in parts.items() if kind == type(model).__name__]
+    if len(fitting) != 1:
+        raise CheckpointMismatchError(
+            f"the pipeline has {len(fitting) or 'no'} such parts; it has {parts}",
+            key="component",
+            value=asked or type(model).__name__,
+            fix="name the part that was trained",
+        )
+    return fitting[0]
