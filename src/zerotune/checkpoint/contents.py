@@ -283,6 +283,8 @@ def draft(
 def plan_record(engine: Engine) -> PlanRecord:
     """What the manifest says of the plan an engine runs under."""
     plan = engine.plan
+    optimizer: Any = plan.optimizer
+    scheduler: Any = plan.scheduler
     return PlanRecord(
         engine="deepspeed" if plan.uses_deepspeed else "plain",
         stage=plan.stage,
@@ -292,8 +294,8 @@ def plan_record(engine: Engine) -> PlanRecord:
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         digest=plan.digest(),
         config=plan.to_deepspeed(),
-        optimizer=plain_data(attrs.asdict(plan.optimizer), "optimizer"),
-        scheduler=plan.scheduler and plain_data(attrs.asdict(plan.scheduler), "scheduler"),
+        optimizer=plain_data(attrs.asdict(optimizer), "optimizer"),
+        scheduler=scheduler and plain_data(attrs.asdict(scheduler), "scheduler"),
     )
 
 

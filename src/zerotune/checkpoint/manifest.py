@@ -93,14 +93,8 @@ class PlanRecord:
     @property
     def sharding(self) -> dict[str, Any]:
         """What decides which rank holds which part, in which form; by name of the setting."""
-        return {
-            "engine": self.engine,
-            "stage": self.stage,
-            "precision": self.precision,
-            "offload_optimizer": self.offload_optimizer,
-            "offload_param": self.offload_param,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-        }
+        names = ("engine", "stage", "precision", "offload_optimizer", "offload_param")
+        return {name: getattr(self, name) for name in (*names, "gradient_accumulation_steps")}
 
 
 @attrs.frozen(kw_only=True)

@@ -14,18 +14,17 @@ from typing import Final
 import attrs
 import torch
 
-from zerotune._util.files import of_system, reading_regular
+from zerotune._util.files import of_system
 from zerotune._util.text import listing
-from zerotune.backend.stored import read_header
 from zerotune.checkpoint.folders import check_files, find_checkpoint, whole_checkpoints
 from zerotune.checkpoint.manifest import FileRecord, Manifest
-from zerotune.checkpoint.tensors import Subject, hash_of
+from zerotune.checkpoint.tensors import Subject, TensorReader, hash_of
 from zerotune.errors import CheckpointCorruptError, CheckpointError
 
 logger = logging.getLogger("zerotune")
 
-_PIECE: Final = 2**24
-"""Bytes looked at at a time."""
+_PIECE: Final = 2**22
+"""Elements looked at at a time."""
 _THREADS: Final = 4
 """Files hashed at a time; a core hashes about as fast as a good disk reads a quarter."""
 
@@ -65,15 +64,14 @@ def finite_checkpoint(root: Path) -> Path | None:
 def _not_finite(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     """The first tensor that is not finite, if any."""
     for record in manifest.files:
-        path = folder / record.name
-        stored, subject = read_header(path)[0], Subject(kind=record.kind, of=record.of)
-        with reading_regular(path) as file:
-            for name, tensor in stored.items():
-                file.seek(tensor.offset)
-                left = math.prod(tensor.shape) * tensor.dtype.itemsize
-                while left and (piece := bytearray(file.read(min(left, _PIECE)))):
-                    left -= len(piece)
-                    if not subject.sound(torch.frombuffer(piece, dtype=tensor.dtype)):
+        subject = Subject(kind=record.kind, of=record.of)
+        with TensorReader([folder / record.name], subject=subject) as reader:
+            for name, tensor in reader.tensors.items():
+                numel = math.prod(tensor.shape)
+                for start in range(0, numel, _PIECE):
+                    piece = torch.empty(min(_PIECE, numel - start), dtype=tensor.dtype)
+                    reader.fill(piece, name, start)
+                    if not subject.sound(piece):
                         return (f"{record.name}: {name}",)
     return ()
 
