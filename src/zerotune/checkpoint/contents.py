@@ -270,7 +270,7 @@ def draft(
         state=state,
         model=model_config(engine.module),
         parameters=(),
-        frozen=frozen_records(engine.module),
+        frozen=[tensor_record(name, p) for name, p in untrained_parameters(engine).items()],
         aliases=tied_names(engine.module),
         buffers=buffer_records(engine.module),
         files=(),
@@ -304,11 +304,10 @@ def buffer_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
     return tuple(tensor_record(name, b) for name, b in persistent_buffers(module).items())
 
 
-def frozen_records(module: torch.nn.Module) -> tuple[TensorRecord, ...]:
-    """What the manifest says of the parameters that are not trained."""
-    return tuple(
-        tensor_record(name, p) for name, p in module.named_parameters() if not p.requires_grad
-    )
+def untrained_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
+    """Parameters without master weights: frozen ones, and those without elements."""
+    trained = engine.master_weights.parameters
+    return {name: p for name, p in engine.module.named_parameters() if name not in trained}
 
 
 def model_config(module: torch.nn.Module) -> Mapping[str, Any] | None:

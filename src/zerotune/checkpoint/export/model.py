@@ -18,10 +18,11 @@ from zerotune.backend.stored import STEMS, weight_files
 from zerotune.backend.unpartitioned import whole_parameter
 from zerotune.checkpoint.contents import (
     buffer_records,
-    frozen_records,
     model_config,
     persistent_buffers,
+    tensor_record,
     tied_names,
+    untrained_parameters,
 )
 from zerotune.checkpoint.export.driver import (
     SHARD_SIZE,
@@ -198,7 +199,7 @@ def export_model(
         "the export",
         begin=lambda: ModelDraft(path, engine.module, specs=specs, shard_size=shard_size),
         weights=exported,
-        others=untrained(engine.module),
+        others=untrained(engine),
     )
 
 
@@ -274,7 +275,8 @@ def engine_specs(engine: Engine, dtype: torch.dtype) -> list[TensorSpec]:
         ParameterRecord(name=name, shape=shape)
         for name, shape in engine.master_weights.parameters.items()
     ]
-    records += [*frozen_records(engine.module), *buffer_records(engine.module)]
+    records += [tensor_record(name, p) for name, p in untrained_parameters(engine).items()]
+    records += buffer_records(engine.module)
     return specs_of(records, tied_names(engine.module), dtype)
 
 
@@ -291,12 +293,11 @@ def specs_of(
     ]
 
 
-def untrained(module: torch.nn.Module) -> Named:
-    """Frozen parameters, one in memory at a time, and buffers. Collective at stage 3."""
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            yield name, whole_parameter(parameter)
-    yield from persistent_buffers(module).items()
+def untrained(engine: Engine) -> Named:
+    """What has no master weights, one tensor in memory at a time. Collective at stage 3."""
+    for name, parameter in untrained_parameters(engine).items():
+        yield name, whole_parameter(parameter)
+    yield from persistent_buffers(engine.module).items()
 
 
 def _names(name: str, aliases: Mapping[str, str]) -> list[str]:

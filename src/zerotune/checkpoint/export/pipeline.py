@@ -96,7 +96,7 @@ def export_pipeline(
             shard_size=shard_size,
         ),
         weights=exported,
-        others=untrained(engine.module),
+        others=untrained(engine),
     )
 
 
