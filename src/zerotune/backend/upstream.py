@@ -42,7 +42,7 @@ RELIED_ON: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (
         "deepspeed.runtime.zero.partition_parameters",
         "Init",
-        ("_convert_to_deepspeed_param", "_zero_init_param"),
+        ("_convert_to_deepspeed_param", "_enable_mem_efficient_linear", "_zero_init_param"),
     ),
     (
         "deepspeed.runtime.zero.stage3",

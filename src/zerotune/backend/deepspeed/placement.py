@@ -227,6 +227,8 @@ def shard_from_host(
 
 def _partition_as_read(deepspeed: Any, init: Any, model: torch.nn.Module) -> None:
     """What ``zero.Init`` does to a module, but this rank's part of a weight comes from its file."""
+    if init.enabled and init.mem_efficient_linear:
+        init._enable_mem_efficient_linear()
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):
             continue
