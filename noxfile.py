@@ -262,6 +262,7 @@ def matrix(session: nox.Session) -> None:
         "tests/diffusion/test_lora_matrix.py", "tests/diffusion/families/test_matrix.py",
         "tests/diffusion/families/test_overfit.py",
         "tests/backend/test_distributed.py", "tests/backend/test_compilation.py",
+        "tests/backend/test_acts.py",
         "tests/examples/test_embedding.py",
         "tests/builder/test_launching.py", "tests/stress/test_faults.py",
         *session.posargs,
