@@ -655,6 +655,8 @@ def _yaml(content: dict[str, Any]) -> str:
 
 
 _WIDTH: Final = 84
+_LONGEST_LAID_OUT: Final = 100_000
+"""Characters of a value that is laid out in lines, which takes several copies of it."""
 
 
 def python_expression(plan: DeepSpeedPlan, *, width: int = _WIDTH) -> str:
@@ -663,7 +665,9 @@ def python_expression(plan: DeepSpeedPlan, *, width: int = _WIDTH) -> str:
 
     def call(name: str, value: Any, *, launched: bool) -> str:
         passed = [path for path in known if path.startswith("launch.") == launched]
-        parts = [pformat(value, width=width, sort_dicts=False)]
+        parts = [repr(value)]
+        if len(parts[0]) <= _LONGEST_LAID_OUT:
+            parts = [pformat(value, width=width, sort_dicts=False)]
         parts += [f"also_known={passed!r}"] if passed else []
         if len(parts) == 1 and "\n" not in parts[0]:
             return f"{name}({parts[0]})"
