@@ -28,7 +28,7 @@ from zerotune.diffusion.data import (
 )
 from zerotune.ema import EMAModel, EMAShadow, FileStore
 from zerotune.errors import ZeroTuneError
-from zerotune.offload import OffloadManager, benchmark, cleanup_stale_swap, find_leases
+from zerotune.offload import OffloadManager, cleanup_stale_swap, find_leases
 from zerotune.training import (
     SaveEvery,
     SaveEveryInBackground,
@@ -81,7 +81,6 @@ def writing(trainer: Trainer, root: Path) -> dict[str, Work]:
         "cache": cached,
         "broken images": lambda path: write_broken([], path),
         "swap": swapping,
-        "measure": benchmark,
     }
 
 
