@@ -122,13 +122,6 @@ class DeferredSteps(ABC):
         """Take every pass before its step returns."""
         self._at_once = reason
 
-    def _take_at_once_from_now_on(self, reason: str) -> None:
-        """As ``take_at_once``, found out while training goes on."""
-        before = self._at_once
-        self.take_at_once(reason)
-        if before is None:
-            self._record(reason)
-
     def _record(self, reason: str) -> None:
         """Note once why a pass is not taken later."""
         if any(decision.reason == reason for decision in self.decisions):
@@ -241,7 +234,9 @@ class DeferredSteps(ABC):
     def _found_compiling(self) -> None:
         """Something is being compiled that may use the weights, by whoever does that."""
         self.settle()
-        self._take_at_once_from_now_on(_COMPILED)
+        if self._at_once is None:
+            self._record(_COMPILED)
+        self.take_at_once(_COMPILED)
 
     def _viewed(self) -> bool:
         """Whether somebody else holds a view of the weights, who would read old values there."""
