@@ -22,11 +22,13 @@ import attrs
 import torch
 
 from zerotune._util.files import write_atomically
-from zerotune.backend.ops.build import OpState, OpStatus, building
-from zerotune.backend.ops.diagnose import (
+from zerotune.backend.ops import (
     BuildLock,
     Diagnosis,
+    OpState,
+    OpStatus,
     build_folder,
+    building,
     built_library,
     diagnose_build,
     missing_compiler,
