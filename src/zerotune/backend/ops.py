@@ -18,12 +18,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import attrs
+import psutil
 from packaging.version import Version
 
 from zerotune._util.environment import environment
@@ -44,12 +45,16 @@ class Diagnosis:
     cause: str
     fix: str | None = None
 
+    def as_error(self, op: str) -> PlatformError:
+        """The error of an op that cannot be had."""
+        return PlatformError(self.cause, key=f"op {op}", fix=self.fix)
+
 
 def missing_module(name: str) -> Diagnosis:
     """Diagnosis of a Python module that building needs and that is not installed."""
     # Python 3.12 dropped distutils; setuptools brings it back.
     package = "setuptools" if name.partition(".")[0] in {"distutils", "setuptools"} else name
-    return Diagnosis(cause=f"the Python module {name} is missing", fix=f"pip install {package}")
+    return Diagnosis(cause=_MODULE.format(name), fix=f"pip install {package}")
 
 
 def summary(error: BaseException) -> str:
@@ -67,125 +72,93 @@ def diagnose_build(output: str) -> Diagnosis | None:
     Args:
         output: Text of the exception torch raised, which holds ninja's and the compiler's output.
     """
-    for pattern, make in _CAUSES:
+    for pattern, cause, fixes in _CAUSES:
         match = re.search(pattern, output, re.MULTILINE)
-        if match is not None:
-            return make(match)
+        if match is None:
+            continue
+        thing = (match[1] if match.re.groups else "").strip()
+        if cause == _MODULE:
+            return missing_module(thing)
+        by_name = fixes if isinstance(fixes, Mapping) else {"": fixes}
+        fix = by_name.get(thing.rsplit("/", 1)[-1], by_name[""])
+        return Diagnosis(cause=cause.format(thing), fix=fix and fix.format(thing))
     return None
 
 
-def _out_of_memory(_match: re.Match[str]) -> Diagnosis:
-    return Diagnosis(
-        cause="the compiler was killed, most likely for want of memory",
-        fix="set MAX_JOBS=1, or free some memory",
-    )
-
-
-def _missing_header(match: re.Match[str]) -> Diagnosis:
-    header = match.group(1)
-    fixes = {
-        "Python.h": "install the Python headers (python3-dev)",
-        "libaio.h": "install libaio-dev",
-        "cuda_runtime.h": "install the CUDA toolkit torch was built for and set CUDA_HOME",
-    }
-    return Diagnosis(
-        cause=f"the header {header} is missing",
-        fix=fixes.get(header.rsplit("/", 1)[-1], f"install the package that holds {header}"),
-    )
-
-
-def _missing_library(match: re.Match[str]) -> Diagnosis:
-    library = match.group(1)
-    fixes = {
-        "aio": "install libaio-dev",
-        "cuda": "install the NVIDIA driver, or name its stub library's folder in LIBRARY_PATH",
-        "cudart": "install the CUDA toolkit torch was built for and set CUDA_HOME",
-        "gomp": "install the OpenMP library of your compiler",
-    }
-    return Diagnosis(
-        cause=f"the linker cannot find the library {library}",
-        fix=fixes.get(library, f"install the package that holds lib{library}"),
-    )
-
-
-def _missing_program(match: re.Match[str]) -> Diagnosis:
-    program = match.group(1)
-    fixes = {"nvcc": "install the CUDA toolkit torch was built for and set CUDA_HOME"}
-    return Diagnosis(
-        cause=f"the program {program} is missing",
-        fix=fixes.get(program.rsplit("/", 1)[-1], f"install {program}, or name another in CXX"),
-    )
-
-
-def _old_standard(match: re.Match[str]) -> Diagnosis:
-    return Diagnosis(
-        cause=f"the compiler is too old for {match.group(1)}",
-        fix="install a newer g++, or name one in CXX",
-    )
-
-
-def _old_runtime(match: re.Match[str]) -> Diagnosis:
-    return Diagnosis(
-        cause=f"the C++ runtime that Python loaded lacks {match.group(1)}, which the compiler used",
-        fix="use the compiler of the same environment as Python (in conda: gxx_linux-64)",
-    )
-
-
-def _undefined_symbol(match: re.Match[str]) -> Diagnosis:
-    return Diagnosis(
-        cause=f"the compiled library misses the symbol {match.group(1)}: it was built for "
-        "another torch",
-        fix="delete its folder in the torch extensions directory and build again",
-    )
-
-
-def _undefined_reference(match: re.Match[str]) -> Diagnosis:
-    return Diagnosis(cause=f"no library given to the linker defines {match.group(1)}")
-
-
-def _missing_shared(match: re.Match[str]) -> Diagnosis:
-    library = match.group(1)
-    return Diagnosis(
-        cause=f"the shared library {library} is missing",
-        fix=f"install the package that holds {library}, or name its folder in LD_LIBRARY_PATH",
-    )
-
-
-def _module(match: re.Match[str]) -> Diagnosis:
-    return missing_module(match.group(1))
-
-
-def _no_space(_match: re.Match[str]) -> Diagnosis:
-    return Diagnosis(
-        cause="the disk is full",
-        fix="free some space, or set TORCH_EXTENSIONS_DIR or TMPDIR to another disk",
-    )
-
-
-def _compiler_says(match: re.Match[str]) -> Diagnosis:
-    return Diagnosis(cause=f"the compiler says: {match.group(1).strip()}")
-
-
-_CAUSES: Final[tuple[tuple[str, Callable[[re.Match[str]], Diagnosis]], ...]] = (
-    # From causes to symptoms: a missing header also makes ninja report a failed command.
-    (r"No space left on device", _no_space),
-    (r"Killed signal terminated program|SIGKILL|^Killed\s*$", _out_of_memory),
-    (r"fatal error: '?([^\s':]+)'?(?::| file) [Nn]o(?:t found| such file)", _missing_header),
-    (r"cannot find -l(\S+?)(?::|\s|$)", _missing_library),
-    (r"library not found for -l(\S+)", _missing_library),
-    (r"(?:^|\s)([^\s:]+): (?:command )?not found\s*$", _missing_program),
+_MODULE: Final = "the Python module {} is missing"
+_TOOLKIT: Final = "install the CUDA toolkit torch was built for and set CUDA_HOME"
+_LIBRARIES: Final = {
+    "aio": "install libaio-dev",
+    "cuda": "install the NVIDIA driver, or name its stub library's folder in LIBRARY_PATH",
+    "cudart": _TOOLKIT,
+    "gomp": "install the OpenMP library of your compiler",
+    "": "install the package that holds lib{}",
+}
+_PROGRAMS: Final = {"nvcc": _TOOLKIT, "": "install {}, or name another in CXX"}
+_HEADERS: Final = {
+    "Python.h": "install the Python headers (python3-dev)",
+    "libaio.h": "install libaio-dev",
+    "cuda_runtime.h": _TOOLKIT,
+    "": "install the package that holds {}",
+}
+_CAUSES: Final[tuple[tuple[str, str, str | Mapping[str, str] | None], ...]] = (
+    (
+        r"No space left on device",
+        "the disk is full",
+        "free some space, or set TORCH_EXTENSIONS_DIR or TMPDIR to another disk",
+    ),
+    (
+        r"Killed signal terminated program|SIGKILL|^Killed\s*$",
+        "the compiler was killed, most likely for want of memory",
+        "set MAX_JOBS=1, or free some memory",
+    ),
+    (
+        r"fatal error: '?([^\s':]+)'?(?::| file) [Nn]o(?:t found| such file)",
+        "the header {} is missing",
+        _HEADERS,
+    ),
+    (r"cannot find -l(\S+?)(?::|\s|$)", "the linker cannot find the library {}", _LIBRARIES),
+    (r"library not found for -l(\S+)", "the linker cannot find the library {}", _LIBRARIES),
+    (
+        r"(?:^|\s)([^\s:]+): (?:command )?not found\s*$",
+        "the program {} is missing",
+        _PROGRAMS,
+    ),
     (
         r"No such file or directory: '((?:[^']*/)?(?:ninja|nvcc|hipcc|c\+\+|g\+\+))'",
-        _missing_program,
+        "the program {} is missing",
+        _PROGRAMS,
     ),
-    (r"unrecognized command[- ]line option .?(-std=[\w+]+)", _old_standard),
-    (r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found", _old_runtime),
-    (r"undefined symbol: (\S+)", _undefined_symbol),
-    (r"undefined reference to [`']([^']+)'", _undefined_reference),
-    (r"(\S+\.so[.\d]*): cannot open shared object file", _missing_shared),
-    (r"No module named '([^']+)'", _module),
-    (r"(?:^|\s)(?:fatal )?error: (.+)$", _compiler_says),
+    (
+        r"unrecognized command[- ]line option .?(-std=[\w+]+)",
+        "the compiler is too old for {}",
+        "install a newer g++, or name one in CXX",
+    ),
+    (
+        r"version [`'](GLIBCXX_[\d.]+|CXXABI_[\d.]+)' not found",
+        "the C++ runtime that Python loaded lacks {}, which the compiler used",
+        "use the compiler of the same environment as Python (in conda: gxx_linux-64)",
+    ),
+    (
+        r"undefined symbol: (\S+)",
+        "the compiled library misses the symbol {}: it was built for another torch",
+        "delete its folder in the torch extensions directory and build again",
+    ),
+    (
+        r"undefined reference to [`']([^']+)'",
+        "no library given to the linker defines {}",
+        None,
+    ),
+    (
+        r"(\S+\.so[.\d]*): cannot open shared object file",
+        "the shared library {} is missing",
+        "install the package that holds {}, or name its folder in LD_LIBRARY_PATH",
+    ),
+    (r"No module named '([^']+)'", _MODULE, None),
+    (r"(?:^|\s)(?:fatal )?error: (.+)$", "the compiler says: {}", None),
 )
+"""Pattern, cause and fix, or fixes by what the pattern names. From causes to symptoms: a missing
+header also makes ninja report a failed command."""
 
 
 # -- Torch's folder of compiled extensions, looked at without touching it.
@@ -223,13 +196,9 @@ def why_stale(folder: Path) -> str | None:
     between releases) make a library stale.
     """
     try:
+        command = ["ninja", "-n", "-d", "explain"]
         done = subprocess.run(
-            ["ninja", "-n", "-d", "explain"],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
+            command, cwd=folder, capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"ninja cannot tell whether it is up to date: {error}"
@@ -260,7 +229,14 @@ class BuildLock:
             age = time.time() - path.stat().st_mtime
         except OSError:
             return None
-        return cls(path=path, age=max(age, 0.0), holder=_holder(path))
+        # Torch keeps the file open as long as it holds the lock.
+        wanted = str(path.resolve())
+        holders = (
+            int(process.pid)
+            for process in psutil.process_iter(["open_files"])
+            if any(file.path == wanted for file in process.info["open_files"] or ())
+        )
+        return cls(path=path, age=max(age, 0.0), holder=next(holders, None))
 
     @property
     def abandoned(self) -> bool:
@@ -281,17 +257,6 @@ class BuildLock:
         )
 
 
-def _holder(lock: Path) -> int | None:
-    # Torch keeps the file open as long as it holds the lock.
-    import psutil
-
-    wanted = str(lock.resolve())
-    for process in psutil.process_iter(["open_files"]):
-        if any(file.path == wanted for file in process.info["open_files"] or ()):
-            return int(process.pid)
-    return None
-
-
 # -- What an op needs of a machine.
 
 
@@ -301,8 +266,16 @@ def missing_for_loading(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
         return ninja
     # DeepSpeed probes libaio with the compiler each time it loads this op.
     if builder.name == "async_io":
-        return missing_compiler(toolchain) or _missing_libaio(toolchain) or _refused(builder)
-    return _refused(builder)
+        if compiler := missing_compiler(toolchain):
+            return compiler
+        if not toolchain.libaio.usable:
+            missing = "library" if toolchain.libaio.header else "header libaio.h"
+            return Diagnosis(
+                cause=f"the {missing} of libaio is missing",
+                fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
+                "libaio (Arch, conda); if it is elsewhere, name it in CPATH and LIBRARY_PATH",
+            )
+    return _deepspeeds_refusal(builder)
 
 
 def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
@@ -318,29 +291,18 @@ def missing_ninja(toolchain: Toolchain) -> Diagnosis | None:
     return Diagnosis(cause="ninja is not installed", fix="pip install ninja")
 
 
-def _missing_libaio(toolchain: Toolchain) -> Diagnosis | None:
-    if toolchain.libaio.usable:
-        return None
-    missing = "library" if toolchain.libaio.header else "header libaio.h"
-    return Diagnosis(
-        cause=f"the {missing} of libaio is missing",
-        fix="install libaio-dev (Debian, Ubuntu), libaio-devel (Fedora, RHEL) or "
-        "libaio (Arch, conda); if it is elsewhere, name it in CPATH and LIBRARY_PATH",
-    )
-
-
-def _refused(builder: Any) -> Diagnosis | None:
+def _deepspeeds_refusal(builder: Any) -> Diagnosis | None:
     """What DeepSpeed's own probe has against the op."""
     try:
         compatible = builder.is_compatible(verbose=False)
     except ModuleNotFoundError as error:
         return missing_module(error.name or str(error))
     except Exception as error:  # noqa: BLE001 - each op probes in its own way
-        return Diagnosis(cause=summary(error), fix=None)
+        return Diagnosis(cause=summary(error))
     if compatible:
         return None
     detail = builder.error_log or "it gives no reason"
-    return Diagnosis(cause=f"DeepSpeed's own check refuses it: {detail}", fix=None)
+    return Diagnosis(cause=f"DeepSpeed's own check refuses it: {detail}")
 
 
 def missing_compiler(toolchain: Toolchain) -> Diagnosis | None:
@@ -368,7 +330,11 @@ def missing_for_building(builder: Any, toolchain: Toolchain) -> Diagnosis | None
             cause=f"the headers of Python {version} (Python.h) are missing",
             fix=f"install python{version}-dev (Debian, Ubuntu) or python3-devel (Fedora)",
         )
-    return _missing_cuda_toolkit(toolchain) if _builds_for_cuda(builder) else None
+    # DeepSpeed asks nvcc for its version even for ops that have no CUDA source.
+    if toolchain.nvcc is not None or not _builds_for_cuda(builder):
+        return None
+    where = "" if toolchain.cuda_home is None else f" in {toolchain.cuda_home}"
+    return Diagnosis(cause=f"CUDA's compiler nvcc is missing{where}", fix=_install_cuda())
 
 
 def _builds_for_cuda(builder: Any) -> bool:
@@ -376,14 +342,6 @@ def _builds_for_cuda(builder: Any) -> bool:
 
     base = importlib.import_module("deepspeed.ops.op_builder.builder").CUDAOpBuilder
     return isinstance(builder, base) and torch.version.hip is None and torch.cuda.is_available()
-
-
-def _missing_cuda_toolkit(toolchain: Toolchain) -> Diagnosis | None:
-    # DeepSpeed asks nvcc for its version even for ops that have no CUDA source.
-    if toolchain.nvcc is not None:
-        return None
-    where = "" if toolchain.cuda_home is None else f" in {toolchain.cuda_home}"
-    return Diagnosis(cause=f"CUDA's compiler nvcc is missing{where}", fix=_install_cuda())
 
 
 def doubt(builder: Any, toolchain: Toolchain) -> Diagnosis | None:
@@ -432,24 +390,29 @@ class LivingLock:
         self._held: int | None = None
 
     def try_acquire(self) -> bool:
-        """Take it, once whoever has it is done or dead; ninja then finds nothing left to do.
-
-        Raises:
-            PlatformError: A process that cannot be seen took it too long ago to be building.
-        """
-        began = told = time.monotonic()
-        told += SILENT_FOR
+        """Take it, once whoever has it is done or dead; ninja then finds nothing left to do."""
+        began = time.monotonic()
+        announced = began + SILENT_FOR
+        folder = self._path.parent
         while not self._take():
             remove_if_dead(self._path)
-            lock = BuildLock.on(self._path.parent)
-            if lock is not None and lock.abandoned and not _record(self._path):
+            lock = BuildLock.on(folder)
+            if lock is not None and lock.abandoned and not _host_and_process(self._path):
+                raise lock.diagnose().as_error(folder.name)
+            if lock is not None and time.monotonic() >= announced:
+                announced = time.monotonic() + _AGAIN_AFTER
                 found = lock.diagnose()
-                raise PlatformError(found.cause, key=f"op {self._path.parent.name}", fix=found.fix)
-            if lock is not None and time.monotonic() >= told:
-                told = time.monotonic() + _AGAIN_AFTER
-                _tell(lock, time.monotonic() - began)
+                _log.warning(
+                    "op %s: waiting for its lock for %.0f s: %s (%s). Fix: %s.",
+                    folder.name, time.monotonic() - began, found.cause, lock.path, found.fix,
+                )  # fmt: skip
             time.sleep(self._wait_seconds)
-        _announce_build(self._path.parent)
+        if built_library(folder) is None or why_stale(folder) is not None:
+            # Ninja then takes minutes without a word.
+            _log.warning(
+                "op %s: compiling it into %s, once; this takes one to three minutes on few cores",
+                folder.name, folder,
+            )  # fmt: skip
         return True
 
     def wait(self) -> None:
@@ -486,7 +449,7 @@ def living_locks() -> Iterator[None]:
         compiling.FileBaton = before
 
 
-def _record(path: Path) -> list[str]:
+def _host_and_process(path: Path) -> list[str]:
     """Host and process in a lock of ours; empty for torch's own."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").split()
@@ -496,7 +459,7 @@ def _record(path: Path) -> list[str]:
 
 def remove_if_dead(path: Path) -> None:
     """Remove a lock whose process is gone; the kernel has unlocked or closed it then."""
-    record = _record(path)
+    record = _host_and_process(path)
     if not record:
         _remove_closed(path)
         return
@@ -560,28 +523,6 @@ def _take_over(path: Path, descriptor: int, who: str) -> None:
         )
 
 
-def _announce_build(folder: Path) -> None:
-    """Say what is compiled, where it is; ninja then takes minutes without a word."""
-    if built_library(folder) is None or why_stale(folder) is not None:
-        _log.warning(
-            "op %s: compiling it into %s, once; this takes one to three minutes on few cores",
-            folder.name,
-            folder,
-        )
-
-
-def _tell(lock: BuildLock, seconds: float) -> None:
-    found = lock.diagnose()
-    _log.warning(
-        "op %s: waiting for its lock for %.0f s: %s (%s). Fix: %s.",
-        lock.path.parent.name,
-        seconds,
-        found.cause,
-        lock.path,
-        found.fix,
-    )
-
-
 OpState = Literal["installed", "built", "buildable", "stale", "locked", "blocked", "absent"]
 
 
@@ -605,13 +546,51 @@ class OpStatus:
     path: str | None = None
     """The compiled library, when there is one."""
 
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        purpose: str,
+        state: OpState,
+        found: Diagnosis | None = None,
+        *,
+        library: Path | None = None,
+    ) -> OpStatus:
+        """With what a diagnosis says."""
+        return cls(
+            name=name,
+            purpose=purpose,
+            state=state,
+            cause=found and found.cause,
+            fix=found and found.fix,
+            path=None if library is None else str(library),
+        )
+
     @property
     def usable(self) -> bool:
         """Whether the op can be loaded, now or after compiling it."""
         return self.state in {"installed", "built", "buildable", "stale"}
 
+    def check_usable(self) -> None:
+        """Raise what keeps the op from being loaded."""
+        if not self.usable:
+            cause = self.cause or "it cannot be used here"
+            raise Diagnosis(cause=cause, fix=self.fix).as_error(self.name)
 
-@attrs.frozen(kw_only=True)
+
+@contextmanager
+def naming_the_cause(op: str) -> Iterator[None]:
+    """Whatever a compiler, a linker or the loader does inside ends as one ``PlatformError``."""
+    try:
+        yield
+    except PlatformError:
+        raise
+    except Exception as error:
+        found = diagnose_build(str(error)) or Diagnosis(cause=summary(error))
+        raise found.as_error(op) from error
+
+
+@attrs.frozen
 class _Op:
     name: str
     builder: str
@@ -623,43 +602,27 @@ class _Op:
 
 
 _OPS: Final = (
+    _Op("cpu_adam", "CPUAdamBuilder", "Adam and AdamW with the optimizer offloaded to CPU or NVMe"),
+    _Op("cpu_adagrad", "CPUAdagradBuilder", "Adagrad with the optimizer offloaded to CPU"),
+    _Op("cpu_lion", "CPULionBuilder", "Lion with the optimizer offloaded to CPU"),
     _Op(
-        name="cpu_adam",
-        builder="CPUAdamBuilder",
-        purpose="Adam and AdamW with the optimizer offloaded to CPU or NVMe",
-    ),
-    _Op(
-        name="cpu_adagrad",
-        builder="CPUAdagradBuilder",
-        purpose="Adagrad with the optimizer offloaded to CPU",
-    ),
-    _Op(
-        name="cpu_lion",
-        builder="CPULionBuilder",
-        purpose="Lion with the optimizer offloaded to CPU",
-    ),
-    _Op(
-        name="async_io",
-        builder="AsyncIOBuilder",
-        purpose="offload of parameters and optimizer to NVMe",
+        "async_io",
+        "AsyncIOBuilder",
+        "offload of parameters and optimizer to NVMe",
         instead="offload to CPU",
         companion="PinMemoryBuilder",
     ),
+    _Op("fused_adam", "FusedAdamBuilder", "Adam and AdamW without offload"),
     _Op(
-        name="fused_adam",
-        builder="FusedAdamBuilder",
-        purpose="Adam and AdamW without offload",
-    ),
-    _Op(
-        name="fused_lion",
-        builder="FusedLionBuilder",
-        purpose="Lion without offload",
+        "fused_lion",
+        "FusedLionBuilder",
+        "Lion without offload",
         instead="nothing is missing: zerotune's own Lion runs here, or cpu_lion when offloaded",
     ),
     _Op(
-        name="fused_lamb",
-        builder="FusedLambBuilder",
-        purpose="Lamb",
+        "fused_lamb",
+        "FusedLambBuilder",
+        "Lamb",
         instead="nothing is missing: zerotune's own Lamb runs at every stage and offload",
     ),
 )
@@ -680,7 +643,7 @@ def op_report(*, toolchain: Toolchain | None = None) -> tuple[OpStatus, ...]:
         MissingDependencyError: deepspeed is not installed.
         PlatformError: deepspeed cannot be imported.
     """
-    accelerator = _accelerator()
+    accelerator = _deepspeeds_accelerator()
     with same_ninja():
         found = toolchain or detect_toolchain()
         return tuple(_status(op, accelerator, found) for op in _OPS)
@@ -698,8 +661,29 @@ def build_op(name: str) -> OpStatus:
         PlatformError: The op cannot be used here, or compiling or loading it failed; the reason
             is the root cause, not the compiler's whole output.
     """
+    op = next((op for op in _OPS if op.name == name), None)
+    if op is None:
+        close = did_you_mean(name, OP_NAMES, count=1)
+        raise InvalidValueError(
+            "no such op",
+            key="op",
+            value=name,
+            fix=f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
+        )
     with building():
-        return _build(_find(name))
+        accelerator, toolchain = _deepspeeds_accelerator(), detect_toolchain()
+        folders = _build_folders(op, accelerator)
+        for folder in folders:
+            remove_if_dead(folder / "lock")
+        before = _status(op, accelerator, toolchain)
+        # Torch waits for the end of another process that builds it.
+        if before.state != "locked" or any(
+            lock.abandoned for lock in map(BuildLock.on, folders) if lock is not None
+        ):
+            before.check_usable()
+        with naming_the_cause(op.name):
+            accelerator.create_op_builder(op.builder).load(verbose=False)
+        return _status(op, accelerator, toolchain)
 
 
 @contextmanager
@@ -723,52 +707,17 @@ def same_ninja() -> AbstractContextManager[None]:
     return environment(PATH=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}")
 
 
-def _build(op: _Op) -> OpStatus:
-    accelerator = _accelerator()
-    toolchain = detect_toolchain()
-    for folder in _folders(op, accelerator):
-        remove_if_dead(folder / "lock")
-    before = _status(op, accelerator, toolchain)
-    is_waiting = before.state == "locked" and _is_being_built(op, accelerator)
-    if not before.usable and not is_waiting:
-        raise PlatformError(
-            before.cause or "it cannot be used here", key=f"op {op.name}", fix=before.fix
-        )
+def _deepspeeds_accelerator() -> Any:
+    """DeepSpeed's accelerator; what its import logs is kept back, since zerotune reports it."""
+    logger = logging.getLogger("DeepSpeed")
+
+    # It sets its logger's level during the import, so only a filter outlasts that.
+    def keep_back(_record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(keep_back)
     try:
-        accelerator.create_op_builder(op.builder).load(verbose=False)
-    except PlatformError:
-        raise
-    except Exception as error:
-        # Whatever a compiler, a linker or the loader does ends here, under many types.
-        diagnosis = diagnose_build(str(error)) or Diagnosis(cause=summary(error), fix=None)
-        raise PlatformError(diagnosis.cause, key=f"op {op.name}", fix=diagnosis.fix) from error
-    return _status(op, accelerator, toolchain)
-
-
-def _is_being_built(op: _Op, accelerator: Any) -> bool:
-    """Whether another process is building it, for whose end torch waits."""
-    locks = [BuildLock.on(folder) for folder in _folders(op, accelerator)]
-    return not any(lock is not None and lock.abandoned for lock in locks)
-
-
-def _find(name: str) -> _Op:
-    for op in _OPS:
-        if op.name == name:
-            return op
-    close = did_you_mean(name, OP_NAMES, count=1)
-    raise InvalidValueError(
-        "no such op",
-        key="op",
-        value=name,
-        fix=f"did you mean {close[0]}" if close else f"use one of {', '.join(OP_NAMES)}",
-    )
-
-
-def _accelerator() -> Any:
-    """DeepSpeed's accelerator, with the log line of its import kept back."""
-    try:
-        with _quiet_deepspeed():
-            return importlib.import_module("deepspeed.accelerator").get_accelerator()
+        return importlib.import_module("deepspeed.accelerator").get_accelerator()
     except ModuleNotFoundError as error:
         if error.name != "deepspeed":
             raise PlatformError(f"deepspeed cannot be imported: {error}") from error
@@ -778,48 +727,24 @@ def _accelerator() -> Any:
     except Exception as error:
         # deepspeed inspects the machine while it is imported, so anything can go wrong here.
         raise PlatformError(f"deepspeed cannot be imported: {summary(error)}") from error
-
-
-@contextmanager
-def _quiet_deepspeed() -> Iterator[None]:
-    """Keep back what DeepSpeed logs while imported: zerotune reports the accelerator itself.
-
-    DeepSpeed sets its logger's level during the import, so only a filter outlasts it.
-    """
-    logger = logging.getLogger("DeepSpeed")
-
-    def drop(_record: logging.LogRecord) -> bool:
-        return False
-
-    logger.addFilter(drop)
-    try:
-        yield
     finally:
-        logger.removeFilter(drop)
+        logger.removeFilter(keep_back)
 
 
 def _status(op: _Op, accelerator: Any, toolchain: Toolchain) -> OpStatus:
     builder = _builder(op.builder, accelerator)
     if builder is None:
-        return OpStatus(
-            name=op.name,
-            purpose=op.purpose,
-            state="absent",
-            cause=f"DeepSpeed has no implementation for its {accelerator._name} accelerator",
-            fix=op.instead,
-        )
-    if _is_installed(op.name, accelerator):
-        return OpStatus(name=op.name, purpose=op.purpose, state="installed")
-    blocked = missing_for_loading(builder, toolchain)
-    if blocked is not None:
-        return OpStatus(
-            name=op.name,
-            purpose=op.purpose,
-            state="blocked",
-            cause=blocked.cause,
-            fix=blocked.fix,
-        )
-    return _jit_status(op, builder, _folders(op, accelerator), toolchain)
+        cause = f"DeepSpeed has no implementation for its {accelerator._name} accelerator"
+        found = Diagnosis(cause=cause, fix=op.instead)
+        return OpStatus.of(op.name, op.purpose, "absent", found)
+    info = importlib.import_module("deepspeed.git_version_info")
+    if info.installed_ops.get(op.name) and info.accelerator_name == accelerator._name:
+        return OpStatus.of(op.name, op.purpose, "installed")
+    if blocked := missing_for_loading(builder, toolchain):
+        return OpStatus.of(op.name, op.purpose, "blocked", blocked)
+    folders = _build_folders(op, accelerator)
+    state, why = _jit_state(builder, folders, toolchain)
+    return OpStatus.of(op.name, op.purpose, state, why, library=built_library(folders[0]))
 
 
 def _builder(name: str, accelerator: Any) -> Any | None:
@@ -829,38 +754,25 @@ def _builder(name: str, accelerator: Any) -> Any | None:
     return None if type(builder).__name__ in {"NoneType", "NotImplementedBuilder"} else builder
 
 
-def _folders(op: _Op, accelerator: Any) -> list[Path]:
+def _build_folders(op: _Op, accelerator: Any) -> list[Path]:
     """Build folders of everything that loading the op loads, its own first."""
     companion = None if op.companion is None else _builder(op.companion, accelerator)
     names = [op.name] if companion is None else [op.name, companion.name]
     return [build_folder(name) for name in names]
 
 
-def _jit_status(op: _Op, builder: Any, folders: list[Path], toolchain: Toolchain) -> OpStatus:
-    """Status of an op that torch compiles on first use."""
-    is_complete = all(built_library(folder) for folder in folders)
-    stale = next(filter(None, map(why_stale, folders)), None) if is_complete else None
-    state: OpState = "stale" if is_complete else "buildable"
-    found = None if stale is None else Diagnosis(cause=stale)
+def _jit_state(
+    builder: Any, folders: list[Path], toolchain: Toolchain
+) -> tuple[OpState, Diagnosis | None]:
+    """State of an op that torch compiles on first use, and why."""
     if lock := next(filter(None, map(BuildLock.on, folders)), None):
-        state, found = "locked", lock.diagnose()
-    elif is_complete and stale is None:
-        state = "built"
-    elif blocked := missing_for_building(builder, toolchain):
-        state, found = "blocked", blocked
-    elif found is None:
-        found = doubt(builder, toolchain)
-    library = built_library(folders[0])
-    return OpStatus(
-        name=op.name,
-        purpose=op.purpose,
-        state=state,
-        cause=found.cause if found else None,
-        fix=found.fix if found else None,
-        path=None if library is None else str(library),
-    )
-
-
-def _is_installed(name: str, accelerator: Any) -> bool:
-    info = importlib.import_module("deepspeed.git_version_info")
-    return bool(info.installed_ops.get(name)) and info.accelerator_name == accelerator._name
+        return "locked", lock.diagnose()
+    complete = all(map(built_library, folders))
+    stale = next(filter(None, map(why_stale, folders)), None) if complete else None
+    if complete and stale is None:
+        return "built", None
+    if blocked := missing_for_building(builder, toolchain):
+        return "blocked", blocked
+    if stale is not None:
+        return "stale", Diagnosis(cause=stale)
+    return "buildable", doubt(builder, toolchain)
