@@ -128,11 +128,7 @@ def peft_config(model: Any, adapter: str) -> Any:
 
 
 def trained_adapter(model: torch.nn.Module) -> str | None:
-    """The adapter that a model trains; ``None`` when it trains none.
-
-    Raises:
-        CheckpointMismatchError: It trains several.
-    """
+    """The adapter that a model trains; ``None`` when it trains none."""
     found = {
         parsed.adapter
         for name, parameter in model.named_parameters()
@@ -188,11 +184,7 @@ _EXACT: Final = 4
 
 
 def find_adapters(path: str | os.PathLike[str]) -> Path:
-    """The LoRA file that a path means.
-
-    Raises:
-        CheckpointError: There is none.
-    """
+    """The LoRA file that a path means."""
     given = Path(path)
     file = given / LORA_FILE if given.is_dir() else given
     if not file.is_file():
@@ -205,11 +197,7 @@ def find_adapters(path: str | os.PathLike[str]) -> Path:
 
 
 def adapter_settings(metadata: Mapping[str, str], component: str) -> dict[str, Any] | None:
-    """What a file's header says of a component's adapters; ``None`` when it says nothing.
-
-    Raises:
-        CheckpointCorruptError: It is not JSON.
-    """
+    """What a file's header says of a component's adapters; ``None`` when it says nothing."""
     try:
         every = json_of(metadata.get(SETTINGS, "{}"))
     except ValueError as error:
@@ -258,11 +246,7 @@ class Published:
     """The spelling that is handed to diffusers, where it does not read both alike."""
 
     def theirs(self, layer: str) -> tuple[str, tuple[str, ...]]:
-        """Their name of a layer, and all of our layers in it.
-
-        Raises:
-            CheckpointMismatchError: There is none that diffusers reads.
-        """
+        """Their name of a layer, and all of our layers in it."""
         if not self.layers:
             return layer, (layer,)
         pattern, numbers = _numbered(layer)
@@ -462,11 +446,7 @@ _TEXT_ENCODERS: Final = Published(pipeline="StableDiffusionXLPipeline", layouts=
 
 
 def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
-    """What is known of a model's names in a format.
-
-    Raises:
-        InvalidValueError: Nothing that diffusers could read back.
-    """
+    """What is known of a model's names in a format."""
     kind = type(model).__name__
     known = _TEXT_ENCODERS if component in _ENCODERS else PUBLISHED.get(kind)
     if known is not None and form in known.layouts:
@@ -506,10 +486,6 @@ def write_lora(
         outputs: Outputs of a layer by its name: of those that are not trained and are one with
             others that are.
         dtype: Of the tensors.
-
-    Raises:
-        InvalidValueError: The format does not exist for this model.
-        CheckpointMismatchError: A layer has no name in it.
     """
     known = published(model, form, component)
     found: dict[str, torch.Tensor] = {}
@@ -539,10 +515,6 @@ def write_lycoris(
 
     LyCORIS scales a product of factors by ``alpha / rank``, and a LoKr of two whole factors not
     at all: there the scale goes into the first one.
-
-    Raises:
-        InvalidValueError: The format does not exist for this model.
-        CheckpointMismatchError: A layer is a part of one of theirs: its product is none of theirs.
     """
     known = published(model, form, component)
     found: dict[str, torch.Tensor] = {}
@@ -651,10 +623,6 @@ def read_others(
         model: What it is for.
         component: What a pipeline calls the model.
         pipeline: The pipeline or its class; that of the model's class when not given.
-
-    Raises:
-        CheckpointMismatchError: diffusers knows no such files for this model, or takes it for
-            something else.
     """
     kind = type(model).__name__
     known = _TEXT_ENCODERS if component in _ENCODERS else PUBLISHED.get(kind)
@@ -755,10 +723,6 @@ def compare(
     """Check that what was read is what was trained; whether it is so bit for bit.
 
     Columns of zeros, which joined layers have, do nothing and are left out.
-
-    Raises:
-        CheckpointCorruptError: It is not: a name means another layer to diffusers, or a scale
-            was lost.
     """
     there = _factors(read, component)
     exact = True

@@ -52,11 +52,7 @@ class Compilation:
 
     @classmethod
     def of(cls, wanted: bool | Mapping[str, Any] | Compilation) -> Compilation | None:
-        """What ``compile=`` means: ``False`` is ``None``, ``True`` the defaults.
-
-        Raises:
-            InvalidValueError: An option that does not exist.
-        """
+        """What ``compile=`` means: ``False`` is ``None``, ``True`` the defaults."""
         if isinstance(wanted, Compilation):
             return wanted
         if isinstance(wanted, bool):
@@ -80,9 +76,6 @@ class Compiled:
         wanted: How.
         model: The model, before or after the engine has taken it over.
         plan: Tells the stage, and at stage 3 the leaf modules.
-
-    Raises:
-        EngineError: It cannot be compiled here; the message says why.
     """
 
     def __init__(self, wanted: Compilation, *, model: torch.nn.Module, plan: ResolvedPlan) -> None:
@@ -136,11 +129,7 @@ class Compiled:
         return _counted()[1] - self._before[1]
 
     def verify(self) -> Decision:
-        """What compiling came to, after a training step.
-
-        Raises:
-            VerificationError: Nothing was compiled.
-        """
+        """What compiling came to, after a training step."""
         if self.graphs == 0:
             raise VerificationError(
                 "no graph was compiled although a step was taken",

@@ -81,12 +81,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Read the launcher's variables.
-
-        Raises:
-            EngineError: Some of the variables are set and others are missing.
-            InvalidValueError: A variable is not a whole number, or contradicts another.
-        """
+        """Read the launcher's variables."""
         variables = os.environ if environment is None else environment
         given = [name for name in _TORCHRUN if name in variables]
         # `accelerate launch` with one process, and many notebooks, set some without meaning a
@@ -218,9 +213,6 @@ class ProcessGroup:
         Args:
             purpose: What the ranks are about to do, for the message.
             timeout_s: Seconds to wait; the group's timeout when not given.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
         """
         if self.world_size == 1:
             return
@@ -228,11 +220,7 @@ class ProcessGroup:
             self._meet(deadline)
 
     def broadcast(self, value: Any, *, source: int = 0, purpose: str = "share a value") -> Any:
-        """The picklable ``value`` of rank ``source``, on every rank.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
-        """
+        """The picklable ``value`` of rank ``source``, on every rank."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -241,11 +229,7 @@ class ProcessGroup:
         return box[0]
 
     def gather(self, value: Any, *, purpose: str = "exchange values") -> list[Any]:
-        """The picklable ``value`` of every rank, in rank order, on every rank.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
-        """
+        """The picklable ``value`` of every rank, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -254,11 +238,7 @@ class ProcessGroup:
         return values
 
     def agree(self, value: Any, what: str, *, fix: str = "give every rank the same") -> None:
-        """Check that every rank holds the same ``value``.
-
-        Raises:
-            CollectiveError: They differ; the message says in what, with every rank's value.
-        """
+        """Check that every rank holds the same ``value``."""
         purpose = f"compare {what}"
         # Values may be long, and are needed only where they differ.
         digests = self.gather(hashlib.sha256(repr(value).encode()).digest(), purpose=purpose)
@@ -284,11 +264,7 @@ class ProcessGroup:
         return float(self.sum_(total.to(device))) / self.world_size
 
     def any(self, flag: bool, *, purpose: str = "ask each other") -> bool:
-        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator.
-
-        Raises:
-            CollectiveError: A rank did not come; the message names it.
-        """
+        """Whether ``flag`` holds on some rank; a few bytes, without the accelerator."""
         if self.world_size == 1:
             return flag
         found = torch.tensor(int(flag), dtype=torch.uint8)
@@ -306,9 +282,6 @@ class ProcessGroup:
 
         Args:
             doing: What the block is, for the message.
-
-        Raises:
-            CollectiveError: A collective failed; other errors stay as they are.
         """
         try:
             yield
@@ -323,9 +296,6 @@ class ProcessGroup:
 
         Yields:
             Until when to wait.
-
-        Raises:
-            EngineError: The group is closed.
         """
         if self._control is None:
             raise EngineError(
@@ -452,9 +422,6 @@ def meeting(launch: Launch, *, timeout_s: float) -> Iterator[None]:
     Args:
         launch: Who this process is.
         timeout_s: Seconds to wait.
-
-    Raises:
-        CollectiveError: A rank did not come, or was lost inside the block; the message names it.
     """
     if not launch.launched or launch.world_size == 1 or dist.is_initialized():
         yield
@@ -496,9 +463,6 @@ class _Arrivals:
 
         Returns:
             What finds who is lost from here to the first meeting of a group.
-
-        Raises:
-            CollectiveError: Somebody has not.
         """
         try:
             self._store = self._open()

@@ -561,8 +561,8 @@ class OpStatus:
             name=name,
             purpose=purpose,
             state=state,
-            cause=found and found.cause,
-            fix=found and found.fix,
+            cause=None if found is None else found.cause,
+            fix=None if found is None else found.fix,
             path=None if library is None else str(library),
         )
 

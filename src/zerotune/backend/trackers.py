@@ -90,11 +90,6 @@ def start_trackers(
         project: The run's or project's name.
         folder: For those that write files.
         options: Arguments of each tracker, by name: ``{"wandb": {"mode": "offline"}}``.
-
-    Raises:
-        InvalidValueError: There is no tracker of this name.
-        MissingDependencyError: Its package is not installed.
-        TrainingError: It could not be started.
     """
     require_accelerate()
     from accelerate import tracking

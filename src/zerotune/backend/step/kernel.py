@@ -288,11 +288,7 @@ def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 @cache
 def load_host_step() -> HostStepOp:
-    """The op, compiled first if need be.
-
-    Raises:
-        PlatformError: It cannot be compiled or loaded here; the reason is the root cause.
-    """
+    """The op, compiled first if need be."""
     with building():
         status = host_step_status()
         if status.state != "locked":
@@ -323,19 +319,23 @@ def _compiled() -> Path:
 
     name, folder = _build_name(), build_folder(_build_name())
     folder.mkdir(parents=True, exist_ok=True)
-    # Beside what is made of it: ninja builds again whatever comes from elsewhere.
-    source = folder / _SOURCE.name
-    if not source.exists() or source.read_bytes() != _SOURCE.read_bytes():
-        write_atomically(source, _SOURCE.read_bytes())
     cpp_extension.load(
         name=name,
-        sources=[str(source)],
+        sources=[str(_source_in(folder))],
         extra_cflags=_flags(),
         extra_ldflags=["-fopenmp"],
         build_directory=str(folder),
         is_python_module=False,
     )
     return folder / f"{name}.so"
+
+
+def _source_in(folder: Path) -> Path:
+    """The source beside what is made of it: ninja builds again whatever comes from elsewhere."""
+    path = folder / _SOURCE.name
+    if not path.exists() or path.read_bytes() != _SOURCE.read_bytes():
+        write_atomically(path, _SOURCE.read_bytes())
+    return path
 
 
 def _flags() -> list[str]:
