@@ -179,7 +179,7 @@ _KOHYA: Final = "lora_unet_"
 _ENCODERS: Final = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
 _TENSOR: Final = re.compile(r"\.(?:lora_|lokr_|hada_|alpha$|dora_scale$|diff)")
 """Where a layer's name ends in a key."""
-_EXACT: Final = 4
+_CLOSE_STEPS: Final = 4
 """Rounding steps that a scale may have cost in reading."""
 
 
@@ -231,7 +231,7 @@ class Factors:
         return attrs.evolve(self, up=self.up * self.scale, scale=1.0)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Published:
     """What a model's layers are called in its first publication."""
 
@@ -242,7 +242,7 @@ class Published:
     layers: Mapping[str, tuple[str, ...]] = attrs.field(factory=dict)
     """Ours by theirs, ``#`` for a block's number; several of ours are one of theirs, joined along
     the outputs. Without any, names are the same."""
-    reader: Layout | None = None
+    reader: Layout | None = attrs.field(default=None, kw_only=True)
     """The spelling that is handed to diffusers, where it does not read both alike."""
 
     def theirs(self, layer: str) -> tuple[str, tuple[str, ...]]:
@@ -252,7 +252,9 @@ class Published:
         pattern, numbers = _numbered(layer)
         for name, ours in self.layers.items():
             if pattern in ours:
-                return _filled(name, numbers), tuple(_filled(each, numbers) for each in ours)
+                return _with_number(name, numbers), tuple(
+                    _with_number(each, numbers) for each in ours
+                )
         raise CheckpointMismatchError(
             "has no name in this format that diffusers reads",
             key=layer,
@@ -262,9 +264,9 @@ class Published:
     def respelled(self, state: Mapping[str, torch.Tensor], to: Layout) -> dict[str, torch.Tensor]:
         """The same file in the other of the two spellings; empty where a name is not known."""
         flat = {name.replace(".", "_"): name for name in self.layers}
-        found = {}
+        respelled = {}
         for key, tensor in state.items():
-            layer, kind = _split(key)
+            layer, kind = _layer_and_kind(key)
             if layer.startswith(_KOHYA):
                 pattern, numbers = _numbered(layer.removeprefix(_KOHYA), separator="_")
                 name = flat.get(pattern)
@@ -273,8 +275,13 @@ class Published:
                 name = pattern if pattern in self.layers else None
             if name is None:
                 return {}
-            found[_spelled(_filled(name, numbers), kind, to)] = tensor
-        return found
+            name = _with_number(name, numbers)
+            if to == "kohya":
+                name = f"{_KOHYA}{name.replace('.', '_')}.{_TO_KOHYA.get(kind, kind)}"
+            else:
+                name = f"{_COMFYUI}{name}.{_TO_COMFYUI.get(kind, kind)}"
+            respelled[name] = tensor
+        return respelled
 
 
 def _numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
@@ -286,11 +293,11 @@ def _numbered(layer: str, separator: str = ".") -> tuple[str, str | None]:
     return f"{layer[: match.start()]}#{layer[match.end() :]}", match[0]
 
 
-def _filled(pattern: str, number: str | None) -> str:
+def _with_number(pattern: str, number: str | None) -> str:
     return pattern if number is None else pattern.replace("#", number, 1)
 
 
-def _split(key: str) -> tuple[str, str]:
+def _layer_and_kind(key: str) -> tuple[str, str]:
     match = _TENSOR.search(key)
     return (key, "") if match is None else (key[: match.start()], key[match.start() + 1 :])
 
@@ -299,66 +306,59 @@ _TO_KOHYA: Final = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_
 _TO_COMFYUI: Final = {there: here for here, there in _TO_KOHYA.items()}
 
 
-def _spelled(layer: str, kind: str, to: Layout) -> str:
-    if to == "kohya":
-        return f"{_KOHYA}{layer.replace('.', '_')}.{_TO_KOHYA.get(kind, kind)}"
-    return f"{_COMFYUI}{layer}.{_TO_COMFYUI.get(kind, kind)}"
-
-
 # -- The models that are known.
 
 
-def _each(*pairs: tuple[str, str]) -> dict[str, tuple[str, ...]]:
+def _one_by_one(*pairs: tuple[str, str]) -> dict[str, tuple[str, ...]]:
+    """By their name, ours."""
     return {theirs: (ours,) for theirs, ours in pairs}
 
 
-def _joined(block: str, *names: str) -> tuple[str, ...]:
+def _parts(block: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{block}.#.{name}" for name in names)
 
 
-def _double(ours: str, theirs: str) -> dict[str, tuple[str, ...]]:
-    """Attention of blocks with two streams; ``theirs`` stands between stream and projection."""
-    there, here = "double_blocks.#", f"{ours}.#.attn"
+def _double(between: str) -> dict[str, tuple[str, ...]]:
+    """Attention of blocks with two streams; ``between`` stands between stream and projection."""
+    there, block = "double_blocks.#", "transformer_blocks"
     return {
-        f"{there}.img_attn{theirs}qkv": _joined(ours, "attn.to_q", "attn.to_k", "attn.to_v"),
-        f"{there}.txt_attn{theirs}qkv": _joined(
-            ours, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"
+        f"{there}.img_attn{between}qkv": _parts(block, "attn.to_q", "attn.to_k", "attn.to_v"),
+        f"{there}.txt_attn{between}qkv": _parts(
+            block, "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"
         ),
-        **_each(
-            (f"{there}.img_attn{theirs}proj", f"{here}.to_out.0"),
-            (f"{there}.txt_attn{theirs}proj", f"{here}.to_add_out"),
-        ),
+        f"{there}.img_attn{between}proj": _parts(block, "attn.to_out.0"),
+        f"{there}.txt_attn{between}proj": _parts(block, "attn.to_add_out"),
     }
 
 
-def _streams(first: str, second: str, modulation: str) -> dict[str, tuple[str, ...]]:
+def _feed_forward(first: str, second: str, modulation: str) -> dict[str, tuple[str, ...]]:
     """Feed-forward layers and modulations of Flux's blocks and those like them."""
-    block = "transformer_blocks.#"
-    return _each(
-        (f"double_blocks.#.img_mlp.{first}", f"{block}.ff.net.0.proj"),
-        (f"double_blocks.#.img_mlp.{second}", f"{block}.ff.net.2"),
-        (f"double_blocks.#.txt_mlp.{first}", f"{block}.ff_context.net.0.proj"),
-        (f"double_blocks.#.txt_mlp.{second}", f"{block}.ff_context.net.2"),
-        (f"double_blocks.#.img_mod.{modulation}", f"{block}.norm1.linear"),
-        (f"double_blocks.#.txt_mod.{modulation}", f"{block}.norm1_context.linear"),
-    )
+    return {
+        f"double_blocks.#.{stream}_{theirs}": _parts("transformer_blocks", ours)
+        for stream, ff, norm in (("img", "ff", "norm1"), ("txt", "ff_context", "norm1_context"))
+        for theirs, ours in (
+            (f"mlp.{first}", f"{ff}.net.0.proj"),
+            (f"mlp.{second}", f"{ff}.net.2"),
+            (f"mod.{modulation}", f"{norm}.linear"),
+        )
+    }
 
 
 _SINGLE: Final = {
-    "single_blocks.#.linear1": _joined(
+    "single_blocks.#.linear1": _parts(
         "single_transformer_blocks", "attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"
     ),
     "single_blocks.#.linear2": ("single_transformer_blocks.#.proj_out",),
 }
 _FLUX: Final = {
-    **_double("transformer_blocks", "."),
-    **_streams("0", "2", "lin"),
+    **_double("."),
+    **_feed_forward("0", "2", "lin"),
     **_SINGLE,
     "single_blocks.#.modulation.lin": ("single_transformer_blocks.#.norm.linear",),
 }
 _FLUX_2: Final = {
-    **_double("transformer_blocks", "."),
-    **_each(
+    **_double("."),
+    **_one_by_one(
         ("double_blocks.#.img_mlp.0", "transformer_blocks.#.ff.linear_in"),
         ("double_blocks.#.img_mlp.2", "transformer_blocks.#.ff.linear_out"),
         ("double_blocks.#.txt_mlp.0", "transformer_blocks.#.ff_context.linear_in"),
@@ -373,25 +373,23 @@ _FLUX_2: Final = {
     ),
 }
 _HUNYUAN: Final = {
-    **_double("transformer_blocks", "_"),
-    **_streams("fc1", "fc2", "linear"),
+    **_double("_"),
+    **_feed_forward("fc1", "fc2", "linear"),
     **_SINGLE,
     "single_blocks.#.modulation.linear": ("single_transformer_blocks.#.norm.linear",),
 }
-_WAN: Final = {
-    **_each(
-        *(
-            (f"blocks.#.{theirs}.{short}", f"blocks.#.{ours}.{name}")
-            for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
-            for short, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
-        ),
-        ("blocks.#.cross_attn.k_img", "blocks.#.attn2.add_k_proj"),
-        ("blocks.#.cross_attn.v_img", "blocks.#.attn2.add_v_proj"),
-        ("blocks.#.ffn.0", "blocks.#.ffn.net.0.proj"),
-        ("blocks.#.ffn.2", "blocks.#.ffn.net.2"),
-    )
-}
-_KREA_2: Final = _each(
+_WAN: Final = _one_by_one(
+    *(
+        (f"blocks.#.{theirs}.{short}", f"blocks.#.{ours}.{name}")
+        for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for short, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+    ),
+    ("blocks.#.cross_attn.k_img", "blocks.#.attn2.add_k_proj"),
+    ("blocks.#.cross_attn.v_img", "blocks.#.attn2.add_v_proj"),
+    ("blocks.#.ffn.0", "blocks.#.ffn.net.0.proj"),
+    ("blocks.#.ffn.2", "blocks.#.ffn.net.2"),
+)
+_KREA_2: Final = _one_by_one(
     *(
         (f"{theirs}.#.{kind}.{short}", f"{ours}.#.{name}")
         for theirs, ours in (
@@ -413,36 +411,25 @@ _KREA_2: Final = _each(
 )
 
 _BOTH: Final[tuple[Layout, ...]] = ("comfyui", "kohya")
+_COMFYUI_ALONE: Final[tuple[Layout, ...]] = ("comfyui",)
 PUBLISHED: Final[Mapping[str, Published]] = {
-    "UNet2DConditionModel": Published(pipeline="StableDiffusionXLPipeline", layouts=("kohya",)),
-    "FluxTransformer2DModel": Published(
-        pipeline="FluxPipeline", layouts=_BOTH, layers=_FLUX, reader="kohya"
-    ),
-    "ChromaTransformer2DModel": Published(
-        pipeline="ChromaPipeline", layouts=_BOTH, layers=_FLUX, reader="kohya"
-    ),
-    "Flux2Transformer2DModel": Published(
-        pipeline="Flux2Pipeline", layouts=_BOTH, layers=_FLUX_2, reader="kohya"
-    ),
-    "QwenImageTransformer2DModel": Published(pipeline="QwenImagePipeline", layouts=_BOTH),
-    "ZImageTransformer2DModel": Published(pipeline="ZImagePipeline", layouts=_BOTH),
-    "WanTransformer3DModel": Published(
-        pipeline="WanPipeline", layouts=_BOTH, layers=_WAN, reader="comfyui"
-    ),
+    "UNet2DConditionModel": Published("StableDiffusionXLPipeline", ("kohya",)),
+    "FluxTransformer2DModel": Published("FluxPipeline", _BOTH, _FLUX, reader="kohya"),
+    "ChromaTransformer2DModel": Published("ChromaPipeline", _BOTH, _FLUX, reader="kohya"),
+    "Flux2Transformer2DModel": Published("Flux2Pipeline", _BOTH, _FLUX_2, reader="kohya"),
+    "QwenImageTransformer2DModel": Published("QwenImagePipeline", _BOTH),
+    "ZImageTransformer2DModel": Published("ZImagePipeline", _BOTH),
+    "WanTransformer3DModel": Published("WanPipeline", _BOTH, _WAN, reader="comfyui"),
     "HunyuanVideoTransformer3DModel": Published(
-        pipeline="HunyuanVideoPipeline", layouts=_BOTH, layers=_HUNYUAN, reader="comfyui"
+        "HunyuanVideoPipeline", _BOTH, _HUNYUAN, reader="comfyui"
     ),
-    "LTXVideoTransformer3DModel": Published(pipeline="LTXPipeline", layouts=("comfyui",)),
-    "HiDreamImageTransformer2DModel": Published(
-        pipeline="HiDreamImagePipeline", layouts=("comfyui",)
-    ),
-    "Krea2Transformer2DModel": Published(
-        pipeline="Krea2Pipeline", layouts=("comfyui",), layers=_KREA_2
-    ),
+    "LTXVideoTransformer3DModel": Published("LTXPipeline", _COMFYUI_ALONE),
+    "HiDreamImageTransformer2DModel": Published("HiDreamImagePipeline", _COMFYUI_ALONE),
+    "Krea2Transformer2DModel": Published("Krea2Pipeline", _COMFYUI_ALONE, _KREA_2),
 }
 """By the class of the model."""
 
-_TEXT_ENCODERS: Final = Published(pipeline="StableDiffusionXLPipeline", layouts=("kohya",))
+_TEXT_ENCODERS: Final = Published("StableDiffusionXLPipeline", ("kohya",))
 
 
 def published(model: torch.nn.Module, form: Layout, component: str) -> Published:
@@ -483,8 +470,8 @@ def write_lora(
         model: Whose layers they are.
         form: ``"comfyui"`` or ``"kohya"``.
         component: What a pipeline calls the model.
-        outputs: Outputs of a layer by its name: of those that are not trained and are one with
-            others that are.
+        outputs: Outputs of a layer by its name, where it is not trained and is one of theirs
+            together with others that are.
         dtype: Of the tensors.
     """
     known = published(model, form, component)
@@ -493,7 +480,7 @@ def write_lora(
         factors = _joined_factors([layers.get(each) for each in ours], ours, outputs)
         if form == "comfyui":
             factors = factors.scaled()
-        stem = _stem(theirs, form, component)
+        stem = _their_stem(theirs, form, component)
         down, up = ("lora_down", "lora_up") if form == "kohya" else ("lora_A", "lora_B")
         found[f"{stem}.{down}.weight"] = factors.down.to(dtype)
         found[f"{stem}.{up}.weight"] = factors.up.to(dtype)
@@ -526,7 +513,11 @@ def write_lycoris(
                 key=layer,
                 fix='train LoRA, or export with layout="peft"',
             )
-        stem, rank, scale = _stem(theirs, form, component), _lycoris_rank(tensors), scales[layer]
+        stem, rank, scale = (
+            _their_stem(theirs, form, component),
+            _lycoris_rank(tensors),
+            scales[layer],
+        )
         for kind, tensor in tensors.items():
             whole = rank is None and kind == "lokr_w1"
             found[f"{stem}.{kind}"] = (tensor * scale if whole else tensor).to(dtype)
@@ -535,7 +526,7 @@ def write_lycoris(
     return found
 
 
-def _stem(theirs: str, form: Layout, component: str) -> str:
+def _their_stem(theirs: str, form: Layout, component: str) -> str:
     if form == "comfyui":
         return f"{_COMFYUI}{theirs}"
     return f"{_ENCODERS.get(component, _KOHYA)}{theirs.replace('.', '_')}"
@@ -636,16 +627,18 @@ def read_others(
     plain = None if known is None else _plain_lycoris(state, known, model, component)
     if plain is not None:
         return Read(tensors=plain, alphas=None, reader="the layers' names")
-    cls = _pipeline_class(known.pipeline if known is not None else "", pipeline)
-    given = dict(state)
+    if pipeline is None and known is not None:
+        pipeline = getattr(importlib.import_module("diffusers"), known.pipeline)
+    cls = pipeline if isinstance(pipeline, type) else type(pipeline)
+    tensors = dict(state)
     if known is not None and known.reader is not None:
-        given = known.respelled(given, known.reader) or given
-    if not any(key.startswith("lora_") for key in given):
-        given = _unscaled(given)
-    return _converted(cls, given, model)
+        tensors = known.respelled(tensors, known.reader) or tensors
+    if not any(key.startswith("lora_") for key in tensors):
+        tensors = _unscaled(tensors)
+    return _read_by(cls, tensors, model)
 
 
-def _converted(cls: Any, state: dict[str, torch.Tensor], model: torch.nn.Module) -> Read:
+def _read_by(cls: Any, state: dict[str, torch.Tensor], model: torch.nn.Module) -> Read:
     settings: dict[str, Any] = {}
     if "unet_name" in dir(cls) and type(model).__name__.startswith("UNet"):
         settings["unet_config"] = model.config
@@ -661,12 +654,6 @@ def _converted(cls: Any, state: dict[str, torch.Tensor], model: torch.nn.Module)
         ) from error
     tensors, alphas = found if isinstance(found, tuple) else (found, None)
     return Read(tensors=tensors, alphas=alphas or None, reader=f"{cls.__name__}.lora_state_dict")
-
-
-def _pipeline_class(name: str, pipeline: Any) -> Any:
-    if pipeline is not None:
-        return pipeline if isinstance(pipeline, type) else type(pipeline)
-    return getattr(importlib.import_module("diffusers"), name)
 
 
 def _unscaled(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -685,14 +672,14 @@ def _plain_lycoris(
     state: Mapping[str, torch.Tensor], known: Published, model: torch.nn.Module, component: str
 ) -> dict[str, torch.Tensor] | None:
     """LoKr and LoHa in our names; ``None``: it is neither, or names layers that are joined."""
-    kinds = {_split(key)[1].split("_")[0] for key in state}
+    kinds = {_layer_and_kind(key)[1].split("_")[0] for key in state}
     if not kinds & {"lokr", "hada"}:
         return None
     names = {**_their_names(known, model, "."), **_their_names(known, model, "_")}
     found = {}
     for key, tensor in state.items():
-        layer, kind = _split(key)
-        prefix = next((p for p in _PREFIXES if layer.startswith(p)), "")
+        layer, kind = _layer_and_kind(key)
+        prefix = next((p for p in _LAYER_PREFIXES if layer.startswith(p)), "")
         name = names.get(layer.removeprefix(prefix))
         if name is None:
             return None
@@ -700,7 +687,7 @@ def _plain_lycoris(
     return found
 
 
-_PREFIXES: Final = (_COMFYUI, _KOHYA, "lycoris_", *_ENCODERS.values(), "lora_te_")
+_LAYER_PREFIXES: Final = (_COMFYUI, _KOHYA, "lycoris_", *_ENCODERS.values(), "lora_te_")
 
 
 def _their_names(known: Published, model: torch.nn.Module, separator: str) -> dict[str, str]:
@@ -730,7 +717,7 @@ def compare(
         found = there.pop(name, None)
         if found is None:
             raise _differs(name, f"is not read back by {read.reader}")
-        same = _same(_dense(found, dtype), _dense(factors, dtype), dtype)
+        same = _same_product(_dense(found, dtype), _dense(factors, dtype), dtype)
         if same is None:
             raise _differs(name, f"is read back otherwise by {read.reader}")
         exact = exact and same
@@ -740,28 +727,24 @@ def compare(
     return exact
 
 
-def _same(found: Factors, trained: Factors, dtype: torch.dtype) -> bool | None:
+def _same_product(found: Factors, trained: Factors, dtype: torch.dtype) -> bool | None:
     """Whether two products are the same to the last bit; ``None``: they are not even close.
 
     Readers may move a part of the scale from one factor to the other.
     """
     if found.down.shape != trained.down.shape or found.up.shape != trained.up.shape:
         return None
-    moved = _ratio(found.down, trained.down)
+    moved = 1.0
+    if trained.down.numel():
+        largest = int(trained.down.abs().argmax())
+        moved = float(found.down.flatten()[largest] / trained.down.flatten()[largest])
     scale = trained.scale / (moved * found.scale) if moved else 0.0
     pairs = ((found.down, trained.down * moved), (found.up, trained.up * scale))
     if all(torch.equal(each, other) for each, other in pairs):
         return True
-    close = _EXACT * torch.finfo(dtype).eps
+    close = _CLOSE_STEPS * torch.finfo(dtype).eps
     near = all((each - other).abs().max() <= close * other.abs().max() for each, other in pairs)
     return False if near else None
-
-
-def _ratio(found: torch.Tensor, trained: torch.Tensor) -> float:
-    if not trained.numel():
-        return 1.0
-    largest = int(trained.abs().argmax())
-    return float(found.flatten()[largest] / trained.flatten()[largest])
 
 
 def _dense(factors: Factors, dtype: torch.dtype) -> Factors:
@@ -786,7 +769,7 @@ def _factors(read: Read, component: str) -> dict[str, Factors]:
     alphas = _alphas(read.alphas or {}, component)
     found = {}
     for key, down in own.items():
-        layer, kind = _split(key)
+        layer, kind = _layer_and_kind(key)
         if kind == "lora_A.weight":
             alpha = alphas.get(layer, down.shape[0])
             up = own[f"{layer}.lora_B.weight"]
