@@ -28,8 +28,7 @@ from zerotune.optim import OPTIMIZERS, OptimizerResolver
 from zerotune.optim.capability import Situation, installed_packages, missing_package
 from zerotune.plan import AUTO, DeepSpeedPlan, Finding, ResolvedPlan, RunFacts, plan_document
 from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import sample_size
-from zerotune.plan.memory.model import EMAPlace, Workload
+from zerotune.plan.memory.estimate import EMAPlace, Workload, sample_size
 from zerotune.plan.model import OFFLOAD_DEVICES
 from zerotune.plan.rules import RuleContext
 from zerotune.plan.text import DURING, describe, estimate_data, fits, shown_and_defaults, subject

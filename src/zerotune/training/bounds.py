@@ -10,11 +10,11 @@ import torch
 
 from zerotune._util.text import brief_size
 from zerotune.backend import rates
-from zerotune.plan.memory.traffic import step_traffic
+from zerotune.plan.memory.time import step_traffic
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate
-    from zerotune.plan.memory.traffic import StepTraffic
+    from zerotune.plan.memory.estimate import MemoryEstimate
+    from zerotune.plan.memory.time import StepTraffic
 
 
 Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]

@@ -15,10 +15,10 @@ import psutil
 import torch
 
 from zerotune._util.proc import status_field
-from zerotune.plan.memory.model import EMAPlace, Workload
+from zerotune.plan.memory.estimate import EMAPlace, Workload
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate
+    from zerotune.plan.memory.estimate import MemoryEstimate
     from zerotune.plan.model import ActivationFacts, ArithmeticFacts, ResolvedPlan
 
 _PROBE: Final = 16 * 2**20

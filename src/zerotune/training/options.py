@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zerotune.diffusion.activations import ActivationOffload
     from zerotune.ema import EMAShadow
     from zerotune.plan.advise import Advice
-    from zerotune.plan.memory.model import EMAPlace, MemoryEstimate
+    from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate
     from zerotune.training.events import RunView, StepMetrics
 
 

@@ -26,7 +26,7 @@ from zerotune.training.memory import expected_memory, host_now, host_peak
 
 if TYPE_CHECKING:
     from zerotune.plan.advise import Advice
-    from zerotune.plan.memory.model import MemoryEstimate, Place
+    from zerotune.plan.memory.estimate import MemoryEstimate, Place
     from zerotune.plan.model import ResolvedPlan
 
 

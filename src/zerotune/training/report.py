@@ -24,15 +24,15 @@ from zerotune.plan.charts import (
     memory_heading,
     memory_panels,
 )
-from zerotune.plan.memory.model import PHASES as MOMENTS
-from zerotune.plan.memory.model import PLACES, Place
+from zerotune.plan.memory.estimate import PHASES as MOMENTS
+from zerotune.plan.memory.estimate import PLACES, Place
 from zerotune.plan.text import DURING, PLACE_NAMES, time_data
 from zerotune.training.bounds import Bound, bounds
 from zerotune.training.events import PHASES, Callback
 from zerotune.training.plots import plot_loss, write_png
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
+    from zerotune.plan.memory.estimate import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator
