@@ -17,11 +17,7 @@ _FROM_ADVICE: Final = ("zero_optimization", "aio")
 
 
 def advise(state: FormState, machines: Machines) -> dict[str, Any]:
-    """What fits the setup of a form, best first, each with the form it would lead to.
-
-    Raises:
-        PlanError: The setup is not right.
-    """
+    """What fits the setup of a form, best first, each with the form it would lead to."""
     setup, wrong = read_setup(state.setup)
     if wrong:
         raise wrong[0]

@@ -37,11 +37,7 @@ _SAFE: Final = 2**53 - 1
 
 
 def parse_request(text: str) -> Any:
-    """Read JSON that a page sent.
-
-    Raises:
-        InvalidValueError: Not JSON, too deep, too much, or with text that is not Unicode.
-    """
+    """Read JSON that a page sent."""
     try:
         value = json_of(text, parse_constant=_refuse_constant)
     except ValueError as error:
@@ -51,11 +47,7 @@ def parse_request(text: str) -> Any:
 
 
 def check_content(value: Any) -> None:
-    """Refuse what is too deep or too much to be a configuration.
-
-    Raises:
-        InvalidValueError: It is, or it holds text that is not Unicode.
-    """
+    """Refuse what is too deep or too much to be a configuration."""
     pending, seen = [(value, 0)], 0
     while pending:
         item, depth = pending.pop()
@@ -97,11 +89,7 @@ def to_wire(value: Any) -> Any:
 
 
 def as_mapping(value: Any, key: str) -> dict[str, Any]:
-    """``value`` if it is an object; ``None`` is an empty one.
-
-    Raises:
-        InvalidValueError: It is something else.
-    """
+    """``value`` if it is an object; ``None`` is an empty one."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -110,11 +98,7 @@ def as_mapping(value: Any, key: str) -> dict[str, Any]:
 
 
 def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
-    """``value`` if it is text of reasonable length.
-
-    Raises:
-        InvalidValueError: It is something else.
-    """
+    """``value`` if it is text of reasonable length."""
     if not isinstance(value, str) or len(value) > longest or "\0" in value:
         raise InvalidValueError(
             "must be text", key=key, value=value, fix=f"send at most {longest} characters"
@@ -123,11 +107,7 @@ def as_text(value: Any, key: str, *, longest: int = 4096) -> str:
 
 
 def as_choice(value: Any, key: str, *, choices: tuple[_ChoiceT, ...]) -> _ChoiceT:
-    """``value`` if it is one of some choices.
-
-    Raises:
-        InvalidValueError: It is something else.
-    """
+    """``value`` if it is one of some choices."""
     if value not in choices:
         raise InvalidValueError(
             "is not one of the choices",
@@ -177,11 +157,7 @@ class FormState:
 
     @classmethod
     def of_request(cls, data: Any) -> FormState:
-        """The state a page sent.
-
-        Raises:
-            InvalidValueError: It is not one.
-        """
+        """The state a page sent."""
         whole = as_mapping(data, "state")
         return cls(
             **{name: as_mapping(whole.get(name), name) for name in ("config", "launch", "setup")}

@@ -76,11 +76,7 @@ class Root:
     folder: Path = attrs.field(converter=_resolved)
 
     def inside(self, written: Any, *, key: str) -> Path:
-        """The path ``written``, absolute and resolved; a relative one is taken from the root.
-
-        Raises:
-            InvalidValueError: It is no path, or it lies elsewhere.
-        """
+        """The path ``written``, absolute and resolved; a relative one is taken from the root."""
         if not isinstance(written, str) or not written.strip() or "\0" in written:
             raise InvalidValueError("is no path", key=key, value=written, fix="write a path")
         try:
@@ -102,11 +98,7 @@ class Root:
         return path
 
     def facts(self, written: Any, *, key: str = "path") -> PathFacts:
-        """What is to know of a path.
-
-        Raises:
-            InvalidValueError: As ``inside``; also a path the system does not let us look at.
-        """
+        """What is to know of a path."""
         path = self.inside(written, key=key)
         try:
             return _facts(path)
@@ -156,11 +148,7 @@ class Opened:
 
 
 def open_file(written: Any, root: Root) -> Opened:
-    """Open a file inside the root.
-
-    Raises:
-        PlanError: As ``open_text``; also a file that is missing, too large or outside the root.
-    """
+    """Open a file inside the root."""
     path = root.inside(written, key="path")
     try:
         size = path.stat().st_size if path.is_file() else 0
@@ -186,10 +174,6 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         name: Name of the file, for messages and for its suffix.
         root: Where files that the text names may lie.
         folder: Where relative ones are looked up.
-
-    Raises:
-        PlanSyntaxError: With line and column.
-        PlanError: It holds no configuration, or names a file outside the root.
     """
     content, sentences = _parsed(text, name)
     check_content(content)

@@ -31,10 +31,6 @@ def serve(
 
     Another host than loopback always gets a token; one is made when none is given. An address
     with a token is only printed: every user of the machine can read a browser's command line.
-
-    Raises:
-        MissingDependencyError: The extra is not installed.
-        InvalidValueError: The address is taken, or the plan lies outside the root.
     """
     try:
         import uvicorn
@@ -71,11 +67,7 @@ def serve(
 
 
 def read_token(*, given: str | None, file: Path | None) -> str | None:
-    """The token: the one given, that in a file, else ``ZEROTUNE_BUILDER_TOKEN``.
-
-    Raises:
-        InvalidValueError: The file cannot be read, or holds none.
-    """
+    """The token: the one given, that in a file, else ``ZEROTUNE_BUILDER_TOKEN``."""
     if given is not None:
         return given
     if file is None:

@@ -88,10 +88,6 @@ class Session:
             plan: What to apply.
             processes: What accelerate's launcher is to start, where the plan does not say it.
             version: Version of the plan file that the page started from; ``None`` overwrites.
-
-        Raises:
-            PlanConflictError: The file was changed since, or there is nothing to apply to.
-            PlanError: It cannot be written.
         """
         if not self.can_apply:
             raise PlanConflictError(
@@ -129,10 +125,6 @@ class Session:
             path: The file, already found to be inside the root.
             format_: As in ``DeepSpeedPlan.save``.
             version: Version it must still have; ``None`` overwrites.
-
-        Raises:
-            PlanConflictError: The file was changed since.
-            PlanError: It cannot be written.
         """
         with self._lock:
             refuse_changed(path, version)
@@ -153,11 +145,7 @@ def save_inside(
     format_: str | None = None,
     processes: int = 1,
 ) -> SavedPlan:
-    """Save a plan, and no file outside the root: a trainer's file may name another one.
-
-    Raises:
-        PlanError: As ``DeepSpeedPlan.save``; also a file outside the root.
-    """
+    """Save a plan, and no file outside the root: a trainer's file may name another one."""
     chosen = format_ or format_of(path)
     if chosen == "accelerate":
         plan = launchable(plan, processes=processes)
@@ -182,11 +170,7 @@ def version_of_content(content: bytes) -> str:
 
 
 def refuse_changed(path: Path, version: str | None) -> None:
-    """Raise when a file is no longer the one a page knows.
-
-    Raises:
-        PlanConflictError: It is not.
-    """
+    """Raise when a file is no longer the one a page knows."""
     if version is None or version_of(path) == version:
         return
     if version == ABSENT:

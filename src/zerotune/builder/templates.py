@@ -58,11 +58,7 @@ def user_folder() -> Path:
 
 
 def checked_name(name: Any) -> str:
-    """A name that is a file name everywhere, in one spelling.
-
-    Raises:
-        InvalidValueError: It is not.
-    """
+    """A name that is a file name everywhere, in one spelling."""
     plain = unicodedata.normalize("NFC", name).strip() if isinstance(name, str) else ""
     good = _NAME.fullmatch(plain) and not _RESERVED.fullmatch(plain)
     if not good or len(plain.encode("utf-8", "replace")) > _LONGEST_BYTES:
@@ -93,12 +89,7 @@ class TemplateStore:
         return sorted(found, key=lambda template: template.name.casefold())
 
     def get(self, name: Any) -> Template:
-        """One template.
-
-        Raises:
-            PlanFileError: There is none of this name.
-            InvalidValueError: The name or the file is not right.
-        """
+        """One template."""
         path = self._find(checked_name(name))
         if path is None:
             raise PlanFileError(
@@ -107,12 +98,7 @@ class TemplateStore:
         return _read(path)
 
     def put(self, template: Template, *, version: str | None) -> Template:
-        """Store a template; ``version`` is the one it replaces, ``None`` for a new one.
-
-        Raises:
-            PlanConflictError: It exists, or it is not the version the page has seen.
-            PlanFileError: It cannot be written.
-        """
+        """Store a template; ``version`` is the one it replaces, ``None`` for a new one."""
         name = checked_name(template.name)
         with self._writing():
             path = self._find(name)
@@ -122,12 +108,7 @@ class TemplateStore:
             return self._write(attrs.evolve(template, name=name), path)
 
     def rename(self, name: Any, to: Any, *, version: str | None) -> Template:
-        """Give a template another name.
-
-        Raises:
-            PlanConflictError: The new name is taken, or the template was changed.
-            PlanFileError: There is no such template.
-        """
+        """Give a template another name."""
         old, new = checked_name(name), checked_name(to)
         with self._writing():
             path = self._find(old)
@@ -142,12 +123,7 @@ class TemplateStore:
             return renamed
 
     def delete(self, name: Any, *, version: str | None) -> None:
-        """Delete a template.
-
-        Raises:
-            PlanConflictError: It was changed since the page saw it.
-            PlanFileError: There is none.
-        """
+        """Delete a template."""
         plain = checked_name(name)
         with self._writing():
             self.get(plain)
@@ -227,11 +203,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def read_template(text: str, *, name: str) -> Template:
-    """A template from its text.
-
-    Raises:
-        InvalidValueError: It is none.
-    """
+    """A template from its text."""
     data = parse_request(text)
     if not isinstance(data, dict) or data.get("zerotune_template") != FORMAT:
         raise InvalidValueError(
@@ -433,11 +405,7 @@ BUILTIN: Final = (
 
 
 def builtin_template(template_id: str) -> BuiltinTemplate:
-    """A built-in template by id.
-
-    Raises:
-        InvalidValueError: There is none.
-    """
+    """A built-in template by id."""
     for template in BUILTIN:
         if template.id == template_id:
             return template

@@ -124,9 +124,6 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
 
     Returns:
         The value, and one sentence for each liberty that was tolerated.
-
-    Raises:
-        PlanSyntaxError: Not JSON, comments and trailing commas excepted.
     """
     text = text.removeprefix("\ufeff")
     _refuse_too_large(len(text), _LARGEST.get(), source, "file")
@@ -339,11 +336,7 @@ def _position(text: str, at: int) -> tuple[int, int]:
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence.
-
-    Raises:
-        PlanSyntaxError: Not YAML.
-    """
+    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence."""
     import yaml
 
     _refuse_too_large(len(text), _LARGEST.get() // _YAML_SHARE, source, "file")
@@ -452,11 +445,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
-    """Parse the text of a file by its suffix, as ``parse_json`` does.
-
-    Raises:
-        PlanSyntaxError: It is not what its suffix says.
-    """
+    """Parse the text of a file by its suffix, as ``parse_json`` does."""
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
@@ -519,9 +508,6 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         path: The file.
         key: The setting that names it, if one does.
         tried: Other places that were looked at, for the message.
-
-    Raises:
-        PlanFileError: The file is missing, a folder, unreadable, too large or not UTF-8.
     """
     name = key or "file"
     try:
@@ -556,11 +542,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
 
 
 def find_file(written: str, folder: Path | None, *, key: str) -> Path:
-    """A file named inside a configuration: beside that configuration, else where we are.
-
-    Raises:
-        PlanFileError: Neither place has it; the message lists both.
-    """
+    """A file named inside a configuration: beside that configuration, else where we are."""
     places = _places(written, folder)
     for place in places:
         if _is_file(place):
@@ -585,10 +567,6 @@ def read_named(written: str, folder: Path | None, *, key: str) -> Named:
     """The configuration that a setting names: JSON text, the path of a file, or base64 of JSON.
 
     accelerate and transformers accept all three (``HfDeepSpeedConfig``).
-
-    Raises:
-        PlanFileError: It is neither JSON, nor base64 of it, nor a file in any of the places.
-        PlanSyntaxError: Not JSON.
     """
     encoded = None if written.lstrip().startswith("{") else _decoded(written, folder)
     text = written if written.lstrip().startswith("{") else encoded
