@@ -236,8 +236,8 @@ _UNCLOSED = ("has a bracket that is never closed", "add the missing } or ]")
 _TEXT_UNCLOSED = ("has text that is never closed", 'add the missing "')
 _KEY = "Expecting property name"
 _HINTS = tuple(
-    (message, re.compile(there), *said)
-    for message, there, *said in (
+    (message, re.compile(there), reason, fix)
+    for message, there, reason, fix in (
         ("", r"/\*", "has a comment that is never closed", "add the missing */"),
         ("Expecting ',' ", r"\s*\Z", *_UNCLOSED),
         (_KEY, r"\s*\Z", *_UNCLOSED),
