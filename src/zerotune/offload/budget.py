@@ -82,9 +82,6 @@ def host_budget(
         ranks: Ranks of this machine.
         held: Bytes this process holds; measured when not given.
         environ: Environment variables, for DeepSpeed's ``DS_PIN_MEMORY_BACKEND``.
-
-    Raises:
-        UnresolvedPlanError: The plan was resolved without a model.
     """
     import psutil
 
@@ -119,9 +116,6 @@ def fit_host_memory(
 
     Returns:
         The plan to run, and what was compared or changed.
-
-    Raises:
-        OffloadError: It does not fit; the message holds the numbers and what would.
     """
     if resolved.model is None:
         why = "the plan was resolved without a model, so the host memory it needs is not known"

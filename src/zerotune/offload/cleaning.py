@@ -323,11 +323,7 @@ def is_bare(name: str) -> bool:
 
 
 def survey(folder: int) -> BareSwap:
-    """Look through an open folder of that layout.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Look through an open folder of that layout."""
     files, foreign, newest = set(), None, os.fstat(folder).st_mtime
     for path, facts, fits in _walk_bare(folder, (_PART_NAME, _RANK_NAME, _FILE_NAME), ""):
         newest = max(newest, facts.st_mtime)
@@ -390,10 +386,6 @@ def remove_bare(root: int, name: str, *, kind: str | None, removed: Removed) -> 
 
     Returns:
         Why it was kept, or ``None`` when it is gone.
-
-    Raises:
-        OSError: It could not be removed.
-        OffloadError: It turned out to be in use and its name was taken meanwhile.
     """
     with _locked_against_cleaners(root, name) as folder:
         if folder is None:
@@ -487,9 +479,6 @@ def users_of(
         files: Device and inode of each.
         last_written: When the last of them was written, seconds since 1970.
         proc: Where the kernel shows its processes.
-
-    Raises:
-        OSError: Processes cannot be listed at all (anything but Linux).
     """
     wanted = frozenset(files)
     booted = _boot_time(proc)

@@ -156,10 +156,6 @@ class SwapDirectory:
         Args:
             root: Existing folder, symlinks resolved.
             record: This rank's record; ranks that share ``run_id`` share the folder.
-
-        Raises:
-            OffloadError: The folder cannot be made, joined or locked, or belongs to a run with
-                another plan.
         """
         path = root / lease_name(record.run_id)
         try:
@@ -190,11 +186,7 @@ class SwapDirectory:
         _directories_held.discard(self)
 
     def leave_and_remove(self) -> Removal:
-        """Drop this rank's hold and remove the folder if it was the last.
-
-        Raises:
-            OffloadError: The folder could not be removed, or another one took its place.
-        """
+        """Drop this rank's hold and remove the folder if it was the last."""
         if self._lock is None:
             return Removal(outcome="held")
         try:
@@ -208,12 +200,7 @@ class SwapDirectory:
 
 
 def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool:
-    """Lock an open file, waiting at most ``patience`` seconds.
-
-    Raises:
-        OffloadError: This file system has no such locks.
-        OSError: Any other failure.
-    """
+    """Lock an open file, waiting at most ``patience`` seconds."""
     try:
         return ownership.try_lock(descriptor, exclusive=exclusive, patience=patience)
     except OSError as error:
@@ -223,11 +210,7 @@ def try_lock(descriptor: int, *, exclusive: bool, patience: float = 0.0) -> bool
 
 
 def require_locks() -> None:
-    """Check that this operating system can hold a lease at all.
-
-    Raises:
-        OffloadError: It has no ``flock`` (Windows).
-    """
+    """Check that this operating system can hold a lease at all."""
     if not ownership.has_locks():
         raise _no_locks(
             "this operating system has no flock, so a swap folder cannot be owned safely"
@@ -327,10 +310,6 @@ def making_in(root: Path) -> Iterator[None]:
 
     The kernel lets go when the process dies. Whoever gets the root for itself then knows that
     every unfinished thing it sees was left behind.
-
-    Raises:
-        OffloadError: Somebody cleans the root up and does not come to an end.
-        OSError: The root cannot be opened.
     """
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -383,9 +362,6 @@ def dismantle(folder: int, removed: Removed) -> None:
     Args:
         folder: Descriptor of the leased folder, which itself stays.
         removed: Counts along.
-
-    Raises:
-        OSError: Something in it could not be removed.
     """
     records = {name for name in os.listdir(folder) if is_record(name)}
     remove_contents(folder, keep={LOCK_FILE, *records}, removed=removed)
@@ -508,9 +484,6 @@ def judged(folder: int, kind: str | None) -> Iterator[Verdict]:
     Args:
         folder: Descriptor of the leased folder.
         kind: Its kind of file system.
-
-    Raises:
-        OSError: The folder cannot be examined, or vanished; its lock file may be a link.
     """
     try:
         lock = open_regular(LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW, within=folder)
@@ -682,20 +655,13 @@ def open_folder(path: str | Path, *, within: int | None = None) -> int:
     Args:
         path: Its path, or its name when ``within`` is given.
         within: Descriptor of the folder that holds it.
-
-    Raises:
-        OSError: ``ENOTDIR`` or ``ELOOP`` for a file or a link, ``ENOENT`` when it is missing.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, dir_fd=within)
 
 
 def folder_bytes(folder: int) -> int:
-    """Bytes allocated on disk below an open folder; what vanishes meanwhile counts as 0.
-
-    Raises:
-        OSError: The folder cannot be read; ``ESTALE`` when one in it is moved meanwhile.
-    """
+    """Bytes allocated on disk below an open folder; what vanishes meanwhile counts as 0."""
     # However deep the tree, one folder of it is open at a time.
     here = open_folder(".", within=folder)
     try:
@@ -751,9 +717,6 @@ def remove_contents(
 
     Returns:
         Bytes that were allocated on disk for what is gone.
-
-    Raises:
-        OSError: Something could not be removed; ``EXDEV`` when it is a mount.
     """
     removed = Removed() if removed is None else removed
     before = removed.freed
@@ -770,9 +733,6 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
         name: A name directly inside it; one that is missing is no error.
         home: ``mount_identity(folder)``, beyond which nothing is touched.
         removed: Counts along.
-
-    Raises:
-        OSError: It could not be removed; ``EXDEV`` when it is a mount.
     """
     _Emptying(top=folder, home=home, removed=removed).remove([name])
 

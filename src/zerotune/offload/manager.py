@@ -108,11 +108,7 @@ class Invitation:
 
     @classmethod
     def from_given_path(cls, text: str) -> Invitation:
-        """Read what :meth:`to_text` wrote; a bare run id will do.
-
-        Raises:
-            OffloadError: It is something else, or rank 0 failed.
-        """
+        """Read what :meth:`to_text` wrote; a bare run id will do."""
         if text.startswith(_FAILURE_PREFIX):
             raise OffloadError(f"rank 0 could not lease it: {text.removeprefix(_FAILURE_PREFIX)}")
         run_id, _, rest = text.partition(" ")
@@ -131,11 +127,7 @@ class Invitation:
         return cls(run_id=run_id, aio=content["aio"], plan=content["plan"])
 
     def check_plan(self, resolved: ResolvedPlan, *, rank: int) -> None:
-        """Whether a rank has the plan of rank 0.
-
-        Raises:
-            OffloadError: It has another; the message says in what.
-        """
+        """Whether a rank has the plan of rank 0."""
         mine = json.loads(json.dumps(resolved.content()))
         if self.plan and mine != self.plan:
             difference = differences({0: self.plan, rank: mine})
@@ -154,11 +146,7 @@ def local_ranks(resolved: ResolvedPlan, environ: Mapping[str, str] | None = None
 
 
 def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> None:
-    """Refuse a rank that the plan does not have.
-
-    Raises:
-        OffloadError: It was resolved for other ranks.
-    """
+    """Refuse a rank that the plan does not have."""
     if world_size not in (None, resolved.world_size):
         raise OffloadError(
             f"the plan was resolved for {resolved.world_size} ranks",
@@ -176,11 +164,7 @@ def check_ranks(resolved: ResolvedPlan, rank: int, world_size: int | None) -> No
 
 
 def need_share(share: Share | None) -> Share:
-    """``share``, which several ranks cannot do without.
-
-    Raises:
-        OffloadError: There is none.
-    """
+    """``share``, which several ranks cannot do without."""
     if share is not None:
         return share
     raise OffloadError(

@@ -157,12 +157,7 @@ class SwapRoot:
 
 
 def check_root(choice: RootChoice) -> SwapRoot:
-    """Make the folder if needed and prove that swap files can be written to it.
-
-    Raises:
-        OffloadError: It cannot be made, is no folder, is a symbolic link, cannot be written, is
-            full, or its path leaves no room for the names of swap files.
-    """
+    """Make the folder if needed and prove that swap files can be written to it."""
     try:
         path = _make_root(choice)
         with making_in(path):

@@ -135,9 +135,6 @@ def check_space(
 
     Returns:
         What was compared.
-
-    Raises:
-        OffloadError: It does not fit; the message holds the numbers.
     """
     if needs is None:
         return (

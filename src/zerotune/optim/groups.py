@@ -28,11 +28,7 @@ _GLOB: Final = frozenset("*?[")
 
 
 def check_pattern(pattern: Any, *, key: str) -> str:
-    """Return ``pattern`` when it can be used.
-
-    Raises:
-        InvalidValueError: It is no text, empty, or no regular expression.
-    """
+    """Return ``pattern`` when it can be used."""
     if not isinstance(pattern, str) or not pattern.strip():
         raise InvalidValueError(
             "a pattern is text", key=key, value=pattern, fix='write for example "unet.*.bias"'
@@ -276,11 +272,6 @@ def group_parameters(
     Returns:
         Groups that are not empty, in the order of their rules, ``"rest"`` last; and a decision
         that names them with their sizes.
-
-    Raises:
-        OptimizerError: There is no model to look at, or a pattern matches nothing.
-        UnknownKeyError: A group has an argument the optimizer lacks.
-        InvalidValueError: A value of the wrong type, out of range or not per group.
     """
     if model is None:
         raise OptimizerError(
@@ -524,9 +515,6 @@ def muon_groups(
         model: Names and shapes.
         patterns: Who belongs to Muon.
         rates: ``muon_lr`` and ``adam_lr``, where they are written.
-
-    Raises:
-        OptimizerError: There is no model to look at, or nothing in it is for Muon.
     """
     if model is None:
         raise OptimizerError(

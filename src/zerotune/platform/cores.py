@@ -108,9 +108,6 @@ def share_cores(
         rank: Which of them this is.
         quota: Cores' worth of time that a container allows all of them together.
         workers: Data workers of this rank; at most half of its cores is left to them.
-
-    Raises:
-        InvalidValueError: ``own`` is empty, or ``rank`` is none of the ranks.
     """
     if not own or not 0 <= rank < len(affinities):
         raise InvalidValueError(

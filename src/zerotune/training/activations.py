@@ -230,9 +230,6 @@ def set_recomputing(
         data: Tells the size of a sample.
         wanted: ``"auto"`` asks the memory estimate, and leaves models alone that cannot
             recompute, do so already, or whose activations are not known.
-
-    Raises:
-        InvalidValueError: ``True`` for a model without gradient checkpointing.
     """
     model: Any = engine.module
     able, before = hasattr(model, "enable_gradient_checkpointing"), recomputes(model)
@@ -307,9 +304,6 @@ def keep_activations(
 
     Returns:
         What the advice decided.
-
-    Raises:
-        InvalidValueError: The model has no gradient checkpointing.
     """
     model: Any = engine.module
     if advice is not None and activations is None:

@@ -45,11 +45,7 @@ class Averages:
             self._ema.step()
 
     def named(self, name: str | bool) -> EMAShadow | None:
-        """The shadow of a name; ``True`` is the first there is, ``False`` none.
-
-        Raises:
-            InvalidValueError: There is none of this name.
-        """
+        """The shadow of a name; ``True`` is the first there is, ``False`` none."""
         if name is False:
             return None
         if name is True:
@@ -65,11 +61,7 @@ class Averages:
         return self.shadows[name]
 
     def chosen(self, weights: str | None) -> EMAShadow | None:
-        """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is.
-
-        Raises:
-            InvalidValueError: There is none of this name.
-        """
+        """Whose weights to export: ``"trained"`` is nobody's, ``None`` the first there is."""
         return self.named({None: True, "trained": False}.get(weights, weights or True))
 
     def swapped_in(self, name: str | bool) -> AbstractContextManager[None]:

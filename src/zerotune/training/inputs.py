@@ -22,10 +22,6 @@ def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
 
     Args:
         plan: A plan, resolved or not; an ``Advice``; the path of a JSON or YAML file; a dict.
-
-    Raises:
-        PlanError: It cannot be read.
-        InvalidValueError: It is none of these.
     """
     if isinstance(plan, DeepSpeedPlan | ResolvedPlan):
         return plan
@@ -44,11 +40,7 @@ def as_plan(plan: Any) -> DeepSpeedPlan | ResolvedPlan:
 
 
 def check_model(model: Any) -> None:
-    """Whether this is a module that can be trained.
-
-    Raises:
-        InvalidValueError: A path, a whole pipeline, or something else.
-    """
+    """Whether this is a module that can be trained."""
     if isinstance(model, torch.nn.Module):
         return
     value: Any = model if isinstance(model, str | os.PathLike) else type(model).__name__
@@ -70,9 +62,6 @@ def check_objective(objective: Any, model: torch.nn.Module) -> None:
     Args:
         objective: ``None`` is the default, which has none.
         model: What it will call.
-
-    Raises:
-        InvalidValueError: The model takes texts or labels.
     """
     if objective is not None and not isinstance(getattr(objective, "family", None), Unconditional):
         return
@@ -111,11 +100,7 @@ def _conditioning_of(model: torch.nn.Module) -> str | None:
 
 
 def check_resolver(optimizer: Any) -> None:
-    """Whether this settles optimizers, rather than being one.
-
-    Raises:
-        InvalidValueError: It is not; the message says where the optimizer is named.
-    """
+    """Whether this settles optimizers, rather than being one."""
     if optimizer is None or isinstance(optimizer, OptimizerResolver):
         return
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)

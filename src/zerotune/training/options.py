@@ -60,9 +60,6 @@ class Running:
         advice: Decides about activations, where the plan comes from it and nothing else does.
         activations: Keeps the inputs of recomputed blocks in host memory.
         options: As ``RunOptions``; ``compile`` is the engine's.
-
-    Raises:
-        TypeError: There is no such option.
     """
 
     def __init__(

@@ -60,9 +60,6 @@ def advising(situation: Callable[[], Situation]) -> Iterator[None]:
 
     Args:
         situation: Called only when it happens.
-
-    Raises:
-        OutOfMemoryError: From the original error, whoever raised it and however it was wrapped.
     """
     try:
         yield

@@ -157,11 +157,7 @@ class Bench:
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Judge the order of what is done inside the block, where streams are recorded.
-
-        Raises:
-            DifferenceError: Something is not ordered after what it depends on.
-        """
+        """Judge the order of what is done inside the block, where streams are recorded."""
         if self.recorder is None:
             yield
             return

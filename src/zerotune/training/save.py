@@ -284,10 +284,6 @@ def resumed(
 
     One that no trainer wrote (converted, or saved by a script of one's own) has no place in the
     data, and perhaps not these shadows: they begin anew, each by a decision.
-
-    Raises:
-        CheckpointError: There is none, or it belongs to another model.
-        DataError: The data are not those of the checkpoint.
     """
     group = engine.group
     group.barrier(f"resuming from {os.fspath(path)}")
@@ -341,11 +337,7 @@ class TrainerState:
 
     @classmethod
     def of(cls, state: Any) -> TrainerState:
-        """Look at everything before anything is changed.
-
-        Raises:
-            CheckpointCorruptError: A trainer writes something else.
-        """
+        """Look at everything before anything is changed."""
         _check_kind("", state, dict)
         for name, kind in {"seed": int, "generators": list}.items():
             _check_kind(f".{name}", state.get(name, UNSET), kind)
@@ -389,9 +381,6 @@ def moved(stream: BatchStream | None, place: Any, *, group: ProcessGroup) -> Ite
         stream: This rank's.
         place: What its ``state_dict`` once returned; ``None``: it stays.
         group: The processes.
-
-    Raises:
-        DataError: The data are not those of that place.
     """
     if stream is None or place is None:
         yield

@@ -108,12 +108,7 @@ def settled(
     platform: Platform | None = None,
     deepspeed: bool = True,
 ) -> ResolvedPlan:
-    """A plan with nothing left open, for this model, machine and number of processes.
-
-    Raises:
-        PlanError: The plan cannot run like this.
-        OptimizerError: The optimizer cannot be had.
-    """
+    """A plan with nothing left open, for this model, machine and number of processes."""
     if not isinstance(plan, ResolvedPlan):
         plan = plan.resolve(
             platform=platform or detect_platform(),

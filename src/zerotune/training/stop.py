@@ -200,12 +200,7 @@ class Goal:
         epochs: float | None,
         time_limit: float | timedelta | None,
     ) -> Goal:
-        """What the arguments of ``fit`` ask for; the earliest of them counts.
-
-        Raises:
-            InvalidValueError: None of them is given, or one is out of range.
-            DataError: Epochs of a stream that does not know its length.
-        """
+        """What the arguments of ``fit`` ask for; the earliest of them counts."""
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
                 "nothing says when to stop",

@@ -34,9 +34,6 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
             Any other iterable gives this rank's own batches. ``None`` is no data.
         engine: Tells rank, world size and micro batch size.
         seed: Fixes the order.
-
-    Raises:
-        DataError: None of these.
     """
     if data is None or isinstance(data, BatchStream):
         return data
@@ -63,11 +60,7 @@ def as_stream(data: Any, *, engine: Engine, seed: int) -> BatchStream | None:
 
 
 def samples_by_name(data: Any) -> Any:
-    """A dataset of dicts: this one, or what a ``TensorDataset`` of images and labels holds.
-
-    Raises:
-        DataError: Its samples are something else.
-    """
+    """A dataset of dicts: this one, or what a ``TensorDataset`` of images and labels holds."""
     if isinstance(data, TensorDataset) and len(data.tensors) <= _IMAGES_AND_LABELS:
         images, *labels = data.tensors
         if images.ndim == _IMAGE_BATCH_DIMS and images.is_floating_point():
@@ -78,11 +71,7 @@ def samples_by_name(data: Any) -> Any:
 
 
 def check_named(found: Any, *, key: str) -> None:
-    """Whether a sample or batch is a dict that a step can work with.
-
-    Raises:
-        DataError: It is not; the message says what to make of it.
-    """
+    """Whether a sample or batch is a dict that a step can work with."""
     if isinstance(found, Mapping):
         odd = {name: type(value).__name__ for name, value in found.items() if not _collates(value)}
         if odd:
@@ -127,11 +116,7 @@ def _answer(found: Any) -> str:
 
 
 def needed(stream: BatchStream | None) -> BatchStream:
-    """The stream, for training.
-
-    Raises:
-        DataError: There is none.
-    """
+    """The stream, for training."""
     if stream is None:
         raise DataError(
             "there is nothing to train on",
