@@ -34,8 +34,7 @@ from zerotune.ema import EMAModel, EMAShadow
 from zerotune.errors import EngineError
 from zerotune.offload import OffloadManager
 from zerotune.plan.model import ModelFacts
-from zerotune.training.inputs import as_plan
-from zerotune.training.setup import leased, settled
+from zerotune.training.setup import as_plan, leased, settled
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run tells of itself: each step's metrics, to callbacks, which see it as a ``RunView``."""
+"""What a run tells callbacks of itself, each step's metrics first; ``RunView`` is the trainer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -19,12 +19,8 @@ from zerotune.errors import DataError, InvalidValueError
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
-    from zerotune.backend.engine import Engine
-    from zerotune.diffusion.objective import Objective
-    from zerotune.training.averages import Averages
-    from zerotune.training.sampling import SampleOptions
+    from zerotune.training.trainer import RunView as RunView  # noqa: PLC0414 - for callbacks
 
 
 PHASES: Final = ("data", "forward", "backward", "optimizer", "ema")
@@ -55,87 +51,6 @@ class StepMetrics:
     """Most RAM this process has ever held, bytes."""
     device_peak: int | None
     """Most GPU memory this process has taken, context included, bytes; ``None`` without a GPU."""
-
-
-class RunView(Protocol):
-    """A run as its callbacks see it: where it is, what it is made of, what may be asked of it.
-
-    ``Trainer`` is one, and says more about each.
-    """
-
-    decisions: tuple[Decision, ...]
-    """Automatic choices since the engine was built."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-        ...
-
-    @property
-    def phase(self) -> str | None:
-        """Which of ``PHASES`` is under way; ``None``: none."""
-        ...
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        ...
-
-    @property
-    def engine(self) -> Engine:
-        """What trains."""
-        ...
-
-    @property
-    def objective(self) -> Objective:
-        """Gives the loss."""
-        ...
-
-    @property
-    def averages(self) -> Averages:
-        """The EMAs."""
-        ...
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds after which a collective gives up."""
-        ...
-
-    @property
-    def last_saved(self) -> tuple[int, Path] | None:
-        """Step and folder of the latest checkpoint."""
-        ...
-
-    def request_stop(self, reason: str) -> None:
-        """End ``fit`` before the next step."""
-
-    def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a checkpoint. Collective."""
-        ...
-
-    def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside engine and EMA. Collective."""
-        ...
-
-    def note_saved(self, path: Path, *, step: int) -> None:
-        """Tell of a checkpoint written from ``extra_state``."""
-
-    def roll_back(self, path: str | os.PathLike[str], *, reason: str) -> None:
-        """Go back to a checkpoint. Collective."""
-
-    def sample(self, **wanted: Unpack[SampleOptions]) -> torch.Tensor:
-        """Draw images. Collective."""
-        ...
-
-    def log(self, values: Mapping[str, float]) -> None:
-        """Tell of numbers measured at this step."""
-
-    def show(self, name: str, images: torch.Tensor) -> None:
-        """Tell of images drawn at this step."""
-
-    def explain(self) -> str:
-        """What runs, as text."""
-        ...
 
 
 class Callback:

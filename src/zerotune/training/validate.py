@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from zerotune._util.files import write_atomically
 from zerotune._util.numbers import whole
@@ -21,12 +21,15 @@ from zerotune.decisions import Decision, announce
 from zerotune.diffusion.data.streams import BucketedDataset, stack_samples
 from zerotune.diffusion.grid import ClipFormat, clip_format, clips_to_grid, images_to_grid
 from zerotune.diffusion.held_out import validation_loss
+from zerotune.diffusion.sampling import sample
+from zerotune.errors import InvalidValueError
 from zerotune.training.events import Callback
-from zerotune.training.sampling import SampleOptions
-from zerotune.training.streams import samples_by_name
+from zerotune.training.setup import samples_by_name
 
 if TYPE_CHECKING:
+    from zerotune.backend.engine import Engine
     from zerotune.diffusion.data import Batch
+    from zerotune.training.averages import Averages
     from zerotune.training.events import RunView, StepMetrics
 
 
@@ -227,3 +230,60 @@ def untouched_randomness() -> Iterator[None]:
         yield
     finally:
         randomness.restore(tensors, text)
+
+
+# -- Drawing images from a trainer: what may be asked for, and doing it.
+
+
+class SampleOptions(TypedDict, total=False):
+    """What to draw, and how: options of ``zerotune.diffusion.sample``, and two more."""
+
+    prompts: Sequence[str]
+    negative_prompt: str
+    labels: torch.Tensor
+    count: int
+    scheduler: Any
+    """The objective's, or with prompts the pipeline's, when not given."""
+    steps: int
+    guidance_scale: float
+    seed: int
+    """Fixes the images; 0 when not given."""
+    ema: bool | str
+    """``False`` draws with the trained weights, a name with one of several EMAs, ``True`` (when
+    not given) with the first there is."""
+    shape: tuple[int, int, int]
+    size: tuple[int, int]
+    frames: int
+    references: torch.Tensor
+    batch_size: int
+
+
+def draw(
+    engine: Engine, *, objective: Any, averages: Averages, wanted: SampleOptions
+) -> torch.Tensor:
+    """What ``trainer.sample`` does."""
+    options: dict[str, Any] = dict(wanted)
+    seed, ema = options.pop("seed", 0), options.pop("ema", True)
+    if options.get("prompts") is not None:
+        options["trained_with"] = getattr(objective, "scheduler", None)
+    elif options.get("scheduler") is None:
+        options["scheduler"] = _scheduler_of(objective)
+    with averages.swapped_in(ema):
+        return sample(
+            engine,
+            family=getattr(objective, "family", None),
+            generator=torch.Generator().manual_seed(seed),
+            **options,
+        )
+
+
+def _scheduler_of(objective: Any) -> Any:
+    scheduler = getattr(objective, "scheduler", None)
+    if scheduler is None:
+        raise InvalidValueError(
+            f"{type(objective).__name__} has no scheduler to sample with",
+            key="scheduler",
+            value=None,
+            fix="pass a diffusers scheduler",
+        )
+    return scheduler
