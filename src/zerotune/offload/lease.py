@@ -740,7 +740,7 @@ def remove_entry(folder: int, name: str, home: tuple[int, str | None], removed: 
 DEEP_PREFIX: Final = ".zerotune-deep-"
 """Of a folder that lay deep in a tree which is being removed."""
 
-_MOST_OPEN: Final = 64
+_DEEPEST_EMPTIED: Final = 64
 
 
 @attrs.define(kw_only=True)
@@ -780,7 +780,7 @@ class _Emptying:
         try:
             if mount_identity(child) != self.home:
                 raise OSError(errno.EXDEV, "another file system is mounted here", name)
-            if depth >= _MOST_OPEN:
+            if depth >= _DEEPEST_EMPTIED:
                 lifted = f"{DEEP_PREFIX}{secrets.token_hex(6)}"
                 os.rename(name, lifted, src_dir_fd=folder, dst_dir_fd=self.top)
                 self.waiting.append(lifted)

@@ -567,10 +567,10 @@ def memory_constraint(read: Read) -> CgroupMemory:
     limits: list[int] = []
     available: list[int] = []
     for folder in _control_groups(read):
-        limit = _whole_number(read(f"{folder}/memory.max"))
+        limit = _cgroup_number(read(f"{folder}/memory.max"))
         if limit is None:
             continue
-        usage = _whole_number(read(f"{folder}/memory.current")) or 0
+        usage = _cgroup_number(read(f"{folder}/memory.current")) or 0
         statistics = read(f"{folder}/memory.stat") or ""
         cache = re.search(r"(?m)^inactive_file ([0-9]{1,20})$", statistics)
         used = max(0, usage - (int(cache[1]) if cache else 0))
@@ -588,7 +588,7 @@ def cpu_quota(read: Read) -> float | None:
     quotas = []
     for folder in _control_groups(read):
         fields = (read(f"{folder}/cpu.max") or "").split()
-        microseconds, window = map(_whole_number, [*fields, "", ""][:2])
+        microseconds, window = map(_cgroup_number, [*fields, "", ""][:2])
         if microseconds and window and microseconds > 0 and window > 0:
             quotas.append(microseconds / window)
     return min(quotas, default=None)
@@ -613,6 +613,6 @@ def _control_groups(read: Read) -> Iterator[str]:
                 yield "/".join([str(mount.point).rstrip("/"), *parts[:length]])
 
 
-def _whole_number(text: str | None) -> int | None:
+def _cgroup_number(text: str | None) -> int | None:
     stripped = (text or "").strip()
     return int(stripped) if re.fullmatch(r"-?[0-9]{1,20}", stripped) else None

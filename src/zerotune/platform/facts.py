@@ -83,7 +83,7 @@ class DeepSpeedSupport:
         return {} if self.accelerator is None else {"DS_ACCELERATOR": self.accelerator}
 
 
-def _check_accelerator(_instance: object, _attribute: Any, value: str) -> None:
+def _check_known_accelerator(_instance: object, _attribute: Any, value: str) -> None:
     if value not in ACCELERATORS:
         raise InvalidValueError(
             "no such accelerator",
@@ -103,7 +103,7 @@ class Platform:
     """``platform.machine()``: ``"x86_64"``, ``"arm64"`` …"""
     processor: str = ""
     """Name of the CPU; empty when the system does not tell."""
-    accelerator: Accelerator = attrs.field(validator=_check_accelerator)
+    accelerator: Accelerator = attrs.field(validator=_check_known_accelerator)
     """What training runs on, with either engine."""
     devices: tuple[Device, ...] = ()
     """Devices of ``accelerator``; empty on ``"cpu"``."""
@@ -175,7 +175,7 @@ class Platform:
         Raises:
             InvalidValueError: ``accelerator`` is not one zerotune knows.
         """
-        _check_accelerator(None, None, accelerator)
+        _check_known_accelerator(None, None, accelerator)
         is_mac = accelerator == "mps"
         device = Device(
             name=_SYNTHETIC_NAMES.get(accelerator, ""),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
 
 EMA: TypeAlias = "EMAShadow | EMAShadows | BackgroundEMA"
-_NAME = "ema"
+_EMA_NAME = "ema"
 
 
 class Averages:
@@ -30,7 +30,7 @@ class Averages:
         self.shadows: Mapping[str, EMAShadow] = {}
         """The shadows by name."""
         if isinstance(subject, EMAShadow):
-            self.shadows = {_NAME: subject}
+            self.shadows = {_EMA_NAME: subject}
         elif isinstance(subject, EMAShadows):
             self.shadows = dict(subject)
         if isinstance(ema, BackgroundEMA):
@@ -71,8 +71,8 @@ class Averages:
 
     def explain(self) -> str:
         """All of them as text; empty without any."""
-        if list(self.shadows) == [_NAME]:
-            return self.shadows[_NAME].explain()
+        if list(self.shadows) == [_EMA_NAME]:
+            return self.shadows[_EMA_NAME].explain()
         return "\n".join(f"{name}: {shadow.explain()}" for name, shadow in self.shadows.items())
 
     def close(self) -> None:

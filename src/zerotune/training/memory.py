@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from zerotune.plan.model import ActivationFacts, ArithmeticFacts, ResolvedPlan
 
 
-_PROBE: Final = 16 * 2**20
+_TRIAL_BYTES: Final = 16 * 2**20
 """Bytes that are page-locked to see where they are counted."""
 
 
@@ -86,11 +86,13 @@ def expected_memory(
     return attrs.evolve(estimate, items=(*estimate.items, *further))
 
 
+_counted_apart_here: Final = functools.cache(lambda: counted_apart(host_now))
+
+
 def host_peak() -> int:
     """Most RAM this process has ever held, bytes, page-locked memory included."""
     locked = locked_peak()
-    apart = bool(locked) and _counted_apart_here()
-    return _resident_peak() + (locked if apart else 0)
+    return _resident_peak() + (locked if locked and _counted_apart_here() else 0)
 
 
 def _resident_peak() -> int:
@@ -118,7 +120,11 @@ def locked_peak() -> int:
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
-def counted_apart(count: Callable[[], int], *, lock: Callable[[int], object] | None = None) -> bool:
+def counted_apart(
+    count: Callable[[], int],
+    *,
+    lock: Callable[[int], object] = lambda n: torch.ones(n, dtype=torch.uint8).pin_memory(),
+) -> bool:
     """Whether page-locked memory is missing from what the system says of this process.
 
     Some drivers map it as a device's memory, which belongs to nobody; others as shared or
@@ -126,22 +132,13 @@ def counted_apart(count: Callable[[], int], *, lock: Callable[[int], object] | N
 
     Args:
         count: The system's figure, bytes.
-        lock: Page-locks and fills so many bytes; torch does by default.
+        lock: Page-locks and fills so many bytes.
     """
     before = count()
-    block = (lock or _lock)(_PROBE)
+    block = lock(_TRIAL_BYTES)
     grown = count() - before
     del block
-    return grown < _PROBE // 2
-
-
-def _lock(nbytes: int) -> torch.Tensor:
-    return torch.ones(nbytes, dtype=torch.uint8).pin_memory()
-
-
-@functools.cache
-def _counted_apart_here() -> bool:
-    return counted_apart(host_now)
+    return grown < _TRIAL_BYTES // 2
 
 
 @attrs.frozen(kw_only=True)
@@ -210,7 +207,7 @@ def device_peak(device: torch.device) -> int | None:
 # -- What to do when memory runs out: what was expected, what there is, and the plan that fits.
 
 
-_WORDS: Final = re.compile(
+_OUT_OF_MEMORY: Final = re.compile(
     r"out of memory|can.t allocate memory|cannot allocate memory|not enough memory|ALLOC_FAILED",
     re.IGNORECASE,
 )
@@ -247,7 +244,7 @@ def advising(situation: Callable[[], Situation]) -> Iterator[None]:
         found = out_of_memory(error)
         if found is None or isinstance(error, OutOfMemoryError):
             raise
-        raise _explained(found, situation()) from error
+        raise _memory_error(found, situation()) from error
 
 
 def out_of_memory(error: BaseException) -> BaseException | None:
@@ -263,13 +260,13 @@ def out_of_memory(error: BaseException) -> BaseException | None:
             return current
         own = type(current).__module__.startswith("zerotune.")
         plain = isinstance(current, RuntimeError | OSError) and not own
-        if plain and _WORDS.search(str(current)):
+        if plain and _OUT_OF_MEMORY.search(str(current)):
             return current
         current = current.__cause__ or current.__context__
     return None
 
 
-def _place(error: BaseException, limits: Limits) -> Place:
+def _exhausted_place(error: BaseException, limits: Limits) -> Place:
     if isinstance(error, torch.OutOfMemoryError):
         return "device"
     if _BY_THE_DRIVER.search(str(error)):
@@ -278,29 +275,27 @@ def _place(error: BaseException, limits: Limits) -> Place:
     return "device" if _ON_DEVICE.search(str(error)) else "host"
 
 
-def _explained(error: BaseException, situation: Situation) -> OutOfMemoryError:
-    estimate = situation.estimate or _estimate(situation.plan)
+def _memory_error(error: BaseException, situation: Situation) -> OutOfMemoryError:
+    estimate = situation.estimate
+    if estimate is None and situation.plan.model is not None:
+        estimate = expected_memory(situation.plan)
     limits = situation.limits or Limits.now(situation.plan)
-    place = _place(error, limits)
+    place = _exhausted_place(error, limits)
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if place == "host" and _BY_THE_DRIVER.search(said):
         said = _PAGE_LOCKED + said
     parts = [f"no {place} memory is left in {situation.doing} ({said[:160]})"]
     if estimate is not None:
-        peak = estimate.peak(_counted(situation.plan, place))
+        peak = estimate.peak(_place_counted(situation.plan, place))
         parts.append(f"the plan expected {format_size(peak.nbytes)} {DURING[peak.phase]}")
     parts.append(limits.words(place))
-    advice, plan = _advice(situation.plan, estimate, limits, place)
+    advice, plan = _what_would_fit(situation.plan, estimate, limits, place)
     return OutOfMemoryError(
         "; ".join(parts), key=f"memory.{place}", fix=advice, original=error, plan=plan
     )
 
 
-def _estimate(plan: ResolvedPlan) -> MemoryEstimate | None:
-    return None if plan.model is None else expected_memory(plan)
-
-
-def _counted(plan: ResolvedPlan, place: Place) -> Place:
+def _place_counted(plan: ResolvedPlan, place: Place) -> Place:
     return "host" if plan.platform.accelerator == "cpu" else place
 
 
@@ -365,12 +360,12 @@ def _process_limit() -> int | None:
     return min(finite, default=None)
 
 
-def _advice(
+def _what_would_fit(
     plan: ResolvedPlan, estimate: MemoryEstimate | None, limits: Limits, place: Place
 ) -> tuple[str, DeepSpeedPlan | None]:
     if estimate is None or plan.model is None:
         return "see DeepSpeedPlan.advise(model) for the plan that fits", None
-    counted = _counted(plan, place)
+    counted = _place_counted(plan, place)
     has = limits.host // plan.world_size if counted == "host" else limits.device or 0
     own = estimate.peak(counted).nbytes
     if own < has // 2:
@@ -379,25 +374,26 @@ def _advice(
             "so something outside of it took the memory: look at other processes, at the "
             "objective, at what is kept from step to step, and at the batch"
         ), None
-    less = _less(limits, estimate, counted, world_size=plan.world_size)
+    # What has just failed does not fit, whatever was expected of it.
+    if counted == "device":
+        smaller = {"device": min(limits.device or estimate.device, estimate.device)}
+    else:
+        host = min(limits.host, estimate.host * plan.world_size)
+        smaller = {"device": limits.device or 0, "host": host}
+    less = attrs.evolve(limits, **smaller)
+    free_disk = 0
+    with suppress(OSError):
+        free_disk = shutil.disk_usage(Path(tempfile.gettempdir())).free
     failure: PlanError | None = None
-    for disk in (0, _free_disk()):
+    for disk in (0, free_disk):
         try:
             found = _fitting(plan, estimate, less, disk=disk)
         except PlanError as error:
             failure = error
         else:
-            return _words(found), found.plan
+            return _advice_words(found), found.plan
     fix = failure.fix if isinstance(failure, NothingFitsError) else None
     return f"no plan fits this machine: {fix or failure}; or train a smaller batch", None
-
-
-def _less(limits: Limits, estimate: MemoryEstimate, place: Place, *, world_size: int) -> Limits:
-    """Limits that what has just failed does not fit in, whatever was expected of it."""
-    if place == "device":
-        return attrs.evolve(limits, device=min(limits.device or estimate.device, estimate.device))
-    host = min(limits.host, estimate.host * world_size)
-    return attrs.evolve(limits, device=limits.device or 0, host=host)
 
 
 def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, disk: int) -> Advice:
@@ -414,7 +410,7 @@ def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, di
         world_size=plan.world_size,
         precision=plan.precision,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        optimizer=_optimizer(plan.plan, settled=True) or "AdamW",
+        optimizer=_optimizer_argument(plan.plan, settled=True) or "AdamW",
         ema=work.ema,
         frozen_bytes=work.frozen_bytes,
         model_in_memory=work.model_in_memory,
@@ -424,7 +420,7 @@ def _fitting(plan: ResolvedPlan, estimate: MemoryEstimate, limits: Limits, *, di
     )
 
 
-def _words(found: Advice) -> str:
+def _advice_words(found: Advice) -> str:
     more = ", gradient_checkpointing=True" if found.gradient_checkpointing else ""
     if found.activation_offload:
         more = ", activations=ActivationOffload()"
@@ -437,13 +433,6 @@ def _words(found: Advice) -> str:
     return f"{found.chosen.title} needs {needs} per rank: Trainer(plan={call}{more})"
 
 
-def _free_disk() -> int:
-    try:
-        return shutil.disk_usage(Path(tempfile.gettempdir())).free
-    except OSError:
-        return 0
-
-
 def build_call(plan: DeepSpeedPlan) -> str:
     """One line of Python that gives a plan equal to this one, by keywords where that can be."""
     given: dict[str, Any] = {
@@ -454,19 +443,26 @@ def build_call(plan: DeepSpeedPlan) -> str:
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "precision": plan.precision,
         "gradient_clipping": plan.gradient_clipping,
-        "optimizer": _optimizer(plan),
+        "optimizer": _optimizer_argument(plan),
     }
     given = {key: value for key, value in given.items() if value not in (None, "none")}
     try:
         if DeepSpeedPlan.build(**given) == plan:
-            words = ", ".join(f"{key}={_quoted(value)}" for key, value in given.items())
+            words = ", ".join(
+                f"{key}={json.dumps(value)}"
+                if isinstance(value, str)
+                else f"{key}={value!r}".replace("'", '"')
+                for key, value in given.items()
+            )
             return f"DeepSpeedPlan.build({words})"
     except PlanError:
         pass
     return python_expression(plan, width=sys.maxsize)
 
 
-def _optimizer(plan: DeepSpeedPlan, *, settled: bool = False) -> str | dict[str, Any] | None:
+def _optimizer_argument(
+    plan: DeepSpeedPlan, *, settled: bool = False
+) -> str | dict[str, Any] | None:
     """The optimizer as ``build`` and ``advise`` take it; ``settled``: without open arguments."""
     written = plan.optimizer
     if written is None or not isinstance(written.type, str):
@@ -475,8 +471,3 @@ def _optimizer(plan: DeepSpeedPlan, *, settled: bool = False) -> str | dict[str,
         key: value for key, value in (written.params or {}).items() if not settled or value != AUTO
     }
     return {"type": written.type, "params": params} if params else written.type
-
-
-def _quoted(value: Any) -> str:
-    plain = isinstance(value, str)
-    return json.dumps(value) if plain else repr(value).replace("'", '"')

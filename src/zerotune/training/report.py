@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,6 @@ from zerotune.training.events import PHASES, Callback
 if TYPE_CHECKING:
     from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.time import StepTime
-    from zerotune.plan.memory.traffic import StepTraffic
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator
 
@@ -370,8 +370,7 @@ def write_png(path: str | os.PathLike[str], figure: Any, *, dpi: float) -> Path:
 
 Resource = Literal["compute", "bus", "host memory", "disk", "data", "other"]
 
-_rates: dict[int, float] = {}
-_PASSES: Final = "forward and backward"
+_FORWARD_BACKWARD: Final = "forward and backward"
 _NEAR: Final = 0.5
 """Share of a copy's rate from which moving bytes, not computing, is what takes the time."""
 
@@ -402,7 +401,7 @@ class Bound:
     def words(self) -> str:
         """What it waits for, and how fast that is."""
         words = _WAITS[self.resource]
-        if self.nbytes and self.phase == _PASSES:
+        if self.nbytes and self.phase == _FORWARD_BACKWARD:
             moved, rate = brief_size(self.nbytes), brief_size(self.rate)
             return f"{words}; meanwhile at least {moved} cross the bus, {rate}/s"
         if self.nbytes:
@@ -451,15 +450,37 @@ def bounds(
     each = {name: value / steps for name, value in phases.items()}
     step = seconds / steps
     passes = each.get("forward", 0.0) + each.get("backward", 0.0)
-    traffic = _traffic(estimate)
-    found = [
-        _bound("data", "data", each.get("data", 0.0), step),
-        _passes(passes, step, traffic),
-        _optimizer(each.get("optimizer", 0.0), step, traffic, reference),
-        _ema(each.get("ema", 0.0), step, traffic, reference),
-        _bound("other", "rest", max(0.0, step - sum(each.values())), step),
+    traffic = None if estimate is None else step_traffic(estimate)
+    # Whether the bus or the device is slower cannot be told from the time alone: gradients and
+    # parameters cross while the device computes. The rate is given for the reader to judge.
+    crossing = traffic.gradients + traffic.parameters if traffic else 0
+    on_disk = traffic.swap.read + traffic.swap.written if traffic else 0
+    optimizer = each.get("optimizer", 0.0)
+
+    def bound(resource: Resource, phase: str, seconds: float, nbytes: int = 0) -> Bound:
+        return Bound(
+            resource=resource, phase=phase, seconds=seconds, share=seconds / step, nbytes=nbytes
+        )
+
+    def on_host(phase: str, nbytes: int) -> Bound:
+        """Whether moving bytes in host memory takes the time, or computing on the way."""
+        spent = each.get(phase, 0.0)
+        if not nbytes:
+            return bound("compute", phase, spent)
+        near = reference is None or nbytes / max(spent, 1e-9) > _NEAR * reference
+        moving = bound("host memory" if near else "compute", phase, spent, nbytes)
+        return attrs.evolve(moving, reference=reference)
+
+    parts = [
+        bound("data", "data", each.get("data", 0.0)),
+        bound("compute", _FORWARD_BACKWARD, passes, crossing),
+        bound("disk", "optimizer", optimizer, on_disk)
+        if on_disk
+        else on_host("optimizer", traffic.optimizer if traffic else 0),
+        on_host("ema", traffic.ema if traffic else 0),
+        bound("other", "rest", max(0.0, step - sum(each.values()))),
     ]
-    return tuple(sorted((one for one in found if one.seconds > 0), key=lambda one: -one.seconds))
+    return tuple(sorted((one for one in parts if one.seconds > 0), key=lambda one: -one.seconds))
 
 
 def copy_rate() -> float:
@@ -467,55 +488,9 @@ def copy_rate() -> float:
 
     Measured with torch's present number of threads, once for each.
     """
-    threads = torch.get_num_threads()
-    if threads not in _rates:
-        _rates[threads] = rates.copy_rate()
-    return _rates[threads]
+    return _copy_rate_with(torch.get_num_threads())
 
 
-def _traffic(estimate: MemoryEstimate | None) -> StepTraffic | None:
-    return None if estimate is None else step_traffic(estimate)
-
-
-def _bound(resource: Resource, phase: str, seconds: float, step: float, nbytes: int = 0) -> Bound:
-    return Bound(
-        resource=resource, phase=phase, seconds=seconds, share=seconds / step, nbytes=nbytes
-    )
-
-
-def _passes(seconds: float, step: float, traffic: StepTraffic | None) -> Bound:
-    # Whether the bus or the device is slower cannot be told from the time alone: gradients and
-    # parameters cross while the device computes. The rate is given for the reader to judge.
-    crossing = traffic.gradients + traffic.parameters if traffic else 0
-    return _bound("compute", _PASSES, seconds, step, crossing)
-
-
-def _optimizer(
-    seconds: float, step: float, traffic: StepTraffic | None, reference: float | None
-) -> Bound:
-    phase = "optimizer"
-    if traffic is None:
-        return _bound("compute", phase, seconds, step)
-    on_disk = traffic.swap.read + traffic.swap.written
-    if on_disk:
-        return _bound("disk", phase, seconds, step, on_disk)
-    if traffic.optimizer:
-        kind = _moving(traffic.optimizer, seconds, reference)
-        found = _bound(kind, phase, seconds, step, traffic.optimizer)
-        return attrs.evolve(found, reference=reference)
-    return _bound("compute", phase, seconds, step)
-
-
-def _ema(
-    seconds: float, step: float, traffic: StepTraffic | None, reference: float | None
-) -> Bound:
-    if traffic is None or not traffic.ema:
-        return _bound("compute", "ema", seconds, step)
-    found = _bound(_moving(traffic.ema, seconds, reference), "ema", seconds, step, traffic.ema)
-    return attrs.evolve(found, reference=reference)
-
-
-def _moving(nbytes: int, seconds: float, reference: float | None) -> Resource:
-    """Whether moving bytes in host memory is what takes the time, or computing on the way."""
-    near = reference is None or nbytes / max(seconds, 1e-9) > _NEAR * reference
-    return "host memory" if near else "compute"
+@functools.cache
+def _copy_rate_with(_threads: int) -> float:
+    return rates.copy_rate()

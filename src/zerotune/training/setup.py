@@ -324,10 +324,14 @@ def samples_by_name(data: Any) -> Any:
     return data
 
 
-def check_named(found: Any, *, key: str) -> None:
+def check_named(batch: Any, *, key: str) -> None:
     """Whether a sample or batch is a dict that a step can work with."""
-    if isinstance(found, Mapping):
-        odd = {name: type(value).__name__ for name, value in found.items() if not _collates(value)}
+    if isinstance(batch, Mapping):
+        odd = {
+            name: type(value).__name__
+            for name, value in batch.items()
+            if value is None or isinstance(value, str | bytes) or _is_picture(value)
+        }
         if odd:
             raise DataError(
                 "no tensors can be made of these",
@@ -337,26 +341,22 @@ def check_named(found: Any, *, key: str) -> None:
                 'DatasetImages(dataset, image="image", caption="text")), or leave them out',
             )
         return
-    kinds = [type(each).__name__ for each in found] if isinstance(found, list | tuple) else []
+    kinds = [type(each).__name__ for each in batch] if isinstance(batch, list | tuple) else []
     raise DataError(
         "samples and batches are dicts of tensors by name",
         key=key,
-        value=f"{type(found).__name__} of {', '.join(kinds)}" if kinds else type(found).__name__,
-        fix=_answer(found),
+        value=f"{type(batch).__name__} of {', '.join(kinds)}" if kinds else type(batch).__name__,
+        fix=_dict_instead(batch),
     )
-
-
-def _collates(value: Any) -> bool:
-    return value is not None and not isinstance(value, str | bytes) and not _is_picture(value)
 
 
 def _is_picture(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "PIL"
 
 
-def _answer(found: Any) -> str:
-    pair = isinstance(found, list | tuple) and len(found) > 0
-    if _is_picture(found[0] if pair else found):
+def _dict_instead(batch: Any) -> str:
+    pair = isinstance(batch, list | tuple) and len(batch) > 0
+    if _is_picture(batch[0] if pair else batch):
         take = (
             "image=0, caption=lambda _: ''" if pair else "image=lambda s: s, caption=lambda _: ''"
         )

@@ -65,7 +65,8 @@ class StepClock:
         self.current = name
         # Reading data is the host's work; on the device's stream it would look like waiting.
         if self._on_cuda and name != "data":
-            begin, end = _event(), _event()
+            new: Callable[..., torch.cuda.Event] = torch.cuda.Event
+            begin, end = new(enable_timing=True), new(enable_timing=True)
             begin.record()
             yield
             end.record()
@@ -84,10 +85,6 @@ class StepClock:
         for name, begin, end in self._events:
             self._host[name] += begin.elapsed_time(end) / 1000
         return self._now() - self._started, dict(self._host)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _Following(Protocol):
@@ -186,7 +183,13 @@ class TrainStep:
                     engine.discard()
                     return mean, StepOutcome(applied=False, boundary=True)
                 outcome = engine.step()
-        _check_boundary(engine, outcome)
+        if not outcome.boundary:
+            raise TrainingError(
+                f"{count} micro batches did not close an accumulation window",
+                key="engine.micro_step",
+                value=engine.state.micro_step,
+                fix="call engine.step() only through the trainer, or only outside of it",
+            )
         self._check_gradient(outcome)
         return mean, outcome
 
@@ -244,17 +247,6 @@ class TrainStep:
                 lr=self._engine.lr,
                 weights_changed=weights_changed,
             )
-        )
-
-
-def _check_boundary(engine: Engine, outcome: StepOutcome) -> None:
-    if not outcome.boundary:
-        raise TrainingError(
-            f"{engine.plan.gradient_accumulation_steps} micro batches did not close an "
-            "accumulation window",
-            key="engine.micro_step",
-            value=engine.state.micro_step,
-            fix="call engine.step() only through the trainer, or only outside of it",
         )
 
 

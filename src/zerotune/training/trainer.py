@@ -535,11 +535,11 @@ class Running:
             *keep_activations(engine, advice=advice, activations=activations),
         )
         """What was chosen."""
-        profile = options.get("profile")
+        profile, watchdog = options.get("profile"), options.get("watchdog", True)
         self._profiler = None if profile is None else Profiler(profile)
         folders = [folder for folder in engine.plan.nvme_paths.values() if folder is not None]
         around = (
-            _watchdog(options.get("watchdog", True)),
+            Watchdog() if watchdog is True else watchdog or None,
             self._profiler,
             None if compiled is None else _CompileCheck(),
             StopBeforeDiskFills(Path(folder) for folder in folders) if folders else None,
@@ -599,12 +599,6 @@ class Running:
             doing=f"{phase} of optimizer step {step}",
             estimate=self.estimate(shadows, measure=True),
         )
-
-
-def _watchdog(wanted: Watchdog | bool) -> Watchdog | None:
-    if isinstance(wanted, Watchdog):
-        return wanted
-    return Watchdog() if wanted else None
 
 
 class _CompileCheck(Callback):

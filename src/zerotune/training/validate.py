@@ -188,12 +188,18 @@ class ValidationLoss(Validation):
             loss = validation_loss(
                 trainer.objective,
                 trainer.engine,
-                _held_out(self._data, count=self._count, size=size),
+                self._batches(size),
                 seed=self._seed,
             )
         self.history.append((trainer.step, loss.mean))
         levels = {f"validation/loss/{level:g}": mean for level, mean in loss.by_quantile.items()}
         trainer.log({"validation/loss": loss.mean, **levels})
+
+    def _batches(self, size: int) -> Sequence[Batch]:
+        if isinstance(self._data, list | tuple):
+            return cast("Sequence[Batch]", self._data[: self._count])
+        count = 8 if self._count is None else self._count
+        return _DatasetBatches(self._data, count=count, size=size)
 
 
 class _DatasetBatches(Sequence["Batch"]):
@@ -214,12 +220,6 @@ class _DatasetBatches(Sequence["Batch"]):
 
     def __getitem__(self, index: Any) -> Any:
         return stack_samples([self._dataset[place] for place in self._batches[index]])
-
-
-def _held_out(data: Any, *, count: int | None, size: int) -> Sequence[Batch]:
-    if isinstance(data, list | tuple):
-        return cast("Sequence[Batch]", data[:count])
-    return _DatasetBatches(data, count=8 if count is None else count, size=size)
 
 
 @contextmanager
@@ -267,7 +267,14 @@ def draw(
     if options.get("prompts") is not None:
         options["trained_with"] = getattr(objective, "scheduler", None)
     elif options.get("scheduler") is None:
-        options["scheduler"] = _scheduler_of(objective)
+        options["scheduler"] = getattr(objective, "scheduler", None)
+        if options["scheduler"] is None:
+            raise InvalidValueError(
+                f"{type(objective).__name__} has no scheduler to sample with",
+                key="scheduler",
+                value=None,
+                fix="pass a diffusers scheduler",
+            )
     with averages.swapped_in(ema):
         return sample(
             engine,
@@ -275,15 +282,3 @@ def draw(
             generator=torch.Generator().manual_seed(seed),
             **options,
         )
-
-
-def _scheduler_of(objective: Any) -> Any:
-    scheduler = getattr(objective, "scheduler", None)
-    if scheduler is None:
-        raise InvalidValueError(
-            f"{type(objective).__name__} has no scheduler to sample with",
-            key="scheduler",
-            value=None,
-            fix="pass a diffusers scheduler",
-        )
-    return scheduler
