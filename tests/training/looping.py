@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,13 @@ import torch
 
 from tests.support.models import tiny_unet
 from tests.training.workers import Losses, dataset, plan, regression, trainer
-from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
+from zerotune.ema import EMAShadow
 from zerotune.errors import ZeroTuneError
 from zerotune.training import (
     Callback,
     MetricsFile,
-    RollBackNonFinite,
     SaveEvery,
-    SaveEveryInBackground,
     SkipNonFinite,
-    StopOnSignals,
     Trackers,
     ValidationImages,
     ValidationLoss,
@@ -116,113 +111,9 @@ def interrupted(deepspeed: bool, folder: str, number: int, rank: int | None) -> 
     }
 
 
-def own_handlers(folder: str) -> dict[str, Any]:
-    """Handlers of the script's own, signals named outright, and a second signal."""
-    caught: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
-    found: dict[str, Any] = {}
-    with trainer(False, callbacks=[At(1, send(signal.SIGTERM))]) as running:
-        found["kept"] = (running.fit(steps=2).stopped, list(caught))
-    named = StopOnSignals(signals=[signal.SIGTERM, signal.SIGUSR1], save_to=folder)
-    with trainer(False, callbacks=[named, At(1, send(signal.SIGUSR1))]) as running:
-        found["named"] = (running.fit(steps=2).stopped, running.last_saved[0])
-        try:
-            callbacks = [At(2, send(signal.SIGTERM)), At(2, send(signal.SIGTERM))]
-            running.callbacks = (*running.callbacks, *callbacks)
-            running.fit(steps=9)
-        except KeyboardInterrupt as error:
-            found["twice"] = (str(error), running.step)
-    with trainer(False, callbacks=[StopOnSignals(signals=())]) as running:
-        running.callbacks = (*running.callbacks, At(1, send(signal.SIGTERM)))
-        found["off"] = running.fit(steps=2).stopped
-    found["caught"] = len(caught)
-    threads = []
-    thread = threading.Thread(target=lambda: threads.append(in_a_thread()))
-    thread.start()
-    thread.join()
-    found["thread"] = threads
-    return found
-
-
 def in_a_thread() -> int:
     with trainer(False) as running:
         return running.fit(steps=1).steps
-
-
-def goals(folder: str) -> dict[str, Any]:
-    """Every way to say when to stop, and to save on the way."""
-    found: dict[str, Any] = {}
-    with trainer(False) as running:  # 22 samples, 8 in a step
-        found["one epoch"] = running.fit(epochs=1).steps
-        found["two epochs"] = running.fit(epochs=2).steps
-        found["earliest"] = running.fit(epochs=9, steps=7).steps
-        # A second, so that a run which does not see that it is over ends all the same.
-        found["fewer"] = running.fit(steps=3, time_limit=1).steps
-        found["nothing"] = told(running.fit)
-        found["negative"] = told(lambda: running.fit(time_limit=-1))
-        found["half a step"] = told(lambda: running.fit(steps=1.5))
-    batches = [{"images": torch.zeros(8, 1, 8, 8), "labels": torch.zeros(8).long()}]
-    with trainer(False, data=batches) as running:
-        found["no length"] = told(lambda: running.fit(epochs=1))
-    losses = Losses()
-    with warnings_of_zerotune() as lines, trainer(False, callbacks=[losses]) as running:
-        found["time"] = running.fit(time_limit=0.05)
-        found["time steps"], found["time warned"] = running.step, list(lines)
-    ask = At(2, lambda running: running.request_stop("the loss is low enough"))
-    saving = SaveEvery(minutes=1e-6, root=Path(folder, "minutes"), keep=1)
-    losses = Losses()
-    with trainer(False, callbacks=[ask, saving, losses]) as running:
-        found["asked"] = running.fit(steps=9).stopped
-        found["asked step"] = running.step
-        found["asked again"] = running.fit(steps=3).stopped
-    found["minutes"] = losses.events
-    found["kept"] = sorted(path.name for path in Path(folder, "minutes").iterdir())
-    found["no interval"] = told(lambda: SaveEvery(root=folder))
-    return found
-
-
-def averaged(folder: str) -> dict[str, Any]:
-    """Several EMAs in the background, saved in the background, and taken up again."""
-
-    def emas() -> EMAShadows:
-        return EMAShadows(shadows={"fast": EMAShadow(decay=0.5), "slow": EMAShadow(decay=0.9)})
-
-    losses = Losses()
-    saving = SaveEveryInBackground(steps=2, root=folder, keep=2)
-    background = BackgroundEMA(shadow=emas())
-    with trainer(False, ema=background, callbacks=[saving, losses]) as running:
-        report = running.fit(steps=5)
-        labels = torch.tensor([1, 2])
-        images = {
-            ema: running.sample(labels=labels, steps=2, ema=ema)
-            for ema in (True, "fast", "slow", False)
-        }
-        other = told(lambda: running.sample(count=1, ema="medium"))
-        running.export(Path(folder, "slow"), weights="slow")
-        expected = shadows(running)
-        explained = running.explain()
-    names = sorted(path.name for path in Path(folder).iterdir() if path.name != "slow")
-    with trainer(False, ema=emas()) as running:
-        running.resume(Path(folder, "step-00000004"))
-        rest = running.fit(steps=5).losses
-        resumed = shadows(running)
-    from diffusers import UNet2DModel
-
-    exported = UNet2DModel.from_pretrained(Path(folder, "slow")).state_dict()
-    return {
-        "rest": (report.losses[4:], rest),
-        "shadows": [torch.equal(expected[key], resumed[key]) for key in expected],
-        "differ": {ema: not torch.equal(images[ema], images[False]) for ema in ("fast", "slow")},
-        "first": torch.equal(images[True], images["fast"]),
-        "other": other,
-        "exported": all(
-            torch.equal(exported[n[5:]], t) for n, t in expected.items() if n[:4] == "slow"
-        ),
-        "events": losses.events,
-        "names": names,
-        "explained": explained,
-        "watching": background.watching,
-    }
 
 
 def shadows(running: Any) -> dict[str, torch.Tensor]:
@@ -279,60 +170,6 @@ def skipped(folder: str) -> dict[str, Any]:
         False, objective=poisoned({2}, gradient=True), non_finite=SkipNonFinite()
     ) as running:
         found["gradient skipped"] = running.fit(steps=3).steps
-    return found
-
-
-def rolled_back(folder: str) -> dict[str, Any]:
-    """Two bad steps in a row: back to the checkpoint before them."""
-    found: dict[str, Any] = {}
-    root = Path(folder, "checkpoints")
-    policy = RollBackNonFinite(root=root, after=2, most=1)
-    metrics = MetricsFile(Path(folder, "rolled.jsonl"))
-    back = WhenBack()
-    options = {"non_finite": policy, "callbacks": [metrics, back]}
-    # The step after the checkpoint is good, and lost.
-    with trainer(False, objective=poisoned({4, 5}), **options) as running:
-        running.fit(steps=2)
-        running.save(root / "step-00000002")
-        saved = {name: full.clone() for name, full in running.engine.master_weights.gather()}
-        position = running.stream.position
-        running.fit(steps=5)
-        found["step"] = running.step
-        found["decisions"] = [str(decision) for decision in running.decisions]
-        found["position"] = running.stream.position - position
-        found["lines"] = [line.step for line in read_metrics(metrics.path)]
-        found["weights"] = [torch.equal(saved[name], back.weights[name]) for name in saved]
-    root = Path(folder, "poisoned")
-    policy = RollBackNonFinite(root=root, most=1)
-    callbacks = [Once(3, poison), SaveEvery(steps=1, root=root, keep=2)]
-    with trainer(False, non_finite=policy, callbacks=callbacks) as running:
-        running.fit(steps=4)
-        found["after poison"] = (running.step, policy.rolled_back)
-        found["decided"] = str(running.decisions[-1])
-        finite = [full.isfinite().all() for _, full in running.engine.master_weights.gather()]
-        found["finite"] = all(map(bool, finite))
-    found["kept"] = sorted(path.name for path in root.iterdir())
-    callbacks = [Once(2, poison), SaveEvery(steps=1, root=Path(folder, "raised"))]
-    with trainer(False, callbacks=callbacks) as running:
-        found["raised"] = told(lambda: running.fit(steps=3))
-    root = Path(folder, "skipped")
-    callbacks = [Once(2, poison), SaveEvery(steps=1, root=root, keep=1)]
-    with trainer(False, callbacks=callbacks, non_finite=SkipNonFinite()) as running:
-        found["not skipped"] = told(lambda: running.fit(steps=4))
-    found["not skipped kept"] = [path.name for path in root.iterdir()]
-    root = Path(folder, "beside")
-    policy = RollBackNonFinite(root=root, after=1)
-    with trainer(False, objective=poisoned({3}), non_finite=policy) as running:
-        running.fit(steps=1)
-        good = running.save(root / "step-00000001")
-        poison(running)
-        running.save(root / "step-00000009", allow_not_finite=True)
-        running.roll_back(good, reason="of a test")
-        running.fit(steps=3)
-        found["past a poisoned one"] = (running.step, str(running.decisions[-1]))
-    policy = RollBackNonFinite(root=Path(folder, "x"), after=1)
-    with trainer(False, objective=poisoned({1, 2}), non_finite=policy) as running:
-        found["nothing to go back to"] = told(lambda: running.fit(steps=3))
     return found
 
 
@@ -424,19 +261,3 @@ class Drawn(Callback):
 
     def on_values(self, trainer, values):
         self.values.append((trainer.step, dict(values)))
-
-
-def over_after_kills(folder: str) -> dict[str, list[str]]:
-    """A run with nothing left to do, in the folder where it was killed between save and prune."""
-    root, seen = Path(folder), {}
-    for kind in (SaveEvery, SaveEveryInBackground):
-        own = root / kind.__name__
-        with trainer(False, callbacks=[kind(steps=2, root=own, keep=2)]) as running:
-            running.fit(steps=4)
-            shutil.copytree(own / "step-00000002", own / "step-00000001")
-            for name in ("step-00000003.tmp-00000000000a", "step-00000001.trash-00000000000b"):
-                (own / name).mkdir()
-                (own / name / "rank-0.safetensors").write_bytes(b"half")
-            running.fit(steps=4)
-        seen[kind.__name__] = sorted(path.name for path in own.iterdir())
-    return seen

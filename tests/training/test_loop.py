@@ -5,18 +5,45 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import free_port, ranks, run_ranks
 from tests.training import interrupted, looping
+from tests.training.looping import (
+    At,
+    Once,
+    WhenBack,
+    in_a_thread,
+    poison,
+    poisoned,
+    send,
+    shadows,
+    told,
+    warnings_of_zerotune,
+)
+from tests.training.workers import Losses, trainer
+from zerotune.ema import BackgroundEMA, EMAShadow, EMAShadows
+from zerotune.training import (
+    MetricsFile,
+    RollBackNonFinite,
+    SaveEvery,
+    SaveEveryInBackground,
+    SkipNonFinite,
+    StopOnSignals,
+    read_metrics,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,61 +106,143 @@ def clean_environment() -> dict[str, str]:
     }
 
 
+@ranks(1)
 def test_handlers_of_the_script_stay_and_a_second_signal_interrupts(tmp_path):
-    (found,) = run_ranks(looping.own_handlers, str(tmp_path))
-    assert found["kept"] == (None, [signal.SIGTERM])
-    assert found["named"] == ("signal SIGUSR1", 1)
-    assert found["twice"] == ("SIGTERM", 2)
-    assert found["off"] is None
-    assert found["caught"] == 2, "with no signals taken over, the script's own handler is called"
-    assert found["thread"] == [1], "outside of the main thread a run is just not interruptible"
+    """Handlers of the script's own, signals named outright, and a second signal."""
+    caught: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: caught.append(number))
+    with trainer(False, callbacks=[At(1, send(signal.SIGTERM))]) as running:
+        assert (running.fit(steps=2).stopped, list(caught)) == (None, [signal.SIGTERM])
+    named = StopOnSignals(signals=[signal.SIGTERM, signal.SIGUSR1], save_to=tmp_path)
+    with trainer(False, callbacks=[named, At(1, send(signal.SIGUSR1))]) as running:
+        assert (running.fit(steps=2).stopped, running.last_saved[0]) == ("signal SIGUSR1", 1)
+        try:
+            callbacks = [At(2, send(signal.SIGTERM)), At(2, send(signal.SIGTERM))]
+            running.callbacks = (*running.callbacks, *callbacks)
+            running.fit(steps=9)
+        except KeyboardInterrupt as error:
+            twice = (str(error), running.step)
+    with trainer(False, callbacks=[StopOnSignals(signals=())]) as running:
+        running.callbacks = (*running.callbacks, At(1, send(signal.SIGTERM)))
+        assert running.fit(steps=2).stopped is None
+    assert len(caught) == 2, "with no signals taken over, the script's own handler is called"
+    threads = []
+    thread = threading.Thread(target=lambda: threads.append(in_a_thread()))
+    thread.start()
+    thread.join()
+    assert threads == [1], "outside of the main thread a run is just not interruptible"
+    assert twice == ("SIGTERM", 2)
 
 
+@ranks(1)
 def test_when_to_stop(tmp_path):
-    (found,) = run_ranks(looping.goals, str(tmp_path))
-    assert found["one epoch"] == math.ceil(22 / 8)
-    assert found["two epochs"] == math.ceil(44 / 8)
-    assert found["earliest"] == 7
-    assert found["fewer"] == 7, "there is nothing left to do"
-    assert found["nothing"].startswith("InvalidValueError: fit: nothing says when to stop")
-    assert found["negative"].startswith("InvalidValueError: fit(time_limit) = -1")
-    assert found["half a step"].startswith("InvalidValueError: fit(steps) = 1.5")
-    assert found["no length"].startswith("DataError: fit(epochs) = 1: RepeatedBatches does not")
-    assert found["time"].stopped == "time limit of 0.05 s"
-    assert found["time"].steps == found["time steps"] >= 1
-    assert "stopped early: time limit of 0.05 s" in found["time"].render()
-    (warning,) = found["time warned"]
+    """Every way to say when to stop, and to save on the way."""
+    with trainer(False) as running:  # 22 samples, 8 in a step
+        assert running.fit(epochs=1).steps == math.ceil(22 / 8)
+        assert running.fit(epochs=2).steps == math.ceil(44 / 8)
+        assert running.fit(epochs=9, steps=7).steps == 7
+        # A second, so that a run which does not see that it is over ends all the same.
+        assert running.fit(steps=3, time_limit=1).steps == 7, "there is nothing left to do"
+        assert told(running.fit).startswith("InvalidValueError: fit: nothing says when to stop")
+        assert told(lambda: running.fit(time_limit=-1)).startswith(
+            "InvalidValueError: fit(time_limit) = -1"
+        )
+        assert told(lambda: running.fit(steps=1.5)).startswith(
+            "InvalidValueError: fit(steps) = 1.5"
+        )
+    batches = [{"images": torch.zeros(8, 1, 8, 8), "labels": torch.zeros(8).long()}]
+    with trainer(False, data=batches) as running:
+        assert told(lambda: running.fit(epochs=1)).startswith(
+            "DataError: fit(epochs) = 1: RepeatedBatches does not"
+        )
+    losses = Losses()
+    with warnings_of_zerotune() as lines, trainer(False, callbacks=[losses]) as running:
+        time_seen = running.fit(time_limit=0.05)
+        assert "stopped early: time limit of 0.05 s" in time_seen.render()
+        assert time_seen.stopped == "time limit of 0.05 s"
+        time_steps, time_warned = running.step, list(lines)
+    ask = At(2, lambda running: running.request_stop("the loss is low enough"))
+    saving = SaveEvery(minutes=1e-6, root=tmp_path / "minutes", keep=1)
+    losses = Losses()
+    with trainer(False, callbacks=[ask, saving, losses]) as running:
+        assert running.fit(steps=9).stopped == "the loss is low enough"
+        assert running.step == 2
+        assert running.fit(steps=3).stopped is None, "a request holds for one fit"
+    minutes = losses.events
+    assert sorted(path.name for path in (tmp_path / "minutes").iterdir()) == ["step-00000003"]
+    assert told(lambda: SaveEvery(root=tmp_path)).startswith("InvalidValueError: SaveEvery = ")
+    assert time_seen.steps == time_steps >= 1
+    (warning,) = time_warned
     assert "nothing was saved; SaveEvery or" in warning
-    assert found["asked"] == "the loss is low enough"
-    assert found["asked step"] == 2
-    assert found["asked again"] is None, "a request holds for one fit"
-    saves = [event for event in found["minutes"] if event.startswith("save")]
+    saves = [event for event in minutes if event.startswith("save")]
     assert saves == ["save step-00000001", "save step-00000002", "save step-00000003"]
-    assert found["kept"] == ["step-00000003"]
-    assert found["no interval"].startswith("InvalidValueError: SaveEvery = ")
 
 
+@ranks(1)
 def test_a_run_that_was_killed_at_its_end_keeps_no_more_than_asked(tmp_path):
-    (found,) = run_ranks(looping.over_after_kills, str(tmp_path))
+    """A run with nothing left to do, in the folder where it was killed between save and prune."""
+    root, seen = tmp_path, {}
+    for kind in (SaveEvery, SaveEveryInBackground):
+        own = root / kind.__name__
+        with trainer(False, callbacks=[kind(steps=2, root=own, keep=2)]) as running:
+            running.fit(steps=4)
+            shutil.copytree(own / "step-00000002", own / "step-00000001")
+            for name in ("step-00000003.tmp-00000000000a", "step-00000001.trash-00000000000b"):
+                (own / name).mkdir()
+                (own / name / "rank-0.safetensors").write_bytes(b"half")
+            running.fit(steps=4)
+        seen[kind.__name__] = sorted(path.name for path in own.iterdir())
     whole = ["step-00000002", "step-00000004"]
-    assert found == {"SaveEvery": whole, "SaveEveryInBackground": whole}
+    assert seen == {"SaveEvery": whole, "SaveEveryInBackground": whole}
 
 
+@ranks(1)
 def test_several_averages_in_the_background(tmp_path):
-    (found,) = run_ranks(looping.averaged, str(tmp_path))
-    assert found["rest"][0] == found["rest"][1]
-    assert len(found["shadows"]) > 20
-    assert all(found["shadows"])
-    assert found["differ"] == {"fast": True, "slow": True}
-    assert found["first"]
-    assert "one of trained, fast, slow" in found["other"]
-    assert found["exported"]
+    """Several EMAs in the background, saved in the background, and taken up again."""
+
+    def emas() -> EMAShadows:
+        return EMAShadows(shadows={"fast": EMAShadow(decay=0.5), "slow": EMAShadow(decay=0.9)})
+
+    losses = Losses()
+    saving = SaveEveryInBackground(steps=2, root=tmp_path, keep=2)
+    background = BackgroundEMA(shadow=emas())
+    with trainer(False, ema=background, callbacks=[saving, losses]) as running:
+        report = running.fit(steps=5)
+        labels = torch.tensor([1, 2])
+        images = {
+            ema: running.sample(labels=labels, steps=2, ema=ema)
+            for ema in (True, "fast", "slow", False)
+        }
+        other = told(lambda: running.sample(count=1, ema="medium"))
+        running.export(tmp_path / "slow", weights="slow")
+        expected = shadows(running)
+        explained = running.explain()
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name != "slow")
+    with trainer(False, ema=emas()) as running:
+        running.resume(tmp_path / "step-00000004")
+        rest = running.fit(steps=5).losses
+        resumed = shadows(running)
+    from diffusers import UNet2DModel
+
+    exported = UNet2DModel.from_pretrained(tmp_path / "slow").state_dict()
+    rest_seen = (report.losses[4:], rest)
+    shadows_seen = [torch.equal(expected[key], resumed[key]) for key in expected]
+    assert rest_seen[0] == rest_seen[1]
+    assert len(shadows_seen) > 20
+    assert all(shadows_seen)
+    assert ({ema: not torch.equal(images[ema], images[False]) for ema in ("fast", "slow")}) == {
+        "fast": True,
+        "slow": True,
+    }
+    assert torch.equal(images[True], images["fast"])
+    assert "one of trained, fast, slow" in other
+    assert all(torch.equal(exported[n[5:]], t) for n, t in expected.items() if n[:4] == "slow")
     # The checkpoint of step 2 is known to be whole when that of step 4 is due.
     saved = [f"save step-0000000{step}" for step in (2, 4, 5)]
-    assert found["events"] == ["start 0 of 5", *saved, "end"]
-    assert found["names"] == ["step-00000004", "step-00000005"]
-    assert "fast: EMA" in found["explained"]
-    assert not found["watching"], "closing the trainer ends the thread's watch"
+    assert losses.events == ["start 0 of 5", *saved, "end"]
+    assert names == ["step-00000004", "step-00000005"]
+    assert "fast: EMA" in explained
+    assert not background.watching, "closing the trainer ends the thread's watch"
 
 
 @pytest.mark.world_size(2)
@@ -157,8 +266,58 @@ def test_steps_that_are_not_finite_are_dropped_on_all_ranks(tmp_path):
     assert ranks[0]["applied"] == [True, True, False, False, True, True]
 
 
+@ranks(1)
 def test_after_several_bad_steps_a_run_goes_back_to_its_newest_checkpoint(tmp_path):
-    (found,) = run_ranks(looping.rolled_back, str(tmp_path))
+    """Two bad steps in a row: back to the checkpoint before them."""
+    found: dict[str, Any] = {}
+    root = tmp_path / "checkpoints"
+    policy = RollBackNonFinite(root=root, after=2, most=1)
+    metrics = MetricsFile(tmp_path / "rolled.jsonl")
+    back = WhenBack()
+    options = {"non_finite": policy, "callbacks": [metrics, back]}
+    # The step after the checkpoint is good, and lost.
+    with trainer(False, objective=poisoned({4, 5}), **options) as running:
+        running.fit(steps=2)
+        running.save(root / "step-00000002")
+        saved = {name: full.clone() for name, full in running.engine.master_weights.gather()}
+        position = running.stream.position
+        running.fit(steps=5)
+        found["step"] = running.step
+        found["decisions"] = [str(decision) for decision in running.decisions]
+        found["position"] = running.stream.position - position
+        found["lines"] = [line.step for line in read_metrics(metrics.path)]
+        found["weights"] = [torch.equal(saved[name], back.weights[name]) for name in saved]
+    root = tmp_path / "poisoned"
+    policy = RollBackNonFinite(root=root, most=1)
+    callbacks = [Once(3, poison), SaveEvery(steps=1, root=root, keep=2)]
+    with trainer(False, non_finite=policy, callbacks=callbacks) as running:
+        running.fit(steps=4)
+        found["after poison"] = (running.step, policy.rolled_back)
+        found["decided"] = str(running.decisions[-1])
+        finite = [full.isfinite().all() for _, full in running.engine.master_weights.gather()]
+        found["finite"] = all(map(bool, finite))
+    found["kept"] = sorted(path.name for path in root.iterdir())
+    callbacks = [Once(2, poison), SaveEvery(steps=1, root=tmp_path / "raised")]
+    with trainer(False, callbacks=callbacks) as running:
+        found["raised"] = told(lambda: running.fit(steps=3))
+    root = tmp_path / "skipped"
+    callbacks = [Once(2, poison), SaveEvery(steps=1, root=root, keep=1)]
+    with trainer(False, callbacks=callbacks, non_finite=SkipNonFinite()) as running:
+        found["not skipped"] = told(lambda: running.fit(steps=4))
+    found["not skipped kept"] = [path.name for path in root.iterdir()]
+    root = tmp_path / "beside"
+    policy = RollBackNonFinite(root=root, after=1)
+    with trainer(False, objective=poisoned({3}), non_finite=policy) as running:
+        running.fit(steps=1)
+        good = running.save(root / "step-00000001")
+        poison(running)
+        running.save(root / "step-00000009", allow_not_finite=True)
+        running.roll_back(good, reason="of a test")
+        running.fit(steps=3)
+        found["past a poisoned one"] = (running.step, str(running.decisions[-1]))
+    policy = RollBackNonFinite(root=tmp_path / "x", after=1)
+    with trainer(False, objective=poisoned({1, 2}), non_finite=policy) as running:
+        found["nothing to go back to"] = told(lambda: running.fit(steps=3))
     assert found["step"] == 5
     assert found["decisions"][-1].startswith(
         "step: 5 -> 2 (not finite at step 5 on rank(s) 0; the weights are still those of the"
