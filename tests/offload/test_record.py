@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.proc import ProcessIdentity
 from zerotune.errors import OffloadError
 from zerotune.offload.lease import LeaseRecord, is_run_id, lease_name, new_run_id, run_id_of
 

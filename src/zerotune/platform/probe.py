@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import attrs
 
-from zerotune._util.versions import installed_version
+from zerotune._util.environment import installed_version
 from zerotune.errors import PlatformError
 from zerotune.platform.facts import Device
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import attrs
 
-from zerotune._util.numbers import whole
+from zerotune._util.text import whole
 from zerotune.checkpoint.collective import together
 from zerotune.checkpoint.verify import finite_checkpoint
 from zerotune.decisions import Decision, announce

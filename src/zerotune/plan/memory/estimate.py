@@ -9,7 +9,7 @@ from typing import Any, Final, TypedDict
 
 import attrs
 
-from zerotune._util.numbers import is_integer
+from zerotune._util.text import is_integer
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import entry_of
 from zerotune.optimizers.entries import ADAM

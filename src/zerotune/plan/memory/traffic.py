@@ -11,7 +11,7 @@ from typing import Final
 
 import attrs
 
-from zerotune._util.numbers import is_number
+from zerotune._util.text import is_number
 from zerotune.errors import InvalidValueError
 from zerotune.plan.memory.estimate import Costing
 from zerotune.plan.memory.model import MemoryEstimate
