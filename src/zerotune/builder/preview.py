@@ -34,8 +34,7 @@ from zerotune.plan import (
     plan_document,
 )
 from zerotune.plan.families import as_facts, family_names, model_family
-from zerotune.plan.memory.estimate import sample_size
-from zerotune.plan.memory.model import EMAPlace, Workload
+from zerotune.plan.memory.estimate import EMAPlace, Workload, sample_size
 from zerotune.plan.model import OFFLOAD_DEVICES, PRECISIONS
 from zerotune.plan.rules import RuleContext
 from zerotune.plan.text import (

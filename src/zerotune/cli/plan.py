@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
     from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
-    from zerotune.plan.memory.model import Place
+    from zerotune.plan.memory.estimate import Place
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
 
@@ -73,7 +73,7 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     """Add what a step works on."""
-    from zerotune.plan.memory.model import EMAPlace
+    from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.model import STORAGES
 
     group = parser.add_argument_group("workload")

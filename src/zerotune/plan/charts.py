@@ -13,7 +13,7 @@ import attrs
 
 from zerotune._util.palette import ALARM, FAINT, INK, PAPER, ROOM, component_colours, empty_figure
 from zerotune.errors import InvalidValueError
-from zerotune.plan.memory.model import MemoryEstimate
+from zerotune.plan.memory.estimate import MemoryEstimate
 from zerotune.plan.text import (
     PLACE_NAMES,
     RankBudget,
