@@ -16,7 +16,7 @@ pytestmark = pytest.mark.deepspeed
 
 def recorded() -> dict[str, Any]:
     from tools.deepspeed_sources import FILE
-    from zerotune.backend.deepspeed.sources import digests
+    from zerotune.backend.deepspeed.door import digests
     from zerotune.backend.upstream import require_deepspeed
 
     return {
@@ -33,6 +33,7 @@ def test_the_installed_release_is_on_file():
         releases = found["file"].get(name, {}).get(digest, [])
         assert found["version"] in releases, f"read {name}, then python -m tools.deepspeed_sources"
     assert found["file"].keys() == found["digests"].keys(), "nothing that is no longer replaced"
+    assert len(set(found["digests"].values())) == len(found["digests"]), "its own source each"
 
 
 def later_release(stage: int) -> dict[str, Any]:
