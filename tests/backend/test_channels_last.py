@@ -139,6 +139,69 @@ def test_a_checkpoint_of_it_continues_under_deepspeed(tmp_path: Path) -> None:
     run_ranks(taken_to_deepspeed, tmp_path / "saved")
 
 
+def moved_between_steps(optimizer: str, offload: str) -> None:
+    """torch's fused step pairs weights and moments by address, whatever their strides are."""
+    engine = begin(offload, optimizer=optimizer, last=False, weight_decay=0.01)
+    reference = net(last=False)
+    ordinary = torch.optim.AdamW(reference.parameters(), lr=2e-3, foreach=False)
+    own = type(engine._torch_optimizer)
+    if own is not torch.optim.AdamW:
+        ordinary = own(reference.parameters(), lr=2e-3)
+    formats = [torch.contiguous_format, torch.channels_last]
+    ema = EMAShadow(decay=0.5).attach(engine)
+    for step in range(8):
+        for parameter, other in zip(
+            engine.module.parameters(), reference.parameters(), strict=True
+        ):
+            generator = torch.Generator().manual_seed(step)
+            other.grad = torch.randn(other.shape, generator=generator) * 1e-3
+            # The gradient may lie otherwise too.
+            gradient = other.grad.clone()
+            if gradient.dim() == 4 and step % 3 == 0:
+                gradient = gradient.contiguous(memory_format=torch.channels_last)
+            parameter.grad = gradient
+        engine._open_micro_batch()
+        engine.step()
+        ema.step()
+        ordinary.step()
+        engine.module.to(memory_format=formats[step % 3 == 1])
+    for (name, parameter), other in zip(
+        engine.module.named_parameters(), reference.parameters(), strict=True
+    ):
+        # The unfused loop rounds square roots otherwise; eight steps of bf16 moments, whose noise
+        # follows the order in memory, differ by 8 * lr * 2**-8. Others' moments: by 1e-3.
+        atol = 1e-6 if optimizer == "AdamW" else 1e-4
+        torch.testing.assert_close(parameter.data, other.data, rtol=0, atol=atol, msg=name)
+    key = "optimizer.step"
+    noted = [
+        each for each in engine.decisions if each.key == key and "channels_last" in each.reason
+    ]
+    assert len(noted) == (offload == "cpu")
+    engine.close()
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamWBF16States"])
+def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str) -> None:
+    run_ranks(moved_between_steps, optimizer, offload)
+
+
+def lamb_moved() -> str:
+    with begin(optimizer="Lamb", last=False) as engine:
+        ema = EMAShadow(decay=0.5).attach(engine)
+        train(engine, ema, 0)
+        engine.module.to(memory_format=torch.channels_last)
+        with pytest.raises(EngineError) as caught:
+            train(engine, ema, 1)
+    return str(caught.value)
+
+
+def test_what_steps_flat_weights_refuses_them_when_they_are_moved() -> None:
+    (message,) = run_ranks(lamb_moved)
+    assert "0.weight" in message
+    assert "contiguous_format" in message
+
+
 def refused() -> list[str]:
     messages = []
     for arguments in ({"optimizer": "Lamb"}, {"stage": 0}, {"stage": 2}):

@@ -45,8 +45,7 @@ def train(engine: Any, width: int, steps: int) -> None:
 def measure(case: Case) -> dict[str, float]:
     import torch
 
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     small = start(case, torch.nn.Linear(8, 8))
     train(small, 8, 1)
@@ -121,8 +120,7 @@ def start_loaded(folder: str) -> dict[bool, tuple[float, float]]:
     import torch
 
     from zerotune import load_pretrained
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     case = Case(stage=2, precision="bf16")
     start(case, torch.nn.Linear(8, 8)).close()
@@ -302,8 +300,7 @@ def measure_shallow(name: str) -> dict[str, tuple[float, float]]:
     import diffusers
 
     from zerotune.diffusion.facts import example_inputs, model_facts
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     case = Case(stage=2, offload="cpu", precision="bf16", micro_batch=2)
     one = SHALLOW[name]

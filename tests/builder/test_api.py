@@ -345,9 +345,9 @@ def test_path_facts(client, root):
 
 
 def read_schema():
-    from zerotune.builder.catalogue import SchemaSource
+    from zerotune.builder.fields import schema_data
 
-    return SchemaSource().data()
+    return schema_data()
 
 
 @pytest.mark.deepspeed

@@ -6,7 +6,7 @@ import functools
 import gc
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, ParamSpec, TypeVar
 
@@ -94,6 +94,8 @@ class Engine(Closing):
     _decisions: tuple[Decision, ...] = ()
     _trained: frozenset[int] = frozenset()
     """Ids of the parameters that the optimizer steps."""
+    _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
+    """Names and parameters at the latest forward pass: a walk over a U-Net takes 4 ms."""
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -214,12 +216,17 @@ class Engine(Closing):
         Args:
             step: Optimizer steps so far; at each, other weights are compared.
         """
-        self._check_trained()
+        self._check_trained(self._walked or tuple(self._module.named_parameters()))
+        self._walked = ()
         self._master_weights.check_model(step)
 
-    def _check_trained(self) -> None:
+    def _check_before_forward(self) -> None:
+        self._walked = tuple(self._module.named_parameters())
+        self._check_trained(self._walked)
+
+    def _check_trained(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Check that the optimizer steps every parameter that wants a gradient."""
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in named:
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise EngineError(
                     "wants a gradient, but was frozen or another one when the engine started, so "

@@ -40,11 +40,11 @@ def test_two_processes_keep_it():
 
 
 def _refused(extensions: str) -> str:
-    from zerotune.backend.ops import locks
+    from zerotune.backend import ops
     from zerotune.errors import PlatformError
 
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
-    locks.filesystem_kind = lambda _folder: "nfs4"
+    ops.filesystem_kind = lambda _folder: "nfs4"
     with pytest.raises(PlatformError) as refused:
         started()
     return str(refused.value)

@@ -160,7 +160,7 @@ class ZeROEngine(Engine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._check_goes_on()
-            self._check_trained()
+            self._check_before_forward()
         return self._engine(*args, **kwargs)
 
     @override

@@ -31,8 +31,7 @@ from zerotune.backend.deepspeed.wrapper import (
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.engine import GONE, gone
 from zerotune.backend.layouts import SteppedLayout, check_master, full_shape
-from zerotune.backend.master_weights import FragmentAddress, MasterLayout, Slab
-from zerotune.backend.states import OptimizerStates
+from zerotune.backend.master_weights import FragmentAddress, MasterLayout, OptimizerStates, Slab
 from zerotune.backend.step.adams import SlabStep
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
