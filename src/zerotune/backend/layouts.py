@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -42,6 +42,11 @@ def require_trainable(module: torch.nn.Module) -> Named:
     if not named:
         raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
     return named
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    """L2 norm of the gradients of whole parameters; as clipping computes it, which alters them."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def full_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:

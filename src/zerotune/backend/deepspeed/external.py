@@ -11,13 +11,11 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from typing_extensions import override
 
 from zerotune.backend.checks import check_alike, expected_groups
+from zerotune.backend.deepspeed.door import wrapper_of
 from zerotune.backend.deepspeed.engine import ZeROEngine
-from zerotune.backend.deepspeed.fixes import align_swapped_gradients, undo_dummy_step
-from zerotune.backend.deepspeed.host_step import take_over_step
-from zerotune.backend.deepspeed.layouts import inner_optimizer, layout_of_deepspeed
-from zerotune.backend.deepspeed.leaf_modules import reduce_by_parameter
 from zerotune.backend.deepspeed.start import check_plan, check_world
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.engine import EngineState, StepOutcome
@@ -63,7 +61,8 @@ def master_weights_of(source: Any) -> MasterWeights:
         return owned
     source = unwrapped(source)
     if is_deepspeed(source):
-        return _of_deepspeed(source)
+        layout, group = wrapper_of(source).layout, ProcessGroup(backend=dist.get_backend())
+        return MasterWeights(layout=layout, group=group, device=source.device)
     if isinstance(source, torch.nn.Module):
         return _of_module(source)
     raise EngineError(
@@ -100,13 +99,6 @@ def unwrapped(source: Any) -> Any:
 def is_deepspeed(source: Any) -> bool:
     """Whether this is an object of DeepSpeed's own, without importing DeepSpeed."""
     return type(source).__module__.startswith("deepspeed.")
-
-
-def _of_deepspeed(engine: Any) -> MasterWeights:
-    group = ProcessGroup(backend=dist.get_backend())
-    return MasterWeights(
-        layout=layout_of_deepspeed(engine, rank=group.rank), group=group, device=engine.device
-    )
 
 
 def _of_module(module: torch.nn.Module) -> MasterWeights:
@@ -456,28 +448,43 @@ class AttachedEngine(ZeROEngine):
         check_accelerate(self._group.world_size)
         named = trainable_parameters(self._module)
         self._expected_groups = expected_groups(chosen_optimizer(plan), named, None)
-        fresh = engine.global_steps == 0
-        untouched = fresh and engine.micro_steps == 0
+        self._wrapper = wrapper_of(engine)
         stepping: tuple[Decision, ...] = ()
-        if untouched:
+        if engine.global_steps == engine.micro_steps == 0:
             stepping = prove_offload(plan, self._group)
-            self._host_step, decided = take_over_step(engine, plan, self._group)
+            self._host_step, decided = self._wrapper.take_over_step(plan, self._group)
             stepping += decided
         self._decisions = (
             *self._decided,
-            *(undo_dummy_step(engine) if fresh else ()),
-            *align_swapped_gradients(engine),
-            *(reduce_by_parameter(engine) if untouched else ()),
-            *(_install_schedule(engine, plan) if fresh else ()),
+            *self._wrapper.correct(),
+            *self._install_schedule(),
             *stepping,
         )
         self._verify(builder="the trainer")
         self._trained = frozenset(id(p) for p in self._module.parameters() if p.requires_grad)
-        checked = inner_optimizer(engine).register_step_pre_hook(self._before_optimizer)
+        checked = self._wrapper.inner.register_step_pre_hook(self._before_optimizer)
         self.resources.callback(checked.remove)
         if plan.stage == 3:
             _refuse_empty_tensors(engine)
         announce(self._decisions, rank=self._group.rank)
+
+    def _install_schedule(self) -> tuple[Decision, ...]:
+        engine, plan = self._engine, self._plan
+        if engine.global_steps or engine.lr_scheduler is not None or plan.scheduler is None:
+            return ()
+        schedule = own_scheduler(plan)
+        if schedule is None:
+            return ()
+        engine.lr_scheduler = schedule(self._wrapper.inner)
+        return (
+            Decision(
+                key="scheduler.type",
+                before=None,
+                after=plan.scheduler.name,
+                reason="the trainer could not take this schedule to DeepSpeed; it was put into the "
+                "engine, which steps it once per optimizer step",
+            ),
+        )
 
     def _before_optimizer(self, *_: Any) -> None:
         """The trainer steps by itself, at stage 3 once per sub-group."""
@@ -486,8 +493,8 @@ class AttachedEngine(ZeROEngine):
             self._check_before_step(self._checked_at)
 
     @property
+    @override
     def state(self) -> EngineState:
-        """Counters, scheduler and loss scale, to be saved."""
         state, boundary = super().state, self._trainers_boundary
         if boundary is None:
             return state
@@ -496,6 +503,7 @@ class AttachedEngine(ZeROEngine):
         closed = state.global_step * self._plan.gradient_accumulation_steps
         return attrs.evolve(state, micro_step=closed if boundary else closed + 1)
 
+    @override
     def step(self) -> StepOutcome:
         """Close a micro batch; update the weights when it is the last of its group.
 
@@ -516,26 +524,11 @@ class AttachedEngine(ZeROEngine):
         boundary: bool | None = getattr(self._engine, "_is_gradient_accumulation_boundary", None)
         return boundary
 
+    @override
     def _release(self) -> None:
         """Whoever initialized DeepSpeed's engine ends it."""
         if self._host_step is not None:
             self._host_step.close()
-
-
-def _install_schedule(engine: Any, plan: ResolvedPlan) -> tuple[Decision, ...]:
-    curve = own_scheduler(plan)
-    if curve is None or plan.scheduler is None or engine.lr_scheduler is not None:
-        return ()
-    engine.lr_scheduler = curve(inner_optimizer(engine))
-    return (
-        Decision(
-            key="scheduler.type",
-            before=None,
-            after=plan.scheduler.name,
-            reason="the trainer could not take this schedule to DeepSpeed; it was put into the "
-            "engine, which steps it once per optimizer step",
-        ),
-    )
 
 
 def _refuse_empty_tensors(engine: Any) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from zerotune._util.environment import held
-from zerotune.backend.deepspeed.given_back import linear
-from zerotune.backend.deepspeed.placement import flat_through_host, shard_from_host
+from zerotune.backend.deepspeed.door import check_upstream
+from zerotune.backend.deepspeed.partitioned import flat_through_host
+from zerotune.backend.deepspeed.sharded import linear, shard_from_host
 from zerotune.backend.distributed import (
     Launch,
     ProcessGroup,
@@ -138,10 +139,12 @@ def join(
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
-        UnsupportedEngineError: It is too old, or was imported for another accelerator.
+        UnsupportedEngineError: It is too old, was imported for another accelerator, or lacks
+            something that zerotune relies on.
     """
     accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
     deepspeed = require_deepspeed(accelerator=accelerator)
+    check_upstream(deepspeed)
     quiet_deepspeed()
     launch = Launch.from_environment()
     # DeepSpeed reads LOCAL_RANK in many places, also where no launcher has set it; without it
@@ -222,9 +225,9 @@ def compiling(plan: ResolvedPlan) -> Iterator[None]:
         plan: A resolved plan.
     """
     communication: Any = importlib.import_module("deepspeed.comm.torch")
-    build = getattr(communication, "build_shm_op", None)
+    build = communication.build_shm_op
     with building():
-        if plan.world_size > 1 or build is None:
+        if plan.world_size > 1:
             yield
             return
         # One process exchanges nothing through shared memory, and the op takes minutes to compile.
@@ -272,8 +275,12 @@ def initialize(
     except PlatformError:
         raise  # An op that cannot be had, with its cure.
     except (AssertionError, ValueError, RuntimeError, TypeError, AttributeError) as error:
-        if (refused := _refused_op(error)) is not None:
-            raise refused from error
+        # An optimizer of DeepSpeed hides it behind "failed to build/load".
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PlatformError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            raise cause from error
         raise EngineError(
             f"DeepSpeed {deepspeed.__version__} refused the plan "
             f"({type(error).__name__}: {str(error).strip() or 'no message'})",
@@ -281,10 +288,3 @@ def initialize(
             fix="run `zerotune doctor` when an op could not be built, else change what it names",
         ) from error
     return engine, tuple(built)
-
-
-def _refused_op(error: BaseException | None) -> PlatformError | None:
-    """What an optimizer of DeepSpeed hides behind "failed to build/load"."""
-    while error is not None and not isinstance(error, PlatformError):
-        error = error.__cause__ or error.__context__
-    return error

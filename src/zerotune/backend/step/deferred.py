@@ -383,23 +383,36 @@ def op_or_reason(
     return op
 
 
-def shares_cores(step: DeferredSteps) -> Decision:
-    """Say what a pass computes on, and what is left to the forward beside it."""
+def take_steps(
+    step: DeferredSteps, plan: ResolvedPlan, *, before: str, reason: str
+) -> tuple[Decision, ...]:
+    """Have steps taken from now on, and say by whom, when and on what. Collective.
+
+    Args:
+        step: What takes them; installed.
+        plan: Whether they may return before their pass is taken.
+        before: Who would take them.
+        reason: Why not.
+    """
+    step.settle_for_states()
+    when = choose_when(step, plan)
     threads, read = torch.get_num_threads(), MachineProbe().read_text
     cores = describe_cpus(read_cpus(read, affinity_here()), quota=cpu_quota(read))
     taken = step.op.beside(threads) if step.hidden else threads
     if not step.hidden:
-        reason = "nothing else computes while the pass is taken"
+        why = "nothing else computes while the pass is taken"
     elif taken < threads:
-        reason = "one is left to what the next forward does on the host"
+        why = "one is left to what the next forward does on the host"
     else:
-        reason = "shared with the next forward: a pass on one of two takes longer than both on two"
-    return Decision(
-        key=THREADS_KEY,
-        before=threads,
-        after=taken,
-        reason=f"{reason}; {cores} for this process; it follows torch's threads, which a trainer "
-        "sets to what data workers and other ranks leave (threads)",
+        why = "shared with the next forward: a pass on one of two takes longer than both on two"
+    why = (
+        f"{why}; {cores} for this process; it follows torch's threads, which a trainer sets to "
+        "what data workers and other ranks leave (threads)"
+    )
+    return (
+        Decision(key=KEY, before=before, after="one pass", reason=reason),
+        when,
+        Decision(key=THREADS_KEY, before=threads, after=taken, reason=why),
     )
 
 
