@@ -18,8 +18,8 @@ import torch
 
 from zerotune.decisions import Decision
 from zerotune.platform import MachineProbe
-from zerotune.platform.cgroups import cpu_quota
 from zerotune.platform.cores import CoreShare, affinity_here, read_cpus, share_cores
+from zerotune.platform.detect import cpu_quota
 
 if TYPE_CHECKING:
     from zerotune.backend.distributed import ProcessGroup

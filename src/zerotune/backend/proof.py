@@ -35,8 +35,8 @@ from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import Accelerator
+from zerotune.platform.detect import MachineProbe, first_line
 from zerotune.platform.facts import DEEPSPEED_NAMES
-from zerotune.platform.probe import MachineProbe, first_line
 
 KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"

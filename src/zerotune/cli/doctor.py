@@ -14,7 +14,7 @@ import attrs
 from zerotune._util.table import Line, Page, Table
 from zerotune.cli import print_json, print_page
 from zerotune.errors import PlatformError, ZeroTuneError
-from zerotune.plan.memory.rates import RATE_NAMES, Rates, known_rates, store_rates
+from zerotune.plan.memory.time import RATE_NAMES, Rates, known_rates, store_rates
 from zerotune.platform import GIB, Platform, detect_platform
 
 if TYPE_CHECKING:
