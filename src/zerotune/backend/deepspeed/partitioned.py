@@ -405,7 +405,6 @@ class PartitionedStep(HostStep):
             order=tuple(self._order),
             steps=steps,
             upload=upload,
-            exchange=upload.exchange,
         )
 
     @override
