@@ -134,10 +134,6 @@ class Filled(Log):
 def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
     """Give every parameter a value.
 
-    Args:
-        parameters: All arguments of the optimizer or schedule.
-        sources: Where values may come from.
-
     Returns:
         Checked values. Optional parameters nobody wrote are left out.
     """

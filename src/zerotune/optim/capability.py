@@ -389,13 +389,7 @@ class Capability:
 def capability_of(
     entry: OptimizerEntry, situation: Situation, table: CapabilityTable | None = None
 ) -> Capability:
-    """Whether the optimizer of ``entry`` can run in ``situation``.
-
-    Args:
-        entry: The optimizer.
-        situation: Where it is to run.
-        table: Cells that were run; those that come with zerotune when not given.
-    """
+    """Whether the optimizer of ``entry`` can run in ``situation``."""
     answer = _by_rules(entry, situation)
     cell = (CapabilityTable.stored() if table is None else table).find(entry.name, situation)
     if cell is None:

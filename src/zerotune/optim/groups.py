@@ -263,12 +263,6 @@ def group_parameters(
 ) -> tuple[tuple[GroupChoice, ...], tuple[Decision, ...]]:
     """Put every trainable parameter into the first group that picks it.
 
-    Args:
-        groups: The rules.
-        model: Names and shapes.
-        choice: The optimizer; its arguments hold where a group has none of its own.
-        entry: Its catalogue entry.
-
     Returns:
         Groups that are not empty, in the order of their rules, ``"rest"`` last; and a decision
         that names them with their sizes.
@@ -508,14 +502,7 @@ def muon_groups(
     patterns: MuonPatterns,
     rates: Mapping[str, float],
 ) -> tuple[OptimizerChoice, tuple[Decision, ...]]:
-    """Split every group of ``choice`` into what Muon updates and what Adam does.
-
-    Args:
-        choice: Muon, with its arguments and perhaps groups.
-        model: Names and shapes.
-        patterns: Who belongs to Muon.
-        rates: ``muon_lr`` and ``adam_lr``, where they are written.
-    """
+    """Split every group of ``choice`` into what Muon updates and what Adam does."""
     if model is None:
         raise OptimizerError(
             "Muon needs the names and shapes of the parameters",

@@ -88,16 +88,7 @@ def settle(
     policy: Policy,
     table: CapabilityTable | None = None,
 ) -> Settled:
-    """Settle on an optimizer.
-
-    Args:
-        request: What is asked for.
-        situation: Where it is to run.
-        overrides: Arguments that beat the request's.
-        suggestions: What the run knows.
-        policy: What happens when it cannot run, or gets an argument it does not have.
-        table: Cells that were run; those that come with zerotune when not given.
-    """
+    """Settle on an optimizer."""
     log = Log()
     asked = _respell_decay(request, log)
 
@@ -532,11 +523,6 @@ def settle_schedule(
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
     """Settle on a schedule.
 
-    Args:
-        request: What is asked for.
-        optimizer: The optimizer it drives.
-        run: What the run knows: ``total_steps`` and ``warmup_steps`` are used.
-
     Returns:
         The choice, every argument explicit, and why.
     """
@@ -564,12 +550,7 @@ def settle_schedule(
 def per_group_schedule(
     choice: SchedulerChoice, optimizer: OptimizerChoice
 ) -> tuple[SchedulerChoice, tuple[Decision, ...]]:
-    """Let zerotune step the curve where DeepSpeed's class would give all groups one rate.
-
-    Args:
-        choice: The schedule settled on.
-        optimizer: The optimizer with its groups.
-    """
+    """Let zerotune step the curve where DeepSpeed's class would give all groups one rate."""
     rates = {float(group.params.get("lr", optimizer.lr)) for group in optimizer.groups}
     if choice.source != "deepspeed" or not rates - {optimizer.lr}:
         return choice, ()
