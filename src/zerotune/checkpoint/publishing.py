@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune.backend.adapter_layouts import LORA_FILE, PEFT_CONFIG
+from zerotune.backend.adapters import LORA_FILE, PEFT_CONFIG
 from zerotune.checkpoint.folders import check_replaceable, files_of_export
 from zerotune.decisions import Decision
 from zerotune.errors import CheckpointError, InvalidValueError, MissingDependencyError

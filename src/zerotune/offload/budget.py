@@ -12,7 +12,7 @@ from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
 from zerotune.plan.fill import pins_natively
-from zerotune.plan.memory.model import PHASES, MemoryEstimate, Workload
+from zerotune.plan.memory.estimate import PHASES, MemoryEstimate, Workload
 from zerotune.plan.model import AUTO, evolved
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ import torch
 from zerotune._util.proc import status_field
 from zerotune._util.text import format_size
 from zerotune.errors import NothingFitsError, OutOfMemoryError, PlanError
-from zerotune.plan.memory.estimate import CONTEXT
-from zerotune.plan.memory.model import EMAPlace, Workload
+from zerotune.plan.memory.estimate import CONTEXT, EMAPlace, Workload
 from zerotune.plan.model import AUTO, DeepSpeedPlan
 from zerotune.plan.text import DURING
 from zerotune.plan.write import python_expression
@@ -31,7 +30,7 @@ from zerotune.platform import detect_platform
 
 if TYPE_CHECKING:
     from zerotune.plan.advise import Advice
-    from zerotune.plan.memory.model import MemoryEstimate, Place
+    from zerotune.plan.memory.estimate import MemoryEstimate, Place
     from zerotune.plan.model import ActivationFacts, ArithmeticFacts, ResolvedPlan
 
 

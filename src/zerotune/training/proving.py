@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerotune._util.environment import environment
 from zerotune.backend.build import build_engine
-from zerotune.backend.ops.build import build_op
+from zerotune.backend.ops import build_op
 from zerotune.backend.proof import (
     COMMAND,
     VARIABLE,

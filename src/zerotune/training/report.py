@@ -21,14 +21,14 @@ from zerotune._util.text import brief_size, common_unit, counted
 from zerotune.backend import rates
 from zerotune.errors import DataError, TrainingError
 from zerotune.plan.charts import PIXELS_PER_INCH, Panel, draw_panels, memory_heading, memory_panels
-from zerotune.plan.memory.model import PHASES as MOMENTS
-from zerotune.plan.memory.model import PLACES, Place
-from zerotune.plan.memory.traffic import step_traffic
+from zerotune.plan.memory.estimate import PHASES as MOMENTS
+from zerotune.plan.memory.estimate import PLACES, Place
+from zerotune.plan.memory.time import step_traffic
 from zerotune.plan.text import DURING, PLACE_NAMES, time_data
 from zerotune.training.events import PHASES, Callback
 
 if TYPE_CHECKING:
-    from zerotune.plan.memory.model import MemoryEstimate, MemoryItem
+    from zerotune.plan.memory.estimate import MemoryEstimate, MemoryItem
     from zerotune.plan.memory.time import StepTime
     from zerotune.training.events import RunView, StepMetrics
     from zerotune.training.profile import Operator

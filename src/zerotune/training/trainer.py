@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from zerotune.ema import EMAShadow
     from zerotune.offload import OffloadManager
     from zerotune.optim import OptimizerResolver
-    from zerotune.plan.memory.model import EMAPlace, MemoryEstimate
+    from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate
     from zerotune.plan.model import DeepSpeedPlan, ResolvedPlan, RunFacts
     from zerotune.platform import Platform
     from zerotune.training.events import StepMetrics

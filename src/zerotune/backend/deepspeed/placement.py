@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from zerotune._util.environment import held
 from zerotune._util.text import format_size
 from zerotune.backend.dtypes import DTYPES
-from zerotune.backend.ops.build import building
+from zerotune.backend.ops import building
 from zerotune.backend.proof import why_unproven
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision

@@ -153,11 +153,7 @@ class DeferredSteps(ABC):
         self._op.spare_a_core()
 
     def settle(self) -> None:
-        """Return once the pass under way is taken, if there is one.
-
-        Raises:
-            BaseException: What it failed with; again at every call.
-        """
+        """Return once the pass under way is taken, if there is one."""
         pending = self._pending
         if pending is None:
             return

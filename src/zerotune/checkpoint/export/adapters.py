@@ -12,28 +12,26 @@ import attrs
 import torch
 from typing_extensions import override
 
-from zerotune.backend.adapter_layouts import (
+from zerotune.backend.adapters import (
     LAYOUTS,
     LORA_FILE,
     PEFT_CONFIG,
     PEFT_FILE,
     SETTINGS,
+    AdapterParameter,
     Factors,
     Layout,
-    compare,
-    published,
-    read_others,
-    write_lora,
-    write_lycoris,
-)
-from zerotune.backend.adapters import (
-    AdapterParameter,
     adapter_config,
     adapter_layers,
+    compare,
     fingerprint,
     peft_config,
+    published,
+    read_others,
     recall,
     trained_adapter,
+    write_lora,
+    write_lycoris,
 )
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components

@@ -16,12 +16,13 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.files import system_errors
-from zerotune.backend.adapter_layouts import adapter_settings, find_adapters
 from zerotune.backend.adapters import (
     BASE,
     AdapterParameter,
     adapter_config,
     adapter_layers,
+    adapter_settings,
+    find_adapters,
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
