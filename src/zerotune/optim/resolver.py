@@ -123,7 +123,7 @@ class OptimizerResolver:
             UnknownKeyError: An argument nobody knows.
             InvalidValueError: An argument of the wrong type or out of range.
         """
-        overrides = settings_by_path(self.overrides or {}, _override_paths)
+        overrides = settings_by_path(self.overrides, _override_paths) if self.overrides else {}
         situation = Situation.of(resolved)
         log = Log()
         schedule = log.attempt(_schedule_request, resolved, overrides)
