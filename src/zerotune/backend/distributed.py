@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zerotune._util.files import fix_of
-from zerotune._util.processes import ENDED, ProcessIdentity
+from zerotune._util.proc import ENDED, ProcessIdentity
 from zerotune._util.text import differences
 from zerotune.errors import (
     CheckpointError,

@@ -12,8 +12,8 @@ import attrs
 import numpy as np
 import torch
 
+from zerotune._util.environment import installed_version
 from zerotune._util.text import json_of
-from zerotune._util.versions import installed_version
 from zerotune.checkpoint.manifest import Manifest, PlanRecord, TensorRecord
 from zerotune.checkpoint.tensors import WEIGHTS, Subject, TensorFile, TensorSpec
 from zerotune.errors import CheckpointCorruptError, CheckpointError

@@ -27,8 +27,7 @@ from zerotune._util import ownership
 from zerotune._util.closing import Closable
 from zerotune._util.files import exchange, open_regular, sync, system_errors
 from zerotune._util.ownership import OwnerRecord, new_run_id, try_lock
-from zerotune._util.proc import filesystem_kind
-from zerotune._util.processes import ProcessIdentity
+from zerotune._util.proc import ProcessIdentity, filesystem_kind
 from zerotune._util.text import disk_size, json_of
 from zerotune.backend.stored import read_header
 from zerotune.checkpoint.manifest import MANIFEST, Manifest
