@@ -64,12 +64,6 @@ def known_activations(
     """Measure one pass of a copy of the model without data, in the size that is trained on.
 
     Exact for diffusers' models as they are configured; adapters added later are not in it.
-
-    Args:
-        model: A diffusers model, anywhere; not touched.
-        data: What the trainer reads; tells the size.
-        batch: Samples per pass.
-        checkpointed: Measure a pass with recomputed blocks too.
     """
     size, source = input_size(model, data)
     if size is None:
@@ -286,11 +280,6 @@ def keep_activations(
     engine: Engine, *, advice: Advice | None, activations: ActivationOffload | None
 ) -> tuple[Decision, ...]:
     """Switch on what is to be recomputed and offloaded, until the engine is closed.
-
-    Args:
-        engine: What trains.
-        advice: What the plan comes from; brings its own wishes.
-        activations: What was asked for besides, and goes first.
 
     Returns:
         What the advice decided.
