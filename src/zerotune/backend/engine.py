@@ -211,11 +211,7 @@ class Engine(Closing):
         self._module.train(mode)
 
     def _check_before_step(self, step: int) -> None:
-        """Check that the model is still what the optimizer steps, a few of its weights included.
-
-        Args:
-            step: Optimizer steps so far; at each, other weights are compared.
-        """
+        """Check that the model is what the optimizer steps, and a few weights, others each step."""
         self._check_trained(self._walked or tuple(self._module.named_parameters()))
         self._walked = ()
         self._master_weights.check_model(step)
@@ -243,13 +239,7 @@ class Engine(Closing):
 
 
 class StartedEngine(Engine):
-    """An engine that starts what it runs, and releases all of it when that fails.
-
-    Args:
-        model: The model, in fp32.
-        plan: A resolved plan whose optimizer has been chosen.
-        timeout_s: Seconds after which a collective gives up.
-    """
+    """An engine that starts what it runs, and releases all of it when that fails."""
 
     _open: ClassVar[weakref.WeakSet[StartedEngine]] = weakref.WeakSet()
     """All that were started, until nobody holds them."""

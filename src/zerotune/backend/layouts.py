@@ -33,11 +33,7 @@ def trainable_parameters(module: torch.nn.Module) -> Named:
 
 
 def require_trainable(module: torch.nn.Module) -> Named:
-    """The trainable parameters of a model that an engine takes.
-
-    Raises:
-        EngineError: There are none.
-    """
+    """The trainable parameters of a model; there must be some."""
     named = trainable_parameters(module)
     if not named:
         raise EngineError("no parameter requires a gradient", key="model", fix="unfreeze some")
@@ -191,11 +187,7 @@ def whole(name: str, parameter: torch.nn.Parameter, *, slab: int, offset: int) -
 
 
 def check_master(tensor: torch.Tensor, name: str) -> None:
-    """Whether a tensor can be a slab.
-
-    Raises:
-        EngineError: It is not fp32.
-    """
+    """Refuse a slab that is not fp32."""
     if tensor.dtype != torch.float32:
         raise EngineError(
             "master weights are fp32",

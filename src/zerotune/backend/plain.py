@@ -38,10 +38,7 @@ from zerotune.backend.optimizers.client import build_client_optimizer, chosen_op
 from zerotune.backend.proof import prove_offload
 from zerotune.backend.step.adams import (
     TORCH_ADAMS,
-    HostBF16Adam,
     HostTorchAdam,
-    SlabStep,
-    Stepper,
     no_step,
     torch_rounds_alike,
     torch_rounds_alike_in_fp32,
@@ -52,8 +49,6 @@ from zerotune.backend.step.deferred import (
     op_or_reason,
     take_steps,
 )
-from zerotune.backend.step.kernel import HostStepOp
-from zerotune.backend.step.pending import Piece, Upload
 from zerotune.backend.stored import bring_weights, check_has_weights
 from zerotune.backend.upstream import require_accelerate
 from zerotune.decisions import Decision, announce
@@ -477,31 +472,16 @@ class PlainStep(DeferredSteps):
     """Takes the steps of the plain engine's Adam in host memory in one pass.
 
     Args:
-        op: The compiled functions.
         adam: The optimizer; its ``step`` is replaced.
-        module: The model.
-        layout: Where the optimizer has its weights.
-        group: The processes that train together.
         host: The master weights, where they are not the parameters themselves.
+        base: As for ``DeferredSteps``.
     """
 
     def __init__(
-        self,
-        *,
-        op: HostStepOp,
-        adam: torch.optim.Optimizer,
-        module: torch.nn.Module,
-        layout: MasterLayout,
-        group: ProcessGroup,
-        host: HostWeights | None,
+        self, *, adam: torch.optim.Optimizer, host: HostWeights | None, **base: Any
     ) -> None:
-        super().__init__(op=op, module=module, layout=layout, group=group)
-        self._optimizer, self._host = adam, host
-        self._adam: Stepper = (
-            HostBF16Adam(op=op, adam=adam)
-            if isinstance(adam, AdamWBF16States)
-            else HostTorchAdam(op=op, adam=adam)
-        )
+        super().__init__(adam=adam, **base)
+        self._host = host
         self.factor = 1.0
         """What gradients are multiplied by, to clip them."""
         setattr(adam, UNDER_WAY, self)
@@ -515,11 +495,6 @@ class PlainStep(DeferredSteps):
         if self._group.world_size > 1:
             return "DistributedDataParallel looks at all weights before a forward pass"
         return None
-
-    @property
-    @override
-    def _stepped_by(self) -> torch.optim.Optimizer:
-        return self._optimizer
 
     @property
     @override
@@ -538,19 +513,23 @@ class PlainStep(DeferredSteps):
         self._adam.rewind([slab.numel() for slab in slabs if slab.grad is not None])
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        begun = [self._begun(slab, groups[id(slab)]) for slab in slabs]
+        begun = [
+            no_step(slab)
+            if slab.grad is None
+            else self._adam.begin(
+                slab,
+                gradient=slab.grad.contiguous(),
+                group=groups[id(slab)],
+                factor=self.factor,
+                out=None,
+            )
+            for slab in slabs
+        ]
         sources: list[torch.Tensor | None] = [None] * len(begun)
         targets = list(sources)
         if self._host is not None:
             sources, targets = map(list, zip(*self._host.flat, strict=True))
-        if may_wait:
-            self._launch(begun, self._upload(sources, targets))
-            return
-        upload = Upload(sources=sources, targets=targets)
-        with torch.no_grad():
-            for index, step in enumerate(begun):
-                step.run(0, step.weight.numel())
-                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+        self._take(begun, sources, targets, waits=may_wait)
 
     def _step_as_upstream(self, slabs: Sequence[torch.Tensor]) -> None:
         _fuse(self._optimizer)
@@ -559,17 +538,6 @@ class PlainStep(DeferredSteps):
                 slab.grad.mul_(self.factor)
         # Its hooks run around this step already.
         type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
-
-    def _begun(self, slab: torch.Tensor, group: Mapping[str, Any]) -> SlabStep:
-        if slab.grad is None:
-            return no_step(slab)
-        return self._adam.begin(
-            slab,
-            gradient=slab.grad.contiguous(),
-            group=group,
-            factor=self.factor,
-            out=None,
-        )
 
 
 def _has_memory_of_its_own(device: torch.device) -> bool:

@@ -49,11 +49,7 @@ def require_deepspeed(*, accelerator: str) -> ModuleType:
 
 
 def require_accelerate() -> ModuleType:
-    """Import accelerate.
-
-    Raises:
-        MissingDependencyError: It is not installed or does not import.
-    """
+    """Import accelerate."""
     return require("accelerate", fix="pip install accelerate")
 
 

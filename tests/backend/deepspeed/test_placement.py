@@ -11,7 +11,8 @@ from tests.support.memory import Peak, exact_heap, resident
 from tests.support.models import HostileNet
 from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, start, train_unet
-from zerotune.backend.deepspeed import partitioned, pinning
+from zerotune.backend.deepspeed import engine as engines
+from zerotune.backend.deepspeed import partitioned
 from zerotune.backend.deepspeed.partitioned import flatten_on_host
 
 
@@ -119,8 +120,8 @@ def order_of_devices() -> list[Any]:
         return str(asked(self))
 
     accelerator.current_device_name = current
-    pin = pinning._pins
-    pinning._pins = lambda plan: calls.append("pin") or pin(plan)  # type: ignore[func-returns-value]
+    pin = engines.pin_exactly
+    engines.pin_exactly = lambda plan, **more: calls.append("pin") or pin(plan, **more)  # type: ignore
     start(Case(stage=2, offload="cpu"), HostileNet(scalar=False)).close()
     return calls
 

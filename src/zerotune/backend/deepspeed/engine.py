@@ -78,10 +78,7 @@ class ZeROEngine(Engine):
     def _verify(self, *, builder: str) -> None:
         """See where DeepSpeed put the master weights, and whether what runs is the plan.
 
-        An optimizer that has to know the layout is told.
-
-        Args:
-            builder: Who initialized DeepSpeed, for the message.
+        An optimizer that has to know the layout is told. ``builder`` initialized DeepSpeed.
         """
         layout, inner = self._wrapper.layout, self._wrapper.inner
         self._wrapper.note_edits()
@@ -430,7 +427,7 @@ def replay_adam_steps(adam: Any, steps: int) -> None:
     run would drift from an uninterrupted one by about 1e-6 of a loss.
 
     Args:
-        adam: An optimizer that DeepSpeed steps; only these are touched.
+        adam: An optimizer that DeepSpeed steps; others than these are left alone.
         steps: Optimizer steps taken before.
     """
     update = _cpu_adam_update(adam)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import attrs
 import torch
@@ -38,8 +38,6 @@ _SAMPLED: Final = (*range(20), *(round(20 * 1.1**power) for power in range(1, 90
 """Optimizer steps at which schedules are compared, to about 96,000."""
 _SAME_RATE: Final = 0.01
 """Share of the highest rate by which two schedules may differ."""
-_PRECISIONS: Final = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
-"""accelerate's names."""
 
 
 def master_weights_of(source: Any) -> MasterWeights:
@@ -126,33 +124,23 @@ def accelerator_arguments(plan: ResolvedPlan) -> dict[str, Any]:
     Nothing in the plugin's configuration is ``"auto"``, so accelerate fills and replaces nothing.
     On a machine without an accelerator they name gloo too: accelerate takes none by itself then,
     and each of several processes believes that it is alone.
-
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-
-    Raises:
-        MissingDependencyError: accelerate is not installed.
-        UnresolvedPlanError: Something in the plan is not settled.
     """
     accelerate = require_accelerate()
+
+    class WholeModelsPlugin(accelerate.DeepSpeedPlugin):  # type: ignore[misc, name-defined]
+        def set_deepspeed_weakref(self) -> None:
+            """Register no configuration with transformers, which partitions all it loads then."""
+            self.dschf = None
+
     arguments = {
-        "deepspeed_plugin": _plugin_class()(hf_ds_config=plan.to_deepspeed()),
-        "mixed_precision": _PRECISIONS[plan.precision],
+        "deepspeed_plugin": WholeModelsPlugin(hf_ds_config=plan.to_deepspeed()),
+        "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
     if plan.platform.accelerator == "cpu":
         gloo = accelerate.utils.InitProcessGroupKwargs(backend="gloo")
         arguments["kwargs_handlers"] = [gloo]
     return arguments
-
-
-def _plugin_class() -> Any:
-    class WholeModelsPlugin(require_accelerate().DeepSpeedPlugin):  # type: ignore[misc]
-        def set_deepspeed_weakref(self) -> None:
-            """Register no configuration with transformers, which partitions all it loads then."""
-            self.dschf = None
-
-    return WholeModelsPlugin
 
 
 def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
@@ -173,16 +161,9 @@ def loads_whole(plan: ResolvedPlan) -> tuple[Decision, ...]:
 def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
     """The optimizer to hand to ``accelerator.prepare``.
 
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-        model: What is trained.
-
     Returns:
         ``accelerate.utils.DummyOptim`` with the plan's parameter groups where DeepSpeed builds
         the optimizer; else the optimizer, which accelerate then leaves as it is.
-
-    Raises:
-        EngineError: The plan has no optimizer choice.
     """
     choice, named = chosen_optimizer(plan), trainable_parameters(model)
     if choice.source != "deepspeed":
@@ -191,58 +172,20 @@ def accelerate_optimizer(plan: ResolvedPlan, model: torch.nn.Module) -> Any:
     return accelerate.utils.DummyOptim(parameter_groups(choice, named), lr=choice.lr)
 
 
-class Embedding(Protocol):
-    """What an ``Accelerator`` of ``embedded_accelerator`` calls in its own methods' place."""
-
-    plan: ResolvedPlan
-
-    def schedule(self) -> Any:
-        """What stands where the script keeps its schedule."""
-        ...
-
-    def decide(self, *decisions: Decision) -> None:
-        """Record what was chosen for the script."""
-        ...
-
-    def attach(self, engine: Any) -> Any:
-        """Verify what ``prepare`` made of the model. Collective."""
-        ...
-
-    def register(self, *objects: Any) -> None:
-        """Save and load these with the engine."""
-        ...
-
-    def save(self, directory: str | os.PathLike[str]) -> Any:
-        """Write a checkpoint. Collective."""
-        ...
-
-    def load(self, directory: str | os.PathLike[str]) -> Any:
-        """Go on from a checkpoint. Collective."""
-        ...
-
-    def close(self) -> None:
-        """Give back what the run holds."""
-        ...
-
-
-def embedded_accelerator(embedding: Embedding, given: Mapping[str, Any]) -> Any:
+def embedded_accelerator(embedding: Any, given: Mapping[str, Any]) -> Any:
     """An ``accelerate.Accelerator`` that runs a plan whatever optimizer its script prepares.
 
     Args:
-        embedding: Whose plan it runs.
+        embedding: The ``EmbeddedPlan`` that it runs, and whose methods it calls in its own place.
         given: Keyword arguments of the script's own ``Accelerator``. Those that the plan settles
             are replaced by the plan's, as recorded decisions.
-
-    Raises:
-        MissingDependencyError: accelerate is not installed.
-        UnresolvedPlanError: Something in the plan is not settled.
     """
     arguments = accelerator_arguments(embedding.plan)
     handlers = [*(given.get("kwargs_handlers") or ()), *arguments.pop("kwargs_handlers", ())]
     embedding.decide(
         *loads_whole(embedding.plan),
         *(
-            _replaced(f"Accelerator.{name}", given[name], value)
+            _settled_otherwise(f"Accelerator.{name}", given[name], value)
             for name, value in arguments.items()
             if name in given and given[name] != value
         ),
@@ -252,7 +195,7 @@ def embedded_accelerator(embedding: Embedding, given: Mapping[str, Any]) -> Any:
     return accelerator
 
 
-def _replaced(key: str, before: Any, after: Any) -> Decision:
+def _settled_otherwise(key: str, before: Any, after: Any) -> Decision:
     was, now = (
         each if isinstance(each, (str, int)) else type(each).__name__ for each in (before, after)
     )
@@ -261,13 +204,21 @@ def _replaced(key: str, before: Any, after: Any) -> Decision:
 
 def _accelerator_class() -> Any:
     class EmbeddedAccelerator(require_accelerate().Accelerator):  # type: ignore[misc]
-        embedding: Embedding
+        embedding: Any
 
         def prepare(self, *objects: Any, **options: Any) -> Any:
             models = [each for each in objects if isinstance(each, torch.nn.Module)]
             if not models:
                 return super().prepare(*objects, **options)
-            _check_one(models)
+            if len(models) > 1:
+                raise EngineError(
+                    "a plan is for one model, and DeepSpeed makes one engine of it",
+                    key="accelerator.prepare",
+                    value=[type(model).__name__ for model in models],
+                    fix="prepare what is trained, and move a frozen model with "
+                    ".to(accelerator.device); models that are trained together go into one "
+                    "torch.nn.Module, also that of EmbeddedPlan(model=...)",
+                )
             planned = _planned(self, models[0], objects)
             prepared = super().prepare(*planned, **options)
             together = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -304,21 +255,9 @@ def _accelerator_class() -> Any:
     return EmbeddedAccelerator
 
 
-def _check_one(models: list[torch.nn.Module]) -> None:
-    if len(models) > 1:
-        raise EngineError(
-            "a plan is for one model, and DeepSpeed makes one engine of it",
-            key="accelerator.prepare",
-            value=[type(model).__name__ for model in models],
-            fix="prepare what is trained, and move a frozen model with .to(accelerator.device); "
-            "models that are trained together go into one torch.nn.Module, also that of "
-            "EmbeddedPlan(model=...)",
-        )
-
-
 def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...]) -> list[Any]:
     """What the script prepares, with the plan's optimizer and schedule in its own one's place."""
-    embedding: Embedding = accelerator.embedding
+    embedding = accelerator.embedding
     planned = list(objects)
     for index, each in enumerate(objects):
         if isinstance(each, torch.optim.Optimizer):
@@ -326,7 +265,7 @@ def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...])
             planned[index] = accelerate_optimizer(embedding.plan, model)
             before = f"{type(each).__name__}(lr={each.defaults.get('lr')})"
             after = f"{choice.name}(lr={choice.lr})"
-            embedding.decide(_replaced("accelerator.prepare.optimizer", before, after))
+            embedding.decide(_settled_otherwise("accelerator.prepare.optimizer", before, after))
         elif isinstance(each, LRScheduler):
             planned[index] = embedding.schedule()
             # accelerate steps a schedule once for each process that shares the data.
@@ -338,13 +277,10 @@ def _planned(accelerator: Any, model: torch.nn.Module, objects: tuple[Any, ...])
 def _rescheduled(plan: ResolvedPlan, given: LRScheduler, *, each_step: int) -> Decision:
     """The plan's schedule in the script's place, compared with it where it can be read.
 
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-        given: The script's.
-        each_step: How often the script's is stepped for each optimizer step.
+    The script's is stepped ``each_step`` times for each optimizer step.
     """
     name = "a constant rate" if plan.scheduler is None else plan.scheduler.name
-    decision = _replaced("accelerator.prepare.lr_scheduler", type(given).__name__, name)
+    decision = _settled_otherwise("accelerator.prepare.lr_scheduler", type(given).__name__, name)
     if not isinstance(given, LambdaLR):
         reason = f"{decision.reason}; the rates of the script's cannot be read and compared"
         return attrs.evolve(decision, reason=reason)
@@ -375,14 +311,7 @@ def _not_called(what: str) -> Decision:
 
 
 def check_accelerate(world_size: int) -> None:
-    """Check that accelerate, where it drives DeepSpeed, shares the data over all processes.
-
-    Args:
-        world_size: Number of processes that train together.
-
-    Raises:
-        EngineError: It counts others; every process would train on the same batches.
-    """
+    """Refuse an accelerate that counts fewer processes: all would train on the same batches."""
     accelerate = sys.modules.get("accelerate")
     shared = {} if accelerate is None else accelerate.PartialState._shared_state
     counted = shared.get("num_processes", world_size)

@@ -36,7 +36,6 @@ from zerotune.backend.step.pending import (
     Exchange,
     Part,
     PendingStep,
-    Piece,
     SharedStep,
     Span,
     Upload,
@@ -45,13 +44,13 @@ from zerotune.backend.step.pending import (
 from zerotune.decisions import Decision
 from zerotune.plan.model import ResolvedPlan
 
-_OWNER: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 KEY: Final = "initialization.flat weights"
 READS_KEY: Final = "zero_optimization.offload_optimizer.reads"
 FLATTENING: Final = ("self", "tensor_list", "alignment", "use_cpu_data", "param_padding")
 """Arguments of ``flatten_dense_tensors_aligned`` in the releases that were read."""
 FLAGS: Final = Upstream(
-    owner=_OWNER,
+    owner=_STAGES_1_AND_2,
     replaced=(
         "has_overflow",
         "reset_cpu_buffers",
@@ -60,7 +59,7 @@ FLAGS: Final = Upstream(
     ),
 )
 STEP: Final = Upstream(
-    owner=_OWNER,
+    owner=_STAGES_1_AND_2,
     replaced=(
         "step",
         "_get_offload_gradient_dict",
@@ -122,8 +121,7 @@ class PartitionedLayout(SteppedLayout, ResidentLayout):
 class AskedOnce:
     """Keeps the flags of gradients on the device, and brings flags and norms to the host at once.
 
-    Args:
-        wrapper: DeepSpeed's optimizer of stage 1 or 2, offloaded.
+    It replaces the methods of one wrapper, whose optimizer is offloaded.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -132,10 +130,6 @@ class AskedOnce:
         self._original_overflow = wrapper.has_overflow
         self._original_reset = wrapper.reset_cpu_buffers
         self._original_norm = wrapper.scaled_global_norm
-
-    def install(self) -> None:
-        """Replace the methods of this wrapper alone."""
-        wrapper = self._wrapper
         wrapper.update_offload_overflow_tracker = self._note
         wrapper.has_overflow = self._has_overflow
         wrapper.reset_cpu_buffers = self._reset
@@ -363,23 +357,15 @@ class PartitionedStep(HostStep):
             )
             sources.append(None if here else out.data.view(-1))
             targets.append(None if here else target.data.view(-1))
-        if may_wait:
-            self._launch(begun, self._upload(sources, targets, self._exchange()))
-            return
-        upload = Upload(sources=sources, targets=targets)
-        for index, step in enumerate(begun):
-            step.run(0, step.weight.numel())
-            upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
-
-    def _exchange(self) -> Exchange | None:
-        if self._beside is None:
-            return None
-        group, data = self._beside
-        partitions = [
-            [each.data.view(-1) for each in of_all]
-            for of_all in self._wrapper.parallel_partitioned_bit16_groups
-        ]
-        return Exchange(group=group, data=data, partitions=partitions)
+        exchange: Exchange | None = None
+        if may_wait and self._beside is not None:
+            partitions = [
+                [each.data.view(-1) for each in of_all]
+                for of_all in wrapper.parallel_partitioned_bit16_groups
+            ]
+            among, data = self._beside
+            exchange = Exchange(group=among, data=data, partitions=partitions)
+        self._take(begun, sources, targets, waits=may_wait, exchange=exchange)
 
     @override
     def _divide(self, sizes: Sequence[int]) -> tuple[Part, ...]:
@@ -429,7 +415,7 @@ class PartitionedWrapper(OptimizerWrapper):
 
     upstream = (
         Upstream(
-            owner=_OWNER,
+            owner=_STAGES_1_AND_2,
             relied_on=(
                 "_link_all_hp_params",
                 "_release_preflattened_grad_buffers",
@@ -518,7 +504,7 @@ class PartitionedWrapper(OptimizerWrapper):
         before = after = "per parameter"
         reason = "ZenFlow does it in its own way" if self.raw.zenflow else FLAGS.changed()
         if reason is None:
-            AskedOnce(self.raw).install()
+            AskedOnce(self.raw)
             after = "once per step"
             reason = (
                 "whether gradients are finite, and their norms, stay on the device until the step, "
@@ -535,14 +521,7 @@ def flat_through_host(
     """Inside the block, the optimizer of stages 1 and 2 is built without copies on the device.
 
     Acts only where the optimizer is offloaded: elsewhere its own states are larger than the copy.
-
-    Args:
-        deepspeed: The module.
-        plan: The plan that is about to start.
-        device: Where the weights belong.
-
-    Yields:
-        A list that holds what was decided once the block has ended.
+    The list that it yields holds what was decided once the block has ended.
     """
     decisions: list[Decision] = []
     if plan.stage not in (1, 2) or plan.offload_optimizer == "none":

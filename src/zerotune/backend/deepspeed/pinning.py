@@ -42,17 +42,17 @@ def pin_exactly(
         plan: The plan about to start.
         resources: Receives what has to end with the engine.
         environ: Environment variables; this process's by default.
-
-    Returns:
-        What was done and found; nothing for a plan that pins nothing.
     """
-    if not _pins(plan):
+    zero = plan.plan.zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param) if zero is not None else ()
+    rounds = plan.platform.accelerator in ROUNDING and plan.uses_deepspeed
+    if not rounds or not any(map(pins, sections)):
         return ()
     environ = os.environ if environ is None else environ
     if environ.get(_BACKEND, "").strip().lower() == "native":
         return (_pinned(None, f"{_BACKEND}=native page-locks exact sizes itself"),)
     for variable in _VARIABLES:
-        written = _written(environ.get(variable, ""))
+        written = _setting_in(environ.get(variable, ""))
         if written is not None:
             return (_pinned(written, f"{variable} says so"),)
     why = _set_and_verify()
@@ -62,15 +62,7 @@ def pin_exactly(
     return (_natively(plan, resources, why),)
 
 
-def _pins(plan: ResolvedPlan) -> bool:
-    if plan.platform.accelerator not in ROUNDING or not plan.uses_deepspeed:
-        return False
-    zero = plan.plan.zero_optimization
-    sections = (zero.offload_optimizer, zero.offload_param) if zero is not None else ()
-    return any(map(pins, sections))
-
-
-def _written(settings: str) -> str | None:
+def _setting_in(settings: str) -> str | None:
     pairs = (pair.partition(":") for pair in settings.split(","))
     return next((value.strip() for name, _, value in pairs if name.strip() == SETTING), None)
 
@@ -84,7 +76,7 @@ def _set_and_verify() -> str | None:
         return "this torch has no such setting"
     with _lock:
         current = read() or ""
-        if _written(current) is None:
+        if _setting_in(current) is None:
             try:
                 # Setting one key alone would put the others back to their defaults.
                 write(",".join(filter(None, (current, f"{SETTING}:{THRESHOLD}"))))
@@ -100,7 +92,14 @@ def _natively(plan: ResolvedPlan, resources: ExitStack, why: str) -> Decision:
     """Have DeepSpeed page-lock its buffers itself while the engine lives, where it can."""
     obstacle = _native_obstacle(plan)
     if obstacle is not None:
-        return _rounded(f"{why}, {obstacle}")
+        return Decision(
+            key=PINNING_KEY,
+            before=None,
+            after=None,
+            reason=f"{why}, {obstacle}, so page-locked blocks take up to twice their size; "
+            f"{_BACKEND}=native page-locks exact sizes",
+            severity="warning",
+        )
     resources.enter_context(held(_BACKEND, "native"))
     _refuse_in_time(resources)
     return _pinned(
@@ -158,17 +157,6 @@ def _pinned_bytes_of(nbytes: int) -> int | None:
     taken = int(statistics().get("allocated_bytes.allocated", 0)) - before
     del block
     return taken
-
-
-def _rounded(why: str) -> Decision:
-    return Decision(
-        key=PINNING_KEY,
-        before=None,
-        after=None,
-        reason=f"{why}, so page-locked blocks take up to twice their size; "
-        f"{_BACKEND}=native page-locks exact sizes",
-        severity="warning",
-    )
 
 
 def _pinned(value: Any, reason: str) -> Decision:

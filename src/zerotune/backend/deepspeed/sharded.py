@@ -40,11 +40,11 @@ from zerotune.plan.fill import LEAF_CLASSES, LEAF_MODULE
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import detect_platform
 
-_OWNER: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_STAGE_3: Final = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
 _SCATTER: Final = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 """A private method of stage 3, under the name Python gives it."""
 STEP: Final = Upstream(
-    owner=_OWNER,
+    owner=_STAGE_3,
     replaced=(
         "step",
         "_optimizer_step",
@@ -246,21 +246,19 @@ class ShardedStep(HostStep):
         self._cast: int | None = None
         self._waits = False
         self._begun: list[SlabStep] = []
-        self._original_post_step = wrapper._post_step
-        wrapper._post_step = self._post_step
         self._shrink_gradients()
-        self._original_copy = wrapper._offload_grad_partition_at_boundary
-        self._original_norms = wrapper._get_norm_groups
-        self._original_cast = wrapper._reassign_or_swap_out_partitioned_parameters
-        wrapper._offload_grad_partition_at_boundary = self._take_gradient
-        wrapper._get_norm_groups = self._norm_groups
-        self._original_unscale = wrapper.unscale_and_clip_grads
-        self._original_step = wrapper._optimizer_step
-        wrapper.unscale_and_clip_grads = self._keep_factor
-        wrapper._optimizer_step = self._step
-        wrapper._reassign_or_swap_out_partitioned_parameters = self._reassign
-        self._original_scatter = getattr(wrapper, _SCATTER)
-        setattr(wrapper, _SCATTER, self._scatter)
+        mine = {
+            "_post_step": self._post_step,
+            "_offload_grad_partition_at_boundary": self._take_gradient,
+            "_get_norm_groups": self._norm_groups,
+            "unscale_and_clip_grads": self._keep_factor,
+            "_optimizer_step": self._step,
+            "_reassign_or_swap_out_partitioned_parameters": self._reassign,
+            _SCATTER: self._scatter,
+        }
+        self._originals = {name: getattr(wrapper, name) for name in mine}
+        for name, method in mine.items():
+            setattr(wrapper, name, method)
 
     @property
     @override
@@ -294,7 +292,9 @@ class ShardedStep(HostStep):
         key = wrapper.get_param_id(param)
         index, offset, _ = wrapper.grad_position[key]
         if self._swaps(index):
-            self._original_copy(param, grad_buffer, gradients, offsets)
+            self._originals["_offload_grad_partition_at_boundary"](
+                param, grad_buffer, gradients, offsets
+            )
             return
         source = grad_buffer.view(-1)
         into = self._slabs[index].grad.narrow(0, offset, source.numel())
@@ -309,20 +309,20 @@ class ShardedStep(HostStep):
         ranks = self._home.dist.get_world_size(group=wrapper._get_param_partition_group(params[0]))
         same = dtype == wrapper.dtype == wrapper.gradient_accumulation_dtype
         if ranks > 1 or not same or wrapper.gradient_predivide_factor != 1.0:
-            found: list[torch.Tensor] = self._original_scatter(params, dtype)
+            found: list[torch.Tensor] = self._originals[_SCATTER](params, dtype)
             return found
         return [cast(torch.Tensor, param.grad).reshape(-1) for param in params]
 
     def _norm_groups(self) -> Any:
         read_at_once(self._wrapper.norm_for_param_grads)
         self._forget_unused()
-        return self._original_norms()
+        return self._originals["_get_norm_groups"]()
 
     def _keep_factor(self, sub_group: int, total_norm: torch.Tensor) -> None:
         """As DeepSpeed's clipping, but for the multiplication."""
         wrapper = self._wrapper
         if not self._steps(sub_group):
-            self._original_unscale(sub_group, total_norm)
+            self._originals["unscale_and_clip_grads"](sub_group, total_norm)
             return
         scale = wrapper.loss_scale
         if wrapper.clip_grad > 0.0:
@@ -341,7 +341,7 @@ class ShardedStep(HostStep):
             self._begun, self._waits = [], self._may_wait()
         if not self._steps(sub_group):
             self._cast = None
-            self._original_step(sub_group)
+            self._originals["_optimizer_step"](sub_group)
             return
 
         def run(_adam: torch.optim.Optimizer) -> None:
@@ -377,7 +377,7 @@ class ShardedStep(HostStep):
             for index in range(len(begun)):
                 self._wrapper._unflatten_partitioned_parameters(index)
             self._launch(begun, self._upload(sources, targets))
-        self._original_post_step(timer_names)
+        self._originals["_post_step"](timer_names)
 
     @override
     def _written(self) -> Mapping[str, torch.Tensor]:
@@ -394,11 +394,11 @@ class ShardedStep(HostStep):
     def _reassign(self, sub_group: int) -> None:
         if self._waits:
             return
-        cast_already, self._cast = self._cast == sub_group, None
-        if cast_already:
+        written, self._cast = self._cast == sub_group, None
+        if written:
             self._wrapper._unflatten_partitioned_parameters(sub_group)
         else:
-            self._original_cast(sub_group)
+            self._originals["_reassign_or_swap_out_partitioned_parameters"](sub_group)
 
 
 class ShardedWrapper(OptimizerWrapper):
@@ -406,7 +406,7 @@ class ShardedWrapper(OptimizerWrapper):
 
     upstream = (
         Upstream(
-            owner=_OWNER,
+            owner=_STAGE_3,
             relied_on=(
                 "_optimizer_states_and_gradient_swap_in",
                 "_optimizer_states_and_gradient_swap_out",
@@ -578,25 +578,22 @@ def align_swapped_gradients(engine: Any) -> tuple[Decision, ...]:
     swapper = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is None:
         return ()
-    if (changed := SWAPPER.changed()) is not None:
-        return (
-            Decision(
-                key="zero_optimization.offload_optimizer.device",
-                before="nvme",
-                after="nvme",
-                reason=f"{changed}, so gradients are swapped in DeepSpeed's way, which read "
-                "unaligned ones back wrong in 0.19.8",
-                severity="warning",
-            ),
-        )
-    swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
+    reason = (
+        "gradients are swapped from aligned offsets on; DeepSpeed itself reads others back wrong, "
+        "and their few unaligned elements stay in host memory"
+    )
+    if (changed := SWAPPER.changed()) is None:
+        swapper._adjust_for_misaligned_lengths = partial(split_aligned, swapper)
+    else:
+        reason = f"{changed}, so gradients are swapped in DeepSpeed's way, which read unaligned "
+        reason += "ones back wrong in 0.19.8"
     return (
         Decision(
             key="zero_optimization.offload_optimizer.device",
             before="nvme",
             after="nvme",
-            reason="gradients are swapped from aligned offsets on; DeepSpeed itself reads others "
-            "back wrong, and their few unaligned elements stay in host memory",
+            reason=reason,
+            severity="note" if changed is None else "warning",
         ),
     )
 
@@ -612,9 +609,6 @@ def split_aligned(
         swapper: DeepSpeed's swapper, for its alignment and its smallest size.
         tensors: 1-D gradients.
         offsets: Where each begins in the sub-group.
-
-    Returns:
-        The parts and their offsets.
     """
     unit = swapper.numel_alignment
     parts: list[torch.Tensor] = []
@@ -648,18 +642,21 @@ def named_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> list[torch
 
 
 def doubtful_leaf_modules(plan: ResolvedPlan, model: torch.nn.Module) -> tuple[Decision, ...]:
-    """What DeepSpeed says nothing of.
+    """Warn of leaf modules that do not exist or cannot train, of which DeepSpeed says nothing.
 
     Called with keywords, a leaf module's weights are gone before the backward pass needs them.
     """
-    classes = _leaf_classes(plan)
-    found = {type(module).__name__ for module in named_leaf_modules(plan, model)}
-    if classes and not found:
-        return (_leaf_warning(classes, "the model has no such modules"),)
-    if found - LEAF_CLASSES:
+    named, classes = (
+        _leaf_classes(plan),
+        {type(m).__name__ for m in named_leaf_modules(plan, model)},
+    )
+    value, why = named, "the model has no such modules"
+    if classes:
+        value = sorted(classes - LEAF_CLASSES)
         why = "DeepSpeed cannot train leaf modules that are called with keywords"
-        return (_leaf_warning(sorted(found - LEAF_CLASSES), why),)
-    return ()
+    if not value:
+        return ()
+    return (Decision(key=LEAF_KEY, before=value, after=value, reason=why, severity="warning"),)
 
 
 def _leaf_classes(plan: ResolvedPlan) -> list[str]:
@@ -667,10 +664,6 @@ def _leaf_classes(plan: ResolvedPlan) -> list[str]:
     written: Any = zero.extra.get(LEAF_MODULE) if zero is not None and plan.stage == 3 else None
     classes = written.get("classes", ()) if isinstance(written, dict) else ()
     return [classes] if isinstance(classes, str) else [str(name) for name in classes]
-
-
-def _leaf_warning(value: Any, why: str) -> Decision:
-    return Decision(key=LEAF_KEY, before=value, after=value, reason=why, severity="warning")
 
 
 class ReplacedLinear:
@@ -702,14 +695,10 @@ def restored(module: torch.nn.Module, *, world_size: int) -> Iterator[None]:
     """Around the end of DeepSpeed's engine: put a module's weights back, and remove stage 3.
 
     Where they cannot be put back, each use of the module says why.
-
-    Args:
-        module: The user's module, which an engine of stage 3 has partitioned.
-        world_size: Number of processes it is partitioned over.
     """
-    reason = _too_large(module)
-    if world_size > 1:
-        reason = f"its weights were partitioned over {world_size} ranks"
+    reason: str | None = f"its weights were partitioned over {world_size} ranks"
+    if world_size == 1:
+        reason = _too_large(module)
     weights = {} if reason is not None else dict(_whole_weights(module))
     yield
     if reason is not None:
@@ -737,10 +726,7 @@ def _too_large(module: torch.nn.Module) -> str | None:
         for held in cast("Iterator[Any]", module.parameters())
         if hasattr(held, "ds_tensor") and not _in_memory(held)
     )
-    if swapped == 0:
-        return None
-    free = detect_platform().host_memory.available
-    if swapped <= _SHARE * free:
+    if swapped == 0 or swapped <= _SHARE * (free := detect_platform().host_memory.available):
         return None
     return (
         f"its weights on NVMe ({format_size(swapped)}) do not fit into host memory "
@@ -785,7 +771,7 @@ def shard_from_host(
     Args:
         deepspeed: The module.
         model: On the host, in any floating-point dtype; what is partitioned already stays.
-        plan: A resolved plan of stage 3 with its swap folders set.
+        plan: Of stage 3, with its swap folders set.
         device: Where the buffers belong.
     """
     dtype = DTYPES[plan.precision]

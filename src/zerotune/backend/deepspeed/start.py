@@ -41,11 +41,7 @@ from zerotune.plan.model import ResolvedPlan
 
 
 def check_plan(plan: ResolvedPlan) -> None:
-    """Whether the plan is one for DeepSpeed, and complete.
-
-    Raises:
-        EngineError: It is not, or its master weights are not fp32.
-    """
+    """Refuse a plan that is not for DeepSpeed, not complete, or without fp32 master weights."""
     if not plan.uses_deepspeed:
         raise EngineError(
             "this plan was resolved without DeepSpeed",
@@ -70,51 +66,29 @@ def check_plan(plan: ResolvedPlan) -> None:
 
 
 def check_shapes(plan: ResolvedPlan, model: torch.nn.Module) -> None:
-    """Whether DeepSpeed can hold every parameter.
-
-    Raises:
-        EngineError: One has no dimensions; at stage 3 no elements; at other stages gaps between
-            the elements of its last dimension, as in channels_last.
-    """
+    """Refuse a parameter that DeepSpeed cannot hold: no dimensions, no elements, or strided."""
     for name, parameter in model.named_parameters():
-        shape = full_shape(parameter)
+        value = full_shape(parameter)
         # DeepSpeed broadcasts parameters as bytes, and torch cannot view all tensors so.
-        if not shape:
-            raise _shape_error(
-                name,
-                shape,
-                "broadcast a parameter without dimensions",
-                fix="give it one element, torch.nn.Parameter(torch.tensor([x])), or train with "
-                "the plain engine",
-            )
-        if plan.stage != 3 and parameter.stride(-1) != 1:
-            raise _shape_error(
-                name,
-                parameter.stride(),
-                "broadcast a parameter with a strided layout",
-                fix="call model.to(memory_format=torch.contiguous_format) before building the "
-                "engine, or train with the plain engine",
-            )
+        if not value:
+            what = "broadcast a parameter without dimensions"
+            fix = "give it one element, torch.nn.Parameter(torch.tensor([x])), or train with the "
+            fix += "plain engine"
+        elif plan.stage != 3 and parameter.stride(-1) != 1:
+            value, what = parameter.stride(), "broadcast a parameter with a strided layout"
+            fix = "call model.to(memory_format=torch.contiguous_format) before building the "
+            fix += "engine, or train with the plain engine"
         # Stages 0 to 2 leave it as it is; gathering it fails, also where it is frozen.
-        if plan.stage == 3 and math.prod(shape) == 0:
-            raise _shape_error(
-                name,
-                shape,
-                "partition a parameter without elements",
-                fix="remove it, register it as a buffer, or train at stage 2",
-            )
-
-
-def _shape_error(name: str, value: tuple[int, ...], what: str, *, fix: str) -> EngineError:
-    return EngineError(f"DeepSpeed cannot {what}", key=f"model.{name}", value=value, fix=fix)
+        elif plan.stage == 3 and math.prod(value) == 0:
+            what = "partition a parameter without elements"
+            fix = "remove it, register it as a buffer, or train at stage 2"
+        else:
+            continue
+        raise EngineError(f"DeepSpeed cannot {what}", key=f"model.{name}", value=value, fix=fix)
 
 
 def check_world(plan: ResolvedPlan, group: ProcessGroup) -> None:
-    """Whether as many processes run as the plan was resolved for.
-
-    Raises:
-        EngineError: They do not.
-    """
+    """Refuse another number of processes than the plan was resolved for."""
     if plan.world_size != group.world_size:
         raise EngineError(
             f"the plan was resolved for {plan.world_size} process(es), {group.world_size} run",
@@ -133,14 +107,6 @@ def join(
         plan: A plan for DeepSpeed.
         resources: Receives what has to end with the training.
         timeout_s: Seconds after which a collective gives up.
-
-    Returns:
-        DeepSpeed, and the processes that train together.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed.
-        UnsupportedEngineError: It is too old, was imported for another accelerator, or lacks
-            something that zerotune relies on.
     """
     accelerator = plan.platform.deepspeed.accelerator or plan.platform.accelerator
     deepspeed = require_deepspeed(accelerator=accelerator)
@@ -167,14 +133,6 @@ def read_weights(
 
     DeepSpeed rounds weights to the plan's precision before it makes the fp32 master copy; reading
     them in it gives the same bits and takes half the memory.
-
-    Args:
-        deepspeed: The module.
-        plan: A resolved plan.
-        model: Some, all or none of its weights wait.
-
-    Returns:
-        What was decided; nothing for a model that has its weights.
     """
     count = len(waiting(model))
     if not count:
@@ -195,16 +153,7 @@ def read_weights(
 
 
 def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str, Any]:
-    """Keyword arguments of ``deepspeed.initialize``.
-
-    Args:
-        plan: A resolved plan with its optimizer chosen.
-        model: What is trained.
-
-    Raises:
-        EngineError: The plan has no optimizer choice.
-        UnresolvedPlanError: Something in the plan is not settled.
-    """
+    """Keyword arguments of ``deepspeed.initialize``."""
     choice, named = chosen_optimizer(plan), trainable_parameters(model)
     client = None if choice.source == "deepspeed" else build_client_optimizer(choice, named)
     return {
@@ -219,11 +168,7 @@ def initialize_arguments(plan: ResolvedPlan, model: torch.nn.Module) -> dict[str
 
 @contextmanager
 def compiling(plan: ResolvedPlan) -> Iterator[None]:
-    """Inside the block DeepSpeed compiles what the plan needs, and nobody waits for a dead build.
-
-    Args:
-        plan: A resolved plan.
-    """
+    """Inside the block DeepSpeed compiles what the plan needs, and waits for no dead build."""
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     build = communication.build_shm_op
     with building():
@@ -248,13 +193,6 @@ def initialize(
         plan: A resolved plan.
         arguments: As ``initialize_arguments`` made them.
         resources: Receives what DeepSpeed's engine itself leaves behind when it ends.
-
-    Returns:
-        DeepSpeed's engine, and what was decided on the way.
-
-    Raises:
-        EngineError: DeepSpeed refused the plan.
-        PlatformError: An op cannot be compiled or loaded here.
     """
     accelerator = deepspeed.accelerator.get_accelerator()
     device = torch.device(accelerator.current_device_name())

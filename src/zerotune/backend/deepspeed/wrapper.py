@@ -35,9 +35,8 @@ from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.layouts import UNDER_WAY
 from zerotune.backend.master_weights import MasterLayout
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
-from zerotune.backend.step.adams import HostAdam, HostBF16Adam, Stepper, torch_rounds_alike
+from zerotune.backend.step.adams import torch_rounds_alike
 from zerotune.backend.step.deferred import KEY, DeferredSteps, op_or_reason, take_steps
-from zerotune.backend.step.kernel import HostStepOp
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
 from zerotune.plan.model import ResolvedPlan
@@ -106,11 +105,7 @@ def tested_sources() -> dict[str, dict[str, list[str]]]:
 
 
 class OptimizerWrapper(ABC):
-    """The optimizer of a ``deepspeed.DeepSpeedEngine``, with all that its kind is asked.
-
-    Args:
-        engine: DeepSpeed's engine.
-    """
+    """The optimizer of a ``deepspeed.DeepSpeedEngine``, with all that its kind is asked."""
 
     upstream: ClassVar[tuple[Upstream, ...]] = ()
     """What is relied on and replaced."""
@@ -194,15 +189,9 @@ class OptimizerWrapper(ABC):
     ) -> tuple[HostStep | None, tuple[Decision, ...]]:
         """Have an Adam in host memory stepped in one pass, where that is possible. Collective.
 
-        Adam is a DeepSpeedCPUAdam, or an AdamWBF16States.
-
-        Args:
-            plan: Whether that is wanted.
-            group: The processes that train together.
-
         Returns:
             What takes the steps now, ``None`` where DeepSpeed does, and what was decided: nothing
-            where the optimizer is another one.
+            where the optimizer is neither a DeepSpeedCPUAdam nor an AdamWBF16States.
         """
         ours = isinstance(self.inner, AdamWBF16States)
         if self.step_kind is None or not (ours or type(self.inner).__name__ == "DeepSpeedCPUAdam"):
@@ -270,10 +259,7 @@ class HostStep(DeferredSteps):
 
     Args:
         wrapper: DeepSpeed's ZeRO optimizer.
-        op: The compiled functions.
-        module: The model.
-        layout: Where the wrapper has its weights.
-        group: The processes that train together.
+        base: As for ``DeferredSteps``.
     """
 
     upstream: ClassVar[Upstream]
@@ -282,29 +268,10 @@ class HostStep(DeferredSteps):
     settles_first: ClassVar[tuple[str, ...]] = ()
     """Methods of the wrapper that read or write weights or states."""
 
-    def __init__(
-        self,
-        *,
-        wrapper: Any,
-        op: HostStepOp,
-        module: torch.nn.Module,
-        layout: MasterLayout,
-        group: ProcessGroup,
-    ) -> None:
-        super().__init__(op=op, module=module, layout=layout, group=group)
+    def __init__(self, *, wrapper: Any, **base: Any) -> None:
+        super().__init__(adam=wrapper.optimizer, **base)
         self._wrapper = wrapper
-        adam = wrapper.optimizer
-        self._adam: Stepper = (
-            HostBF16Adam(op=op, adam=adam)
-            if isinstance(adam, AdamWBF16States)
-            else HostAdam(op=op, adam=adam)
-        )
         self._home = sys.modules[type(wrapper).__module__]
-
-    @property
-    @override
-    def _stepped_by(self) -> torch.optim.Optimizer:
-        return cast(torch.optim.Optimizer, self._wrapper.optimizer)
 
     @property
     @override
@@ -313,7 +280,7 @@ class HostStep(DeferredSteps):
 
     @override
     def why_at_once(self) -> str | None:
-        betas = {tuple(group["betas"]) for group in self._stepped_by.param_groups}
+        betas = {tuple(group["betas"]) for group in self._optimizer.param_groups}
         return "groups with betas of their own are stepped in order" if len(betas) > 1 else None
 
     def install(self) -> None:

@@ -17,13 +17,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from zerotune.backend.distributed import ProcessGroup
 from zerotune.backend.layouts import trainable_parameters
 from zerotune.backend.master_weights import Follower, MasterLayout
+from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
 from zerotune.backend.proof import FastPath, why_disproven, why_unproven
-from zerotune.backend.step.adams import SlabStep
+from zerotune.backend.step.adams import HostAdam, HostBF16Adam, HostTorchAdam, SlabStep, Stepper
 from zerotune.backend.step.kernel import HostStepOp, load_host_step
 from zerotune.backend.step.pending import (
     Exchange,
     Part,
     PendingStep,
+    Piece,
     StreamUpload,
     ThreadedStep,
     Upload,
@@ -52,6 +54,7 @@ class DeferredSteps(ABC):
 
     Args:
         op: The compiled functions.
+        adam: The optimizer whose steps these are: a DeepSpeedCPUAdam, torch's, or our own.
         module: The model.
         layout: Where the optimizer has its weights.
         group: The processes that train together.
@@ -61,11 +64,19 @@ class DeferredSteps(ABC):
         self,
         *,
         op: HostStepOp,
+        adam: torch.optim.Optimizer,
         module: torch.nn.Module,
         layout: MasterLayout,
         group: ProcessGroup,
     ) -> None:
         self._op = op
+        self._optimizer = adam
+        kind: type[Stepper] = HostTorchAdam
+        if isinstance(adam, AdamWBF16States):
+            kind = HostBF16Adam
+        elif type(adam).__name__ == "DeepSpeedCPUAdam":
+            kind = HostAdam
+        self._adam = kind(op=op, adam=adam)
         self._module = module
         self._layout = layout
         self._group = group
@@ -83,11 +94,6 @@ class DeferredSteps(ABC):
         self._averaged = False
         self._stream: Any = None
         self._compiled: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    @property
-    @abstractmethod
-    def _stepped_by(self) -> torch.optim.Optimizer:
-        """The optimizer whose steps these are."""
 
     @property
     @abstractmethod
@@ -215,7 +221,7 @@ class DeferredSteps(ABC):
 
     def _why_not_now(self) -> str | None:
         """Why this step cannot be left for later."""
-        if self._stepped_by._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+        if self._optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             return "hooks after the optimizer's step read the weights that it has written"
         self._watch_compiler()
         if not self._waits_for_compiled():
@@ -258,10 +264,9 @@ class DeferredSteps(ABC):
 
     def settle_for_states(self) -> None:
         """Have the optimizer's states saved and loaded only when they are written."""
-        optimizer = self._stepped_by
         self._hooks += [
-            optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
+            self._optimizer.register_state_dict_pre_hook(lambda _: self.settle()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self.settle()),
         ]
 
     def _waits_for_compiled(self) -> bool:
@@ -300,6 +305,25 @@ class DeferredSteps(ABC):
             # Whoever waits for a pass that nobody takes would wait for ever.
             pending.fail(error)
             raise
+
+    def _take(
+        self,
+        steps: Sequence[SlabStep],
+        sources: Sequence[torch.Tensor | None],
+        targets: Sequence[torch.Tensor | None],
+        *,
+        waits: bool,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """Leave begun steps for later, or take all of each now."""
+        if waits:
+            self._launch(steps, self._upload(sources, targets, exchange))
+            return
+        upload = Upload(sources=sources, targets=targets)
+        with torch.no_grad():
+            for index, step in enumerate(steps):
+                step.run(0, step.weight.numel())
+                upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
 
     def _wait_before_kernels(self) -> None:
         """Have modules that are not torch's wait for their weights before their forward.
@@ -391,8 +415,8 @@ def take_steps(
     Args:
         step: What takes them; installed.
         plan: Whether they may return before their pass is taken.
-        before: Who would take them.
-        reason: Why not.
+        before: What would take them otherwise.
+        reason: Why that does not.
     """
     step.settle_for_states()
     when = choose_when(step, plan)
