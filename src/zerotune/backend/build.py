@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from zerotune.backend.deepspeed.engine import DeepSpeedEngine
 from zerotune.backend.plain import PlainEngine
+from zerotune.backend.stream.engine import StreamEngine, why_not_streamed
+from zerotune.decisions import announce
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +25,20 @@ def build_engine(*, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float
         timeout_s: Seconds after which a collective gives up.
 
     Returns:
-        A ``DeepSpeedEngine``, or a ``PlainEngine`` when the plan was resolved without DeepSpeed.
+        A ``DeepSpeedEngine``; a ``StreamEngine`` where weights are streamed; or a ``PlainEngine``
+        when the plan was resolved without DeepSpeed.
 
     Raises:
         EngineError: The plan cannot be run.
         VerificationError: What runs is not what was asked for.
     """
+    kind: type[DeepSpeedEngine | StreamEngine | PlainEngine]
     kind = DeepSpeedEngine if plan.uses_deepspeed else PlainEngine
+    if plan.uses_deepspeed and plan.streamed:
+        obstacle = why_not_streamed(plan, model)
+        if obstacle is None:
+            kind = StreamEngine
+        else:
+            plan = plan.without_streaming(obstacle)
+            announce(plan.decisions[-1:])
     return kind(model=model, plan=plan, timeout_s=timeout_s)

@@ -25,7 +25,14 @@ import attrs
 from typing_extensions import override
 
 from zerotune._util.table import Page, Readable
-from zerotune._util.text import as_number, did_you_mean, is_integer, is_number
+from zerotune._util.text import (
+    as_number,
+    did_you_mean,
+    is_integer,
+    is_number,
+    parse_size,
+    whole,
+)
 from zerotune.decisions import Decision, Log, Names, announce
 from zerotune.errors import (
     InvalidValueError,
@@ -2392,6 +2399,7 @@ class DeepSpeedPlan(Readable, Section):
         deepspeed: bool = True,
         host_step: bool = True,
         hidden: bool | None = None,
+        streamed: bool | Streaming | None = None,
     ) -> ResolvedPlan:
         """Fill in everything automatic for one machine, model and world size.
 
@@ -2404,6 +2412,9 @@ class DeepSpeedPlan(Readable, Section):
             host_step: ``False`` leaves Adam in host memory to DeepSpeed's own step.
             hidden: Whether Adam in host memory steps in a thread of its own, behind the next
                 forward; where that gains something when not given. The bits are the same.
+            streamed: Whether weights are on the device only while they are used: ``True``, or a
+                ``Streaming`` that says how. The bits are those of ZeRO-2 with CPU offload. Where
+                that cannot be, a decision says why, and DeepSpeed trains.
 
         Raises:
             PlanError: The plan cannot run like this; the message names key, reason and fix.
@@ -2415,10 +2426,12 @@ class DeepSpeedPlan(Readable, Section):
             run=run or RunFacts(),
             uses_deepspeed=deepspeed,
         )
-        from zerotune.plan.resolve import resolve
+        from zerotune.plan.resolve import resolve, with_streaming
 
-        resolved = resolve(self, context)
-        return attrs.evolve(resolved, host_step=host_step, hidden_step=hidden)
+        resolved = attrs.evolve(
+            resolve(self, context), host_step=host_step, hidden_step=hidden, streamed=streamed
+        )
+        return with_streaming(resolved)
 
     def inspect(
         self,
@@ -2702,6 +2715,32 @@ class Context:
 # -- What will run: nothing automatic left, tied to a platform, a world size and a model.
 
 
+def _as_units(units: Any) -> tuple[str, ...]:
+    return (units,) if isinstance(units, str) else tuple(units)
+
+
+def _check_window(_instance: object, _attribute: Any, value: Any) -> None:
+    whole(value, key="streamed.window", least=2, fix="write 3: one in use, one coming, one going")
+
+
+def _as_memory(size: int | float | str | None) -> int | None:
+    return None if size is None else parse_size(size, key="streamed.memory")
+
+
+@attrs.frozen(kw_only=True)
+class Streaming:
+    """How weights are streamed: what comes to the device at once, and how much of it stays."""
+
+    units: tuple[str, ...] = attrs.field(default=(), converter=_as_units)
+    """Classes or dotted names of the modules that come as a whole; the blocks that a model
+    repeats when not given."""
+    window: int = attrs.field(default=3, validator=_check_window)
+    """Units that may be on the device at a time, counted as the largest of them."""
+    memory: int | None = attrs.field(default=None, converter=_as_memory)
+    """Bytes of the device that units may take, instead of a window; ``"6GiB"`` will do. They get
+    twice the largest at least."""
+
+
 @attrs.frozen(kw_only=True, repr=False)
 class ResolvedPlan(Readable):
     """What will run. Made by ``DeepSpeedPlan.resolve``; completed by ``with_choices``."""
@@ -2734,6 +2773,8 @@ class ResolvedPlan(Readable):
     """Whether Adam in host memory is stepped in one pass, where that can be."""
     hidden_step: bool | None = None
     """Whether that pass is taken behind the next forward; ``None``: where that gains something."""
+    streamed: bool | Streaming | None = None
+    """Whether weights pass through a window on the device; ``None``: where that is proven."""
 
     @property
     def context(self) -> Context:
@@ -2821,6 +2862,18 @@ class ResolvedPlan(Readable):
             scheduler=scheduler,
             decisions=(*self.decisions, *decisions),
         )
+
+    def without_streaming(self, reason: str) -> Self:
+        """This plan with ``streamed`` switched off, and a decision that says why."""
+        asked = self.streamed if self.streamed is None else True
+        decision = Decision(
+            key="streamed",
+            before=asked,
+            after=False,
+            reason=reason,
+            severity="warning" if asked else "note",
+        )
+        return attrs.evolve(self, streamed=False, decisions=(*self.decisions, decision))
 
     def with_nvme_path(
         self,

@@ -81,6 +81,31 @@ def resolve(requested: DeepSpeedPlan, context: Context) -> ResolvedPlan:
     )
 
 
+def with_streaming(resolved: ResolvedPlan) -> ResolvedPlan:
+    """The plan with ``streamed`` switched off, and why, where it is asked for and cannot be."""
+    if not resolved.streamed or (obstacle := _streaming_obstacle(resolved)) is None:
+        return resolved
+    return resolved.without_streaming(obstacle)
+
+
+def _streaming_obstacle(resolved: ResolvedPlan) -> str | None:
+    """Why a plan's weights cannot be streamed, as far as the plan tells."""
+    accumulated = resolved.plan.to_dict().get("data_types", {}).get("grad_accum_dtype")
+    obstacles = {
+        "the plan was resolved without DeepSpeed": not resolved.uses_deepspeed,
+        "one process streams; several are DeepSpeed's": resolved.world_size > 1,
+        "the plan is not one of stage 2 or 3": resolved.stage not in (2, 3),
+        "the optimizer is not in host memory": resolved.offload_optimizer != "cpu",
+        "weights on NVMe are DeepSpeed's": resolved.offload_param == "nvme",
+        "a loss scale is undone by DeepSpeed": resolved.precision == "fp16",
+        "the plan was resolved with host_step=False": not resolved.host_step,
+        "micro batches are added up in the gradients' dtype": accumulated not in (
+            None, resolved.precision,
+        ),
+    }  # fmt: skip
+    return next((reason for reason, holds in obstacles.items() if holds), None)
+
+
 def _this_machine() -> Platform:
     from zerotune.platform import detect_platform  # which imports torch, and takes seconds
 

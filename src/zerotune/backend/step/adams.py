@@ -45,6 +45,8 @@ class SlabStep:
     """Updates, averages and casts elements of which there are whole vectors."""
     tail: Tail
     """Updates the last elements, whose fmas the compiler of the other op chose."""
+    whole: int | None = None
+    """Where the last elements begin; those that fill no vector of the slab when not given."""
 
     def run(self, start: int, stop: int, averages: Sequence[Average] = ()) -> None:
         """Update elements ``start`` to ``stop``, each exactly once a step.
@@ -54,7 +56,8 @@ class SlabStep:
             stop: One past the last.
             averages: Shadows of exactly these elements.
         """
-        middle = max(start, min(stop, self.weight.numel() // _VECTOR * _VECTOR))
+        whole = self.weight.numel() // _VECTOR * _VECTOR if self.whole is None else self.whole
+        middle = max(start, min(stop, whole))
         if start < middle:
             self.vectors(slice(start, middle), averages)
         if middle < stop:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from queue import SimpleQueue
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import attrs
 import torch
@@ -316,19 +316,10 @@ class PendingStep:
         """
         if name not in self._writers:
             return
-        kind = type(tensor)
         # As one, for threads that use it meanwhile.
         with self._lock:
-            tensor._awaited = _Held(  # type: ignore[attr-defined]
-                step=self,
-                name=name,
-                kind=kind,
-                content=tensor.data,
-                edge=get_gradient_edge(tensor) if tensor.requires_grad else None,
-            )
             self._addresses.append((tensor, tensor.data_ptr()))
-            tensor.data = tensor.data.new_empty(0)
-            tensor.__class__ = awaited(kind)
+            hold(tensor, name=name, step=self)
             self._awaited[id(tensor)] = cast(Awaited, tensor)
 
     def follow(self, followers: Sequence[Follower]) -> bool:
@@ -405,15 +396,13 @@ class PendingStep:
                 return
             for index in self._writers[held.name]:
                 self._upload.receive(self._sent[index])
-            # In this order, since other threads may use it meanwhile.
-            tensor.data = held.content
-            tensor.__class__ = held.kind
-            del tensor._awaited, self._awaited[id(tensor)]
+            release(tensor)
+            del self._awaited[id(tensor)]
             self._released.add(held.name)
 
-    def _held(self, tensor: Any) -> _Held | None:
+    def _held(self, tensor: Any) -> Held | None:
         """What this step holds a tensor for; another thread may be a step behind."""
-        held: _Held | None = vars(tensor).get("_awaited")
+        held: Held | None = vars(tensor).get("_awaited")
         return held if held is not None and held.step is self else None
 
     def _complete(self) -> None:
@@ -589,11 +578,19 @@ def _averages(piece: Piece, followers: Iterable[Follower]) -> list[Average]:
 # -- Tensors whose every use waits.
 
 
+class Lands(Protocol):
+    """What writes awaited tensors."""
+
+    def land(self, tensor: Any) -> None:
+        """Return once a tensor is written; not awaited any more."""
+        ...
+
+
 @attrs.frozen(kw_only=True, eq=False)
-class _Held:
+class Held:
     """What an awaited tensor will be."""
 
-    step: PendingStep
+    step: Lands
     name: str
     kind: type
     content: torch.Tensor
@@ -604,7 +601,7 @@ class _Held:
 class Awaited:
     """Mixed into the class of a tensor that is still to be written."""
 
-    _awaited: _Held
+    _awaited: Held
 
     @classmethod
     def __torch_function__(
@@ -615,10 +612,10 @@ class Awaited:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Wait for what is used; nothing of it is needed for its shape or gradient."""
-        if func in _BESIDE_THE_CONTENT:
+        if func in BESIDE_THE_CONTENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func in _OF_THE_SHAPE and (held := vars(args[0]).get("_awaited")) is not None:
+        if func in OF_THE_SHAPE and (held := vars(args[0]).get("_awaited")) is not None:
             return func(held.content, *args[1:], **(kwargs or {}))
         for tensor in _awaited_among((args, kwargs)):
             land(tensor)
@@ -633,9 +630,38 @@ class Awaited:
         return cast(Any, self).__reduce_ex__(protocol)
 
 
+def hold(tensor: Any, *, name: str, step: Lands) -> None:
+    """Empty a tensor, and have every use of it wait.
+
+    Args:
+        tensor: Has its memory again once it is released.
+        name: Of the parameter whose weights it holds.
+        step: Writes it.
+    """
+    kind: Any = type(tensor)
+    tensor._awaited = Held(
+        step=step,
+        name=name,
+        kind=kind,
+        content=tensor.data,
+        edge=get_gradient_edge(tensor) if tensor.requires_grad else None,
+    )
+    tensor.data = tensor.data.new_empty(0)
+    tensor.__class__ = awaited(kind)
+
+
+def release(tensor: Any) -> None:
+    """Make it the tensor that it was."""
+    held = tensor._awaited
+    # In this order, since other threads may use it meanwhile.
+    tensor.data = held.content
+    tensor.__class__ = held.kind
+    del tensor._awaited
+
+
 def land(tensor: Any) -> None:
     """Wait until a tensor is written, if it is awaited."""
-    held: _Held | None
+    held: Held | None
     # Another step may have begun by the time that the lock of this one is free.
     while (held := vars(tensor).get("_awaited")) is not None:
         held.step.land(tensor)
@@ -662,7 +688,7 @@ def _getters(*names: str) -> list[Any]:
 
 
 _GRADIENT: Final[Any] = torch.Tensor.grad
-_OF_THE_SHAPE: Final = frozenset(
+OF_THE_SHAPE: Final = frozenset(
     (
         *_getters("shape", "ndim", "itemsize", "nbytes"),
         torch.Tensor.size,
@@ -675,7 +701,7 @@ _OF_THE_SHAPE: Final = frozenset(
         torch.Tensor.__len__,
     )
 )
-_BESIDE_THE_CONTENT: Final = frozenset(
+BESIDE_THE_CONTENT: Final = frozenset(
     (
         *_getters("grad", "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout"),
         *_getters("is_cuda", "is_cpu", "is_meta", "is_sparse"),

@@ -1,0 +1,423 @@
+"""Training with weights that are on the device only while they are used.
+
+The plan is DeepSpeed's, and so are the bits: those of ZeRO-2 with the optimizer in host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from zerotune._util.text import format_size
+from zerotune.backend.checks import Checks, RunningGroup, check_alike, expected_groups
+from zerotune.backend.deepspeed.start import check_plan, check_shapes, check_world, compiling, join
+from zerotune.backend.dtypes import DTYPES, check_model_dtype
+from zerotune.backend.engine import (
+    EngineState,
+    StartedEngine,
+    StepOutcome,
+    check_not_gone,
+    naming_the_lost,
+)
+from zerotune.backend.layouts import Named, require_trainable
+from zerotune.backend.master_weights import MasterWeights
+from zerotune.backend.optimizers.client import (
+    chosen_optimizer,
+    own_scheduler,
+    parameter_groups,
+    scheduler_class,
+)
+from zerotune.backend.proof import prove_offload
+from zerotune.backend.step.kernel import load_host_step
+from zerotune.backend.stored import bring_weights, check_has_weights
+from zerotune.backend.stream.lanes import Lane
+from zerotune.backend.stream.layout import StreamLayout
+from zerotune.backend.stream.passes import Passes
+from zerotune.backend.stream.residency import Residency, StreamCounts
+from zerotune.backend.stream.steps import StreamedSteps
+from zerotune.backend.stream.units import Unit, find_units, make_units
+from zerotune.backend.stream.weights import release_weight, stream_weight
+from zerotune.decisions import Decision, announce
+from zerotune.errors import EngineError, PlatformError
+from zerotune.plan.model import ModelFacts, ResolvedPlan, Streaming, pins
+
+KEY = "streamed"
+_OF_ADAM = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
+_CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class StreamEngine(StartedEngine):
+    """An ``Engine`` that keeps a window of units on the device and all weights in host memory.
+
+    Args:
+        model: The model, in fp32, on any device.
+        plan: A resolved plan for DeepSpeed with its optimizer in host memory.
+        timeout_s: Seconds after which a collective gives up.
+
+    Raises:
+        EngineError: The plan has no optimizer choice, or nothing is trainable.
+        VerificationError: What runs is not what the plan says.
+    """
+
+    @override
+    def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
+        check_plan(plan)
+        check_not_gone(model)
+        check_has_weights(model)
+        self._plan, self._module = plan, model
+        deepspeed, self._group = join(plan, self.resources, timeout_s=timeout_s)
+        check_world(plan, self._group)
+        check_alike(plan, model, self._group)
+        check_shapes(plan, model)
+        check_model_dtype(model, plan)
+        self._device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
+        proven = prove_offload(plan, self._group)
+        named = require_trainable(model)
+        bring_weights(model, dtype=DTYPES[plan.precision])
+        self._cast(model)
+        members = _members(plan, named)
+        self._units, needs = make_units(
+            model,
+            find_units(model, self._streaming.units),
+            groups={name: index for index, group in enumerate(members) for name in group},
+            device=self._device,
+            pin=self._device.type != "cpu" and _pins(plan),
+        )
+        self._build_optimizer(deepspeed, plan, named, members)
+        self._stream(needs)
+        self._global_step = self._micro_step = self._skipped_steps = 0
+        self._spoiled = False
+        self._decisions = (*proven, *self._describe())
+        self._checks().raise_if_failed(engine="zerotune")
+        announce(self.decisions, rank=self._group.rank)
+
+    def _cast(self, model: torch.nn.Module) -> None:
+        """Round weights as DeepSpeed does, which leaves buffers as they are."""
+        if self._plan.precision == "fp32":
+            return
+        for parameter in model.parameters():
+            if parameter.dtype in _CASTABLE:
+                parameter.data = parameter.data.to(self.dtype)
+
+    def _build_optimizer(
+        self, deepspeed: Any, plan: ResolvedPlan, named: Named, members: list[list[str]]
+    ) -> None:
+        choice = chosen_optimizer(plan)
+        slabs = [slab for unit in self._units for slab in unit.slabs]
+        groups: list[dict[str, Any]] = []
+        for index, given in enumerate(choice.groups or (None,)):
+            own = {} if given is None else {"name": given.name, **given.params}
+            masters = [slab.master for slab in slabs if slab.group == index]
+            groups.append({"params": masters, **own})
+        params = {name: choice.params[name] for name in _OF_ADAM if name in choice.params}
+        with compiling(plan):
+            self._adam = deepspeed.ops.adam.DeepSpeedCPUAdam(
+                groups, **params, adamw_mode=choice.weight_decay_mode != "l2"
+            )
+        self._members = members
+        self._expected_groups = expected_groups(choice, named, None)
+        self._scheduler = self._make_scheduler(deepspeed, plan)
+
+    def _make_scheduler(self, deepspeed: Any, plan: ResolvedPlan) -> Any:
+        if plan.scheduler is None:
+            return None
+        own = own_scheduler(plan)
+        if own is not None:
+            return own(self._adam)
+        kind = getattr(deepspeed.runtime.lr_schedules, plan.scheduler.name)
+        return kind(self._adam, **plan.to_deepspeed()["scheduler"]["params"])
+
+    def _stream(self, needs: Any) -> None:
+        """Set going what moves weights and gradients."""
+        streams = None if self._device.type == "cpu" else torch.get_device_module(self._device)
+        op = load_host_step()
+        self._passes = Passes(op=op, spare=streams is not None)
+        self._lanes = [Lane(name, device=self._device, streams=streams) for name in ("in", "out")]
+        trained = [unit for unit in self._units if unit.slabs]
+        self._steps = StreamedSteps(
+            units=trained,
+            order=self._members,
+            adam=self._adam,
+            op=op,
+            lane=self._lanes[1],
+            passes=self._passes,
+            clipping=self._plan.gradient_clipping,
+        )
+        self._capacity = _capacity(self._streaming, self._units)
+        self._residency = self._steps.residency = Residency(
+            model=self._module,
+            units=self._units,
+            needs=needs,
+            capacity=self._capacity,
+            lane=self._lanes[0],
+            hurry=self._passes.hurry,
+            before=self._steps.land_all,
+        )
+        for unit in self._units:
+            for member in unit.members if not unit.resident else ():
+                stream_weight(unit, member)
+        self._steps.refresh()
+        layout = StreamLayout(units=trained, optimizer=self._adam, steps=self._steps)
+        self._master_weights = MasterWeights(layout=layout, group=self._group, device=self.device)
+
+    @property
+    def _streaming(self) -> Streaming:
+        streamed = self._plan.streamed
+        return streamed if isinstance(streamed, Streaming) else Streaming()
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must lie."""
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the weights in the forward pass."""
+        return DTYPES[self._plan.precision]
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What has moved since the engine started."""
+        return self._residency.counts
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group for the next optimizer step."""
+        return float(self._adam.param_groups[0]["lr"])
+
+    @property
+    def state(self) -> EngineState:
+        """Counters and scheduler, to be saved."""
+        return EngineState(
+            global_step=self._global_step,
+            micro_step=self._micro_step,
+            skipped_steps=self._skipped_steps,
+            scheduler={} if self._scheduler is None else dict(self._scheduler.state_dict()),
+            loss_scaler={},
+        )
+
+    def load_state(self, state: EngineState) -> None:
+        """Restore counters and scheduler, with the learning rate it implies.
+
+        Gradients of a micro batch that was never closed, because of an error perhaps, are dropped.
+        """
+        self._steps.forget_all()
+        self._spoiled = False
+        self._global_step = state.global_step
+        self._micro_step = state.micro_step
+        self._skipped_steps = state.skipped_steps
+        position = int(state.scheduler.get("last_batch_iteration", -1))
+        if self._scheduler is not None:
+            before = int(self._scheduler.state_dict()["last_batch_iteration"])
+            if max(position, before) >= 0:
+                self._scheduler.step(position)
+        self._steps.replay(state.global_step - state.skipped_steps)
+
+    @naming_the_lost
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward pass; each unit comes before it is called."""
+        if torch.is_grad_enabled():
+            self._check_goes_on()
+            self._check_before_forward()
+        return self._module(*args, **kwargs)
+
+    @naming_the_lost
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a scalar loss, divided by the accumulation steps.
+
+        With clipping off, units are stepped in the last backward pass of their window.
+        """
+        self._check_goes_on()
+        if self._at_boundary and self._steps.is_eager and not self._steps.under_way:
+            self._check_before_step(self._global_step)
+            for hook in list(self._adam._optimizer_step_pre_hooks.values()):
+                hook(self._adam, (), {})
+        self._steps.begin_backward(is_last=self._at_boundary)
+        scaled: Any = loss / self._plan.gradient_accumulation_steps
+        scaled.backward()
+        # Not autograd's own callback, which also runs at the end of a reentrant checkpoint's pass.
+        self._steps.end_backward()
+
+    def _check_goes_on(self) -> None:
+        """Can another pass begin?
+
+        Raises:
+            EngineError: Some units were stepped and others not.
+        """
+        if self._spoiled:
+            raise EngineError(
+                "a gradient was not finite after some weights had been stepped in the backward "
+                "pass, so that the weights are of no step",
+                key="engine",
+                value="gradient_clipping=0",
+                fix="resume from the last checkpoint; with clipping, steps wait for all gradients",
+            )
+
+    @naming_the_lost
+    def step(self) -> StepOutcome:
+        """Close a micro batch; update the weights when it is the last of its group.
+
+        A gradient that is not finite is not applied. Where some units have been stepped by then,
+        the outcome is applied, its norm infinite, and nothing goes on before a ``load_state``.
+        """
+        boundary = self._at_boundary
+        self._micro_step += 1
+        if not boundary:
+            return StepOutcome(applied=False, boundary=False)
+        if not self._steps.is_eager:
+            self._check_before_step(self._global_step)
+        norm = self._steps.norm()
+        self._global_step += 1
+        if not math.isfinite(norm):
+            self._spoiled = not self._steps.take_back()
+            if self._spoiled:
+                self._steps.forget_all()
+            self._skipped_steps += not self._spoiled
+            return StepOutcome(applied=self._spoiled, boundary=True, grad_norm=norm)
+        self._run_step(norm)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return StepOutcome(applied=True, boundary=True, grad_norm=norm)
+
+    def _run_step(self, norm: float) -> None:
+        """Begin the passes with what others have hooked to the optimizer's steps."""
+        if not self._steps.is_eager:
+            for hook in list(self._adam._optimizer_step_pre_hooks.values()):
+                hook(self._adam, (), {})
+        self._steps.step(norm)
+        if self._adam._optimizer_step_post_hooks:
+            self._steps.settle()
+        for hook in list(self._adam._optimizer_step_post_hooks.values()):
+            hook(self._adam, (), {})
+
+    def discard(self) -> None:
+        """Drop the accumulation window under way; it counts as a skipped step.
+
+        Raises:
+            EngineError: Units have been stepped in its backward pass.
+        """
+        self._steps.forget()
+        count = self._plan.gradient_accumulation_steps
+        self._micro_step = (self._micro_step // count + 1) * count
+        self._global_step += 1
+        self._skipped_steps += 1
+
+    def _release(self) -> None:
+        try:
+            self._steps.forget_all()
+            self._steps.land_all()
+            self._passes.settle()
+        finally:
+            self._passes.close()
+            self._residency.close()
+            self._steps.close()
+            for lane in self._lanes:
+                lane.close()
+            for unit in self._units:
+                for member in unit.members if not unit.resident else ():
+                    release_weight(member)
+                if not unit.resident:
+                    unit.give_back()
+
+    @property
+    def _at_boundary(self) -> bool:
+        return (self._micro_step + 1) % self._plan.gradient_accumulation_steps == 0
+
+    def _describe(self) -> tuple[Decision, ...]:
+        streamed = [unit for unit in self._units if not unit.resident]
+        total = sum(unit.nbytes for unit in streamed)
+        eager = "in the backward pass" if self._steps.is_eager else "after the gradients' norm"
+        return (
+            Decision(
+                key=KEY,
+                before=self._plan.streamed,
+                after=f"{len(streamed)} units, {format_size(self._capacity)} of "
+                f"{format_size(total)} on the device",
+                reason=f"each unit comes before it is used and is stepped {eager}; the bits are "
+                "those of ZeRO-2 with CPU offload",
+            ),
+        )
+
+    def _checks(self) -> Checks:
+        plan, checks = self._plan, Checks()
+        choice = chosen_optimizer(plan)
+        checks.equal("optimizer.type", choice.implementation, type(self._adam).__name__)
+        checks.optimizer_arguments(
+            choice,
+            self._adam,
+            scheduler=plan.scheduler,
+            steps_taken=self._global_step - self._skipped_steps,
+            groups=self._expected_groups,
+        )
+        names = {id(slab.master): slab for unit in self._units for slab in unit.slabs}
+        checks.group_members(
+            self._expected_groups,
+            [
+                RunningGroup(
+                    params={},
+                    members=frozenset(
+                        m.name for p in group["params"] for m in names[id(p)].members
+                    ),
+                )
+                for group in self._adam.param_groups
+            ],
+        )
+        running = None if self._scheduler is None else type(self._scheduler).__name__
+        checks.equal("scheduler.type", scheduler_class(plan), running)
+        dtypes = {str(unit.host.dtype) for unit in self._units if unit.slabs}
+        checks.equal("precision", str(DTYPES[plan.precision]), ", ".join(sorted(dtypes)))
+        places = {slab.master.device.type for unit in self._units for slab in unit.slabs}
+        checks.equal("offload_optimizer.device", "cpu", ", ".join(sorted(places)))
+        checks.equal("world_size", plan.world_size, self._group.world_size)
+        return checks
+
+
+def _members(plan: ResolvedPlan, named: Named) -> list[list[str]]:
+    """Names of the trained parameters by the optimizer's group, in its order."""
+    names = {id(parameter): name for name, parameter in named}
+    groups = parameter_groups(chosen_optimizer(plan), named)
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def _pins(plan: ResolvedPlan) -> bool:
+    zero = plan.plan.zero_optimization
+    return zero is not None and pins(zero.offload_optimizer)
+
+
+def _capacity(streaming: Streaming, units: list[Unit]) -> int:
+    """Bytes of the device that streamed units may take."""
+    sizes = [unit.nbytes for unit in units if not unit.resident]
+    largest, window = max(sizes, default=0), streaming.window * max(sizes, default=0)
+    # The backward pass enters a unit before the last has all of its gradients.
+    wanted = window if streaming.memory is None else max(streaming.memory, 2 * largest)
+    return min(wanted, sum(sizes))
+
+
+def why_not_streamed(plan: ResolvedPlan, model: torch.nn.Module) -> str | None:
+    """Why a model's weights cannot be streamed under a plan that asks for it, if so.
+
+    Args:
+        plan: A resolved plan with its optimizer chosen.
+        model: What is trained.
+    """
+    choice = chosen_optimizer(plan)
+    if choice.implementation != "DeepSpeedCPUAdam":
+        return f"{choice.implementation} does not step unit by unit; Adam and AdamW do"
+    betas = {tuple(group.params.get("betas", ())) for group in choice.groups}
+    if len(betas) > 1:
+        return "groups with betas of their own are stepped in order"
+    if any(parameter.storage for parameter in ModelFacts.from_module(model).parameters):
+        return "a quantized base stays on the device"
+    streaming = plan.streamed if isinstance(plan.streamed, Streaming) else Streaming()
+    if not find_units(model, streaming.units):
+        return "the model has no repeated blocks; Streaming(units=...) names what comes as a whole"
+    try:
+        load_host_step()
+    except PlatformError as error:
+        return f"the op host_step cannot be built: {error.reason}"
+    return None

@@ -1,0 +1,67 @@
+"""``StreamLayout``: the master weights of streamed units, one slab for each unit and group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from typing_extensions import override
+
+from zerotune.backend.layouts import ResidentLayout, whole
+from zerotune.backend.master_weights import Follower, FragmentAddress
+from zerotune.backend.stream.steps import StreamedSteps
+from zerotune.backend.stream.units import Member, Unit
+
+
+class StreamLayout(ResidentLayout):
+    """fp32 slabs in host memory, beside the weights that the model computes with.
+
+    Args:
+        units: Those that are trained.
+        optimizer: What steps the slabs.
+        steps: What takes the steps.
+    """
+
+    replicated = True
+
+    def __init__(
+        self, *, units: Sequence[Unit], optimizer: torch.optim.Optimizer, steps: StreamedSteps
+    ) -> None:
+        self._units, self._steps = units, steps
+        slabs = [slab for unit in units for slab in unit.slabs]
+        addresses = tuple(
+            whole(member.name, member.parameter, slab=index, offset=slab.start_of(member))
+            for index, slab in enumerate(slabs)
+            for member in slab.members
+        )
+        self._places: dict[str, tuple[Unit, Member]] = {
+            member.name: (unit, member) for unit in units for member in unit.members
+        }
+        super().__init__(
+            optimizer=optimizer,
+            slabs=[slab.master for slab in slabs],
+            addresses=addresses,
+            order=tuple((address.name, address.shape) for address in addresses),
+        )
+
+    @override
+    def settle(self) -> None:
+        self._steps.settle()
+
+    @override
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        return self._steps.follow(followers)
+
+    @override
+    def in_model(self, address: FragmentAddress) -> torch.Tensor | None:
+        unit, member = self._places[address.name]
+        if unit.resident and unit.is_current:
+            return member.parameter.data.reshape(-1)
+        return unit.host[member.span]
+
+    @override
+    def refresh(self) -> None:
+        for unit in self._units:
+            for slab in unit.slabs:
+                unit.host[slab.span].copy_(slab.master.data)
+        self._steps.refresh()

@@ -1,0 +1,394 @@
+"""``StreamedSteps``: gradients as they come, and the steps they make.
+
+A gradient leaves the device when all of its unit have come. With clipping every pass follows the
+norm. Without, a unit's pass begins as soon as its gradients are on the host, while the backward
+pass goes on: when a parameter's gradient has been added up, everything that differentiates through
+it has run. The arithmetic is ZeRO-2's with CPU offload, whatever the order.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import attrs
+import torch
+
+from zerotune.backend.master_weights import Follower
+from zerotune.backend.step.adams import HostAdam
+from zerotune.backend.step.kernel import HostStepOp
+from zerotune.backend.step.pending import hold, release
+from zerotune.backend.stream.lanes import Copy, Lane
+from zerotune.backend.stream.passes import Passes, UnitPass
+from zerotune.backend.stream.residency import Residency
+from zerotune.backend.stream.units import Member, Unit
+from zerotune.errors import EngineError
+
+
+@attrs.define(eq=False, kw_only=True)
+class _Window:
+    """The gradients of a unit since the last step."""
+
+    came: dict[int, torch.Tensor] = attrs.field(factory=dict)
+    """By the member's index, of the micro batch under way."""
+    landed: Copy | None = None
+    """The newest copy to the host, after which all earlier ones are complete."""
+    on_host: set[int] = attrs.field(factory=set)
+    """Members that have a gradient there."""
+    squares: dict[int, float] = attrs.field(factory=dict)
+    """Sums of squares of whole gradients."""
+    expected: int = 0
+    """Gradients that may still come in this micro batch, and have."""
+    taken: bool = False
+    """Its pass has begun."""
+
+
+class StreamedSteps:
+    """Collects the gradients of units and steps them.
+
+    Args:
+        units: Those that are trained.
+        order: Names of the parameters by group, as ZeRO adds up their norms.
+        adam: A DeepSpeedCPUAdam over the units' slabs.
+        op: The compiled functions.
+        lane: Copies from the device.
+        passes: Takes the passes.
+        clipping: Largest norm of the gradient; 0: off, so that passes begin in the backward pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[Unit],
+        order: Sequence[Sequence[str]],
+        adam: Any,
+        op: HostStepOp,
+        lane: Lane,
+        passes: Passes,
+        clipping: float,
+    ) -> None:
+        self._units, self._adam, self._op = units, adam, op
+        self._lane, self._passes, self._clipping = lane, passes, clipping
+        self._stepper = HostAdam(op=op, adam=adam)
+        self._windows = {unit: _Window() for unit in units}
+        places = {m.name: (u, i) for u in units for i, m in enumerate(u.members)}
+        self._order = [[places[name] for name in group] for group in order]
+        self._whole = _vectors(units, order)
+        self._held: list[Unit] = []
+        self._is_last = False
+        self._under_way = False
+        self._is_finite = True
+        self._stepped = 0
+        self._lock = threading.RLock()
+        self.residency = cast(Residency, None)
+        """Set once there is one, before the first pass."""
+        self._hooks = [
+            _watch(member.parameter, partial(self._arrived, unit, index))
+            for unit in units
+            for index, member in enumerate(unit.members)
+        ]
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether passes begin in the backward pass."""
+        return self._clipping <= 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether passes have begun that no ``step`` has closed."""
+        return self._under_way
+
+    # -- Gradients.
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """A backward pass begins: ``is_last`` of its window."""
+        self._is_last = is_last
+
+    def _arrived(self, unit: Unit, index: int, parameter: torch.Tensor) -> None:
+        window = self._windows[unit]
+        if window.taken:
+            raise used_after_step(unit)
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = cast(torch.Tensor, parameter.grad), None
+            if not window.came:
+                window.expected = sum(m.parameter.requires_grad for m in unit.members)
+        if index in window.came:
+            gradient = window.came[index] + gradient
+        window.came[index] = gradient
+        if len(window.came) == window.expected:
+            self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """Send a unit's gradients to the host, and have its pass follow where it may."""
+        self.residency.close_calls(unit)
+        window = self._windows[unit]
+        came, window.came = window.came, {}
+        window.landed = self._lane.submit(
+            partial(self._land, unit, came), then=partial(self._take_squares, unit, came)
+        )
+        if self.is_eager and self._is_last:
+            self._begin(unit, factor=1.0)
+
+    def _land(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
+        window = self._windows[unit]
+        for index, gradient in came.items():
+            target, source = self._gradient(unit, index), gradient.reshape(-1)
+            if index not in window.on_host:
+                target.copy_(source, non_blocking=target.is_pinned())
+            elif source.device == target.device:
+                target.add_(source)
+            else:
+                # On the device, which adds up faster than the host.
+                source = source + target.to(source.device, non_blocking=target.is_pinned())
+                target.copy_(source, non_blocking=target.is_pinned())
+
+    def _take_squares(self, unit: Unit, came: Mapping[int, torch.Tensor]) -> None:
+        window = self._windows[unit]
+        window.on_host.update(came)
+        for index in came:
+            window.squares[index] = self._op.take(self._gradient(unit, index))
+
+    def _gradient(self, unit: Unit, index: int) -> torch.Tensor:
+        member = unit.members[index]
+        slab = next(slab for slab in unit.slabs if slab.group == member.group)
+        start = slab.start_of(member)
+        return slab.gradient[start : start + member.parameter.numel()]
+
+    def end_backward(self) -> None:
+        """Every gradient of this micro batch has come."""
+        for unit, window in self._windows.items():
+            if window.came or (self.is_eager and self._is_last and not window.taken):
+                self._complete(unit)
+        if not self._is_last:
+            self.residency.rewind()
+
+    def forget(self) -> None:
+        """Drop the window's gradients.
+
+        Raises:
+            EngineError: Passes with them have begun.
+        """
+        if not self.take_back():
+            raise EngineError(
+                "cannot be dropped: with clipping off, its passes began in the backward pass",
+                key="engine.discard",
+                value="gradient_clipping=0",
+                fix="clip gradients, or resume from the last checkpoint",
+            )
+
+    def take_back(self) -> bool:
+        """Drop the window's gradients and the passes begun with them; whether none was taken.
+
+        Passes are not taken from the first gradient on that is not finite.
+        """
+        for window in self._windows.values():
+            if window.landed is not None:
+                window.landed.finish()
+        if self._under_way:
+            self._passes.settle()
+            if self._stepped:
+                return False
+            for unit, window in self._windows.items():
+                for slab in unit.slabs if window.taken else ():
+                    self._adam.state[slab.master]["step"] -= 1
+        self.forget_all()
+        return True
+
+    def forget_all(self) -> None:
+        """Begin a window anew, whatever was done with the last one."""
+        self._windows = {unit: _Window() for unit in self._units}
+        self._under_way, self._is_finite, self._stepped = False, True, 0
+
+    # -- Steps.
+
+    def norm(self) -> float:
+        """L2 norm of the window's gradients as ZeRO-2 computes it; infinite if it is not finite.
+
+        Raises:
+            BaseException: What bringing a gradient to the host failed with.
+        """
+        for window in self._windows.values():
+            if window.landed is not None:
+                window.landed.finish()
+        norms = []
+        for group in self._order:
+            found = (self._windows[unit].squares.get(index) for unit, index in group)
+            total = sum(math.sqrt(square) ** 2 for square in found if square is not None)
+            if not math.isfinite(total):
+                return math.inf
+            norms.append(torch.tensor(torch.tensor(total).item() ** 0.5))
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+    def step(self, norm: float) -> None:
+        """Begin the passes that have not begun, in the order of the next forward pass.
+
+        Args:
+            norm: Of the gradients; finite, unless every pass has begun.
+        """
+        factor, order = self._factor(norm), self.residency.order
+        ranks = {unit: rank for rank, unit in reversed(list(enumerate(order, start=1)))}
+        for unit in sorted(self._units, key=lambda each: ranks.get(each, 0)):
+            if not self._windows[unit].taken:
+                self._begin(unit, factor=factor, rank=ranks.get(unit, 0))
+            self._windows[unit] = _Window()
+            if unit.resident:
+                self._hold(unit)
+        self._under_way, self._stepped = False, 0
+        self.residency.rewind()
+
+    def _begin(self, unit: Unit, *, factor: float, rank: int | None = None) -> None:
+        window = self._windows[unit]
+        window.taken = True
+        if not self._under_way:
+            self._passes.begin_step()
+            self._under_way = True
+        groups = self._adam.param_groups
+        steps = []
+        for slab in unit.slabs:
+            step = self._stepper.begin(
+                slab.master,
+                gradient=slab.gradient,
+                group=groups[slab.group],
+                factor=factor,
+                out=unit.host.data[slab.span],
+            )
+            steps.append((slab, attrs.evolve(step, whole=self._whole.get((unit, slab.group)))))
+        unit_pass = UnitPass(
+            unit=unit,
+            steps=steps,
+            averages=self._passes.averages,
+            check=partial(self._check, unit, window),
+            landed=window.landed,
+            rank=self._units.index(unit) if rank is None else rank,
+        )
+        self._passes.submit(unit_pass)
+
+    def _check(self, unit: Unit, window: _Window) -> bool:
+        """Clear the gradients that nobody gave; whether the unit may be stepped with the others."""
+        for index in range(len(unit.members)):
+            if index not in window.on_host:
+                self._gradient(unit, index).zero_()
+        self._is_finite = self._is_finite and all(map(math.isfinite, window.squares.values()))
+        self._stepped += self._is_finite
+        return self._is_finite
+
+    def _factor(self, norm: float) -> float:
+        """What ZeRO-2 multiplies gradients by, with its roundings."""
+        if not self._clipping:
+            return 1.0
+        clip = ((torch.tensor(norm) / 1.0) + 1e-6) / self._clipping
+        return float(torch.ones(1).mul_(1.0 / torch.clamp(clip, min=1.0)))
+
+    def replay(self, steps: int) -> None:
+        """Continue as a run that has taken so many steps."""
+        self._stepper.replay(steps)
+
+    def settle(self) -> None:
+        """Return once every pass is taken.
+
+        Raises:
+            EngineError: Only some units have been stepped, because the step is not closed.
+            BaseException: What a pass failed with.
+        """
+        if self._under_way:
+            raise EngineError(
+                "weights are read in the middle of a step, which began in the backward pass",
+                key="engine.step",
+                value="gradient_clipping=0",
+                fix="call engine.step() first, or clip gradients",
+            )
+        self._passes.settle()
+
+    def follow(self, followers: Sequence[Follower]) -> bool:
+        """Have averages move with the newest step; whether there is one under way."""
+        return not self._under_way and self._passes.follow(followers)
+
+    # -- What stays on the device.
+
+    def refresh(self) -> None:
+        """Have the model follow weights that were written in host memory."""
+        for unit in self._units:
+            unit.version += 1
+            if unit.resident:
+                self._hold(unit)
+
+    def _hold(self, unit: Unit) -> None:
+        with self._lock:
+            if unit not in self._held:
+                self._held.append(unit)
+                for member in unit.members:
+                    hold(member.parameter, name=member.name, step=self)
+
+    def land(self, tensor: Any) -> None:
+        """Have an awaited weight on the device, with all that came with it."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            for unit in self._held:
+                if any(member.parameter is tensor for member in unit.members):
+                    self._land_unit(unit)
+                    return
+
+    def land_all(self) -> None:
+        """Have everything that stays on the device be there."""
+        if not self._held:
+            return
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            for unit in list(self._held):
+                self._land_unit(unit)
+
+    def _land_unit(self, unit: Unit) -> None:
+        self.residency.ensure(unit)
+        for member in unit.members:
+            release(member.parameter)
+        self._held.remove(unit)
+
+    def close(self) -> None:
+        """Take gradients no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _watch(parameter: Any, call: Callable[[torch.Tensor], None]) -> Any:
+    """Call it with a parameter whose gradient has been added up."""
+    return parameter.register_post_accumulate_grad_hook(call)
+
+
+def used_after_step(unit: Unit) -> EngineError:
+    """A unit that computes on after all of its gradients had come."""
+    return EngineError(
+        "is used again in the backward pass after its gradients were complete, and its step has "
+        "begun",
+        key=f"model.{unit.name}",
+        value="gradient_clipping=0",
+        fix="clip gradients, so that steps wait for the whole backward pass",
+    )
+
+
+def _vectors(units: Sequence[Unit], order: Sequence[Sequence[str]]) -> dict[tuple[Unit, int], int]:
+    """Where the elements of a slab begin that ZeRO-2 steps one by one: its last few of each group.
+
+    DeepSpeed's Adam takes whole vectors of a group's flat weights; the compiler chose the roundings
+    of what is left.
+    """
+    members: dict[str, tuple[Unit, Member]] = {m.name: (u, m) for u in units for m in u.members}
+    found: dict[tuple[Unit, int], int] = {}
+    for group, names in enumerate(order):
+        total = sum(members[name][1].parameter.numel() for name in names)
+        padded = total + total % _ALIGNMENT
+        left = padded % _VECTOR - (padded - total)
+        for name in reversed(names):
+            if left <= 0:
+                break
+            unit, member = members[name]
+            numel = member.parameter.numel()
+            slab = next(slab for slab in unit.slabs if slab.group == group)
+            found[unit, group] = slab.start_of(member) + max(0, numel - left)
+            left -= numel
+    return found
+
+
+_VECTOR = 16
+_ALIGNMENT = 2
+"""Elements to a multiple of which DeepSpeed pads a group for one rank."""

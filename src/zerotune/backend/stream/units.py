@@ -1,0 +1,310 @@
+"""``Unit``: weights that come to the device together, and where they lie meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import torch
+
+from zerotune.errors import EngineError
+from zerotune.plan.fill import LEAF_CLASSES
+
+if TYPE_CHECKING:
+    from zerotune.backend.stream.lanes import Copy
+
+ALIGNED: Final = 16
+"""Elements of the step's widest vectors: where each parameter begins in a flat tensor."""
+NamedModules = list[tuple[str, torch.nn.Module]]
+Kind = tuple[bool, torch.dtype]
+"""Whether parameters are trained, and their dtype."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Member:
+    """One parameter of a unit."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    span: slice
+    """Its elements in the unit's flat tensors."""
+    group: int | None
+    """Index of the optimizer's group; ``None``: frozen."""
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class UnitSlab:
+    """The part of a unit that one group of the optimizer steps: what the layout calls a slab."""
+
+    group: int
+    span: slice
+    """Its elements in the unit's flat tensors."""
+    members: tuple[Member, ...]
+    master: torch.nn.Parameter
+    """fp32, flat, in host memory."""
+    gradient: torch.Tensor
+    """Flat, in host memory, in the dtype of the weights."""
+
+    def start_of(self, member: Member) -> int:
+        """First element of a member in the slab."""
+        return int(member.span.start - self.span.start)
+
+
+class Unit:
+    """Weights that come to the device together.
+
+    The parameters are views of one storage of the device, which is of this unit alone: emptied
+    and filled again, it is what autograd saved.
+
+    Args:
+        name: Of the module.
+        members: Names, parameters and groups; all of one dtype, trained or none of them.
+        device: Where the model computes.
+        pin: Whether to page-lock the host's memory.
+        resident: Whether the weights stay on the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        members: Sequence[tuple[str, torch.nn.Parameter, int | None]],
+        device: torch.device,
+        pin: bool,
+        resident: bool = False,
+    ) -> None:
+        self.name, self.resident = name, resident
+        dtype = members[0][1].dtype
+        self.members, self.numel = _laid_out(members)
+        self.host = torch.zeros(self.numel, dtype=dtype, pin_memory=pin)
+        self.flat = torch.empty(self.numel, dtype=dtype, device=device)
+        for member in self.members:
+            flat, parameter = self.flat[member.span], member.parameter
+            self.host[member.span].copy_(parameter.data.reshape(-1))
+            parameter.data = flat.view(parameter.shape)
+        self.slabs = tuple(self._slabs(pin)) if members[0][2] is not None else ()
+        self._storage = self.flat.untyped_storage()
+        self._storage.resize_(0)
+        self.is_here = False
+        """Whether it has memory on the device."""
+        self.loaded: tuple[int, int] | None = None
+        """The version that is on the device, or on its way there."""
+        self.loading: Copy | None = None
+        """The copy under way, until something has waited for it."""
+        self.written: Future[None] | None = None
+        """Done once the pass of the last step has written the host's weights."""
+        self.calls = 0
+        """Calls of it under way, in either pass."""
+        self.version = 0
+        """Counts what has been written to the host's weights by passes and edits."""
+
+    def _slabs(self, pin: bool) -> Iterator[UnitSlab]:
+        for group in dict.fromkeys(member.group for member in self.members):
+            members = tuple(member for member in self.members if member.group == group)
+            start = members[0].span.start
+            after = [m.span.start for m in self.members if m.span.start > members[-1].span.start]
+            span = slice(start, min(after, default=self.numel))
+            yield UnitSlab(
+                group=group or 0,
+                span=span,
+                members=members,
+                master=torch.nn.Parameter(self.host[span].float()),
+                gradient=torch.zeros(span.stop - span.start, dtype=self.host.dtype, pin_memory=pin),
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device while it is there."""
+        return self.host.nbytes
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """The version of the host's weights; writes through torch change it too."""
+        return self.version, self.host._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the newest weights are on the device, or on their way there."""
+        return self.is_here and self.loaded == self.current
+
+    def of_member(self, member: Member) -> torch.Tensor:
+        """The host's weights of a parameter, in its shape; not waited for."""
+        return self.host[member.span].view(member.parameter.shape)
+
+    def allocate(self) -> None:
+        """Take memory on the device."""
+        self._storage.resize_(self.nbytes)
+        self.is_here = True
+
+    def evict(self) -> None:
+        """Give the device's memory back; what is queued on the current stream may still use it."""
+        self._storage.resize_(0)
+        self.is_here, self.loaded = False, None
+
+    def give_back(self) -> None:
+        """Leave the parameters with their weights in host memory."""
+        for member in self.members:
+            member.parameter.data = self.of_member(member)
+
+
+def _laid_out(
+    members: Sequence[tuple[str, torch.nn.Parameter, int | None]],
+) -> tuple[tuple[Member, ...], int]:
+    """Give each parameter its place, those of one group together; and the elements of all."""
+    at, placed = 0, []
+    for name, parameter, group in sorted(members, key=lambda member: member[2] or 0):
+        span = slice(at, at + parameter.numel())
+        placed.append(Member(name=name, parameter=parameter, span=span, group=group))
+        at += -(-parameter.numel() // ALIGNED) * ALIGNED
+    return tuple(placed), at
+
+
+def make_units(
+    model: torch.nn.Module,
+    modules: NamedModules,
+    *,
+    groups: Mapping[str, int],
+    device: torch.device,
+    pin: bool,
+) -> tuple[list[Unit], dict[torch.nn.Module, list[Unit]]]:
+    """Lay a model's parameters out in units; frozen ones outside of all just move to the device.
+
+    Of a module the larger kind is streamed: its frozen base, or what of it is trained. The rest of
+    what is trained, and what a module shares with others outside, stays on the device.
+
+    Args:
+        model: The model, its weights in their final dtypes.
+        modules: As ``find_units`` names them.
+        groups: Index of the optimizer's group by the name of each trained parameter.
+        device: Where the model computes.
+        pin: Whether to page-lock the host's memory.
+
+    Returns:
+        The units, resident ones last, and those that each module needs.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    outside = _outside(model, modules)
+    units: list[Unit] = []
+    owner: dict[int, Unit] = {}
+
+    def add(name: str, parameters: Sequence[torch.nn.Parameter], *, resident: bool) -> None:
+        members = [(names[id(p)], p, groups.get(names[id(p)])) for p in parameters]
+        unit = Unit(name=name, members=members, device=device, pin=pin, resident=resident)
+        units.append(unit)
+        owner.update((id(p), unit) for p in parameters)
+
+    for name, module in modules:
+        free = (p for p in module.parameters() if id(p) not in owner and id(p) not in outside)
+        kinds = _kinds(free, names, groups)
+        if kinds:
+            largest = max(kinds.values(), key=lambda kind: sum(p.nbytes for p in kind))
+            add(name, largest, resident=False)
+    rest = _kinds((p for p in model.parameters() if id(p) not in owner), names, groups)
+    for (trained, dtype), parameters in rest.items():
+        if trained:
+            add(f"resident {str(dtype).removeprefix('torch.')}", parameters, resident=True)
+        else:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(device)
+    for tensor in (*model.buffers(), *(p for p in model.parameters() if not p.numel())):
+        tensor.data = tensor.data.to(device)
+    needs = {
+        module: [
+            unit
+            for unit in dict.fromkeys(owner[id(p)] for p in module.parameters() if id(p) in owner)
+            if not unit.resident
+        ]
+        for _, module in modules
+    }
+    return units, needs
+
+
+def _outside(model: torch.nn.Module, modules: NamedModules) -> set[int]:
+    """Ids of the parameters that something outside of all units has too."""
+    inside = {id(part) for _, module in modules for part in module.modules()}
+    return {
+        id(parameter)
+        for part in model.modules()
+        if id(part) not in inside
+        for parameter in part.parameters(recurse=False)
+    }
+
+
+def _kinds(
+    parameters: Iterator[torch.nn.Parameter], names: Mapping[int, str], groups: Collection[str]
+) -> dict[Kind, list[torch.nn.Parameter]]:
+    kinds: dict[Kind, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.numel():
+            kind = names[id(parameter)] in groups, parameter.dtype
+            kinds.setdefault(kind, []).append(parameter)
+    return kinds
+
+
+# -- Which modules are units.
+
+
+def find_units(model: torch.nn.Module, named: Sequence[str] = ()) -> NamedModules:
+    """The modules whose weights are streamed, each as a whole; of nested ones the outermost.
+
+    They are those that the user names, else the blocks that diffusers calls repeated and those that
+    the library knows, else modules of one class that stand in a row.
+
+    Args:
+        model: The model.
+        named: Names of classes, or dotted names of modules.
+
+    Raises:
+        EngineError: A name is of no module with weights.
+    """
+    if named:
+        return _named(model, named)
+    classes = set(LEAF_CLASSES)
+    for module in model.modules():
+        classes.update(getattr(module, "_repeated_blocks", None) or ())
+    return _outermost(model, classes) or _outermost(model, _in_a_row(model))
+
+
+def _named(model: torch.nn.Module, named: Sequence[str]) -> NamedModules:
+    for each in named:
+        if not any(each in (name, type(part).__name__) for name, part in model.named_modules()):
+            raise EngineError(
+                "is neither the class nor the dotted name of a module of the model",
+                key="streamed.units",
+                value=each,
+                fix=f"such as {_examples(model)}",
+            )
+    return _outermost(model, named)
+
+
+def _examples(model: torch.nn.Module) -> str:
+    return ", ".join(repr(type(part).__name__) for _, part in find_units(model)[:1]) or "'Block'"
+
+
+def _outermost(model: torch.nn.Module, wanted: Collection[str]) -> NamedModules:
+    found: NamedModules = []
+    inside: set[int] = {id(model)}
+    for name, part in model.named_modules():
+        if id(part) in inside or not (name in wanted or type(part).__name__ in wanted):
+            continue
+        if any(p.numel() for p in part.parameters()):
+            found.append((name, part))
+            inside.update(id(each) for each in part.modules())
+    return found
+
+
+def _in_a_row(model: torch.nn.Module) -> set[str]:
+    """Classes that are no layers of torch's and stand more than once in a list."""
+    classes: set[str] = set()
+    for part in model.modules():
+        if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential)):
+            counts = Counter(type(child) for child in part)
+            classes.update(
+                kind.__name__
+                for kind, count in counts.items()
+                if count > 1 and not kind.__module__.startswith("torch.nn.")
+            )
+    return classes

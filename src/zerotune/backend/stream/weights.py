@@ -1,0 +1,266 @@
+"""``StreamedWeight``: a parameter whose values are on the device only while its unit is called.
+
+Inside a call of its unit the parameter is what it always is. From outside, and from other threads,
+torch reports every use of it, and the use gets the weights that lie in host memory, written by the
+last step: a view of them where it asks for one (``detach``, ``data``, ``state_dict``), else a copy
+on the device, through which gradients flow back. So nobody meets values of another moment, or
+memory of another unit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import attrs
+import torch
+
+from zerotune.backend.step.pending import BESIDE_THE_CONTENT, OF_THE_SHAPE
+from zerotune.errors import EngineError
+
+if TYPE_CHECKING:
+    from zerotune.backend.stream.units import Member, Unit
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Home:
+    """Where a streamed parameter's weights are."""
+
+    unit: Unit
+    member: Member
+    kind: Any
+    """The parameter's class otherwise."""
+
+    def weights(self) -> torch.Tensor:
+        """The host's weights, once the last step has written them.
+
+        Raises:
+            BaseException: What the step failed with.
+        """
+        if self.unit.written is not None:
+            self.unit.written.result()
+        return self.unit.of_member(self.member)
+
+
+class StreamedWeight:
+    """Mixed into the class of a parameter that is streamed."""
+
+    _home: Home
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Give a use from outside of the unit's calls the host's weights."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _WITHOUT_VALUES:
+                return func(*args, **kwargs)
+            if func == _SET_DATA:
+                return _refuse_other(args[0], args[1])
+            if func in _MOVES and (kept := _stays(func, args, kwargs)) is not None:
+                return kept
+            if func in _VIEWS:
+                return func(_home(args[0]).weights(), *args[1:], **kwargs)
+            return _use(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = _copied(self)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _copied(self).__reduce_ex__(protocol)
+
+
+def stream_weight(unit: Unit, member: Member) -> None:
+    """Have uses of a parameter from outside of its unit's calls get the host's weights."""
+    parameter: Any = member.parameter
+    parameter._home = Home(unit=unit, member=member, kind=type(parameter))
+    parameter.__class__ = _streamed(parameter._home.kind)
+
+
+def release_weight(member: Member) -> None:
+    """Make it the parameter that it was."""
+    parameter: Any = member.parameter
+    parameter.__class__ = parameter._home.kind
+    del parameter._home
+
+
+@cache
+def _streamed(kind: type) -> type:
+    return type(f"Streamed{kind.__name__}", (StreamedWeight, kind), {})
+
+
+def _home(parameter: Any) -> Home:
+    return cast(Home, vars(parameter)["_home"])
+
+
+def _copied(parameter: Any) -> Any:
+    home = _home(parameter)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        values = home.weights().to(parameter.device, copy=True)
+        return home.kind(values, parameter.requires_grad)
+
+
+class _Use(torch.autograd.Function):
+    """The weights of a streamed parameter on its device; a gradient goes to the parameter."""
+
+    @staticmethod
+    def forward(_ctx: Any, parameter: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return weights.to(parameter.device, copy=True)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def _use(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    used: dict[int, tuple[Home, torch.Tensor, int]] = {}
+
+    def stand_in(parameter: Any) -> torch.Tensor:
+        if id(parameter) not in used:
+            home = _home(parameter)
+            weights = home.weights()
+            if torch.is_grad_enabled() and parameter.requires_grad:
+                weights = cast(Any, _Use).apply(parameter, weights)
+            elif weights.device != parameter.device:
+                weights = weights.to(parameter.device, copy=True)
+            used[id(parameter)] = home, weights, weights._version
+        return used[id(parameter)][1]
+
+    result = func(*_replaced(args, stand_in), **_replaced(kwargs, stand_in))
+    for home, weights, version in used.values():
+        if weights._version != version:
+            _write_back(home, weights)
+            if result is weights:
+                return home.member.parameter
+    return result
+
+
+def _write_back(home: Home, weights: torch.Tensor) -> None:
+    """Keep what was written in place to a copy; on a view of the host's weights it is kept."""
+    own = home.unit.of_member(home.member)
+    if weights.data_ptr() != own.data_ptr():
+        with torch.no_grad():
+            own.copy_(weights)
+
+
+def _replaced(value: Any, stand_in: Callable[[Any], torch.Tensor]) -> Any:
+    if isinstance(value, StreamedWeight):
+        return stand_in(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_replaced(each, stand_in) for each in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replaced(each, stand_in) for each in value)
+    if isinstance(value, Mapping):
+        return {name: _replaced(each, stand_in) for name, each in value.items()}
+    return value
+
+
+def _stays(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The parameter itself, where a move to a device and dtype leaves it what it is."""
+    parameter = args[0]
+    probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    moved = func(probe, *args[1:], **kwargs)
+    same = (moved.dtype, moved.device) == (probe.dtype, probe.device)
+    return parameter if same and not kwargs.get("copy") else None
+
+
+def _refuse_other(parameter: Any, values: torch.Tensor) -> None:
+    own = _home(parameter).weights()
+    if values is parameter or (values.data_ptr() == own.data_ptr() and values.dtype == own.dtype):
+        return
+    raise EngineError(
+        "its weights are streamed from host memory, and cannot be replaced or moved",
+        key=f"model.{_home(parameter).member.name}",
+        value=f"{values.dtype} on {values.device}",
+        fix="write weights through engine.master_weights.editing(); close the engine to move the "
+        "model",
+    )
+
+
+# -- Calls of units, in which their weights are what they always are.
+
+
+class Inside(threading.local):
+    """The calls of units that this thread is in."""
+
+    def __init__(self) -> None:
+        self._entered: list[tuple[torch.nn.Module, Any]] = []
+
+    def enter(self, module: torch.nn.Module) -> None:
+        """A call begins."""
+        plain = torch._C.DisableTorchFunctionSubclass()
+        plain.__enter__()
+        self._entered.append((module, plain))
+
+    def leave(self, module: torch.nn.Module) -> None:
+        """A call ends, with those inside it that never ended."""
+        if any(module is each for each, _ in self._entered):
+            while True:
+                entered, plain = self._entered.pop()
+                plain.__exit__(None, None, None)
+                if entered is module:
+                    return
+
+    def leave_all(self) -> None:
+        """No call is under way: what ended without a word has ended."""
+        while self._entered:
+            self._entered.pop()[1].__exit__(None, None, None)
+
+
+def _attributes(*names: str) -> Iterator[Any]:
+    for name in names:
+        attribute: Any = getattr(torch.Tensor, name)
+        yield attribute
+        for method in ("__get__", "__set__"):
+            if hasattr(attribute, method):
+                yield getattr(attribute, method)
+
+
+_SET_DATA: Final[Any] = cast(Any, torch.Tensor.data).__set__
+_VIEWS: Final = frozenset(
+    (
+        cast(Any, torch.Tensor.data).__get__,
+        torch.Tensor.detach,
+        torch.detach,
+        torch.Tensor.data_ptr,
+        torch.Tensor.untyped_storage,
+    )
+)
+_MOVES: Final = frozenset(
+    (
+        torch.Tensor.to,
+        torch.Tensor.cpu,
+        torch.Tensor.cuda,
+        torch.Tensor.float,
+        torch.Tensor.half,
+        torch.Tensor.bfloat16,
+        torch.Tensor.double,
+    )
+)
+_WITHOUT_VALUES: Final = (
+    OF_THE_SHAPE
+    | BESIDE_THE_CONTENT
+    | frozenset(
+        _attributes(
+            "requires_grad",
+            "requires_grad_",
+            "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+            "register_hook",
+            "register_post_accumulate_grad_hook",
+            "retain_grad",
+            "storage_offset",
+            "output_nr",
+            "_version",
+        )
+    )
+)
