@@ -1,0 +1,231 @@
+"""Whoever reads a streamed weight gets it, wherever it is; nobody gets an old one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.stream.streaming import Run, advance, loss_of, make_model, start, train
+from zerotune.errors import EngineError
+from zerotune.plan.model import Streaming
+
+pytestmark = pytest.mark.deepspeed
+
+RUN = Run(family="web", steps=3, clipping=0.5)
+
+
+def begin(run: Run = RUN, steps: int = 2) -> Any:
+    engine = start(run, make_model(run), streamed=Streaming(window=2))
+    advance(run, engine, range(steps))
+    return engine
+
+
+def expected(engine: Any) -> dict[str, torch.Tensor]:
+    """The newest weights, from the masters."""
+    named = {f.address.name: f for f in engine.master_weights.read()}
+    return {
+        name: f.value.view(f.address.shape).to(engine.dtype).clone() for name, f in named.items()
+    }
+
+
+READERS: dict[str, Callable[[torch.nn.Module, str], torch.Tensor]] = {
+    "state_dict": lambda model, name: model.state_dict()[name],
+    "data": lambda model, name: model.get_parameter(name).data,
+    "detach": lambda model, name: model.get_parameter(name).detach(),
+    "clone": lambda model, name: model.get_parameter(name).clone(),
+    "arithmetic": lambda model, name: model.get_parameter(name) * 1,
+    "named_parameters": lambda model, name: dict(model.named_parameters())[name] + 0,
+    "deepcopy of a parameter": lambda model, name: copy.deepcopy(model.get_parameter(name)),
+    "deepcopy of the model": lambda model, name: copy.deepcopy(model).get_parameter(name),
+    "pickle": lambda model, name: pickle.loads(pickle.dumps(model.get_parameter(name))),
+    "to another dtype": lambda model, name: model.get_parameter(name).float().bfloat16(),
+    "a list of them": lambda model, name: torch.stack([model.get_parameter(name)] * 2)[1],
+    "numpy": lambda model, name: torch.from_numpy(
+        model.get_parameter(name).detach().float().numpy()
+    ).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_gets_the_newest_weight_of_every_unit(reader):
+    with begin() as engine:
+        for name, weight in expected(engine).items():
+            got = READERS[reader](engine.module, name)
+            assert torch.equal(got.detach(), weight), name
+
+
+def test_right_after_a_step_readers_wait_for_its_pass(monkeypatch):
+    from zerotune.backend.stream import passes
+
+    go, original = threading.Event(), passes.UnitPass.take
+
+    def slow(self: Any) -> None:
+        go.wait()
+        original(self)
+
+    with begin() as engine:
+        before = expected(engine)
+        monkeypatch.setattr(passes.UnitPass, "take", slow)
+        advance(RUN, engine, range(2, 3))
+        threading.Timer(0.2, go.set).start()
+        got = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        after = expected(engine)
+        assert all(torch.equal(got[name], after[name]) for name in got)
+        assert not all(torch.equal(before[name], after[name]) for name in got)
+
+
+def test_another_thread_reads_while_the_model_computes():
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def read(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+        try:
+            while not over.is_set():
+                for name, weight in weights.items():
+                    assert torch.equal(model.get_parameter(name).detach().clone(), weight), name
+        except BaseException as error:
+            errors.append(error)
+
+    with begin() as engine:
+        thread = threading.Thread(target=read, args=(engine.module, expected(engine)))
+        thread.start()
+        for step in range(20):
+            with engine.evaluating():
+                loss_of(RUN, engine, step)
+        over.set()
+        thread.join()
+    assert not errors
+
+
+def test_hooks_inside_a_call_meet_the_weights_of_that_moment():
+    with begin() as engine:
+        weights, seen = expected(engine), []
+        for name, block in engine.module.named_modules():
+            if type(block).__name__ == "Linear" and "blocks" in name:
+                block.register_forward_pre_hook(
+                    lambda module, _, name=name: seen.append(
+                        torch.equal(module.weight.clone(), weights[f"{name}.weight"])
+                        if f"{name}.weight" in weights
+                        else True
+                    )
+                )
+        with engine.evaluating():
+            loss_of(RUN, engine, 0)
+        assert seen
+        assert all(seen)
+
+
+def test_a_gradient_flows_through_a_use_outside_of_the_unit():
+    def losses(streamed: Any) -> list[Any]:
+        with start(RUN, make_model(RUN), streamed=streamed) as engine:
+            for step in range(3):
+                penalty = engine.module.blocks[2].b.weight.square().sum().float()
+                engine.backward(loss_of(RUN, engine, step) + 0.01 * penalty)
+                norm = engine.step().grad_norm
+            return [norm, expected(engine)["blocks.2.b.weight"]]
+
+    (mine, weight), (theirs, their_weight) = losses(True), losses(None)
+    assert mine == theirs
+    assert torch.equal(weight, their_weight)
+
+
+def test_writes_through_torch_are_met_by_the_next_forward_and_refused_by_the_next_step():
+    with begin() as engine:
+        with torch.no_grad():
+            engine.module.blocks[1].b.weight.zero_()
+            engine.module.blocks[2].b.weight.data.zero_()
+        assert not engine.module.blocks[1].b.weight.any()
+        seen: list[bool] = []
+        for index in (1, 2):
+            engine.module.blocks[index].b.register_forward_pre_hook(
+                lambda module, _: seen.append(bool(module.weight.any()))
+            )
+        with engine.evaluating():
+            loss_of(RUN, engine, 0)
+        assert seen == [False, False, False]
+        with pytest.raises(EngineError, match="no longer those that the optimizer steps"):
+            for seed in range(30):
+                engine.master_weights.check_model(seed)
+
+
+def test_edits_reach_the_model():
+    with begin() as engine:
+        with engine.master_weights.editing() as fragments:
+            for fragment in fragments:
+                fragment.value.fill_(0.25)
+        assert all(bool((p == 0.25).all()) for p in engine.module.parameters())
+        seen: list[bool] = []
+        for part in engine.module.modules():
+            if isinstance(part, torch.nn.Linear):
+                part.register_forward_pre_hook(
+                    lambda module, _: seen.append(bool((module.weight == 0.25).all()))
+                )
+        with engine.evaluating():
+            loss_of(RUN, engine, 0)
+        assert seen
+        assert all(seen)
+
+
+def test_weights_are_not_replaced_or_moved():
+    with begin() as engine:
+        engine.module.to("cpu")
+        engine.module.to(torch.bfloat16)
+        with pytest.raises(EngineError, match="streamed from host memory"):
+            engine.module.blocks[0].a.weight.data = torch.zeros(60, 30)
+        with pytest.raises(EngineError, match="streamed from host memory"):
+            engine.module.blocks[0].float()
+        advance(RUN, engine, range(2, 3))
+
+
+def test_reading_in_the_middle_of_a_step_that_began_in_the_backward_pass_is_refused():
+    run = Run(family="web", clipping=0.0)
+    with begin(run) as engine:
+        engine.backward(loss_of(run, engine, 5))
+        with pytest.raises(EngineError, match="middle of a step"):
+            list(engine.master_weights.read())
+        assert engine.step().applied
+        assert list(engine.master_weights.read())
+
+
+def test_what_is_frozen_later_stays_what_zero_2_makes_of_it():
+    def run(streamed: Any) -> Any:
+        with start(RUN, make_model(RUN), streamed=streamed) as engine:
+            kept = [advance(RUN, engine, range(2))]
+            engine.module.blocks[2].requires_grad_(False)
+            engine.module.blocks[3].a.weight.requires_grad_(False)
+            kept.append(advance(RUN, engine, range(2, 4)))
+            engine.module.requires_grad_(True)
+            kept.append(advance(RUN, engine, range(4, 6)))
+            return kept, expected(engine)
+
+    (mine, weights), (theirs, their_weights) = run(Streaming(window=2)), run(None)
+    assert mine == theirs
+    assert all(torch.equal(weights[name], their_weights[name]) for name in weights)
+
+
+def test_what_was_frozen_from_the_start_is_not_unfrozen():
+    run = Run(family="web", lora=True)
+    with begin(run) as engine:
+        next(p for p in engine.module.parameters() if not p.requires_grad).requires_grad_(True)
+        with pytest.raises(EngineError, match="nothing would train it"):
+            loss_of(run, engine, 9)
+
+
+def test_a_closed_engine_leaves_a_whole_ordinary_model():
+    engine = begin()
+    weights = expected(engine)
+    model = engine.module
+    engine.close()
+    assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+    assert all(torch.equal(p.detach(), weights[name]) for name, p in model.named_parameters())
+    out = model(x=torch.randn(2, 8).bfloat16())
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    again = train(RUN, streamed=True)
+    assert again["engine"] == "StreamEngine"
