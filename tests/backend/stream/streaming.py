@@ -256,7 +256,7 @@ def contents(engine: Any, ema: Any = None) -> dict[str, list[torch.Tensor]]:
         found[fragment.address.name] += [
             fragment.value.clone(),
             *states,
-            torch.tensor(fragment.step),
+            torch.tensor(fragment.step or 0),
         ]
     if ema is not None:
         for name, value in ema.state_dict().items():

@@ -6,6 +6,7 @@ The plan is DeepSpeed's, and so are the bits: those of ZeRO-2 with the optimizer
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -305,22 +306,24 @@ class StreamEngine(StartedEngine):
         self._global_step += 1
         self._skipped_steps += 1
 
+    @override
     def _release(self) -> None:
-        try:
+        with ExitStack() as ending:
+            ending.callback(self._give_back)
+            for end in (*(lane.close for lane in self._lanes), self._steps.close):
+                ending.callback(end)
+            ending.callback(self._residency.close)
+            ending.callback(self._passes.close)
             self._steps.forget_all()
             self._steps.land_all()
             self._passes.settle()
-        finally:
-            self._passes.close()
-            self._residency.close()
-            self._steps.close()
-            for lane in self._lanes:
-                lane.close()
-            for unit in self._units:
-                for member in unit.members if not unit.resident else ():
+
+    def _give_back(self) -> None:
+        for unit in self._units:
+            if not unit.resident:
+                for member in unit.members:
                     release_weight(member)
-                if not unit.resident:
-                    unit.give_back()
+                unit.give_back()
 
     @property
     def _at_boundary(self) -> bool:

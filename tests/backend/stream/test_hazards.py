@@ -1,0 +1,124 @@
+"""Planted faults are seen: what comes or goes too early spoils what a run leaves."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.stream.streaming import Run, differences, train
+from zerotune.backend.stream import lanes, passes, residency, steps, units
+from zerotune.errors import EngineError
+from zerotune.plan.model import Streaming
+
+pytestmark = pytest.mark.deepspeed
+
+CLIPPED = Run(family="web", checkpointing="on", accumulation=2, steps=4)
+WHOLE_GRAPH = Run(family="web", accumulation=2, steps=4)
+EAGER = Run(family="web", checkpointing="on", accumulation=2, clipping=0.0, steps=4)
+
+
+def spoil_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evicted unit keeps its memory and is NaN there: a use of it is seen, and no crash."""
+
+    def evict(self: Any) -> None:
+        self.flat.data.fill_(torch.nan)
+        self.is_here, self.loaded = False, None
+
+    def allocate(self: Any) -> None:
+        if not self._storage.nbytes():
+            self._storage.resize_(self.nbytes)
+        self.flat.data.fill_(torch.nan)
+        self.is_here = True
+
+    monkeypatch.setattr(units.Unit, "evict", evict)
+    monkeypatch.setattr(units.Unit, "allocate", allocate)
+
+
+def streamed(run: Run) -> dict[str, Any]:
+    return train(run, streamed=Streaming(window=2), seed=3)
+
+
+def is_seen(good: dict[Run, dict[str, Any]], run: Run) -> bool:
+    """Whether a run leaves something else, or does not come to an end."""
+    try:
+        return bool(differences(good[run], streamed(run)))
+    except EngineError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def good():
+    return {run: streamed(run) for run in (CLIPPED, WHOLE_GRAPH, EAGER)}
+
+
+@pytest.fixture(autouse=True)
+def evicted_is_nan(monkeypatch, good):
+    spoil_evicted(monkeypatch)
+
+
+@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
+def test_without_a_fault_nothing_evicted_is_used(good, run):
+    assert not differences(good[run], streamed(run))
+
+
+def test_a_copy_to_the_device_that_is_not_waited_for(good, monkeypatch):
+    monkeypatch.setattr(lanes.Copy, "receive", lambda _: None)
+    assert is_seen(good, CLIPPED)
+
+
+@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
+def test_a_pass_that_is_not_waited_for(good, monkeypatch, run):
+    original = lanes.Lane.submit
+
+    def submit(self: Any, copy: Any, *, wait: Any = None, then: Any = None) -> Any:
+        return original(self, copy, then=then)
+
+    monkeypatch.setattr(lanes.Lane, "submit", submit)
+    take = passes.UnitPass.take
+
+    def slow(self: Any) -> None:
+        time.sleep(0.02)
+        take(self)
+
+    monkeypatch.setattr(passes.UnitPass, "take", slow)
+    assert is_seen(good, run)
+
+
+def test_gradients_that_are_not_waited_for(good, monkeypatch):
+    monkeypatch.setattr(lanes.Copy, "finish", lambda _: None)
+    monkeypatch.setattr(passes.UnitPass, "is_ready", property(lambda _: True))
+    assert is_seen(good, EAGER)
+
+
+def test_a_unit_that_is_released_before_its_last_gradient(good, monkeypatch):
+    original = residency.Residency._enter_backward
+
+    def enter(self: Any, call: Any, gradient: torch.Tensor) -> None:
+        original(self, call, gradient)
+        for unit in call.units:
+            self.close_calls(unit)
+            unit.evict()
+
+    monkeypatch.setattr(residency.Residency, "_enter_backward", enter)
+    assert is_seen(good, WHOLE_GRAPH)
+
+
+def test_a_step_before_the_last_micro_batch(good, monkeypatch):
+    original = steps.StreamedSteps.begin_backward
+
+    def begin(self: Any, *, is_last: bool) -> None:
+        original(self, is_last=True)
+
+    monkeypatch.setattr(steps.StreamedSteps, "begin_backward", begin)
+    with pytest.raises(Exception, match="used again in the backward pass"):
+        streamed(EAGER)
+
+
+def test_weights_that_are_not_fetched_again_after_a_step(good, monkeypatch):
+    monkeypatch.setattr(
+        units.Unit, "is_current", property(lambda unit: unit.is_here and unit.loaded is not None)
+    )
+    assert is_seen(good, CLIPPED)

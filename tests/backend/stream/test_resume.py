@@ -1,0 +1,95 @@
+"""Checkpoints of streamed weights resume anywhere, and those of others resume streamed."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend.stream.streaming import Run, advance, contents, make_model, start
+from zerotune.checkpoint import load_checkpoint, save_checkpoint
+from zerotune.ema import EMAShadow
+from zerotune.plan.model import Streaming
+
+# DeepSpeed gathers at stage 3 by a name that torch has another one for.
+pytestmark = [pytest.mark.deepspeed, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "streamed": {"streamed": Streaming(window=2)},
+    "streamed at stage 3": {"streamed": True, "stage": 3},
+    "stage 2": {"streamed": None},
+    "stage 3": {"streamed": None, "stage": 3},
+    "plain": {"streamed": None, "stage": 0, "deepspeed": False},
+}
+FULL = Run(family="web", accumulation=2, clipping=0.05)
+EAGER = Run(family="web", clipping=0.0)
+ADAPTERS = Run(family="web", lora=True)
+
+
+def train(
+    run: Run,
+    engine_name: str,
+    steps: range,
+    *,
+    resume: Path | None = None,
+    save: Path | None = None,
+) -> dict[str, Any]:
+    with start(run, make_model(run), **ENGINES[engine_name]) as engine:
+        ema = EMAShadow(decay=0.9).attach(engine)
+        if resume is not None:
+            load_checkpoint(resume, engine=engine, shadows={"ema": ema})
+        loaded = contents(engine, ema)
+        kept: dict[str, Any] = advance(run, engine, steps, ema)
+        if save is not None:
+            save_checkpoint(save, engine=engine, shadows={"ema": ema})
+        return {**kept, "loaded": loaded, "contents": contents(engine, ema)}
+
+
+def same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine["losses"] == theirs["losses"]
+    assert mine["norms"] == theirs["norms"]
+    for when in ("loaded", "contents"):
+        one, other = mine[when], theirs[when]
+        assert one.keys() == other.keys()
+        differing = [n for n in one if not all(map(torch.equal, one[n], other[n]))]
+        assert not differing, when
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of three steps by run and engine."""
+
+    @functools.cache
+    def save(run: Run, engine_name: str) -> Path:
+        folder = tmp_path_factory.mktemp("saved") / "step"
+        train(run, engine_name, range(3), save=folder)
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("run", [FULL, EAGER, ADAPTERS], ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(saved, run):
+    whole = train(run, "stage 2", range(6))
+    resumed = train(run, "streamed", range(3, 6), resume=saved(run, "streamed"))
+    assert whole["losses"][-len(resumed["losses"]) :] == resumed["losses"]
+    assert all(
+        all(map(torch.equal, whole["contents"][name], resumed["contents"][name]))
+        for name in whole["contents"]
+    )
+
+
+@pytest.mark.parametrize("run", [FULL, ADAPTERS], ids=str)
+@pytest.mark.parametrize("target", ENGINES)
+def test_its_checkpoints_are_those_of_stage_2(saved, run, target):
+    mine = train(run, target, range(3, 5), resume=saved(run, "streamed"))
+    same(mine, train(run, target, range(3, 5), resume=saved(run, "stage 2")))
+
+
+@pytest.mark.parametrize("source", ["stage 3", "plain", "streamed at stage 3"])
+def test_checkpoints_of_others_resume_streamed_as_at_stage_2(saved, source):
+    mine = train(FULL, "streamed", range(3, 5), resume=saved(FULL, source))
+    same(mine, train(FULL, "stage 2", range(3, 5), resume=saved(FULL, source)))

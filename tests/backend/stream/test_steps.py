@@ -1,0 +1,277 @@
+"""Steps of streamed weights: when they begin, what is dropped, and what is never gone on with."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.backend.stream.streaming import (
+    Run,
+    advance,
+    contents,
+    loss_of,
+    make_model,
+    start,
+)
+from tests.support.ranks import run_ranks
+from zerotune.backend.stream import steps
+from zerotune.errors import EngineError
+from zerotune.plan.model import DeepSpeedPlan, ModelFacts, Streaming
+from zerotune.platform import Platform
+
+pytestmark = pytest.mark.deepspeed
+
+CLIPPED = Run(family="web", clipping=0.05)
+EAGER = Run(family="web", clipping=0.0)
+
+
+def begin(run: Run, streamed: Any = True) -> Any:
+    return start(run, make_model(run), streamed=streamed)
+
+
+@pytest.mark.parametrize(("run", "eager"), [(CLIPPED, False), (EAGER, True)], ids=str)
+def test_with_clipping_off_and_only_then_passes_begin_in_the_backward_pass(run, eager):
+    with begin(run) as engine:
+        loss = loss_of(run, engine, 0)
+        assert not engine._steps.under_way
+        engine.backward(loss)
+        assert engine._steps.under_way == eager
+        engine.step()
+        assert not engine._steps.under_way
+        assert ("in the backward pass" in engine.explain()) == eager
+
+
+def test_micro_batches_before_the_last_begin_nothing():
+    run = Run(family="web", clipping=0.0, accumulation=3)
+    with begin(run) as engine:
+        for micro in range(2):
+            engine.backward(loss_of(run, engine, micro))
+            assert not engine._steps.under_way
+            assert not engine.step().boundary
+
+
+@pytest.mark.parametrize("run", [CLIPPED, EAGER], ids=str)
+def test_a_gradient_that_is_nowhere_finite_skips_the_step_as_zero_2_does(run):
+    def train(streamed: Any) -> Any:
+        with begin(run, streamed) as engine:
+            kept: list[Any] = [advance(run, engine, range(2))]
+            engine.backward(loss_of(run, engine, 2) * float("nan"))
+            outcome = engine.step()
+            kept += [outcome.applied, outcome.boundary, attrs.evolve(engine.state, loss_scaler={})]
+            kept.append(advance(run, engine, range(3, 5)))
+            return kept, contents(engine)
+
+    (mine, weights), (theirs, their_weights) = train(Streaming(window=2)), train(None)
+    assert mine == theirs
+    assert all(all(map(torch.equal, weights[n], their_weights[n])) for n in weights)
+
+
+@pytest.mark.parametrize("run", [CLIPPED, Run(family="web", clipping=0.0, accumulation=2)], ids=str)
+def test_a_dropped_window_is_as_if_it_had_not_been(run):
+    def train(streamed: Any) -> Any:
+        with begin(run, streamed) as engine:
+            kept: list[Any] = [advance(run, engine, range(2))]
+            engine.backward(loss_of(run, engine, 50))
+            engine.discard()
+            kept.append(attrs.evolve(engine.state, loss_scaler={}))
+            kept.append(advance(run, engine, range(3, 5)))
+            return kept, contents(engine)
+
+    (mine, weights), (theirs, their_weights) = train(Streaming(window=2)), train(None)
+    assert mine == theirs
+    assert all(all(map(torch.equal, weights[n], their_weights[n])) for n in weights)
+
+
+def test_a_window_whose_steps_have_begun_is_not_dropped():
+    with begin(EAGER) as engine:
+        engine.backward(loss_of(EAGER, engine, 0))
+        with pytest.raises(EngineError, match="began in the backward pass"):
+            engine.discard()
+        assert engine.step().applied
+        advance(EAGER, engine, range(1, 2))
+
+
+def spoil(engine: Any) -> None:
+    """Have the first block's gradients be NaN, when all others have been stepped."""
+    parameter = engine.module.blocks[0].a.bias
+    with torch._C.DisableTorchFunctionSubclass():
+        hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
+    original = steps.StreamedSteps._complete
+
+    def complete(self: Any, unit: Any) -> None:
+        if unit.name == "blocks.0":
+            self._passes.settle()
+        original(self, unit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps.StreamedSteps, "_complete", complete)
+        engine.backward(loss_of(EAGER, engine, 9))
+    hook.remove()
+
+
+def test_steps_that_met_a_bad_gradient_too_late_are_not_gone_on_with_until_a_resume(tmp_path):
+    from zerotune.checkpoint import load_checkpoint, save_checkpoint
+
+    with begin(EAGER) as engine:
+        advance(EAGER, engine, range(2))
+        save_checkpoint(tmp_path / "good", engine=engine)
+        spoil(engine)
+        outcome = engine.step()
+        assert outcome.applied, "some weights have changed"
+        assert outcome.grad_norm == float("inf")
+        for go_on in (
+            lambda: loss_of(EAGER, engine, 3),
+            lambda: engine.backward(torch.ones((), requires_grad=True)),
+        ):
+            with pytest.raises(EngineError, match="resume from the last checkpoint"):
+                go_on()
+        load_checkpoint(tmp_path / "good", engine=engine)
+        resumed = advance(EAGER, engine, range(2, 5))
+    with begin(EAGER, None) as engine:
+        whole = advance(EAGER, engine, range(5))
+    assert resumed["losses"] == whole["losses"][2:]
+
+
+def test_an_error_in_a_pass_ends_every_call_after_it(monkeypatch):
+    from zerotune.backend.stream import passes
+
+    def fail(self: Any) -> None:
+        raise MemoryError("no more")
+
+    with begin(CLIPPED) as engine:
+        advance(CLIPPED, engine, range(1))
+        engine.master_weights.settle()
+        monkeypatch.setattr(passes.UnitPass, "take", fail)
+        engine.backward(loss_of(CLIPPED, engine, 1))
+        engine.step()
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                loss_of(CLIPPED, engine, 2)
+            with pytest.raises(MemoryError):
+                list(engine.master_weights.read())
+        with pytest.raises(MemoryError):
+            engine.close()
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind():
+    def train(streamed: Any, fail: bool) -> Any:
+        with begin(CLIPPED, streamed) as engine:
+            kept = [advance(CLIPPED, engine, range(2))]
+            if fail:
+                hook = engine.module.blocks[3].b.register_forward_pre_hook(_raise)
+                with pytest.raises(OSError, match="in the forward"):
+                    loss_of(CLIPPED, engine, 2)
+                hook.remove()
+            return [*kept, advance(CLIPPED, engine, range(2, 4))]
+
+    assert train(Streaming(window=2), fail=True) == train(None, fail=False)
+
+
+def _raise(*_: Any) -> None:
+    raise OSError("in the forward")
+
+
+def test_hooks_around_the_optimizers_step_run_before_any_weight_changes():
+    for run in (CLIPPED, EAGER):
+        with begin(run) as engine:
+            advance(run, engine, range(1))
+            seen: list[float] = []
+            end = engine.master_weights.before_change(
+                lambda engine=engine, seen=seen: seen.append(_sum(engine))
+            )
+            before = _sum(engine)
+            advance(run, engine, range(1, 2))
+            end()
+            assert seen == [before]
+            assert _sum(engine) != before
+
+
+def _sum(engine: Any) -> float:
+    return sum(float(f.value.double().sum()) for f in engine.master_weights.read())
+
+
+# -- Where it is not done.
+
+
+def resolved(streamed: Any = True, *, world_size: int = 1, **build: Any) -> Any:
+    arguments = {"stage": 2, "offload": "cpu", "precision": "bf16", **build}
+    return DeepSpeedPlan.build(**arguments).resolve(
+        streamed=streamed,
+        world_size=world_size,
+        platform=Platform.synthetic("cuda", vram=2**34, ram=2**40),
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"stage": 1}, "stage 2 or 3"),
+        ({"offload": "none"}, "not in host memory"),
+        ({"precision": "fp16"}, "loss scale"),
+        ({"world_size": 2}, "one process streams"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_streamed_says_why(how, reason):
+    plan = resolved(**how)
+    assert plan.streamed is False
+    (said,) = [d for d in plan.decisions if d.key == "streamed"]
+    assert reason in said.reason
+    assert (said.before, said.after, said.severity) == (True, False, "warning")
+
+
+def test_nothing_is_said_where_nobody_asked():
+    for streamed in (None, False):
+        assert not [d for d in resolved(streamed).decisions if d.key == "streamed"]
+
+
+def _on_two_ranks() -> tuple[str, list[str]]:
+    run = Run(family="web", steps=1, scheduler=False)
+    model = make_model(run)
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", micro_batch_size=2)
+    from zerotune.backend.build import build_engine
+    from zerotune.optim.resolver import OptimizerResolver
+
+    world = int(os.environ["WORLD_SIZE"])
+    ready = plan.resolve(model=ModelFacts.from_module(model), world_size=world, streamed=True)
+    with build_engine(model=model, plan=OptimizerResolver().apply(ready)) as engine:
+        engine.backward(loss_of(run, engine, engine.group.rank))
+        engine.step()
+        return type(engine).__name__, [d.reason for d in engine.decisions if d.key == "streamed"]
+
+
+@pytest.mark.world_size(2)
+def test_on_two_ranks_deepspeed_trains_and_says_so():
+    for name, said in run_ranks(_on_two_ranks, world_size=2):
+        assert name == "DeepSpeedEngine"
+        assert len(said) == 1
+
+
+def test_a_model_without_repeated_blocks_is_trained_by_deepspeed():
+    from zerotune.backend.build import build_engine
+    from zerotune.optim.resolver import OptimizerResolver
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    ready = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16").resolve(
+        model=ModelFacts.from_module(model), streamed=True
+    )
+    with build_engine(model=model, plan=OptimizerResolver().apply(ready)) as engine:
+        assert type(engine).__name__ == "DeepSpeedEngine"
+        assert "no repeated blocks" in engine.explain()
+
+
+def test_prepare_starts_it_from_a_resolved_plan():
+    import zerotune
+
+    run = Run(family="web", steps=2, scheduler=False)
+    model = make_model(run)
+    plan = DeepSpeedPlan.build(stage=2, offload="cpu", precision="bf16", micro_batch_size=2)
+    resolved = plan.resolve(model=ModelFacts.from_module(model), streamed=Streaming(window=2))
+    with zerotune.prepare(model=model, plan=resolved) as engine:
+        assert type(engine).__name__ == "StreamEngine"
+        assert advance(run, engine, range(2))["losses"]
+        assert "6 units" in engine.explain()
