@@ -85,6 +85,16 @@ class Card:
             for index, path in enumerate(self.samples.values())
         ]
 
+    def _check_samples(self) -> None:
+        for caption, sample in self.samples.items():
+            if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
+                raise InvalidValueError(
+                    "is no picture or clip that can be shown",
+                    key=f"Card.samples[{caption!r}]",
+                    value=Path(sample).name,
+                    fix=f"a file that ends with one of {', '.join(_PICTURES)}",
+                )
+
     def _choices(self) -> str:
         lines = [f"- {_without_paths(str(each))}" for each in self.decisions if each.told]
         return "\n".join(["## Chosen automatically", "", *dict.fromkeys(lines)]) if lines else ""
@@ -139,14 +149,7 @@ def publish(
     hub, card = _hub(), card or Card()
     top = Path(folder).absolute()
     local = _export_files(top)
-    for caption, sample in card.samples.items():
-        if Path(sample).suffix.lower() not in _PICTURES or not Path(sample).is_file():
-            raise InvalidValueError(
-                "is no picture or clip that can be shown",
-                key=f"Card.samples[{caption!r}]",
-                value=Path(sample).name,
-                fix=f"a file that ends with one of {', '.join(_PICTURES)}",
-            )
+    card._check_samples()
     samples = dict(zip(card.sample_names(), map(Path, card.samples.values()), strict=True))
     uploads = {**local, **samples}
     api = hub.HfApi(endpoint=endpoint, token=token)

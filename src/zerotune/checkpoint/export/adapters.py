@@ -423,7 +423,8 @@ class _Draft:
         decisions = (*self._judgement.conclude(), *self._complete())
         if self._writer is None:
             raise ValueError("no file was begun")
-        (record,) = self._writer.publish()
+        self._writer.publish()
+        (record,) = self._writer.records
         shapes = [torch.Size(shape) for shape in self._outline.shapes.values()]
         return ExportedAdapters(
             path=self._path,
