@@ -162,8 +162,12 @@ def publish(
             hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=source)
             for name, source in {**uploads, CARD: content}.items()
         ]
+        # Weights of an earlier upload that would be read in the place of these.
+        stems = {_weights_stem(name) for name in local if name.endswith(".safetensors")}
         operations += [
-            hub.CommitOperationDelete(path_in_repo=name) for name in _replaced(there, local)
+            hub.CommitOperationDelete(path_in_repo=name)
+            for name in there
+            if name not in local and ".safetensors" in name and _weights_stem(name) in stems
         ]
         done = api.create_commit(
             repo_id,
@@ -222,14 +226,6 @@ def _export_files(top: Path) -> dict[str, Path]:
             fix="export it again, or upload the folder with huggingface_hub.upload_folder",
         )
     return {name: top / name for name in there}
-
-
-def _replaced(there: Sequence[str], now: Iterable[str]) -> list[str]:
-    """Weights of an earlier upload that would be read in the place of these, and its samples."""
-    files = set(now)
-    stems = {_weights_stem(name) for name in files if name.endswith(".safetensors")}
-    old = [name for name in there if name not in files]
-    return [name for name in old if _weights_stem(name) in stems and ".safetensors" in name]
 
 
 def _weights_stem(name: str) -> str:
