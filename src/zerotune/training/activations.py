@@ -19,7 +19,7 @@ from zerotune.decisions import Decision
 from zerotune.diffusion.activations import ActivationOffload
 from zerotune.diffusion.data import BucketedDataset
 from zerotune.diffusion.facts import example_inputs, frames_per_latent, latent_scale
-from zerotune.diffusion.passes import CALLS, KINDS, Pass, counted_passes
+from zerotune.diffusion.passes import CALLS, KINDS, Pass, both_passes, counting
 from zerotune.errors import InvalidValueError, ZeroTuneError
 from zerotune.plan.model import (
     ActivationCost,
@@ -76,7 +76,8 @@ def known_activations(
         torch.nn.Module.to(copy, torch.bfloat16)
         clip = {} if frames is None else {"frames": frames}
         arguments = example_inputs(copy)(batch, *size, **clip)
-        (full,), again = counted_passes(copy, [arguments], checkpointed=checkpointed)
+        with counting(copy) as count:
+            (full,), again = both_passes(copy, [arguments], count, checkpointed=checkpointed)
         less = None if again is None else again[0]
     except ZeroTuneError as error:
         return Activations(size=size, why=error.reason)
