@@ -28,7 +28,6 @@ from zerotune.optim.capability import (
     GROUP_RATES,
     Capability,
     CapabilityTable,
-    Implementation,
     Situation,
     capability_of,
     implementation_of,
@@ -129,14 +128,7 @@ def settle(
     _record_name(asked, request, implementation, log)
     _record_capability(request, situation, capability, log)
     return Settled(
-        choice=OptimizerChoice(
-            name=request.name.canonical,
-            params=params,
-            implementation=implementation.name,
-            source=implementation.source,
-            package=implementation.package,
-            weight_decay_mode=implementation.weight_decay_mode,
-        ),
+        choice=attrs.evolve(implementation, params=params),
         entry=request.entry,
         decisions=(*log.decisions, *filled.decisions),
         rates={key: filled.values[key] for key in GROUP_RATES if key in filled.values},
@@ -372,23 +364,29 @@ def _match_bf16_states(situation: Situation, filled: Filled) -> None:
 
 
 def _constructor_arguments(
-    request: Request, implementation: Implementation, filled: Filled, policy: Policy
+    request: Request, implementation: OptimizerChoice, filled: Filled, policy: Policy
 ) -> dict[str, Any]:
     """What the class that really runs takes; the rest goes, audibly when somebody wrote it."""
     entry = request.entry
     kept: dict[str, Any] = {}
     for key, value in filled.values.items():
-        if implementation.takes(entry, key):
+        parameter = entry.parameter(key)
+        if key in CONFIGURATION_ONLY:
+            taken = implementation.source == "deepspeed"
+        else:
+            accepted = parameter is not None and parameter.accepts(implementation.implementation)
+            taken = accepted and key not in GROUP_RATES
+        if taken:
             kept[key] = value
         elif key not in filled.defaulted and key not in CONFIGURATION_ONLY | GROUP_RATES:
-            _drop_argument(entry.parameter(key), implementation, value, filled, policy)
+            _drop_argument(parameter, implementation, value, filled, policy)
     filled.record_defaults(OPTIMIZER, entry.name, filled.defaulted & kept.keys())
     return kept
 
 
 def _drop_argument(
     parameter: Parameter | None,
-    implementation: Implementation,
+    implementation: OptimizerChoice,
     value: Any,
     filled: Filled,
     policy: Policy,
@@ -397,7 +395,7 @@ def _drop_argument(
         return
     key = f"{OPTIMIZER}.{parameter.name}"
     reason = (
-        f"{implementation.name}, which does the update here, has no such argument "
+        f"{implementation.implementation}, which does the update here, has no such argument "
         f"({', '.join(sorted(parameter.only))} would)"
     )
     if policy == "error":
@@ -410,7 +408,7 @@ def _drop_argument(
 
 
 def _record_name(
-    asked: Request, request: Request, implementation: Implementation, log: Log
+    asked: Request, request: Request, implementation: OptimizerChoice, log: Log
 ) -> None:
     name, canonical = asked.name, asked.name.canonical
     if not asked.configured:
@@ -428,7 +426,7 @@ def _record_name(
             name.written,
             canonical,
             f"it names a class, and the engine picks the class itself: {canonical} runs as "
-            f"{implementation.name} here",
+            f"{implementation.implementation} here",
             "warning",
         )
     elif asked.configured and name.written != canonical:
@@ -436,7 +434,7 @@ def _record_name(
             OPTIMIZER_TYPE,
             name.written,
             canonical,
-            f"another spelling; it runs as {implementation.name} here",
+            f"another spelling; it runs as {implementation.implementation} here",
         )
 
 
