@@ -100,6 +100,8 @@ class PlainEngine(StartedEngine):
         VerificationError: What accelerate built is not what the plan says.
     """
 
+    _pass: PlainStep | None = None
+
     @override
     def _start(self, model: torch.nn.Module, plan: ResolvedPlan, timeout_s: float) -> None:
         choice = chosen_optimizer(plan)
@@ -162,7 +164,6 @@ class PlainEngine(StartedEngine):
 
     def _take_over_step(self, plan: ResolvedPlan, layout: MasterLayout) -> tuple[Decision, ...]:
         """Have an Adam in host memory stepped in one pass, where that is possible."""
-        self._step: PlainStep | None = None
         adam = self._torch_optimizer
         if plan.offload_optimizer == "none" or not isinstance(adam, _ADAMS):
             return ()
@@ -177,7 +178,7 @@ class PlainEngine(StartedEngine):
         if isinstance(op, str):
             _fuse(adam)
             return (Decision(key=KEY, before=usual, after=usual, reason=op),)
-        self._step = PlainStep(
+        self._pass = self._host_step = PlainStep(
             op=op,
             adam=adam,
             module=self._module,
@@ -186,7 +187,7 @@ class PlainEngine(StartedEngine):
             host=self._host,
         )
         return take_steps(
-            self._step,
+            self._pass,
             plan,
             before=usual,
             reason="clipping, Adam and the averages go over host memory once, not once each; the "
@@ -288,15 +289,10 @@ class PlainEngine(StartedEngine):
     def _release(self) -> None:
         self._close_micro_batch()
         try:
-            if self._step is not None:
-                self._step.close()
+            if self._pass is not None:
+                self._pass.close()
         finally:
             self._accelerator.free_memory()
-
-    @property
-    @override
-    def _later_decisions(self) -> tuple[Decision, ...]:
-        return () if self._step is None else self._step.decisions
 
     @property
     def _at_boundary(self) -> bool:
@@ -322,7 +318,7 @@ class PlainEngine(StartedEngine):
         if not finite and self._accelerator.scaler is None:
             return False
         self._optimizer.step()
-        if self._host is not None and self._step is None:
+        if self._host is not None and self._pass is None:
             self._host.upload()
         return not self._optimizer.step_was_skipped
 
@@ -346,8 +342,8 @@ class PlainEngine(StartedEngine):
         """As ``_gradient_norm``; the pass itself clips, where there is one."""
         norm = self._host.collect() if self._host is not None else gradient_norm(self._parameters)
         coefficient = torch.clamp(limit / (norm + _CLIPPING_EPS), max=1.0) if limit > 0 else None
-        if self._step is not None:
-            self._step.factor = 1.0 if coefficient is None else float(coefficient)
+        if self._pass is not None:
+            self._pass.factor = 1.0 if coefficient is None else float(coefficient)
         elif coefficient is not None:
             for parameter in self._parameters:
                 if parameter.grad is not None:
