@@ -128,9 +128,9 @@ def in_small_parts() -> Iterator[Counter[str]]:
         original(self, index)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending, "_LEAST", 96)
-        patch.setattr(pending, "_PARTS", 10**9)
-        patch.setattr(pending, "_SHARED_PARTS", 10**9)
+        patch.setattr(pending, "LEAST_EXCHANGED", 96)
+        patch.setattr(pending, "_PARTS_ALONE", 10**9)
+        patch.setattr(pending, "EXCHANGED_PARTS", 10**9)
         patch.setattr(pending.PendingStep, "_take", take)
         yield taken
 

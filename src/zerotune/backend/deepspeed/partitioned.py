@@ -391,7 +391,6 @@ class PartitionedStep(HostStep):
             order=tuple(self._order),
             steps=steps,
             upload=upload,
-            exchange=upload.exchange,
         )
 
     @override

@@ -381,11 +381,9 @@ class ShardedStep(HostStep):
 
     @override
     def _written(self) -> Mapping[str, torch.Tensor]:
-        names = {address.name for address in self._layout.addresses}
         return {
             name: parameter.ds_tensor  # type: ignore[attr-defined]
             for name, parameter in self._parameters.items()
-            if name in names
         }
 
     @override

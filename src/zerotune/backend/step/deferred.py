@@ -304,7 +304,7 @@ class DeferredSteps(ABC):
             for name, tensor in self._written().items():
                 pending.hold(name, tensor)
             if self._thread is not None:
-                self._thread.submit(_run, pending)
+                self._thread.submit(pending.run_in_thread)
         except BaseException as error:
             # Whoever waits for a pass that nobody takes would wait for ever.
             pending.fail(error)
@@ -451,7 +451,13 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
     """
     at_once = step.why_at_once()
     on_cpu = plan.platform.accelerator == "cpu"
-    unproven = None if on_cpu else _why_unproven(step, plan)
+    unproven = None
+    if not on_cpu:
+        path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
+        unproven = why_unproven(path, accelerator=plan.platform.accelerator)
+        # The ranks must do the same.
+        elsewhere = step.group.any(unproven is not None, purpose="choose when a pass is taken")
+        unproven = unproven or ("it is not proven on another rank's device" if elsewhere else None)
     after = "taken before the step returns"
     if at_once is not None:
         reason = at_once
@@ -474,14 +480,6 @@ def choose_when(step: DeferredSteps, plan: ResolvedPlan) -> Decision:
         else:
             reason = f"{unproven}; plan.resolve(hidden=True) asks for it all the same"
     return Decision(key=HIDDEN_KEY, before=None, after=after, reason=reason)
-
-
-def _why_unproven(step: DeferredSteps, plan: ResolvedPlan) -> str | None:
-    """Why a pass is not hidden by default on some rank; the ranks must do the same."""
-    path: FastPath = "exchange" if step.needs_a_thread else "hidden step"
-    unproven = why_unproven(path, accelerator=plan.platform.accelerator)
-    elsewhere = step.group.any(unproven is not None, purpose="choose when a pass is taken")
-    return unproven or ("it is not proven on another rank's device" if elsewhere else None)
 
 
 # -- What is compiled.
@@ -550,10 +548,3 @@ def _land_direct(module: torch.nn.Module, _inputs: Any) -> None:
         return
     for parameter in module.parameters(recurse=False):
         land(parameter)
-
-
-def _run(pending: PendingStep) -> None:
-    try:
-        pending.run()
-    except BaseException as error:  # noqa: BLE001 - raised again where somebody waits
-        pending.fail(error)
