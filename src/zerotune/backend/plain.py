@@ -66,8 +66,6 @@ _ACCELERATE_CONFIGURATION = (
     "ACCELERATE_DYNAMO_BACKEND",
 )
 
-_SCALE: Final = ("scale", "_growth_tracker")
-"""What of a ``GradScaler``'s state changes while it runs."""
 _ADAMS: Final = (*TORCH_ADAMS, AdamWBF16States)
 _ELEMENT_BY_ELEMENT: Final = (
     *_ADAMS,
@@ -585,13 +583,14 @@ def _fuse(adam: torch.optim.Optimizer) -> None:
 
 
 def carried_scale(saved: Mapping[str, Any], *, fresh: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ``GradScaler`` continues with: where a run was from it, how it grows from this one.
+    """What a ``GradScaler`` continues with: the scale of a checkpoint, the growth of this run.
 
     Args:
         saved: Of a checkpoint; may lack anything.
         fresh: ``state_dict()`` of the scaler that runs.
     """
-    return {**fresh, **{name: saved[name] for name in _SCALE if name in saved}}
+    changing = ("scale", "_growth_tracker")
+    return {**fresh, **{name: saved[name] for name in changing if name in saved}}
 
 
 def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
@@ -601,18 +600,14 @@ def _accelerator(plan: ResolvedPlan, timeout_s: float) -> Any:
     # Without this variable accelerate gives each CPU process a share of the machine's cores,
     # whatever number of threads torch was told to use and whatever cores the process may use.
     hidden["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    handlers = (
-        [accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))]
-        if launch.launched
-        else []
-    )
+    timeout = accelerate.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
     with environment(**hidden), meeting(launch, timeout_s=timeout_s):
         try:
             return accelerate.Accelerator(
                 mixed_precision="no" if plan.precision == "fp32" else plan.precision,
                 cpu=plan.platform.accelerator == "cpu",
                 step_scheduler_with_optimizer=False,
-                kwargs_handlers=handlers,
+                kwargs_handlers=[timeout] if launch.launched else [],
             )
         except ValueError as error:
             # Its precision belongs to the process, so two engines at once must share it.

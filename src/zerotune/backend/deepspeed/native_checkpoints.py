@@ -211,22 +211,22 @@ class NativeCheckpoint:
         return "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
 
     def _optimizer_files(self) -> list[Path]:
-        found = {}
+        files = {}
         for path in self.folder.iterdir():
             if match := _OPTIMIZER_FILE.fullmatch(path.name):
                 if int(match[2]):
                     raise CheckpointError(
                         "was saved with tensor parallelism, which is not read", key=str(path)
                     )
-                found[int(match[1])] = path
-        if not found:
+                files[int(match[1])] = path
+        if not files:
             raise CheckpointError(
                 "holds no ZeRO optimizer states (zero_pp_rank_*_optim_states.pt)",
                 key=str(self.folder),
                 fix="give a checkpoint of stage 1, 2 or 3, of save_checkpoint and not of "
                 "save_16bit_model",
             )
-        return [found[rank] for rank in sorted(found)]
+        return [files[rank] for rank in sorted(files)]
 
     def _model_file(self) -> Path:
         for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
