@@ -161,11 +161,7 @@ class Writing:
         self._writer: TensorWriter | None = None
 
     def run(self) -> Path:
-        """Write, read back and publish. Collective over the group's control channel.
-
-        Returns:
-            The checkpoint.
-        """
+        """Write, read back and publish. Collective over the group's control channel."""
         group = self._group
         try:
             self._folder = together(group, "make the folder", self._stage)[0]

@@ -419,8 +419,8 @@ def find_leases(root: Path) -> tuple[FoundLease, ...]:
     with system_errors(OffloadError, root, "the swap root cannot be listed"):
         paths = sorted(root.iterdir())
     kind = filesystem_kind(root.resolve())
-    found = (_inspect(path, run_id_of(path.name), kind) for path in paths)
-    return tuple(lease for lease in found if lease is not None)
+    leases = (_inspect(path, run_id_of(path.name), kind) for path in paths)
+    return tuple(lease for lease in leases if lease is not None)
 
 
 def find_lease(path: Path) -> FoundLease | None:
@@ -525,9 +525,6 @@ def release(
     """Leave after a run that ended well; its maker removes each folder once all are out.
 
     Without ``barrier`` the last rank to leave removes it.
-
-    Returns:
-        What went otherwise than planned, and what failed.
     """
     if barrier is not None:
         for directory in directories:

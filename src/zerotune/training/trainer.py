@@ -452,7 +452,7 @@ class Trainer(Closing, Readable):
 
     def _judge_weights(self, metrics: StepMetrics, error: CheckpointNotFiniteError) -> None:
         """A save has found what no loss has shown yet; every rank is told."""
-        found = NonFinite(
+        spoiled = NonFinite(
             step=metrics.step,
             what="weights",
             value=math.nan,
@@ -461,7 +461,7 @@ class Trainer(Closing, Readable):
             weights_changed=True,
         )
         try:
-            self.non_finite.judge(found)
+            self.non_finite.judge(spoiled)
         except TrainingError as refusal:
             raise refusal from error
         self.non_finite.settle(self, metrics)
@@ -566,17 +566,17 @@ class Running:
             self._activations = known_activations(
                 self._engine.module, self._data, batch=plan.micro_batch_size
             )
-        known = self._activations or Activations()
+        activations = self._activations or Activations()
         emas: list[EMAPlace] = [
             "host" if shadow.device.type == "cpu" else "device" for shadow in shadows
         ]
         return expected_memory(
             plan,
             emas=emas,
-            activations=known.facts,
-            arithmetic=known.arithmetic,
-            size=known.size,
-            frames=known.frames,
+            activations=activations.facts,
+            arithmetic=activations.arithmetic,
+            size=activations.size,
+            frames=activations.frames,
             gradient_checkpointing=recomputes(self._engine.module),
         )
 
