@@ -624,7 +624,7 @@ def advice_data(advice: Advice) -> dict[str, Any]:
         "fits": True,
         "plan": advice.plan.to_dict(),
         "title": describe(advice.resolved),
-        "budget": {**_places(advice.budget), "reserve": advice.budget.reserve},
+        "budget": {**places_of(advice.budget), "reserve": advice.budget.reserve},
         "headroom": advice.headroom,
         "estimate": estimate_data(advice.estimate),
         "candidates": [
@@ -640,7 +640,7 @@ def candidate_data(candidate: Candidate) -> dict[str, Any]:
         "fits": candidate.fits,
         "gradient_checkpointing": candidate.gradient_checkpointing,
         "activation_offload": candidate.activation_offload,
-        "needs": _places(candidate.estimate),
+        "needs": places_of(candidate.estimate),
         "shortfalls": dict(_missing(candidate)),
         "reason": candidate.reason,
         "time": None if candidate.time is None else time_data(candidate.time),
@@ -682,7 +682,7 @@ def advice_page(advice: Advice, *, most: int | None = None) -> Page:
         advice: What was considered.
         most: Candidates to show; ``None``: all of them.
     """
-    budget, time = _places(advice.budget), advice.chosen.time
+    budget, time = places_of(advice.budget), advice.chosen.time
     headroom = [(place, advice.headroom[place]) for place in PLACES if budget[place]]
     every = advice.candidates if most is None else foremost(advice, most)
     count = len(advice.candidates)
@@ -756,7 +756,7 @@ def _candidates_table(candidates: Sequence[Candidate], *, chosen: Candidate) -> 
         lacks = f"missing {_sizes(missing)}; " if missing else ""
         return (
             "too big" if state == "refused" and missing else state,
-            *(f"{size / _GIB:.2f}" for size in _places(one.estimate).values()),
+            *(f"{size / _GIB:.2f}" for size in places_of(one.estimate).values()),
             f"{one.time.expected:.2f}" if one.time else "",
             f"{_title(one)}:\n{lacks}{one.reason}",
         )
@@ -800,7 +800,8 @@ def _budget_words(budget: Budget) -> str:
     return f"{device} of device memory, {host} of host memory, {nvme}{kept}"
 
 
-def _places(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
+def places_of(sizes: Budget | MemoryEstimate) -> dict[Place, int]:
+    """Bytes by place."""
     return {"device": sizes.device, "host": sizes.host, "nvme": sizes.nvme}
 
 
