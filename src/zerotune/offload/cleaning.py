@@ -36,7 +36,7 @@ from zerotune.offload.lease import (
     run_id_of,
     try_lock,
 )
-from zerotune.offload.root import BENCH_PREFIX, PROBE_PREFIX
+from zerotune.offload.root import PROBE_PREFIX
 
 Kind = Literal["lease", "unfinished", "bare"]
 
@@ -183,7 +183,7 @@ class _Sweep:
                 self._each(root, name, "lease", self._lease)
             elif is_bare(name):
                 self._each(root, name, "bare", self._bare)
-        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, BENCH_PREFIX, DEEP_PREFIX)
+        prefixes = (DRAFT_PREFIX, PROBE_PREFIX, DEEP_PREFIX)
         unfinished = [name for name in names if name.startswith(prefixes)]
         if unfinished:
             self._unfinished(root, unfinished)
