@@ -25,7 +25,14 @@ from zerotune.builder.forms import (
     to_wire,
 )
 from zerotune.builder.opening import Opened, open_file, open_text
-from zerotune.builder.preview import Machines, capabilities, preview_data, read_setup, understand
+from zerotune.builder.preview import (
+    Machines,
+    capabilities,
+    message_data,
+    preview_data,
+    read_setup,
+    understand,
+)
 from zerotune.builder.session import Session
 from zerotune.builder.templates import (
     BUILTIN,
@@ -128,7 +135,9 @@ class Api:
         if preview.plan is None or preview.resolved is None:
             worst = preview.messages[0]
             raise PlanConflictError(
-                f"the plan cannot run: {worst.text}", key=worst.key or "plan", fix=worst.fix or None
+                f"the plan cannot run: {worst.reason}",
+                key=worst.key or "plan",
+                fix=worst.fix or None,
             )
         try:
             return self.session.apply(
@@ -225,7 +234,7 @@ def _version(sent: Data) -> str | None:
 def _opened(opened: Opened) -> Data:
     return {
         "state": opened.state.data(),
-        "messages": [attrs.asdict(message) for message in opened.messages],
+        "messages": [message_data(one) for one in opened.messages],
         "source": opened.source,
     }
 

@@ -16,8 +16,8 @@ import attrs
 from zerotune._util.files import fix_of
 from zerotune._util.text import format_size
 from zerotune.builder.forms import FormState, check_content
-from zerotune.builder.preview import Message, of_decisions, of_error
-from zerotune.decisions import Log
+from zerotune.builder.preview import told_of
+from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan
 from zerotune.plan.read import plan_from_mapping, read_whole
@@ -151,7 +151,7 @@ class Opened:
     """What was opened: as a form, and what reading it changed."""
 
     state: FormState
-    messages: tuple[Message, ...]
+    messages: tuple[Decision, ...]
     source: str
 
 
@@ -211,10 +211,10 @@ def open_text(text: str, *, name: str, root: Root, folder: Path | None = None) -
         config = _repairable(content)
         if config is None:
             raise
-        wrong = tuple(map(of_error, error.each()))
+        wrong = tuple(map(Decision.of, error.each()))
         return Opened(state=FormState(config=config), messages=wrong, source=name)
-    messages = of_decisions(plan.decisions)
-    return Opened(state=FormState.of_plan(plan), messages=tuple(messages), source=name)
+    messages = tuple(told_of(plan.decisions))
+    return Opened(state=FormState.of_plan(plan), messages=messages, source=name)
 
 
 def _parsed(text: str, name: str) -> tuple[Any, list[str]]:

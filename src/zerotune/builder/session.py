@@ -8,10 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
-
 from zerotune.builder.forms import FormState, read_plan, told_as_lost
 from zerotune.builder.opening import Root, open_file
+from zerotune.builder.preview import message_data
 from zerotune.errors import PlanConflictError, ZeroTuneError
 from zerotune.plan import DeepSpeedPlan, plan_document
 from zerotune.plan.write import SavedPlan, format_of, launchable
@@ -68,7 +67,7 @@ class Session:
                 except ZeroTuneError as error:
                     messages = [{"severity": "error", "key": "", "text": str(error)}]
                 else:
-                    state, messages = opened.state, [attrs.asdict(one) for one in opened.messages]
+                    state, messages = opened.state, [message_data(one) for one in opened.messages]
                     self._remember(state)
         return {
             "state": state.data(),

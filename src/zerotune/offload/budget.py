@@ -13,9 +13,9 @@ from zerotune._util.proc import CAP_IPC_LOCK, has_capability
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision
 from zerotune.errors import OffloadError, PlanError
-from zerotune.plan.fill import pins_natively
 from zerotune.plan.memory.estimate import PHASES, MemoryEstimate, Workload
 from zerotune.plan.model import AUTO, evolved
+from zerotune.plan.resolve import pins_natively
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ResolvedPlan

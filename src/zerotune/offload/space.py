@@ -18,7 +18,7 @@ from zerotune.offload.choosing import Target
 from zerotune.offload.lease import FoundLease, find_lease, find_leases
 from zerotune.offload.root import SwapRoot
 from zerotune.optimizers.catalogue import entry_of
-from zerotune.plan.fill import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
+from zerotune.plan.resolve import SMALLEST_SWAP_BYTES, SUB_GROUP_NVME, sub_groups
 
 if TYPE_CHECKING:
     from zerotune.plan.model import ModelFacts, ResolvedPlan

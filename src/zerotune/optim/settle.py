@@ -38,8 +38,8 @@ from zerotune.optimizers.curves import ONE_CYCLE_BETA2
 from zerotune.optimizers.entries import ADAM
 from zerotune.optimizers.parameters import OptimizerEntry, Parameter
 from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
-from zerotune.plan.fill import clipping_in_optimizer
 from zerotune.plan.model import RunFacts, is_auto
+from zerotune.plan.resolve import clipping_in_optimizer
 
 Policy = Literal["fallback", "error"]
 

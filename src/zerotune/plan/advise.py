@@ -36,7 +36,7 @@ from zerotune.plan.model import (
     ResolvedPlan,
     ZeroSection,
 )
-from zerotune.plan.resolve import resolve
+from zerotune.plan.rules import resolve
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from zerotune.plan.inspection import Inspection
     from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, Workload
     from zerotune.plan.memory.time import Rates
-    from zerotune.plan.rules import Finding
     from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform
 
@@ -2369,7 +2368,7 @@ class DeepSpeedPlan(Readable, Section):
         world_size: int = 1,
         platform: Platform | None = None,
         schema: Mapping[str, Any] | None = None,
-    ) -> tuple[Finding, ...]:
+    ) -> tuple[Decision, ...]:
         """Everything the rules have to say about this plan, errors first; raises nothing.
 
         Args:
@@ -2416,7 +2415,7 @@ class DeepSpeedPlan(Readable, Section):
             run=run or RunFacts(),
             uses_deepspeed=deepspeed,
         )
-        from zerotune.plan.resolve import resolve
+        from zerotune.plan.rules import resolve
 
         resolved = resolve(self, context)
         return attrs.evolve(resolved, host_step=host_step, hidden_step=hidden)

@@ -12,9 +12,9 @@ from typing_extensions import override
 from zerotune._util.palette import ROOM, component_colours
 from zerotune._util.table import Block, Line, Page, Table, plain_value
 from zerotune._util.text import common_unit, counted, format_size
+from zerotune.decisions import Decision, worst_first
 from zerotune.errors import UNSET
 from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
-from zerotune.plan.fill import DEEPSPEED_DEFAULT
 from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
@@ -26,12 +26,11 @@ from zerotune.plan.memory.estimate import (
 )
 from zerotune.plan.memory.time import swap_traffic
 from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
+from zerotune.plan.resolve import DEEPSPEED_DEFAULT
 from zerotune.plan.rules import check_plan
 
 if TYPE_CHECKING:
-    from zerotune.decisions import Decision
     from zerotune.plan.memory.time import StepTime
-    from zerotune.plan.rules import Finding
     from zerotune.platform import Platform
 
 
@@ -122,7 +121,7 @@ def _decision_lines(decisions: Iterable[Decision]) -> Iterator[Block]:
         yield Table(rows=tuple((one.key, str(one.after)) for one in defaults))
 
 
-def _finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
+def _finding_lines(findings: Iterable[Decision]) -> Iterator[Line]:
     every = tuple(findings)
     if every:
         yield Line("findings:", style="title")
@@ -132,11 +131,14 @@ def _finding_lines(findings: Iterable[Finding]) -> Iterator[Line]:
 
 
 def _decision_data(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
-    names = ("severity", "key", "before", "after", "reason")
-    return [{name: plain_value(getattr(one, name)) for name in names} for one in decisions]
+    names = {name: name for name in ("severity", "key", "before", "after")} | {"reason": "why"}
+    return [
+        {name: plain_value(getattr(one, attribute)) for name, attribute in names.items()}
+        for one in decisions
+    ]
 
 
-def _finding_data(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+def _finding_data(findings: Iterable[Decision]) -> list[dict[str, Any]]:
     names = ("severity", "rule", "key", "value", "reason", "fix")
     values = [{name: getattr(one, name) for name in names} for one in findings]
     return [
@@ -152,7 +154,7 @@ def shown_and_defaults(
     every = [decision for decision in decisions if decision.told]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
-    return sorted(shown, key=lambda decision: decision.severity != "warning"), defaults
+    return worst_first(shown), defaults
 
 
 def _plan_settings(plan: DeepSpeedPlan) -> list[Setting]:

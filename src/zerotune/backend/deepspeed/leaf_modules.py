@@ -8,8 +8,8 @@ import torch
 
 from zerotune.decisions import Decision
 from zerotune.errors import EngineError
-from zerotune.plan.fill import LEAF_CLASSES, LEAF_MODULE
 from zerotune.plan.model import ResolvedPlan
+from zerotune.plan.resolve import LEAF_CLASSES, LEAF_MODULE
 
 KEY: Final = f"zero_optimization.{LEAF_MODULE}"
 

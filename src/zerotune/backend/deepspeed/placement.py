@@ -33,8 +33,8 @@ from zerotune.backend.ops.build import building
 from zerotune.backend.proof import why_unproven
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
-from zerotune.plan.fill import ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.plan.model import ResolvedPlan, pins
+from zerotune.plan.resolve import ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.platform.cgroups import memory_constraint
 from zerotune.platform.probe import MachineProbe, first_line
 

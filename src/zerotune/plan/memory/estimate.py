@@ -19,7 +19,6 @@ from zerotune.errors import InvalidValueError, UnresolvedPlanError
 from zerotune.optimizers.catalogue import entry_of
 from zerotune.optimizers.entries import ADAM
 from zerotune.plan.families import as_facts, model_family
-from zerotune.plan.fill import Swapping, pins_exactly, pins_natively, sub_groups
 from zerotune.plan.model import (
     AioSection,
     Context,
@@ -30,7 +29,8 @@ from zerotune.plan.model import (
     ZeroSection,
     pins,
 )
-from zerotune.plan.resolve import resolve
+from zerotune.plan.resolve import Swapping, pins_exactly, pins_natively, sub_groups
+from zerotune.plan.rules import resolve
 
 if TYPE_CHECKING:
     from zerotune.plan.memory.time import Rates, StepTime, SwapTraffic
