@@ -402,7 +402,7 @@ def machine(_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_built(op: str) -> bool:
-    from zerotune.backend.ops.diagnose import build_folder, built_library
+    from zerotune.backend.ops import build_folder, built_library
     from zerotune.backend.step.kernel import host_step_status
 
     if op == "host_step":
@@ -433,7 +433,7 @@ def in_words(error: BaseException | None) -> str:
 
 
 def _load(op: str) -> None:
-    from zerotune.backend.ops.build import build_op, building
+    from zerotune.backend.ops import build_op, building
     from zerotune.backend.step.kernel import load_host_step
 
     if op == "host_step":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -122,6 +122,11 @@ class PlainEngine(StartedEngine):
         named = self._place(named, plan)
         self._torch_optimizer = build_client_optimizer(choice, named)
         _check_contiguous(named, self._torch_optimizer)
+        self._torch_optimizer.register_step_pre_hook(
+            _lay_alike
+            if isinstance(self._torch_optimizer, _ELEMENT_BY_ELEMENT)
+            else lambda optimizer, *_: _check_contiguous(named, optimizer)
+        )
         self._expected_groups = expected_groups(choice, named, self._torch_optimizer)
         layout = ParameterLayout(
             module=model,
@@ -237,7 +242,7 @@ class PlainEngine(StartedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass under autocast."""
         if torch.is_grad_enabled():
-            self._check_trained()
+            self._check_before_forward()
             self._open_micro_batch()
             return self._wrapped(*args, **kwargs)
         with self._accelerator.autocast():
@@ -524,9 +529,13 @@ class PlainStep(DeferredSteps):
 
     def _step(self, _adam: torch.optim.Optimizer, _closure: None = None) -> None:
         self.settle()
+        slabs = self._layout.tensors
+        if (reason := _strided(slabs)) is not None:
+            self._record(reason, key=KEY, before="one pass", after="the optimizer's own")
+            self._step_as_upstream(slabs)
+            return
         # Before there are views of the weights here.
         may_wait = self._may_wait()
-        slabs = self._layout.tensors
         self._adam.rewind([slab.numel() for slab in slabs if slab.grad is not None])
         # Loading a state makes new groups, which accelerate does too.
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
@@ -543,6 +552,14 @@ class PlainStep(DeferredSteps):
             for index, step in enumerate(begun):
                 step.run(0, step.weight.numel())
                 upload.send([Piece(slab=index, start=0, stop=step.weight.numel())])
+
+    def _step_as_upstream(self, slabs: Sequence[torch.Tensor]) -> None:
+        _step_fused(self._optimizer)
+        for slab in slabs:
+            if slab.grad is not None:
+                slab.grad.mul_(self.factor)
+        # Its hooks run around this step already.
+        type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]
 
     def _begun(self, slab: torch.Tensor, group: Mapping[str, Any]) -> SlabStep:
         if slab.grad is None:
@@ -568,17 +585,30 @@ def _strided(parameters: Iterable[torch.Tensor]) -> str | None:
 
 
 def _check_contiguous(named: Named, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, _ELEMENT_BY_ELEMENT):
-        return
     for name, parameter in named:
-        if not parameter.is_contiguous():
+        if not parameter.is_contiguous() and not isinstance(optimizer, _ELEMENT_BY_ELEMENT):
             raise EngineError(
                 f"{type(optimizer).__name__} cannot step a parameter with a strided layout",
                 key=name,
                 value=tuple(parameter.stride()),
                 fix="call model.to(memory_format=torch.contiguous_format) before building the "
-                "engine, or train with AdamW",
+                "engine and before each step, or train with AdamW",
             )
+
+
+def _lay_alike(adam: torch.optim.Optimizer, *_: Any) -> None:
+    """Lay moments and gradients in memory as their weights lie there now.
+
+    torch's fused step pairs elements by address: after ``model.to(memory_format=...)`` it would
+    update each weight with the moments of another, without an error.
+    """
+    for parameter, state in adam.state.items():
+        strides = parameter.stride()
+        for name, value in state.items():
+            if getattr(value, "shape", None) == parameter.shape and value.stride() != strides:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if parameter.grad is not None and parameter.grad.stride() != strides:
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
 def _step_fused(adam: torch.optim.Optimizer) -> None:

@@ -105,9 +105,6 @@ def _size_argument(text: str | None, name: str) -> int | None:
     """Bytes of a size given as the option ``name``; ``None`` when it was not given.
 
     A number alone is GiB, in which cards are named and the builder asks.
-
-    Raises:
-        InvalidValueError: Not a size.
     """
     # Not an argparse type: argparse would throw away the fix.
     from zerotune._util.text import parse_memory
@@ -116,11 +113,7 @@ def _size_argument(text: str | None, name: str) -> int | None:
 
 
 def _refuse_unused(arguments: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:
-    """Refuse options that say nothing without another one.
-
-    Raises:
-        InvalidValueError: One of ``names`` was given.
-    """
+    """Refuse options that say nothing without another one."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value is not False:
@@ -217,12 +210,7 @@ def _problem_data(one: Decision) -> dict[str, Any]:
 
 
 def _problems_of(file: str, *, world_size: int) -> list[Decision]:
-    """Everything that is wrong with the plan in ``file``.
-
-    Raises:
-        PlanFileError: The file is missing or cannot be read.
-        PlanSyntaxError: It is neither JSON nor YAML.
-    """
+    """Everything that is wrong with the plan in ``file``."""
     import attrs
 
     from zerotune.decisions import Decision, raise_all

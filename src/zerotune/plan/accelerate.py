@@ -35,7 +35,8 @@ FILE = "deepspeed_config_file"
 DEFAULT_STAGE = 2
 """The stage ``DeepSpeedPlugin`` takes when nothing is written."""
 GATHER = "stage3_gather_16bit_weights_on_model_save"
-DEEPSPEED_IN_BLOCK = frozenset({"gradient_accumulation_steps", "gradient_clipping"})
+STEPS: Final = "gradient_accumulation_steps"
+DEEPSPEED_IN_BLOCK = frozenset({STEPS, "gradient_clipping"})
 OF_THE_SCRIPT: Final = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -116,9 +117,6 @@ def translate(
         source: Name used in messages.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
         spelled: Key to how messages call it, where that is not its place in the file.
-
-    Raises:
-        PlanError: They do not use DeepSpeed, or name a file that cannot be read.
     """
     block = content.get(BLOCK)
     if not isinstance(block, Mapping):
@@ -257,6 +255,15 @@ def _split(
     """Launch settings, DeepSpeed configuration, and name and folder of the file it came from."""
     launched = {key: block[key] for key in block if key in LAUNCH_IN_BLOCK}
     config = {key: block[key] for key in block if key in DEEPSPEED_IN_BLOCK}
+    if str(config.get(STEPS)).lower() == AUTO:
+        log.decide(
+            key=STEPS,
+            before=AUTO,
+            after="kept",
+            reason="accelerate itself fails on it: Accelerator() makes a number of it, unless the"
+            " script gives a gradient_accumulation_plugin; leave the key out",
+            severity="warning",
+        )
     inline = {key: block[key] for key in block if key not in known_keys.ACCELERATE_BLOCK}
     source, inside = None, None
     if _names_file(block):

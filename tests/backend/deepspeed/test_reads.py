@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.backend.step.test_host_step import begin, digest
 from tests.support.models import HostileNet, tiny_unet
-from tests.support.ranks import run_ranks
+from tests.support.ranks import ranks, run_ranks
 from tests.support.runs import Case, unet_loss
 from zerotune.backend.deepspeed import engine as engines
 from zerotune.backend.deepspeed.reads import read_at_once
@@ -109,25 +109,19 @@ def test_whole_gradients_are_asked_about_once_as_well() -> None:
     assert max(ours["step"]) < 12
 
 
-def on_the_device() -> dict[str, Any]:
-    return train(Case(stage=2, precision="bf16"), fixed=True)
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_without_offload_deepspeed_asks_a_few_times_itself() -> None:
-    (found,) = run_ranks(on_the_device)
+    found = train(Case(stage=2, precision="bf16"), fixed=True)
     assert found["told"] == []
     assert max(found["backward"]) == 0
     assert max(found["step"]) < 12
 
 
-def in_one_pass() -> dict[str, Any]:
-    return train(Case(stage=2, offload="cpu", precision="bf16"), True, True)
-
-
 @pytest.mark.deepspeed
+@ranks(1)
 def test_the_step_in_one_pass_asks_once_as_well() -> None:
-    (found,) = run_ranks(in_one_pass)
+    found = train(Case(stage=2, offload="cpu", precision="bf16"), True, True)
     assert max(found["backward"]) == 0
     assert max(found["step"]) < 12
     assert [applied for applied, _ in found["outcomes"]] == [True, True, False, True, True]

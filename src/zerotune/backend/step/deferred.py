@@ -34,8 +34,8 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import MachineProbe
-from zerotune.platform.cgroups import cpu_quota
 from zerotune.platform.cores import affinity_here, describe_cpus, read_cpus
+from zerotune.platform.detect import cpu_quota
 
 KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"
@@ -122,16 +122,18 @@ class DeferredSteps(ABC):
         """Take every pass before its step returns."""
         self._at_once = reason
 
-    def _record(self, reason: str) -> None:
-        """Note once why a pass is not taken later."""
+    def _record(
+        self,
+        reason: str,
+        *,
+        key: str = HIDDEN_KEY,
+        before: str = "taken later",
+        after: str = "taken before the step returns",
+    ) -> None:
+        """Note once why a pass is not taken later, or not at all."""
         if any(decision.reason == reason for decision in self.decisions):
             return
-        decision = Decision(
-            key=HIDDEN_KEY,
-            before="taken later",
-            after="taken before the step returns",
-            reason=reason,
-        )
+        decision = Decision(key=key, before=before, after=after, reason=reason)
         self.decisions = (*self.decisions, decision)
         announce([decision], rank=self._group.rank)
 
@@ -151,11 +153,7 @@ class DeferredSteps(ABC):
         self._op.spare_a_core()
 
     def settle(self) -> None:
-        """Return once the pass under way is taken, if there is one.
-
-        Raises:
-            BaseException: What it failed with; again at every call.
-        """
+        """Return once the pass under way is taken, if there is one."""
         pending = self._pending
         if pending is None:
             return

@@ -195,10 +195,6 @@ class Exchange:
 
         Args:
             error: What this rank has failed with.
-
-        Raises:
-            EngineError: Another rank has failed; names it, and with what.
-            BaseException: ``error`` itself.
         """
         if not self.group.any(error is not None, purpose="exchange a step's weights"):
             return
@@ -311,6 +307,8 @@ class PendingStep:
         self._over = False
         self._error: BaseException | None = None
         self._awaited: dict[int, Awaited] = {}
+        self._released: set[str] = set()
+        """Names of the parameters that are written and can be used."""
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._writers: dict[str, list[int]] = {}
         for index, part in enumerate(parts):
@@ -354,7 +352,10 @@ class PendingStep:
             if self._over or self._error is not None:
                 return False
             self._followers.extend(followers)
-            return True
+            released = {i for name in self._released for i in self._writers[name]}
+        # From here on anybody may change what is released.
+        self._bring(released)
+        return True
 
     def moved(self) -> bool:
         """Whether a tensor that was held has other memory than the step writes."""
@@ -380,22 +381,14 @@ class PendingStep:
             self._wake()
 
     def settle(self) -> None:
-        """Return once everything is written and nothing awaited any more.
-
-        Raises:
-            BaseException: What a part failed with, in whatever thread.
-        """
+        """Return once everything is written and nothing awaited any more."""
         self._complete()
         self._raise()
         for tensor in list(self._awaited.values()):
             self._release(tensor)
 
     def land(self, tensor: Any) -> None:
-        """Return once a tensor is written.
-
-        Raises:
-            BaseException: As ``settle``.
-        """
+        """Return once a tensor is written."""
         held = self._held(tensor)
         if held is not None:
             self._bring(self._writers[held.name])
@@ -414,6 +407,7 @@ class PendingStep:
             tensor.data = held.content
             tensor.__class__ = held.kind
             del tensor._awaited, self._awaited[id(tensor)]
+            self._released.add(held.name)
 
     def _held(self, tensor: Any) -> _Held | None:
         """What this step holds a tensor for; another thread may be a step behind."""
@@ -430,17 +424,22 @@ class PendingStep:
             self._take(index)
 
     def _take(self, index: int) -> None:
-        """Write a part that is not written yet, unless something has failed."""
+        """Write a part, or give averages that came after that what they missed."""
         with self._turn:
-            if index in self._followed or self._failed:
+            with self._lock:
+                followers = tuple(self._followers)
+            seen = self._followed.get(index)
+            if seen == len(followers) or self._failed:
                 return
             if self._taking:
                 raise _used_within()
             self._taking = True
             try:
-                with self._lock:
-                    followers = tuple(self._followers)
-                sent = self._write(self._parts[index].pieces, followers)
+                if seen is None:
+                    sent = self._write(self._parts[index].pieces, followers)
+                else:
+                    sent = self._sent[index]
+                    self._catch_up(index, followers[seen:])
                 with self._lock:
                     self._sent[index] = sent
                     self._followed[index] = len(followers)
@@ -463,31 +462,28 @@ class PendingStep:
             self._steps[piece.slab].run(piece.start, piece.stop, _averages(piece, followers))
 
     def _end(self) -> None:
-        """Give followers that came late what they have missed; then none can come any more."""
+        """Give averages that came late what they missed; then none can join any more."""
         with self._turn:
             while True:
                 with self._lock:
-                    count = len(self._followers)
-                    late = [(i, seen) for i, seen in self._followed.items() if seen < count]
+                    late = [index for index in self._followed if not self._followed_by_all(index)]
                     if self._failed or not late:
                         self._over = True
                         self._wake()
                         return
-                try:
-                    self._catch_up(late, count)
-                except BaseException as error:
-                    self.fail(error)
-                    if not isinstance(error, Exception):
-                        raise
+                for index in late:
+                    self._take(index)
 
     @torch.no_grad()
-    def _catch_up(self, late: Sequence[tuple[int, int]], count: int) -> None:
-        for index, seen in late:
-            for piece in self._parts[index].pieces:
-                weight = self._steps[piece.slab].weight[piece.start : piece.stop]
-                for average in _averages(piece, self._followers[seen:count]):
-                    average.shadow.lerp_(weight, average.weight)
-            self._followed[index] = count
+    def _catch_up(self, index: int, followers: Sequence[Follower]) -> None:
+        for piece in self._parts[index].pieces:
+            weight = self._steps[piece.slab].weight[piece.start : piece.stop]
+            for average in _averages(piece, followers):
+                average.shadow.lerp_(weight, average.weight)
+
+    def _followed_by_all(self, index: int) -> bool:
+        """Whether a part is written, and every average has it."""
+        return self._followed.get(index) == len(self._followers)
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -534,7 +530,8 @@ class ThreadedStep(PendingStep):
     def _bring(self, indices: Iterable[int]) -> None:
         needed = tuple(indices)
         self._wanted = needed
-        self._wait_for(lambda: self._failed or all(index in self._followed for index in needed))
+        # Whoever has waited may change what is written, which averages must have read by then.
+        self._wait_for(lambda: self._failed or all(map(self._followed_by_all, needed)))
 
 
 class SharedStep(ThreadedStep):
@@ -569,6 +566,9 @@ class SharedStep(ThreadedStep):
             self.fail(error)
             return
         for index in order:
+            for wanted in self._wanted:
+                if wanted in self._followed:
+                    self._take(wanted)
             self._take(index)
             if self._failed:
                 break
@@ -658,11 +658,7 @@ class Awaited:
 
 
 def land(tensor: Any) -> None:
-    """Wait until a tensor is written, if it is awaited.
-
-    Raises:
-        BaseException: What the step failed with.
-    """
+    """Wait until a tensor is written, if it is awaited."""
     held: _Held | None
     # Another step may have begun by the time that the lock of this one is free.
     while (held := vars(tensor).get("_awaited")) is not None:

@@ -84,9 +84,7 @@ class Rates:
     """Bytes from swap files."""
     disk_write: float = _rate()
     """Bytes to swap files."""
-    measured: frozenset[str] = attrs.field(
-        default=frozenset(), converter=lambda names: frozenset(names)
-    )
+    measured: frozenset[str] = frozenset()
     """Names of those that were measured on this machine; the others are catalogued."""
     origin: str = "given"
     """Where they come from, in words."""
