@@ -139,7 +139,7 @@ def plan_from_mapping(
         if accelerate.is_accelerate(config) and isinstance(config[wrapper], Mapping):
             return plan_from_settings(config, log, source=source, folder=folder)
         return _unwrapped(config, wrapper, log, source=source, folder=folder)
-    _refuse_something_else(config, source, log.also_known)
+    _refuse_something_else(config, source, log)
     raw = normalise_top_level(config, log)
     launch = _launcher_flag(raw, log)
     plan = read_section(DeepSpeedPlan, raw, key="", log=log)
@@ -160,9 +160,7 @@ def _launcher_flag(raw: dict[str, Any], log: Log) -> LaunchSection:
     return read_launch({INIT_FLAG: value}, log)
 
 
-def _refuse_something_else(
-    config: Mapping[Any, Any], source: str, also_known: Collection[str]
-) -> None:
+def _refuse_something_else(config: Mapping[Any, Any], source: str, log: Log) -> None:
     """Refuse a file of another kind as a whole, and not by its first key."""
     if len(_TRAINERS_OWN & {*map(undashed, config)}) >= _ENOUGH_KEYS and not _SECTIONS & {*config}:
         raise InvalidValueError(
@@ -172,7 +170,7 @@ def _refuse_something_else(
             " a DeepSpeed JSON under that key",
         )
     names = [key for key in config if isinstance(key, str) and not key.startswith("_")]
-    known = {*_plan_keys(), *also_known}
+    known = {*_plan_keys(), *log.also_known}
     if len(names) < _ENOUGH_KEYS or not known.isdisjoint(names):
         return
     looked_at = names[:_ENOUGH_TO_JUDGE]

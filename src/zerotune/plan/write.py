@@ -14,7 +14,7 @@ import attrs
 
 from zerotune._util.files import sync, write_atomically
 from zerotune._util.numbers import as_number, is_integer, is_number
-from zerotune.decisions import Decision, Severity
+from zerotune.decisions import Decision, Log
 from zerotune.errors import InvalidValueError, PlanFileError, PlanSyntaxError
 from zerotune.plan.accelerate import (
     FILE,
@@ -221,24 +221,18 @@ def format_of(path: Path) -> str:
 def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
     """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
     where = "DeepSpeed's own configuration"
-    decisions: list[Decision] = []
-    plan = _settled_inside(plan, where, decisions)
-    plan = _precision_inside(plan, f"{where} says it itself", decisions)
+    log = Log()
+    plan = _settled_inside(plan, where, log)
+    plan = _precision_inside(plan, f"{where} says it itself", log)
     launched, config = _launched(plan), plan.to_dict()
     if INIT_FLAG in launched and not _says_nothing(plan, INIT_FLAG, launched[INIT_FLAG]):
         config[INIT_FLAG] = launched.pop(INIT_FLAG)
-        decisions += _ignored_by_accelerate(config[INIT_FLAG])
+        if not config[INIT_FLAG]:  # accelerate's default at stage 3 is true
+            reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
+            log.decide(f"launch.{INIT_FLAG}", False, False, reason, "warning")
     text = _json(config, indent=2)
-    decisions += _given_up(plan, launched, f"{where} has no place for it", lossy)
-    return PlanDocument(format="deepspeed", text=text, decisions=decisions)
-
-
-def _ignored_by_accelerate(flag: bool) -> list[Decision]:
-    """What to tell accelerate of a flag whose place only zerotune and SimpleTuner know."""
-    if flag:  # accelerate's default at stage 3
-        return []
-    reason = "accelerate does not read it in this file: launch with --zero3_init_flag false"
-    return [_moved(INIT_FLAG, flag, flag, reason, "warning")]
+    _give_up(plan, launched, f"{where} has no place for it", lossy, log)
+    return PlanDocument(format="deepspeed", text=text, decisions=log.decisions)
 
 
 # -- What a format has no place for.
@@ -302,10 +296,10 @@ def _launched(plan: DeepSpeedPlan) -> dict[str, Any]:
     return {key: value for key, value in launched.items() if key not in _WHERE_READ}
 
 
-def _given_up(
-    plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str]
-) -> list[Decision]:
-    """One decision for each setting that is left over."""
+def _give_up(
+    plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str], log: Log
+) -> None:
+    """Record each setting that is left over; refuse one that says something and is not lossy."""
     unsaid = {key: value for key, value in left.items() if _says_nothing(plan, key, value)}
     named = {name.strip().removeprefix("launch.") for name in lossy}
     starts = [key for key in left if key not in named and key not in unsaid]
@@ -324,15 +318,13 @@ def _given_up(
             fix=f"{keep}say that it may be lost: --lossy {names} on the command line,"
             f" lossy={names.split(',')} in Python",
         )
-    decisions = [_moved(key, value, None, why, "warning") for key, value in lost.items()]
-    started = "it says how processes are started, not what they train: tell the launcher"
-    decisions += [_moved(key, left[key], None, started) for key in starts]
+    for key, value in lost.items():
+        log.decide(f"launch.{key}", value, None, why, "warning")
+    for key in starts:
+        started = "it says how processes are started, not what they train: tell the launcher"
+        log.decide(f"launch.{key}", left[key], None, started)
     if unsaid:
-        reason = "these say nothing that is not so without them"
-        decisions.append(
-            Decision(key="launch", before=", ".join(unsaid), after=None, reason=reason)
-        )
-    return decisions
+        log.decide("launch", ", ".join(unsaid), None, "these are the launcher's defaults")
 
 
 def _shares_a_batch(plan: DeepSpeedPlan, key: str) -> bool:
@@ -357,15 +349,13 @@ def _says_nothing(plan: DeepSpeedPlan, key: str, value: Any) -> bool:
 # -- What stands beside a configuration, said inside it.
 
 
-def _settled_inside(plan: DeepSpeedPlan, where: str, decisions: list[Decision]) -> DeepSpeedPlan:
-    plan = _batch_settings_inside(plan, where, decisions)
-    plan = _swap_folders_inside(plan, where, decisions)
-    return _automatic_precision_inside(plan, where, decisions)
+def _settled_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
+    plan = _batch_settings_inside(plan, where, log)
+    plan = _swap_folders_inside(plan, where, log)
+    return _automatic_precision_inside(plan, where, log)
 
 
-def _batch_settings_inside(
-    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _batch_settings_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
     """Move what a trainer's file says beside its configuration into the configuration."""
     for key in ("gradient_accumulation_steps", "gradient_clipping"):
         launched = getattr(plan.launch, key) if plan.launch else None
@@ -375,14 +365,14 @@ def _batch_settings_inside(
         plan = evolved(plan, launch=evolved(plan.launch, **{key: None}))
         if key == "gradient_accumulation_steps" and _accumulation_follows(plan):
             reason = "it follows from the two batch sizes, so that this says nothing"
-            decisions.append(_moved(key, launched, None, reason))
+            log.decide(f"launch.{key}", launched, None, reason)
         elif written in (None, AUTO):
             plan = evolved(plan, **{key: launched})
             reason = f"{where} has one place for it; written as {key}"
-            decisions.append(_moved(key, launched, launched, reason))
+            log.decide(f"launch.{key}", launched, launched, reason)
         else:
             reason = f"{where} has one place for it, and {key} = {written} stands before it"
-            decisions.append(_moved(key, launched, None, reason))
+            log.decide(f"launch.{key}", launched, None, reason)
     return plan
 
 
@@ -391,9 +381,7 @@ def _accumulation_follows(plan: DeepSpeedPlan) -> bool:
     return plan.gradient_accumulation_steps in (None, AUTO) and all(map(is_integer, sizes))
 
 
-def _swap_folders_inside(
-    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _swap_folders_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
     """Write a trainer's swap folders as ``nvme_path``, before which they stand."""
     launch = plan.launch
     if launch is None:
@@ -411,19 +399,17 @@ def _swap_folders_inside(
         plan = evolved(plan, zero_optimization=evolved(zero, **{f"offload_{part}": inside}))
         reason = f"{where} calls it nvme_path"
         path = f"zero_optimization.offload_{part}.nvme_path"
-        decisions.append(Decision(key=path, before=section.nvme_path, after=folder, reason=reason))
+        log.decide(path, section.nvme_path, folder, reason)
     for name in ("offload_param_path", "offload_optimizer_path"):
         written = getattr(launch, name)
         if written is not None:
             reason = f"{where} names swap folders where something is swapped, and only there"
-            decisions.append(_moved(name, written, None, reason))
+            log.decide(f"launch.{name}", written, None, reason)
     bare = evolved(launch, offload_param_path=None, offload_optimizer_path=None)
     return evolved(plan, launch=bare)
 
 
-def _automatic_precision_inside(
-    plan: DeepSpeedPlan, where: str, decisions: list[Decision]
-) -> DeepSpeedPlan:
+def _automatic_precision_inside(plan: DeepSpeedPlan, where: str, log: Log) -> DeepSpeedPlan:
     launch = plan.launch
     if launch is None or launch.mixed_precision != AUTO:
         return plan
@@ -434,11 +420,11 @@ def _automatic_precision_inside(
     if bf16 is None and fp16 not in (True, AUTO):
         plan = evolved(plan, bf16=evolved(plan.bf16 or Bf16Section(), enabled=AUTO))
         reason += '; bf16.enabled = "auto" leaves it open for zerotune, and is fp32 in accelerate'
-    decisions.append(_moved("mixed_precision", AUTO, None, reason, "warning"))
+    log.decide("launch.mixed_precision", AUTO, None, reason, "warning")
     return plan
 
 
-def _precision_inside(plan: DeepSpeedPlan, why: str, decisions: list[Decision]) -> DeepSpeedPlan:
+def _precision_inside(plan: DeepSpeedPlan, why: str, log: Log) -> DeepSpeedPlan:
     """Settle the precision in the configuration; one that DeepSpeed lacks stays beside it."""
     launch = plan.launch
     asked = launch.mixed_precision if launch else None
@@ -454,25 +440,19 @@ def _precision_inside(plan: DeepSpeedPlan, why: str, decisions: list[Decision]) 
     plan = evolved(plan, launch=attrs.evolve(launch, mixed_precision=None))
     if written.get(asked) is True:
         reason = f"{why}; the configuration's own {asked}.enabled says the same"
-        decisions.append(_moved("mixed_precision", asked, None, reason))
+        log.decide("launch.mixed_precision", asked, None, reason)
         return plan
     if stands:
         reason = f"{why}, and the configuration's own precision stands before it"
-        decisions.append(_moved("mixed_precision", asked, None, reason, "warning"))
+        log.decide("launch.mixed_precision", asked, None, reason, "warning")
         return plan
     for name, beside in (("bf16", Bf16Section()), ("fp16", FP16_BESIDE)):
         if name == asked or written[name] == AUTO:
             section = getattr(plan, name) or beside
             plan = evolved(plan, **{name: evolved(section, enabled=name == asked)})
     reason = f"{why}; the configuration's own bf16 and fp16 say the same"
-    decisions.append(_moved("mixed_precision", asked, None, reason))
+    log.decide("launch.mixed_precision", asked, None, reason)
     return plan
-
-
-def _moved(key: str, before: Any, after: Any, reason: str, severity: Severity = "note") -> Decision:
-    return Decision(
-        key=f"launch.{key}", before=before, after=after, reason=reason, severity=severity
-    )
 
 
 def _replace(path: Path, text: str) -> Path | None:
@@ -514,22 +494,25 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
     CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
     not among them, because ``accelerate launch`` loses those.
     """
-    decisions: list[Decision] = []
-    plan = _settled_inside(plan, "accelerate", decisions)
+    log = Log()
+    plan = _settled_inside(plan, "accelerate", log)
     block = {} if _is_unused(plan) else _as_block(plan)
     refused: dict[str, Any] = {}
     started = plan.launch.distributed_type if plan.launch and _is_unused(plan) else "DEEPSPEED"
     content: dict[str, Any] = {"distributed_type": started}
     launched = plan.launch.to_dict() if plan.launch else {}
     if block is None:
-        plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", decisions)
+        plan = _precision_inside(plan, f"accelerate refuses it beside a {FILE}", log)
         block = {FILE: _config_text(plan)}
         refuse_long_yaml(block[FILE], key=f"deepspeed_config.{FILE}")
         launched = plan.launch.to_dict() if plan.launch else {}
         if "mixed_precision" in launched:
             refused["mixed_precision"] = launched.pop("mixed_precision")
     elif block:
-        decisions += _left_to_script(plan)
+        open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
+        if open_keys:
+            reason = "accelerate's own keys leave to the script what is not written"
+            log.decide(open_keys[0], None, AUTO, f"{reason}: {', '.join(open_keys)}")
     for key, value in launched.items():
         if key in _WHERE_READ:
             continue
@@ -539,25 +522,15 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
             content[key] = "no" if (key, value) == ("mixed_precision", "fp32") else value
         else:
             refused[key] = value
-    decisions += _given_up(plan, refused, "accelerate refuses it there", lossy)
+    _give_up(plan, refused, "accelerate refuses it there", lossy, log)
     content["deepspeed_config"] = block
-    return PlanDocument(format="accelerate", text=_yaml(content), decisions=decisions)
+    return PlanDocument(format="accelerate", text=_yaml(content), decisions=log.decisions)
 
 
 def _is_unused(plan: DeepSpeedPlan) -> bool:
     """Whether the plan is that of a file of accelerate that trains without DeepSpeed."""
     written = plan.launch.distributed_type if plan.launch else None
     return written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
-
-
-def _left_to_script(plan: DeepSpeedPlan) -> list[Decision]:
-    open_keys = [key for key in OF_THE_SCRIPT if getattr(plan, key) is None]
-    if not open_keys:
-        return []
-    reason = (
-        f"accelerate's own keys leave to the script what is not written: {', '.join(open_keys)}"
-    )
-    return [Decision(key=open_keys[0], before=None, after=AUTO, reason=reason)]
 
 
 def _as_block(plan: DeepSpeedPlan) -> dict[str, Any] | None:
@@ -691,7 +664,7 @@ def trainer_document(
     The settings beside it that a plan knows (precision, accumulation, clipping) are changed only
     where the plan says something else.
     """
-    decisions: list[Decision] = []
+    log = Log()
     text = None if existing is None else read_text(existing)
     before, sentences = ({}, []) if text is None else parse_json(text, source=str(existing))
     if not isinstance(before, Mapping):
@@ -704,26 +677,14 @@ def trainer_document(
     wrapper = wrapper_of(content) or _WRAPPER
     beside = _put_config(plan, content, wrapper, existing)
     dashes = wrapper[: len(wrapper) - len(undashed(wrapper))]
-    left = _put_launch(plan, content, dashes, decisions)
-    decisions += _given_up(plan, left, "a trainer's file has no place for it", lossy)
+    left = _put_launch(plan, content, dashes, log)
+    _give_up(plan, left, "a trainer's file has no place for it", lossy, log)
     if text is None or content != before:
         text = _json(content, indent=2)
-        decisions += _lost_comments(sentences, existing)
-    return PlanDocument(format="trainer", text=text, decisions=decisions, beside=beside)
-
-
-def _lost_comments(sentences: list[str], existing: Path | None) -> list[Decision]:
-    if not sentences:
-        return []
-    return [
-        Decision(
-            key=str(existing),
-            before="; ".join(sentences),
-            after=None,
-            reason="JSON cannot hold it, so it is only in the .bak",
-            severity="warning",
-        )
-    ]
+        if sentences:
+            reason = "JSON cannot hold it, so it is only in the .bak"
+            log.decide(str(existing), "; ".join(sentences), None, reason, "warning")
+    return PlanDocument(format="trainer", text=text, decisions=log.decisions, beside=beside)
 
 
 def _put_config(
@@ -758,12 +719,12 @@ def _trainer_config(plan: DeepSpeedPlan) -> dict[str, Any]:
 
 
 def _put_launch(
-    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, decisions: list[Decision]
+    plan: DeepSpeedPlan, content: dict[str, Any], dashes: str, log: Log
 ) -> dict[str, Any]:
     """Put the launch settings where ``content`` has them; return those without a place."""
     launched = _launched(plan)
     launched.pop(INIT_FLAG, None)  # it is in the configuration
-    _put_micro_batch(plan, content, decisions)
+    _put_micro_batch(plan, content, log)
     for setting, new_key in _NEW_KEYS.items():
         if setting not in launched:
             continue
@@ -774,21 +735,16 @@ def _put_launch(
             if content.get(key) == value and type(content.get(key)) is type(value):
                 continue
             if key in content:
-                decisions.append(
-                    Decision(key=key, before=content[key], after=value, reason="the plan says so")
-                )
+                log.decide(key, content[key], value, "the plan says so")
             content[key] = value
     return launched
 
 
-def _put_micro_batch(
-    plan: DeepSpeedPlan, content: dict[str, Any], decisions: list[Decision]
-) -> None:
+def _put_micro_batch(plan: DeepSpeedPlan, content: dict[str, Any], log: Log) -> None:
     micro = plan.train_micro_batch_size_per_gpu
     for key in [key for key in content if undashed(key) in MICRO_KEYS]:
         if is_integer(micro) and as_number(content[key]) != micro:
-            reason = "the plan says so"
-            decisions.append(Decision(key=key, before=content[key], after=micro, reason=reason))
+            log.decide(key, content[key], micro, "the plan says so")
             content[key] = micro
 
 
