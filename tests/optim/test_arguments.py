@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from zerotune.errors import InvalidValueError
 from zerotune.optim import OPTIMIZERS, SCHEDULERS
-from zerotune.optim.arguments import check
-from zerotune.optimizers.parameters import Parameter
+from zerotune.optim.settle import check
+from zerotune.optimizers.catalogue import Parameter
 
 ADAMW = OPTIMIZERS["AdamW"]
 

@@ -13,7 +13,6 @@ from zerotune._util.numbers import as_number
 from zerotune._util.table import Block, Line, Page, Table
 from zerotune.decisions import Decision, Log, announce, render_decisions
 from zerotune.errors import UNSET, InvalidValueError, UnknownKeyError
-from zerotune.optim.arguments import Suggestion
 from zerotune.optim.capability import LOW_BIT, Capability, CapabilityTable, Situation, capability_of
 from zerotune.optim.groups import (
     MuonPatterns,
@@ -27,6 +26,7 @@ from zerotune.optim.settle import (
     Request,
     ScheduleRequest,
     Settled,
+    Suggestion,
     per_group_schedule,
     settle,
     settle_schedule,

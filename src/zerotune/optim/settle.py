@@ -7,14 +7,22 @@ optimizer, then the schedule that drives it, counted in optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any, Final, Literal
 
 import attrs
 
-from zerotune.decisions import Decision, Log, Severity
-from zerotune.errors import InvalidValueError, MissingDependencyError, OptimizerError
-from zerotune.optim.arguments import Filled, Sources, Suggestion, fill, reject_unknown
+from zerotune._util.text import did_you_mean
+from zerotune.decisions import Decision, Log, Severity, raise_all
+from zerotune.errors import (
+    UNSET,
+    InvalidValueError,
+    MissingDependencyError,
+    OptimizerError,
+    UnknownKeyError,
+)
 from zerotune.optim.capability import (
     CONFIGURATION_ONLY,
     GROUP_RATES,
@@ -27,19 +35,235 @@ from zerotune.optim.capability import (
     missing_package,
 )
 from zerotune.optimizers.catalogue import (
+    ADAM,
     DECAY_SPELLINGS,
     DEFAULT_OPTIMIZER,
     OPTIMIZER_TYPE,
     OPTIMIZERS,
+    OptimizerEntry,
     OptimizerName,
+    Parameter,
+    clipping_in_optimizer,
 )
 from zerotune.optimizers.choices import OptimizerChoice, SchedulerChoice
 from zerotune.optimizers.curves import ONE_CYCLE_BETA2
-from zerotune.optimizers.entries import ADAM
-from zerotune.optimizers.parameters import OptimizerEntry, Parameter
 from zerotune.optimizers.schedules import SCHEDULER_TYPE, SCHEDULERS, SchedulerEntry
-from zerotune.plan.model import RunFacts, is_auto
-from zerotune.plan.resolve import clipping_in_optimizer
+from zerotune.plan.model import (
+    AUTO,
+    Anything,
+    Boolean,
+    Choice,
+    Integer,
+    Kind,
+    Numbers,
+    Reading,
+    Real,
+    RunFacts,
+    Text,
+    is_auto,
+    refuse_template,
+)
+from zerotune.plan.resolve import OVERRIDE, WRITTEN, precedence
+
+# -- How each argument gets a value: the kinds of a plan's settings check what it may hold.
+
+
+_SWITCH: Final = {"true": True, "false": False}
+
+
+@cache
+def kind_of(parameter: Parameter) -> Kind:
+    """What an argument may hold; ``"auto"`` is never handed to it."""
+    if parameter.type == "any":
+        return Anything()
+    if parameter.type == "bool":
+        return Boolean(auto=False, words=_SWITCH)
+    if parameter.type == "str":
+        return Choice(choices=parameter.choices) if parameter.choices else Text()
+    low, high = parameter.low, parameter.high
+    bounds: dict[str, Any] = {
+        "minimum": -math.inf if low is None else low,
+        "maximum": math.inf if high is None else high,
+        "above": low if parameter.low_open else None,
+        "below": high if parameter.high_open else None,
+    }
+    if parameter.type == "int":
+        return Integer(auto=False, **bounds)
+    real = Real(auto=False, **bounds)
+    return real if parameter.type == "float" else Numbers(each=real, length=parameter.length or 1)
+
+
+def read(parameter: Parameter, value: Any, *, section: str) -> Reading:
+    """``check`` that also says why the value differs from what was written, if it does."""
+    if value is None and parameter.nullable:
+        return None, None
+    kind, key = kind_of(parameter), f"{section}.{parameter.name}"
+    refuse_template(kind, value, key)
+    return kind.read(value, key)
+
+
+def check(parameter: Parameter, value: Any, *, section: str) -> Any:
+    """Return ``value`` in its proper type.
+
+    Args:
+        parameter: The argument.
+        value: As written; numbers may be text (YAML reads ``1e-4`` as text).
+        section: ``"optimizer.params"`` or ``"scheduler.params"``, for the message.
+
+    Returns:
+        A float, int, bool, str, or a tuple of floats.
+    """
+    return read(parameter, value, section=section)[0]
+
+
+@attrs.frozen(kw_only=True)
+class Suggestion:
+    """A value for an argument the configuration leaves open, and where it comes from."""
+
+    value: Any
+    source: str
+    """Completes "taken from …"."""
+    yields: bool = False
+    """Whether it is silent when an explicit value differs from it."""
+
+
+@attrs.frozen(kw_only=True)
+class Sources:
+    """Where the values of one section come from."""
+
+    owner: str
+    """Canonical name of the optimizer or schedule, for the reasons."""
+    section: str
+    """``"optimizer.params"`` or ``"scheduler.params"``."""
+    written: Mapping[str, Any]
+    """What the configuration says; may hold ``"auto"``."""
+    overrides: Mapping[str, Any]
+    """What was given to the resolver; beats everything."""
+    suggestions: Mapping[str, Suggestion]
+    """What the run knows."""
+    plain_defaults: bool = False
+    """Use ``Parameter.default`` for unwritten keys too, not what DeepSpeed's class would use."""
+
+
+@attrs.define(kw_only=True)
+class Filled(Log):
+    """Values by argument, the decisions behind them, and which nobody asked for."""
+
+    values: dict[str, Any] = attrs.field(factory=dict)
+    defaulted: set[str] = attrs.field(factory=set)
+
+    def record_defaults(self, section: str, owner: str, keys: Collection[str]) -> None:
+        """Sum up in one decision what was written out although nobody asked for it."""
+        values = {key: value for key, value in self.values.items() if key in keys}
+        if values:
+            self.decide(
+                section,
+                None,
+                values,
+                f"not written; defaults for {owner}, made explicit because defaults move "
+                "between releases",
+            )
+
+
+def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
+    """Give every parameter a value.
+
+    Args:
+        parameters: All arguments of the optimizer or schedule.
+        sources: Where values may come from.
+
+    Returns:
+        Checked values. Optional parameters nobody wrote are left out.
+    """
+    filled = Filled()
+    for parameter in parameters:
+        filled.attempt(_fill_one, parameter, sources, filled)
+    raise_all(filled.mistakes)
+    return filled
+
+
+def reject_unknown(
+    written: Mapping[str, Any], known: Collection[str], log: Log, *, section: str, owner: str
+) -> None:
+    """Refuse arguments that ``owner`` does not have, with the closest names, and all that exist."""
+    for key, value in written.items():
+        if key in known:
+            continue
+        close = did_you_mean(str(key), known)
+        there_are = f"write one of {', '.join(known)}" if known else "remove it: there are none"
+        log.refuse(
+            UnknownKeyError(
+                f"{owner} has no argument of this name",
+                key=f"{section}.{key}",
+                value=value,
+                fix=f"did you mean {' or '.join(close)}?" if close else there_are,
+            )
+        )
+
+
+def _fill_one(parameter: Parameter, sources: Sources, filled: Filled) -> None:
+    name, key = parameter.name, f"{sources.section}.{parameter.name}"
+    written = sources.written.get(name, UNSET)
+    explicit = UNSET if is_auto(written) else written
+    rival = sources.suggestions.get(name)
+    said = precedence(
+        nothing=UNSET,
+        override=sources.overrides.get(name, UNSET),
+        written=explicit,
+        run=UNSET if rival is None else rival.value,
+    )
+    if not said:
+        if not parameter.optional:
+            filled.values[name] = _default(parameter, sources, filled)
+        return
+    value, reason = read(parameter, said[0][0], section=sources.section)
+    before, severity, who = None if written is UNSET else written, _NOTE, said[0][1]
+    if who == OVERRIDE:
+        wins = "given to OptimizerResolver(overrides=…), which wins over the configuration"
+        reason = None if before == value else wins
+        severity = _NOTE if explicit is UNSET else "warning"
+    elif who != WRITTEN and rival is not None:
+        before, reason = before and AUTO, f"taken from {rival.source}"
+    if reason is not None:
+        filled.decide(key, before, value, reason, severity)
+    if who == WRITTEN and rival is not None and not rival.yields:
+        other = check(parameter, rival.value, section=sources.section)
+        if other != value:
+            wins = f"the configuration's explicit value wins over the one from {rival.source}"
+            filled.decide(key, other, value, f'{wins}; write "auto" to let that one in', "warning")
+    filled.values[name] = value
+
+
+def _default(parameter: Parameter, sources: Sources, filled: Filled) -> Any:
+    key, owner = f"{sources.section}.{parameter.name}", sources.owner
+    automatic = parameter.name in sources.written
+    plain = automatic or sources.plain_defaults
+    value = parameter.default if plain else parameter.unwritten
+    if value is UNSET:
+        fact = _RUN_FACT.get(parameter.name)
+        raise OptimizerError(
+            f"{owner} needs it, and neither the configuration nor the run says it",
+            key=key,
+            **({"value": AUTO} if automatic else {}),
+            fix=f"write a number, or give the run RunFacts({fact}=…)" if fact else "write a number",
+        )
+    if automatic:
+        filled.decide(key, AUTO, value, f"the run does not say; zerotune's default for {owner}")
+    else:
+        filled.defaulted.add(parameter.name)
+    return value
+
+
+_NOTE: Final[Severity] = "note"
+_RUN_FACT: Final[Mapping[str, str]] = {
+    "total_num_steps": "total_steps",
+    "warmup_num_steps": "warmup_steps",
+    "num_training_steps": "total_steps",
+}
+
+
+# -- From the sections of a plan to one choice each.
+
 
 Policy = Literal["fallback", "error"]
 

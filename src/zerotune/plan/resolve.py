@@ -54,28 +54,25 @@ if TYPE_CHECKING:
 # -- Who decides: what the configuration says, then the run, then the launcher, then a default.
 
 
-def precedence(
-    written: Any = None,
-    *,
-    run: Any = None,
-    launched: Any = None,
-    beside: tuple[Any, str] = (None, ""),
-) -> list[tuple[Any, str]]:
+OVERRIDE, WRITTEN, RUN = "the caller", "the configuration", "the run"
+_WHO: Final = {
+    "override": OVERRIDE,
+    "written": WRITTEN,
+    "run": RUN,
+    "launched": "the launcher's file",
+}
+
+
+def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
     """Everything that is said about one setting, and who says it; the first of them stands.
 
     Args:
-        written: In the configuration.
-        run: By the training script.
-        launched: In the launcher's file.
-        beside: Elsewhere, and where.
+        nothing: The value by which somebody says nothing.
+        **said: By an ``override``, ``written`` in the configuration, by the ``run``, by what is
+            ``launched``.
     """
-    places = (
-        (written, "the configuration"),
-        (run, "the run"),
-        (launched, "the launcher's file"),
-        beside,
-    )
-    return [(value, who) for value, who in places if value is not None]
+    every = ((said.get(place, nothing), who) for place, who in _WHO.items())
+    return [(value, who) for value, who in every if value is not nothing]
 
 
 def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:
@@ -269,24 +266,13 @@ class Clipping(NamedTuple):
 def clipping_sources(plan: DeepSpeedPlan, run: RunFacts) -> list[tuple[Any, str]]:
     """Everything that says how gradients are clipped; the first number stands."""
     params = (plan.optimizer.params if plan.optimizer else None) or {}
-    return precedence(
-        plan.gradient_clipping,
+    said = precedence(
+        written=plan.gradient_clipping,
         run=run.gradient_clipping,
         launched=plan.launch.gradient_clipping if plan.launch else None,
-        beside=(params.get("max_grad_norm"), "optimizer.params.max_grad_norm"),
     )
-
-
-def clipping_in_optimizer(params: Mapping[str, Any]) -> InvalidValueError | None:
-    """What is wrong with clipping that stands among the optimizer's arguments, if it does."""
-    if "max_grad_norm" not in params:
-        return None
-    return InvalidValueError(
-        "clipping is not an argument of the optimizer in DeepSpeed",
-        key="optimizer.params.max_grad_norm",
-        value=params["max_grad_norm"],
-        fix="write gradient_clipping at the top level instead",
-    )
+    beside = params.get("max_grad_norm")
+    return said if beside is None else [*said, (beside, "optimizer.params.max_grad_norm")]
 
 
 def clipping(plan: DeepSpeedPlan, run: RunFacts) -> Clipping:

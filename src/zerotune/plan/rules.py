@@ -17,7 +17,7 @@ from zerotune._util.numbers import as_number, is_integer, is_number
 from zerotune._util.text import format_size
 from zerotune.decisions import Decision, Log, Severity, name_of, raise_all, worst_first
 from zerotune.errors import UNSET, PlanConflictError, PlanError
-from zerotune.optimizers.catalogue import ONE_BIT, entry_of
+from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
 from zerotune.optimizers.schedules import canonical_schedule
 from zerotune.plan import model as known_keys
 from zerotune.plan.model import (
@@ -42,7 +42,6 @@ from zerotune.plan.resolve import (
     SUB_GROUP_NVME,
     Case,
     clipping,
-    clipping_in_optimizer,
     clipping_sources,
     filled,
     largest_sub_group,

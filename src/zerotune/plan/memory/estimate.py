@@ -16,8 +16,7 @@ from typing_extensions import override
 from zerotune._util.numbers import is_integer
 from zerotune._util.table import Page, Readable
 from zerotune.errors import InvalidValueError, UnresolvedPlanError
-from zerotune.optimizers.catalogue import entry_of
-from zerotune.optimizers.entries import ADAM
+from zerotune.optimizers.catalogue import ADAM, entry_of
 from zerotune.plan.families import as_facts, model_family
 from zerotune.plan.model import (
     AioSection,
