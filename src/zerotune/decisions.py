@@ -125,6 +125,30 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else shorten(value, _LONGEST_SHOWN)
 
 
+# -- Who decides: what the configuration says, then the run, then the launcher, then a default.
+
+
+OVERRIDE, WRITTEN, RUN = "the caller", "the configuration", "the run"
+_WHO: Final = {
+    "override": OVERRIDE,
+    "written": WRITTEN,
+    "run": RUN,
+    "launched": "the launcher's file",
+}
+
+
+def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
+    """Everything that is said about one setting, and who says it; the first of them stands.
+
+    Args:
+        nothing: The value by which somebody says nothing.
+        **said: By an ``override``, ``written`` in the configuration, by the ``run``, by what is
+            ``launched``.
+    """
+    every = ((said.get(place, nothing), who) for place, who in _WHO.items())
+    return [(value, who) for value, who in every if value is not nothing]
+
+
 # -- What is said while something is read or settled.
 
 

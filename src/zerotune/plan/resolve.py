@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
-from zerotune._util.numbers import is_number
-from zerotune._util.versions import release_of
-from zerotune.decisions import Decision, Log, Severity
+from zerotune._util.environment import release_of
+from zerotune._util.text import is_number
+from zerotune.decisions import Decision, Log, Severity, precedence
 from zerotune.errors import InvalidValueError, PlanConflictError, PlanError, UnresolvedPlanError
 from zerotune.plan.model import (
     AUTO,
@@ -49,30 +49,6 @@ from zerotune.plan.model import (
 
 if TYPE_CHECKING:
     from zerotune.platform import Platform
-
-
-# -- Who decides: what the configuration says, then the run, then the launcher, then a default.
-
-
-OVERRIDE, WRITTEN, RUN = "the caller", "the configuration", "the run"
-_WHO: Final = {
-    "override": OVERRIDE,
-    "written": WRITTEN,
-    "run": RUN,
-    "launched": "the launcher's file",
-}
-
-
-def precedence(*, nothing: Any = None, **said: Any) -> list[tuple[Any, str]]:
-    """Everything that is said about one setting, and who says it; the first of them stands.
-
-    Args:
-        nothing: The value by which somebody says nothing.
-        **said: By an ``override``, ``written`` in the configuration, by the ``run``, by what is
-            ``launched``.
-    """
-    every = ((said.get(place, nothing), who) for place, who in _WHO.items())
-    return [(value, who) for value, who in every if value is not nothing]
 
 
 def overruled(log: Log, key: str, asked: Any, used: Any, stands: str) -> None:

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import attrs
 
-from zerotune._util.numbers import as_number, is_integer, is_number
-from zerotune._util.text import format_size
+from zerotune._util.text import as_number, format_size, is_integer, is_number
 from zerotune.decisions import Decision, Log, Severity, name_of, raise_all, worst_first
 from zerotune.errors import UNSET, PlanConflictError, PlanError
 from zerotune.optimizers.catalogue import ONE_BIT, clipping_in_optimizer, entry_of
