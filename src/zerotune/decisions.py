@@ -187,11 +187,7 @@ class Log:
         self.decisions.append(attrs.evolve(one, written=written) if written else one)
 
     def refuse(self, error: ZeroTuneError) -> None:
-        """Record a mistake, to go on without what is wrong.
-
-        Raises:
-            ZeroTuneError: It is one too many.
-        """
+        """Record a mistake, to go on without what is wrong; raise it where it is one too many."""
         if self._holds(error):
             raise error
         self._keep(error)
@@ -199,11 +195,7 @@ class Log:
             raise self.mistakes[-1] from None
 
     def attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
-        """What ``work`` returns; ``None`` where it makes a mistake, which is recorded.
-
-        Raises:
-            ZeroTuneError: As ``refuse``.
-        """
+        """What ``work`` returns; ``None`` where it makes a mistake, which is recorded."""
         try:
             return work(*arguments)
         except ZeroTuneError as error:
@@ -220,11 +212,7 @@ class Log:
             return None
 
     def whole(self, work: Callable[..., T], *arguments: Any) -> T:
-        """What ``work`` returns.
-
-        Raises:
-            ZeroTuneError: The first of all mistakes, recorded or raised, with the others.
-        """
+        """What ``work`` returns; the first of all mistakes is raised, with the others."""
         result = self.outcome(work, *arguments)
         raise_all(self.mistakes)
         return cast("T", result)

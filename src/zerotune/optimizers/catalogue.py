@@ -846,7 +846,7 @@ def parse_optimizer_name(name: Any, *, key: str = OPTIMIZER_TYPE) -> OptimizerNa
         )
     parsed = _parsed(name)
     if parsed is None:
-        raise _unknown(name, key)
+        raise _unknown_optimizer(name, key)
     return parsed
 
 
@@ -884,7 +884,7 @@ def _belongs(name: str, origin: Origin) -> bool:
     return origin != "package" or family == "package"
 
 
-def _unknown(name: str, key: str) -> OptimizerError:
+def _unknown_optimizer(name: str, key: str) -> OptimizerError:
     prefix, _, last = name.strip().rpartition(".")
     close = did_you_mean(last, OPTIMIZERS)
     known = ", ".join(sorted(OPTIMIZERS))

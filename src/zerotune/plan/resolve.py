@@ -96,15 +96,12 @@ def solve_batch(
 
     Written numbers always stand. Missing ones come from the others, then from ``run``, then
     from the launcher's file; with nothing at all the micro batch is 1.
-
-    Raises:
-        PlanConflictError: The written numbers contradict each other at this world size.
     """
     log = Log()
     known = _Known(
-        _number(plan.train_batch_size),
-        _number(plan.train_micro_batch_size_per_gpu),
-        _number(plan.gradient_accumulation_steps),
+        _written_number(plan.train_batch_size),
+        _written_number(plan.train_micro_batch_size_per_gpu),
+        _written_number(plan.gradient_accumulation_steps),
         plan,
         run,
         world_size,
@@ -209,7 +206,9 @@ def _divide(train: int, known: int, known_key: str, wanted: str, world_size: int
 
 def _fill_accumulation(plan: DeepSpeedPlan, run: RunFacts, log: Log) -> int:
     launched = plan.launch.gradient_accumulation_steps if plan.launch else None
-    value, reason = _number_said(run=run.gradient_accumulation_steps, launched=_number(launched))
+    value, reason = _number_said(
+        run=run.gradient_accumulation_steps, launched=_written_number(launched)
+    )
     log.decide(ACCUMULATION, plan.gradient_accumulation_steps, value, reason)
     return value
 
@@ -220,8 +219,8 @@ def _number_said(run: int | None, launched: int | None = None) -> tuple[int, str
     return 1, "nothing says otherwise"
 
 
-def _number(value: Any) -> int | None:
-    return None if value is None or value == AUTO else int(value)
+def _written_number(value: Any) -> int | None:
+    return None if value in (None, AUTO) else int(value)
 
 
 # -- How gradients are clipped.
@@ -273,10 +272,6 @@ def decide_precision(
     What the configuration enables stands. ``"auto"`` is filled from the run, then from the
     launcher's file, then from the platform: bf16 where the hardware computes in it, else fp32;
     fp16 only when asked, because it needs loss scaling.
-
-    Raises:
-        InvalidValueError: ``run.mixed_precision`` is not a precision.
-        PlanConflictError: The platform cannot compute in the precision asked for.
     """
     written = _enabled(plan)
     launched = plan.launch.mixed_precision if plan.launch else None
@@ -436,7 +431,7 @@ class Case:
             model=self.context.model,
             world_size=self.context.world_size,
             element_bytes=self.element_bytes,
-            block_bytes=elements(written) or _AIO_BLOCK,
+            block_bytes=elements(written) or AIO_BLOCK,
         )
 
 
@@ -623,7 +618,7 @@ def largest_sub_group(model: ModelFacts, world_size: int, sub_group_size: int) -
 
 OPTIMIZER_BUFFERS = 4
 """Master weight, gradient and Adam's two moments are resident together."""
-_AIO_BLOCK = 1_048_576
+AIO_BLOCK = 1_048_576
 
 
 NO_PREFETCH: Final = (
@@ -685,11 +680,7 @@ def fill_nvme_param(
     zero: ZeroSection,
     aio: AioSection | None,
 ) -> OffloadSection:
-    """Every key of ``offload_param`` on NVMe.
-
-    Raises:
-        InvalidValueError: The written ``buffer_size`` cannot hold what DeepSpeed puts there.
-    """
+    """Every key of ``offload_param`` on NVMe."""
     swapping = filler.case.swapping(aio)
     need, what = _buffer_need(swapping, zero)
     written = section.buffer_size
@@ -864,7 +855,7 @@ class Filler(Log):
 _Choose = Callable[[Filler, ZeroSection], tuple[Any, str]]
 
 
-def _constant(value: Any) -> _Choose:
+def _always(value: Any) -> _Choose:
     return lambda _filler, _zero: (value, DEEPSPEED_DEFAULT)
 
 
@@ -903,31 +894,27 @@ def _sub_group(_filler: Filler, zero: ZeroSection) -> tuple[int, str]:
     return SUB_GROUP, "bounds the temporaries of the optimizer step"
 
 
-def _gather(_filler: Filler, _zero: ZeroSection) -> tuple[bool, str]:
-    return False, "zerotune exports without gathering; " + DEEPSPEED_DEFAULT
-
-
 _BUCKET_WHY = "holds the largest tensor, and no more than the trainable model needs"
 
 _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
     "overlap_comm": (_ALL, _overlap),
-    "contiguous_gradients": (_ALL, _constant(True)),
-    "reduce_scatter": (_ALL, _constant(True)),
+    "contiguous_gradients": (_ALL, _always(True)),
+    "reduce_scatter": (_ALL, _always(True)),
     "reduce_bucket_size": (_ALL, _sized(reduce_bucket, _BUCKET_WHY)),
-    "allgather_partitions": (_LOW, _constant(True)),
+    "allgather_partitions": (_LOW, _always(True)),
     "allgather_bucket_size": (_LOW, _sized(allgather_bucket, _BUCKET_WHY)),
-    "use_multi_rank_bucket_allreduce": (_LOW, _constant(True)),
-    "round_robin_gradients": (_LOW, _constant(False)),
-    "ignore_unused_parameters": (_LOW, _constant(True)),
-    "load_from_fp32_weights": (_ALL, _constant(True)),
-    "elastic_checkpoint": (_ALL, _constant(False)),
+    "use_multi_rank_bucket_allreduce": (_LOW, _always(True)),
+    "round_robin_gradients": (_LOW, _always(False)),
+    "ignore_unused_parameters": (_LOW, _always(True)),
+    "load_from_fp32_weights": (_ALL, _always(True)),
+    "elastic_checkpoint": (_ALL, _always(False)),
     "sub_group_size": (_HIGH, _sub_group),
     "stage3_prefetch_bucket_size": (
         _HIGH,
         _sized(prefetch_bucket, "a block ahead; at least the largest tensor"),
     ),
     "stage3_param_persistence_threshold": (_HIGH, _persistence),
-    "stage3_model_persistence_threshold": (_HIGH, _constant(sys.maxsize)),
+    "stage3_model_persistence_threshold": (_HIGH, _always(sys.maxsize)),
     "stage3_max_live_parameters": (
         _HIGH,
         _sized(max_live, "twice what is fetched ahead; two bytes of device memory each"),
@@ -936,32 +923,32 @@ _CHOICES: dict[str, tuple[tuple[int, ...], _Choose]] = {
         _HIGH,
         lambda _filler, _zero: (0, "a parameter kept for reuse costs device memory"),
     ),
-    "stage3_gather_16bit_weights_on_model_save": (_HIGH, _gather),
-    "stage3_module_granularity_threshold": (_HIGH, _constant(0)),
-    "memory_efficient_linear": (_HIGH, _constant(True)),
-    "zero_hpz_partition_size": (_HIGH, _constant(1)),
-    "zero_quantized_weights": (_HIGH, _constant(False)),
-    "zero_quantized_nontrainable_weights": (_HIGH, _constant(False)),
-    "zero_quantized_gradients": (_HIGH, _constant(False)),
+    "stage3_gather_16bit_weights_on_model_save": (
+        _HIGH,
+        lambda _filler, _zero: (False, f"zerotune exports without gathering; {DEEPSPEED_DEFAULT}"),
+    ),
+    "stage3_module_granularity_threshold": (_HIGH, _always(0)),
+    "memory_efficient_linear": (_HIGH, _always(True)),
+    "zero_hpz_partition_size": (_HIGH, _always(1)),
+    "zero_quantized_weights": (_HIGH, _always(False)),
+    "zero_quantized_nontrainable_weights": (_HIGH, _always(False)),
+    "zero_quantized_gradients": (_HIGH, _always(False)),
 }
 """Key to the stages where it has an effect, and how its value is chosen."""
 
 
 def stages_of(name: str) -> tuple[int, ...]:
     """ZeRO stages where a key of ``zero_optimization`` has an effect; empty when not known."""
-    return _CHOICES[name][0] if name in _CHOICES else _SECTIONS.get(name, ())
+    return _CHOICES[name][0] if name in _CHOICES else _OFFLOAD_STAGES.get(name, ())
 
 
-_SECTIONS = {"offload_optimizer": _ALL, "offload_param": _HIGH}
+_OFFLOAD_STAGES = {"offload_optimizer": _ALL, "offload_param": _HIGH}
 
 
 def fill_zero(zero: ZeroSection, filler: Filler, aio: AioSection | None) -> ZeroSection:
     """``zero`` with every key that has an effect at this stage written, and no other.
 
     Offload sections without effect must have been removed before.
-
-    Raises:
-        InvalidValueError: A swap buffer the user sized does not hold the largest partition.
     """
     path = "zero_optimization"
     zero = attrs.evolve(zero, stage=filler.stage)
@@ -1305,9 +1292,6 @@ def render(resolved: ResolvedPlan, *, folders: bool = True) -> dict[str, Any]:
     Args:
         resolved: The plan.
         folders: ``False`` leaves the swap folders out and does not ask for them.
-
-    Raises:
-        UnresolvedPlanError: Something is still ``"auto"`` or missing.
     """
     config = written(resolved)
     _render_folders(resolved, config, folders=folders)

@@ -321,9 +321,9 @@ def _scales(plan: DeepSpeedPlan) -> bool:
     return plan.fp16 is not None and plan.fp16.enabled is True
 
 
-_ZERO: Final = "zero_optimization"
-_OPTIMIZER: Final = f"{_ZERO}.offload_optimizer"
-_PARAM: Final = f"{_ZERO}.offload_param"
+_ZERO_PATH: Final = "zero_optimization"
+_OPTIMIZER: Final = f"{_ZERO_PATH}.offload_optimizer"
+_PARAM: Final = f"{_ZERO_PATH}.offload_param"
 
 SETTING_RULES: Final = (
     setting_rule(
@@ -392,10 +392,10 @@ SETTING_RULES: Final = (
         "zero-plus-plus-below-stage-3",
         "warning",
         {
-            f"{_ZERO}.zero_hpz_partition_size": is_other(AUTO, 1),
-            f"{_ZERO}.zero_quantized_weights": is_other(AUTO, False),
-            f"{_ZERO}.zero_quantized_nontrainable_weights": is_other(AUTO, False),
-            f"{_ZERO}.zero_quantized_gradients": is_other(AUTO, False),
+            f"{_ZERO_PATH}.zero_hpz_partition_size": is_other(AUTO, 1),
+            f"{_ZERO_PATH}.zero_quantized_weights": is_other(AUTO, False),
+            f"{_ZERO_PATH}.zero_quantized_nontrainable_weights": is_other(AUTO, False),
+            f"{_ZERO_PATH}.zero_quantized_gradients": is_other(AUTO, False),
         },
         stages=(0, 1, 2),
         summary="ZeRO++ settings have no effect below stage 3.",
@@ -416,7 +416,7 @@ SETTING_RULES: Final = (
     setting_rule(
         "legacy-stage-1",
         "error",
-        {f"{_ZERO}.legacy_stage1": is_one(True)},
+        {f"{_ZERO_PATH}.legacy_stage1": is_one(True)},
         stages=(1, 2, 3),
         summary="The first implementation of stage 1 left DeepSpeed in release 0.5.9; the engine"
         " raises.",
@@ -428,7 +428,7 @@ SETTING_RULES: Final = (
         "error",
         {"prescale_gradients": is_other(False), "gradient_predivide_factor": is_other(1)},
         stages=(2, 3),
-        when=lambda plan: written_at(plan, f"{_ZERO}.reduce_scatter") is not False,
+        when=lambda plan: written_at(plan, f"{_ZERO_PATH}.reduce_scatter") is not False,
         summary="Scaling gradients before they are reduced is refused by stages 2 and 3.",
         reason="DeepSpeed refuses it at stage {stage} with reduce_scatter, its default",
         fix="remove this key, or set zero_optimization.reduce_scatter to false",
@@ -436,7 +436,7 @@ SETTING_RULES: Final = (
     setting_rule(
         "muon-reduce-scatter",
         "warning",
-        {f"{_ZERO}.reduce_scatter": lambda value: value is not False},
+        {f"{_ZERO_PATH}.reduce_scatter": lambda value: value is not False},
         stages=(3,),
         when=lambda plan: plan.optimizer_name == "Muon",
         summary="Muon at stage 3 cannot use ``reduce_scatter``, which is on by default; DeepSpeed"

@@ -229,7 +229,7 @@ def _is_of_type(value: Any, kind: str) -> bool:
     return isinstance(value, types[kind])
 
 
-_NAMES: Final = {
+_TYPE_WORDS: Final = {
     "boolean": "true or false",
     "integer": "an integer",
     "number": "a number",
@@ -251,5 +251,5 @@ def _words(schema: Mapping[str, Any]) -> str:
     written = schema.get("type", ())
     types = [written] if isinstance(written, str) else written
     bounds = [f"{words} {schema[key]}" for key, (words, _) in _COMPARED.items() if key in schema]
-    names = " or ".join(_NAMES[each] for each in types) or "something else"
+    names = " or ".join(_TYPE_WORDS[each] for each in types) or "something else"
     return f"{names} of {' and '.join(bounds)}" if bounds else names
