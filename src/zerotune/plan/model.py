@@ -2340,21 +2340,28 @@ class DeepSpeedPlan(Readable, Section):
         Raises:
             PlanError: As in ``from_dict``.
         """
-        from zerotune.plan import read
-
-        config = read.build_config(
-            stage=stage,
-            offload_optimizer=offload,
-            offload_param=offload_param,
-            nvme_path=nvme_path,
-            precision=precision,
-            batch=(train_batch_size, micro_batch_size, gradient_accumulation_steps),
-            gradient_clipping=gradient_clipping,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            zero_overrides=zero_overrides,
-        )
-        return cls.from_dict(config, source="code")
+        zero: dict[str, Any] = {"stage": stage}
+        for key, device in (("offload_optimizer", offload), ("offload_param", offload_param)):
+            Choice(choices=OFFLOAD_DEVICES).check(device, key)
+            if device != "none":
+                folder = os.fspath(nvme_path) if device == "nvme" and nvme_path else None
+                zero[key] = {"device": device, **({"nvme_path": folder} if folder else {})}
+        Choice(choices=(*PRECISIONS, AUTO)).check(precision, "precision")
+        config = {
+            "train_batch_size": train_batch_size,
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "gradient_clipping": gradient_clipping,
+            "zero_optimization": {**zero, **zero_overrides},
+            "bf16": {"enabled": AUTO if precision == AUTO else precision == "bf16"},
+            "fp16": None if precision == AUTO else {"enabled": precision == "fp16"},
+            "optimizer": {"type": optimizer} if isinstance(optimizer, str) else optimizer,
+            "scheduler": {"type": scheduler} if isinstance(scheduler, str) else scheduler,
+        }
+        given = {key: value for key, value in config.items() if value is not None}
+        log = Log()
+        plan = log.whole(lambda: read_section(cls, given, key="", log=log))
+        return attrs.evolve(plan, decisions=log.decisions)
 
     def check(
         self,
