@@ -1487,6 +1487,10 @@ def _as_triples(triples: Iterable[Any]) -> tuple[tuple[int, float, float], ...]:
     return tuple((int(count), float(first), float(second)) for count, first, second in triples)
 
 
+def _as_costs(costs: Iterable[Any]) -> tuple[ActivationCost, ...]:
+    return tuple(one if isinstance(one, ActivationCost) else ActivationCost(**one) for one in costs)
+
+
 SMALLEST_OFFLOADED: Final = 2**20
 """Bytes from which on ``ActivationOffload`` moves a tensor."""
 
@@ -1509,12 +1513,7 @@ class ActivationCost:
     small: tuple[tuple[int, float, float], ...] = attrs.field(default=(), converter=_as_triples)
     """Tensors that count as long as each is below ``SMALLEST_OFFLOADED``: how many, bytes per
     sample and bytes per pixel of each; a negative number is taken off what the other fields say."""
-    moments: tuple[ActivationCost, ...] = attrs.field(
-        default=(),
-        converter=lambda costs: tuple(
-            one if isinstance(one, ActivationCost) else ActivationCost(**one) for one in costs
-        ),
-    )
+    moments: tuple[ActivationCost, ...] = attrs.field(default=(), converter=_as_costs)
     """Other moments of the pass, which need most at other sizes."""
 
     def nbytes(self, *, batch: int, pixels: int, element_bytes: int = 2) -> int:
