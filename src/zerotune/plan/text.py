@@ -150,7 +150,7 @@ def shown_and_defaults(
     decisions: Iterable[Decision],
 ) -> tuple[list[Decision], list[Decision]]:
     """Decisions to show, warnings first, and those that write DeepSpeed's own defaults."""
-    every = [decision for decision in decisions if decision.told]
+    every = [decision for decision in decisions if decision.is_shown]
     shown = [decision for decision in every if decision.reason != DEEPSPEED_DEFAULT]
     defaults = [decision for decision in every if decision.reason == DEEPSPEED_DEFAULT]
     return worst_first(shown), defaults
