@@ -113,7 +113,7 @@ class Decision:
         if not self.is_choice and self.before == self.after:
             return str(self.as_error())
         name = "".join(both_names(self.key, self.written))
-        return f"{name}: {_text_of(self.before)} -> {_text_of(self.after)} ({self.why})"
+        return f"{name}: {_readable_value(self.before)} -> {_readable_value(self.after)} ({self.why})"
 
 
 def worst_first(records: Iterable[Decision]) -> list[Decision]:
@@ -121,7 +121,7 @@ def worst_first(records: Iterable[Decision]) -> list[Decision]:
     return sorted(records, key=lambda one: SEVERITIES.index(one.severity))
 
 
-def _text_of(value: Any) -> str:
+def _readable_value(value: Any) -> str:
     return "unset" if value is None else shorten(value, _LONGEST_SHOWN)
 
 
