@@ -168,7 +168,7 @@ def _draw_chart(
 # -- check
 
 
-_ORDER: Final = ("error", "warning", "note")
+_SEVERITIES: Final = ("error", "warning", "note")
 _ASSUMED_LR: Final = 1e-4
 _ASSUMED_STEPS: Final = 10_000
 
@@ -210,8 +210,8 @@ def _check_plan(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             raise
         problems, status = [_from_error("file", each) for each in error.each()], 2
-    problems = sorted(problems, key=lambda problem: _ORDER.index(problem.severity))
-    counts = {name: sum(p.severity == name for p in problems) for name in _ORDER}
+    problems = sorted(problems, key=lambda problem: _SEVERITIES.index(problem.severity))
+    counts = {name: sum(p.severity == name for p in problems) for name in _SEVERITIES}
     if arguments.json:
         print_json(
             {
@@ -249,9 +249,18 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
     refused = [_from_error("read", error) for error in mistakes]
     if plan is None:
         return refused
+
+    def settle(resolved: ResolvedPlan) -> ResolvedPlan:
+        if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
+            return resolved
+        # A quarter of the command's time, so only where there is something to look at.
+        from zerotune.optim.resolver import OptimizerResolver
+
+        return OptimizerResolver().settled(resolved)
+
     inspection = plan.inspect(
         RuleContext(world_size=world_size),
-        settle=_settled,
+        settle=settle,
         # The rules look at the file alone, resolving needs a machine: one that can do everything.
         resolve_in=RuleContext(
             world_size=world_size,
@@ -272,15 +281,6 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         if decision.severity == "warning"
     ]
     return [*problems, *(each for each in later if each.key not in keys)]
-
-
-def _settled(resolved: ResolvedPlan) -> ResolvedPlan:
-    if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
-        return resolved
-    # A quarter of the command's time, so only where there is something to look at.
-    from zerotune.optim.resolver import OptimizerResolver
-
-    return OptimizerResolver().settled(resolved)
 
 
 def _open_run(plan: DeepSpeedPlan) -> Any:
@@ -418,23 +418,18 @@ def _explain(arguments: argparse.Namespace) -> int:
                     key=f"--{name.replace('_', '-')}",
                     fix="add --family NAME, or leave it out",
                 )
-        return _explain_plan(plan, arguments)
+        platform = _described_machine(arguments)
+        summary = plan.summary(world_size=arguments.world_size, platform=platform)
+        if arguments.json:
+            print_json(summary)
+        elif arguments.markdown:
+            print_text(plan.explain_markdown(world_size=arguments.world_size, platform=platform))
+        else:
+            from zerotune.plan.text import plan_page
+
+            print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
+        return int(any(finding["severity"] == "error" for finding in summary["findings"]))
     return _explain_cost(plan, arguments)
-
-
-def _explain_plan(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
-    platform = _described_machine(arguments)
-    summary = plan.summary(world_size=arguments.world_size, platform=platform)
-    if arguments.json:
-        print_json(summary)
-    elif arguments.markdown:
-        print_text(plan.explain_markdown(world_size=arguments.world_size, platform=platform))
-    else:
-        from zerotune.plan.text import plan_page
-
-        print_page(plan_page(plan, world_size=arguments.world_size, platform=platform))
-    errors = [finding for finding in summary["findings"] if finding["severity"] == "error"]
-    return 1 if errors else 0
 
 
 def _explain_cost(plan: DeepSpeedPlan, arguments: argparse.Namespace) -> int:
