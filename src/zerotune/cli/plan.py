@@ -249,18 +249,9 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
     refused = [_from_error("read", error) for error in mistakes]
     if plan is None:
         return refused
-
-    def settle(resolved: ResolvedPlan) -> ResolvedPlan:
-        if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
-            return resolved
-        # A quarter of the command's time, so only where there is something to look at.
-        from zerotune.optim.resolver import OptimizerResolver
-
-        return OptimizerResolver().settled(resolved)
-
     inspection = plan.inspect(
         RuleContext(world_size=world_size),
-        settle=settle,
+        settle=_settle_written,
         # The rules look at the file alone, resolving needs a machine: one that can do everything.
         resolve_in=RuleContext(
             world_size=world_size,
@@ -281,6 +272,15 @@ def _problems_of(file: str, *, world_size: int) -> list[Problem]:
         if decision.severity == "warning"
     ]
     return [*problems, *(each for each in later if each.key not in keys)]
+
+
+def _settle_written(resolved: ResolvedPlan) -> ResolvedPlan:
+    if resolved.plan.optimizer is None and resolved.plan.scheduler is None:
+        return resolved
+    # A quarter of the command's time, so only where there is something to look at.
+    from zerotune.optim.resolver import OptimizerResolver
+
+    return OptimizerResolver().settled(resolved)
 
 
 def _open_run(plan: DeepSpeedPlan) -> Any:

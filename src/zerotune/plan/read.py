@@ -239,14 +239,17 @@ def _unwrapped(
         )
     plan = plan_from_mapping(written, log, source=source, folder=folder)
     plan = log.attempt(_with_micro_batch, plan, config, log) or plan
+    return with_launch(plan, read_launch({**beside, **_launch_beside(config, log)}, log))
+
+
+def _launch_beside(config: Mapping[Any, Any], log: Log) -> dict[str, Any]:
+    """Launch settings that a trainer's file says under its own names."""
     settings = [key for key in config if undashed(key) in TRAINER_KEYS and config[key] is not None]
-    written_as = {TRAINER_KEYS[undashed(key)]: key for key in settings}
-    around = {
-        name: AUTO if str(config[key]).strip().lower() == AUTO else config[key]
-        for name, key in written_as.items()
-    }
-    log.names.update({f"launch.{name}": key for name, key in written_as.items()})
-    return with_launch(plan, read_launch({**beside, **around}, log))
+    names = {TRAINER_KEYS[undashed(key)]: key for key in settings}
+    log.names.update({f"launch.{name}": key for name, key in names.items()})
+    values = {name: config[key] for name, key in names.items()}
+    automatic = {name for name, value in values.items() if str(value).strip().lower() == AUTO}
+    return {name: AUTO if name in automatic else value for name, value in values.items()}
 
 
 def _named_in_block(
