@@ -573,7 +573,7 @@ def _from_file(
 ) -> Translated:
     _refuse_fields_beside_file(environ, written)
     config, source, folder = read_config_file(written, None, _FILE_VARIABLE, log)
-    config = _filled(config, block, log)
+    config = _fill_automatic(config, block, log)
     around: dict[str, Any] = dict(launched)
     precision = environ.get(_PRECISION_VARIABLE)
     if precision is not None and not _is_default_precision(precision, config):
@@ -596,7 +596,7 @@ def _refuse_fields_beside_file(environ: Mapping[str, str], written: str) -> None
         )
 
 
-def _filled(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
+def _fill_automatic(config: dict[str, Any], block: dict[str, str], log: Log) -> dict[str, Any]:
     """Fill what the file leaves ``"auto"``; the file's own words stand, as in accelerate."""
     config = copy.deepcopy(config)
     for key, value in block.items():

@@ -472,7 +472,7 @@ SHORT_NAMES: Final = {
 ``zero_optimization`` may be written without its section too, and ``mixed_precision`` (or
 ``precision``) sets ``bf16.enabled`` and ``fp16.enabled`` together."""
 
-_PRECISION_NAMES: Final = ("mixed_precision", "precision")
+_BOTH_PRECISIONS: Final = ("mixed_precision", "precision")
 _NVME_PATH: Final = "nvme_path"
 _PRECISION_KIND: Final = Choice(choices=(*PRECISIONS, AUTO), synonyms=PRECISION_SYNONYMS)
 _OVERRIDDEN: Final = "overridden by the caller"
@@ -548,7 +548,7 @@ def _flattened(overrides: Mapping[Any, Any], prefix: str, depth: int) -> Iterato
 
 
 def _written_out(plan: DeepSpeedPlan, name: str, value: Any) -> list[tuple[str, Any]]:
-    if name in _PRECISION_NAMES:
+    if name in _BOTH_PRECISIONS:
         return _precision_settings(plan, name, value)
     if name == _NVME_PATH:
         return _swap_folders(plan, value)
