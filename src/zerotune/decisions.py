@@ -113,7 +113,9 @@ class Decision:
         if not self.is_choice and self.before == self.after:
             return str(self.as_error())
         name = "".join(both_names(self.key, self.written))
-        return f"{name}: {_readable_value(self.before)} -> {_readable_value(self.after)} ({self.why})"
+        return (
+            f"{name}: {_readable_value(self.before)} -> {_readable_value(self.after)} ({self.why})"
+        )
 
 
 def worst_first(records: Iterable[Decision]) -> list[Decision]:

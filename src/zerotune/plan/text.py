@@ -64,7 +64,7 @@ def plan_page(
     return Page(
         title=f"Plan from {plan.source}",
         blocks=(
-            _settings_table(_plan_rows(plan)),
+            _settings_table(_asked_rows(plan)),
             *_decision_lines(plan.decisions),
             *_finding_lines(findings),
         ),
@@ -134,7 +134,7 @@ _DECISION: Final = ("severity", "key", "before", "after", "why")
 _FINDING: Final = ("severity", "rule", "key", "value", "reason", "fix")
 
 
-def _records(records: Iterable[Decision], names: Sequence[str]) -> list[dict[str, Any]]:
+def _record_data(records: Iterable[Decision], names: Sequence[str]) -> list[dict[str, Any]]:
     """The named attributes of each record as plain data, why it is so as its reason."""
     values = [{name: getattr(one, name) for name in names} for one in records]
     return [
@@ -156,7 +156,7 @@ def shown_and_defaults(
     return worst_first(shown), defaults
 
 
-def _plan_rows(plan: DeepSpeedPlan) -> list[Setting]:
+def _asked_rows(plan: DeepSpeedPlan) -> list[Setting]:
     """What a plan asks for, as pairs of a label and a value in words."""
     return [
         ("ZeRO stage", f"{plan.stage}: {_PARTITIONED[plan.stage]}"),
@@ -250,8 +250,8 @@ def plan_data(
             name: section and _as_data(section.type, section.params)
             for name, section in (("optimizer", plan.optimizer), ("scheduler", plan.scheduler))
         },
-        "decisions": _records(plan.decisions, _DECISION),
-        "findings": _records(findings, _FINDING),
+        "decisions": _record_data(plan.decisions, _DECISION),
+        "findings": _record_data(findings, _FINDING),
     }
 
 
@@ -269,7 +269,7 @@ def resolved_data(resolved: ResolvedPlan) -> dict[str, Any]:
         **{name: getattr(resolved, name) for name in _RESOLVED},
         "optimizer": choice and _as_data(choice.name, choice.params),
         "scheduler": schedule and _as_data(schedule.name, schedule.params),
-        "decisions": _records(resolved.decisions, _DECISION),
+        "decisions": _record_data(resolved.decisions, _DECISION),
     }
 
 

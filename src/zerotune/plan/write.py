@@ -488,7 +488,7 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
     """
     log = Log()
     plan = _settled_inside(plan, "accelerate", log)
-    without = _without_deepspeed(plan)
+    without = _other_launcher(plan)
     block = {} if without else _as_block(plan)
     refused: dict[str, Any] = {}
     content: dict[str, Any] = {"distributed_type": without or "DEEPSPEED"}
@@ -520,7 +520,7 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
     return PlanDocument(format="accelerate", text=_yaml(content), decisions=log.decisions)
 
 
-def _without_deepspeed(plan: DeepSpeedPlan) -> str | None:
+def _other_launcher(plan: DeepSpeedPlan) -> str | None:
     """What the plan of a file of accelerate says that trains with something else than DeepSpeed."""
     written = plan.launch.distributed_type if plan.launch else None
     other = written is not None and written.upper() != "DEEPSPEED" and not plan.to_dict()
