@@ -138,7 +138,7 @@ def test_a_checkpoint_of_it_continues_under_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["AdamW", "AdamWBF16States"])
 @ranks(1)
 def test_weights_may_move_to_channels_last_and_back(optimizer: str, offload: str) -> None:
-    """torch's fused step pairs weights and moments by address, whatever their strides are."""
+    # torch's fused step pairs weights and moments by address, whatever their strides are.
     engine = begin(offload, optimizer=optimizer, last=False, weight_decay=0.01)
     reference = net(last=False)
     ordinary = torch.optim.AdamW(reference.parameters(), lr=2e-3, foreach=False)

@@ -74,7 +74,6 @@ def test_a_run_that_nobody_disturbs_goes_on(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(1)
 def test_an_edit_that_stops_early_is_followed(stage):
-    """An edit that stops after the first fragment."""
     engine = begin(stage, Web(), hidden=False)
     with engine.master_weights.editing() as fragments:
         next(fragments).value.mul_(1.5)
@@ -111,7 +110,6 @@ def test_another_memory_order_is_named_where_deepspeed_cannot_take_it():
 @pytest.mark.parametrize("stage", [PLAIN, 2, 3])
 @ranks(1)
 def test_after_a_failed_backward_the_run_goes_on_or_is_told_that_it_cannot(stage):
-    """What a loop is told that drops a window and goes on after an exception in backward."""
     from zerotune.errors import EngineError
 
     engine = begin(stage, Web(), hidden=False)

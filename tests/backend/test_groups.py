@@ -67,7 +67,7 @@ def train(engine: Any, steps: int = 6) -> tuple[list[float], dict[str, list[floa
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
 def test_groups_keep_rate_and_decay_under_every_stage(world_size: int) -> None:
     results = {}

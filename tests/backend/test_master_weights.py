@@ -187,7 +187,7 @@ def pattern(address: Any) -> Any:
 @pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
 def test_swapped_out_shards_are_read_and_written(world_size: int, tmp_path) -> None:
-    """Sub-groups larger than 1 MiB, so that DeepSpeed really swaps them out."""
+    # Sub-groups larger than 1 MiB, so that DeepSpeed really swaps them out.
     import torch
 
     torch.manual_seed(0)

@@ -147,7 +147,6 @@ REPORTS = [
 def test_defects_reported_upstream_are_gone_from_0_19_8(
     stage: int, offload: str, partitioned: bool
 ) -> None:
-    """What DeepSpeed's Muon takes off the hidden matrix in its first step, over the rate."""
     import os
     from contextlib import nullcontext
 

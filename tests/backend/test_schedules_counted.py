@@ -23,10 +23,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 @ranks()
 def test_rates_after_fifty_steps(world_size: int) -> None:
-    """Learning rate for the update after ``STEPS`` optimizer steps."""
     from zerotune.backend.build import build_engine
     from zerotune.backend.distributed import Launch
     from zerotune.optim.resolver import OptimizerResolver

@@ -25,7 +25,6 @@ def fail_on_the_last() -> tuple[str, str, float, list[int]]:
     return "", "no error", 0.0, before
 
 
-@pytest.mark.world_size(2)
 def test_the_others_are_told_which_rank_failed_and_why():
     first, last = run_ranks(fail_on_the_last, world_size=2)
     assert first[0] == CollectiveError.__name__

@@ -82,7 +82,6 @@ def test_the_stage_that_is_advised_for_adapters_trains_them(tmp_path):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(tmp_path):
     expected = plain_losses(TEXT, tmp_path)
     case = case_for(Case(stage=2, offload="cpu"), 1)
@@ -102,7 +101,6 @@ def test_a_unet_and_its_encoder_go_on_from_stage_2_to_stage_3(tmp_path):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_dora_on_a_transformer_at_stage_3(tmp_path):
     expected = plain_losses(DORA, tmp_path)
     case = case_for(Case(stage=3, overrides=(WHOLE,)), 2)
@@ -114,7 +112,6 @@ def test_dora_on_a_transformer_at_stage_3(tmp_path):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_kronecker_factors_at_stage_3(tmp_path):
     expected = plain_losses(LOKR, tmp_path, 4, 2)
     case = case_for(Case(stage=3, offload="cpu", offload_param="cpu", overrides=(WHOLE,)), 2)

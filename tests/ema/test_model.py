@@ -293,7 +293,6 @@ def test_an_average_is_another_after_each_step_that_moves_the_weights():
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("call", ["copy_to", "state_dict", "save_pretrained"])
 def test_a_call_on_one_rank_names_the_others(call, tmp_path):
     main, _ = run_ranks(called_on_rank_0, call, str(tmp_path / "ema"), world_size=2)

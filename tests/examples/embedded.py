@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.errors import error_of
 from zerotune.ema import EMAShadow
-from zerotune.errors import ZeroTuneError
 
 MICRO, ACCUMULATION = 4, 2
 DECAY = 0.9
@@ -67,21 +67,13 @@ def looking(save: Any, seen: dict[str, Any]) -> Any:
         seen["swap"] = {part: Path(at).is_dir() for part, at in engine.plan.nvme_paths.items()}
         seen["decisions"] = [str(decision) for decision in engine.decisions]
         if deepspeed._is_gradient_accumulation_boundary is not None:
-            seen["second step"] = refusal(engine.step)
+            seen["second step"] = error_of(engine.step)
             deepspeed.set_gradient_accumulation_boundary(False)
-            seen["open window"] = refusal(lambda: save(path, engine=engine, shadows=shadows))
+            seen["open window"] = error_of(lambda: save(path, engine=engine, shadows=shadows))
             deepspeed.set_gradient_accumulation_boundary(True)
         return save(path, engine=engine, shadows=shadows)
 
     return look_and_save
-
-
-def refusal(call: Any) -> str:
-    try:
-        call()
-    except ZeroTuneError as error:
-        return str(error)
-    return "not refused"
 
 
 def fabric_on_the_cpu(script: Any) -> None:
@@ -204,7 +196,7 @@ def swapped_in_silence() -> str:
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
         optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
-        return refusal(lambda: run.attach(model))
+        return error_of(lambda: run.attach(model))
 
 
 def client_optimizer_in_accelerate() -> dict[str, Any]:
@@ -218,8 +210,8 @@ def client_optimizer_in_accelerate() -> dict[str, Any]:
     asked = {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}, "scheduler": SCHEDULE}
     model = new_model()
     with EmbeddedPlan(model=model, plan=DeepSpeedPlan.from_dict(CONFIG | asked)) as run:
-        seen = {"not an engine": refusal(lambda: run.attach(model))}
-        seen["not attached"] = refusal(lambda: run.engine)
+        seen = {"not an engine": error_of(lambda: run.attach(model))}
+        seen["not attached"] = error_of(lambda: run.engine)
         accelerator = Accelerator(**run.accelerator_arguments())
         optimizer, lr_scheduler = run.accelerate_optimizer(model)
         model, optimizer, lr_scheduler = accelerator.prepare(model, optimizer, lr_scheduler)
@@ -295,22 +287,22 @@ def what_the_script_lost() -> dict[str, Any]:
         late.step()
         foreign = Foreign(model.parameters())
         other = EMAModel(torch.nn.Linear(2, 2))
-        seen = {"early": refusal(lambda: accelerator.register_for_checkpointing(ema))}
+        seen = {"early": error_of(lambda: accelerator.register_for_checkpointing(ema))}
         frozen = torch.nn.Linear(2, 2)
-        seen["two"] = refusal(lambda: accelerator.prepare(model, frozen))
+        seen["two"] = error_of(lambda: accelerator.prepare(model, frozen))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
         register = accelerator.register_for_checkpointing
         seen |= {
-            "foreign": refusal(lambda: register(foreign)),
-            "again": refusal(lambda: run.attach(model)),
-            "other": refusal(lambda: register(other)),
+            "foreign": error_of(lambda: register(foreign)),
+            "again": error_of(lambda: run.attach(model)),
+            "other": error_of(lambda: register(other)),
             "lr": run.engine.lr,
             "accumulation": accelerator.gradient_accumulation_steps,
             "explained": run.engine.explain(),
         }
-        return seen | {"late": refusal(lambda: register(late))}
+        return seen | {"late": error_of(lambda: register(late))}
 
 
 def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
@@ -345,7 +337,7 @@ def ended_as_diffusers_do(folder: str) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "hidden": tuple(hidden.shape),
             "sample_size": ending.config.sample_size,
-            "saved": refusal(lambda: ending.save_pretrained(path / "ending")),
+            "saved": error_of(lambda: ending.save_pretrained(path / "ending")),
             "written": sorted(path.glob("ending/*.safetensors")),
             "explained": run.engine.explain(),
         }
@@ -371,7 +363,7 @@ def attached_to_another_model(kind: str) -> str:
     with EmbeddedPlan(model=build(), plan={"train_batch_size": 1}) as run:
         accelerator = run.accelerator()
         optimizer = torch.optim.AdamW(model.parameters())
-        return refusal(lambda: accelerator.prepare(model, optimizer))
+        return error_of(lambda: accelerator.prepare(model, optimizer))
 
 
 def schedules_compared(scripts: list[tuple[int, int]]) -> list[str]:

@@ -110,7 +110,7 @@ def test_the_accelerate_script_trains_as_it_did_before(checkpoint, tmp_path):
 @engine_runs
 @pytest.mark.parametrize(
     "world_size",
-    [1, pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.nightly])],
+    [1, pytest.param(2, marks=pytest.mark.nightly)],
 )
 def test_the_script_of_diffusers_trains_saves_and_resumes_as_before(world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -144,7 +144,6 @@ def mean_over_ranks(results: list[dict[str, Any]]) -> list[float]:
 
 
 @engine_runs
-@pytest.mark.world_size(2)
 def test_the_script_of_diffusers_in_bf16_on_two_processes(tmp_path):
     given = ("--max_train_steps", str(BEFORE), "--mixed_precision", "bf16")
     script = ("after", str(tmp_path), *given)
@@ -174,7 +173,7 @@ def test_what_an_accelerator_of_the_plan_puts_in_place_is_said():
 
 
 @engine_runs
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.world_size(2))])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_the_ending_of_a_script_at_stage_3_writes_no_empty_tensors(world_size, tmp_path):
     needs("transformers")
     for seen in run_ranks(ended_as_diffusers_do, str(tmp_path), world_size=world_size):
@@ -242,7 +241,7 @@ def test_an_embedded_checkpoint_is_resumed_by_a_trainer(checkpoint):
 @engine_runs
 @pytest.mark.parametrize(
     ("zero", "world_size"),
-    [(CPU, 1), pytest.param(SHARDED, 2, marks=pytest.mark.world_size(2))],
+    [(CPU, 1), (SHARDED, 2)],
 )
 def test_accelerates_own_save_state_is_converted_and_resumed(zero, world_size, tmp_path):
     env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -283,7 +282,6 @@ def resumed_script(name: str, steps: int, folder: str, zero: dict[str, Any], res
 
 
 @engine_runs
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["accelerate", "deepspeed"])
 def test_two_processes_at_stage_3(kind, tmp_path):
     script = (f"{kind}_after", BEFORE, str(tmp_path / "end"), SHARDED)
@@ -327,7 +325,6 @@ def test_the_swap_folder_goes_with_the_script(tmp_path):
 
 
 @engine_runs
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("launcher", "script", "stage"),
     [

@@ -74,7 +74,6 @@ def test_the_demo_saves_resumes_and_draws_under_every_plan(arguments, tmp_path):
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_the_demo_under_torchrun(tmp_path):
     output = launch(
         [

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.support.errors import error_of
 from tests.support.models import digits_batch, tiny_unet
 from zerotune import (
     ClassConditional,
@@ -17,7 +18,6 @@ from zerotune import (
     MetricsFile,
     Trainer,
 )
-from zerotune.errors import ZeroTuneError
 from zerotune.training import Callback
 
 FAMILY = ClassConditional(null_label=10, dropout=0.2)
@@ -169,24 +169,16 @@ def mistakes() -> dict[str, str]:
     """One message per wrong use; every rank of a run sees the same."""
     found = {}
     with trainer(False, data=None) as running:
-        found["no data"] = _message(lambda: running.fit(steps=1))
+        found["no data"] = error_of(lambda: running.fit(steps=1))
     halves = [{"images": torch.zeros(3, 1, 8, 8), "labels": torch.zeros(3).long()}]
     with trainer(False, data=halves) as running:
-        found["batch size"] = _message(lambda: running.fit(steps=1))
+        found["batch size"] = error_of(lambda: running.fit(steps=1))
     with trainer(False, objective=regression) as running:
-        found["no scheduler"] = _message(lambda: running.sample(count=1))
-    found["not data"] = _message(lambda: trainer(False, data=7))
+        found["no scheduler"] = error_of(lambda: running.sample(count=1))
+    found["not data"] = error_of(lambda: trainer(False, data=7))
     with trainer(False) as running:
-        found["no checkpoint"] = _message(lambda: running.resume("nowhere"))
+        found["no checkpoint"] = error_of(lambda: running.resume("nowhere"))
     return found
-
-
-def _message(work: Any) -> str:
-    try:
-        work()
-    except ZeroTuneError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def memory(running: Trainer) -> dict[str, Any]:

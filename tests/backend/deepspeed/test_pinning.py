@@ -199,7 +199,6 @@ def test_the_estimate_follows_the_torch_installed(version: str | None, exact: bo
 @pytest.mark.deepspeed
 @ranks(1)
 def test_a_gpu_pins_exactly() -> None:
-    """What page-locking 5 MiB takes on this machine, and whether its device knows of it."""
     from deepspeed.accelerator import get_accelerator
 
     def rounded() -> int:

@@ -95,7 +95,7 @@ def test_the_engine_is_built_through_the_host(case: Case) -> None:
 @pytest.mark.deepspeed
 @ranks(1)
 def test_freed_weights_are_given_back_before_the_flat_block_is_taken() -> None:
-    """Else the allocator holds them as small blocks, beside the large one: twice the weights."""
+    # Else the allocator holds them as small blocks, beside the large one: twice the weights.
     from deepspeed.accelerator import get_accelerator
 
     model = HostileNet(scalar=False)
@@ -126,7 +126,6 @@ def order_of_devices() -> list[Any]:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 def test_each_rank_takes_its_own_device_before_anything_is_placed() -> None:
     for rank, calls in enumerate(run_ranks(order_of_devices, world_size=2)):
         assert {"pin", "read"} <= set(calls)
@@ -139,7 +138,6 @@ def train_as_deepspeed_does(case: Case, steps: int) -> list[float]:
 
 
 @pytest.mark.deepspeed
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_training_is_the_same_bit_for_bit(precision: str) -> None:
     case = Case(stage=2, offload="cpu", precision=precision)

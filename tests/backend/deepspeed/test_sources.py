@@ -33,7 +33,6 @@ def test_the_installed_release_is_on_file():
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(1)
 def test_a_later_release_takes_its_own_step(stage):
-    """An engine of a DeepSpeed whose step does one thing more."""
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     kind = {

@@ -34,7 +34,6 @@ def test_one_process_compiles_nothing_for_exchange_in_shared_memory():
     assert run_ranks(started) == [False]
 
 
-@pytest.mark.world_size(2)
 def test_two_processes_keep_it():
     assert run_ranks(started, world_size=2) == [True, True]
 

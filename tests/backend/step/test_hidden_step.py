@@ -230,8 +230,8 @@ def look(engine: Any, emas: Any, step: int) -> Any:
         (1, 1),
         (2, 1),
         (3, 1),
-        pytest.param(2, 2, marks=pytest.mark.world_size(2)),
-        pytest.param(3, 2, marks=pytest.mark.world_size(2)),
+        (2, 2),
+        (3, 2),
     ],
 )
 def test_delays_anywhere_change_no_loss(stage, ranks):
@@ -329,7 +329,6 @@ def test_groups_and_two_averages_are_what_the_usual_step_leaves():
         assert not theirs["taken"]
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -398,9 +397,7 @@ def overflowing(hidden: bool, stage: int) -> dict[str, Any]:
     return {**kept, "taken": dict(taken)}
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks"), [(2, 1), (3, 1), pytest.param(2, 2, marks=pytest.mark.world_size(2))]
-)
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 1), (2, 2)])
 def test_a_loss_scale_that_overflows_skips_the_same_steps(stage, ranks):
     mine = run_ranks(overflowing, True, stage, world_size=ranks)
     theirs = run_ranks(overflowing, False, stage, world_size=ranks)
@@ -443,7 +440,6 @@ def test_nor_do_two_engines_of_one_process():
 @pytest.mark.parametrize(("threads", "left"), [(4, 3), (2, 2)])
 @ranks(1)
 def test_a_pass_in_the_thread_leaves_the_forward_a_core(threads, left):
-    """Who computes on how many threads, and what was said of it."""
     torch.set_num_threads(threads)
     engine = begin(2, Web(), hidden=True)
     seen, run = set(), SlabStep.run
@@ -507,7 +503,6 @@ def one_sided(how: str) -> dict[str, Any]:
     return {"raised": raised, "losses": losses, "settled": settled, "last": taken.total() - count}
 
 
-@pytest.mark.world_size(2)
 def test_what_fails_on_one_rank_ends_the_others():
     mine, theirs = run_ranks(one_sided, "fails", world_size=2)
     assert theirs["raised"] == ("MemoryError", "no room for that")
@@ -516,7 +511,6 @@ def test_what_fails_on_one_rank_ends_the_others():
     assert "MemoryError: no room for that" in mine["raised"][1]
 
 
-@pytest.mark.world_size(2)
 def test_a_rank_killed_within_a_pass_ends_the_others():
     with pytest.raises(RanksFailed, match="exit code -9") as failed:
         run_ranks(one_sided, "killed", world_size=2)
@@ -524,7 +518,6 @@ def test_a_rank_killed_within_a_pass_ends_the_others():
     assert "Rank 1 failed to come: rank 1 has ended" in str(failed.value)
 
 
-@pytest.mark.world_size(2)
 def test_a_rank_that_must_not_wait_has_none_wait():
     mine, theirs = run_ranks(one_sided, "hooked", world_size=2)
     assert mine["raised"] is None is theirs["raised"]
@@ -534,7 +527,6 @@ def test_a_rank_that_must_not_wait_has_none_wait():
 @pytest.mark.parametrize("stage", [PLAIN, 2, 3])
 @ranks(1)
 def test_every_call_after_an_error_ends_with_its_traceback(stage):
-    """What the calls after a failed pass raise, and where it came from."""
     import traceback
 
     engine = begin(stage, Web(), hidden=True)
@@ -609,7 +601,6 @@ def test_a_run_killed_within_a_pass_goes_on_bit_for_bit(tmp_path):
 
 @ranks(1)
 def test_the_plain_engine_goes_on_bit_for_bit(tmp_path):
-    """What is left of a run of the plain engine, and of one that goes on from its midst."""
     from zerotune.checkpoint import load_checkpoint, save_checkpoint
     from zerotune.ema import EMAShadow
 

@@ -132,7 +132,6 @@ def test_nothing_differs_from_deepspeeds_own_step(case):
     assert kept["gradients"] == {str(wanted)}, "gradients arrive in their own dtype"
 
 
-@pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
 def test_nor_on_two_ranks(case):
     same(case, world_size=2)
@@ -217,7 +216,6 @@ def test_the_plain_engine_leaves_what_torchs_fused_step_leaves():
     assert mine["losses"] == pytest.approx(without["losses"], rel=1e-4)
 
 
-@pytest.mark.world_size(2)
 def test_nor_do_two_processes_of_it():
     same_plainly([(PLAIN, True)], world_size=2)
 
