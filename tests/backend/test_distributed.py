@@ -87,7 +87,7 @@ def losing_a_machine(folder: str, lost: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
         # It comes when the first to find out is gone, and the store with it.
-        wait_for(lambda: group._roll._pulse is None or bool(group._roll._pulse.told))
+        wait_for(lambda: group._roll._pulse is None or bool(group._roll._pulse.lost))
         (told / "heard").touch()
         wait_for((told / "0 has gone").exists)
     try:

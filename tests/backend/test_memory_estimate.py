@@ -44,8 +44,7 @@ def train(engine: Any, width: int, steps: int) -> None:
 def measure(case: Case) -> dict[str, float]:
     import torch
 
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     small = start(case, torch.nn.Linear(8, 8))
     train(small, 8, 1)
@@ -125,8 +124,7 @@ def test_loading_takes_what_was_estimated(tmp_path):
     import torch
 
     from zerotune import load_pretrained
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     case = Case(stage=2, precision="bf16")
     start(case, torch.nn.Linear(8, 8)).close()
@@ -302,8 +300,7 @@ def test_activations_of_few_layers_are_what_was_estimated(name):
     import diffusers
 
     from zerotune.diffusion.facts import example_inputs, model_facts
-    from zerotune.plan.memory.estimate import RUNTIME
-    from zerotune.plan.memory.model import Workload
+    from zerotune.plan.memory.estimate import RUNTIME, Workload
 
     case = Case(stage=2, offload="cpu", precision="bf16", micro_batch=2)
     one = SHALLOW[name]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks import ranks, run_ranks
-from zerotune.backend.optimizers.muon import orthogonalise
+from zerotune.backend.optimizers.classes import orthogonalise
 
 pytestmark = pytest.mark.deepspeed
 

@@ -63,8 +63,8 @@ SCENARIOS = """
 
     import attrs
 
-    from zerotune.backend.ops import locks
-    from zerotune.backend.ops.build import OP_NAMES, build_op, op_report
+    from zerotune.backend import ops
+    from zerotune.backend.ops import OP_NAMES, build_op, op_report
     from zerotune.errors import ZeroTuneError
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
 
@@ -123,7 +123,7 @@ SCENARIOS = """
     os.utime(cache / "cpu_adam" / "lock", (time.time() - 3600,) * 2)
     report("abandoned")
     # Of a local file system it would be taken over, and the op compiled.
-    locks.filesystem_kind = lambda _folder: "nfs4"
+    ops.filesystem_kind = lambda _folder: "nfs4"
     failure("build abandoned", "cpu_adam")
     failure("build absent", "fused_lamb")
     failure("build unknown", "cpu_adm")
@@ -270,7 +270,7 @@ CUDA = """
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from zerotune.backend.ops.build import op_report
+    from zerotune.backend.ops import op_report
     from zerotune.platform.toolchain import LibAio, Tool, Toolchain
 
     get_accelerator()
@@ -340,7 +340,7 @@ class TestCuda:
 
 
 def build_adam():
-    from zerotune.backend.ops.build import build_op
+    from zerotune.backend.ops import build_op
     from zerotune.errors import PlatformError
 
     try:
@@ -395,7 +395,7 @@ def test_cpu_adam_is_compiled_and_computes():
 
 REPORT = """
     import sys
-    from zerotune.backend.ops.build import op_report
+    from zerotune.backend.ops import op_report
     from zerotune.errors import ZeroTuneError
 
     class Absent:

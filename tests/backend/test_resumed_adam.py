@@ -21,7 +21,7 @@ def weights_by_step(
     """Weights after each step from ``first`` on, states being those an earlier process left."""
     import deepspeed.ops.adam
 
-    from zerotune.backend.ops.build import same_ninja
+    from zerotune.backend.ops import same_ninja
 
     def parameters(step: int) -> list[torch.nn.Parameter]:
         # What a checkpoint restores does not matter here, as long as it is the same for all.

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.ranks import ranks
 from zerotune.backend.optimizers import Lamb, Lion, Muon
-from zerotune.backend.optimizers.muon import orthogonalise
+from zerotune.backend.optimizers.classes import orthogonalise
 
 
 def steps(optimizer_class, gradients, start, **arguments):

@@ -121,7 +121,7 @@ def raw_deepspeed(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any]:
     import deepspeed
 
     from zerotune.backend.deepspeed.fixes import align_swapped_gradients
-    from zerotune.backend.ops.build import same_ninja
+    from zerotune.backend.ops import same_ninja
 
     os.environ.setdefault("LOCAL_RANK", "0")
     if "WORLD_SIZE" in os.environ:
@@ -170,7 +170,7 @@ def accelerate_loop(root: str, steps: int, plan: DeepSpeedPlan) -> dict[str, Any
 
     from tests.support.ranks import free_port
     from zerotune.backend.deepspeed.fixes import align_swapped_gradients
-    from zerotune.backend.ops.build import same_ninja
+    from zerotune.backend.ops import same_ninja
 
     os.environ |= {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",

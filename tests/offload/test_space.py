@@ -14,9 +14,8 @@ from tests.support.ranks import ranks
 from zerotune._util.text import disk_size
 from zerotune.errors import OffloadError
 from zerotune.offload import OffloadManager, swap_needs
-from zerotune.offload.choosing import RootChoice
-from zerotune.offload.lease import local_ranks
-from zerotune.offload.root import check_root
+from zerotune.offload.manager import local_ranks
+from zerotune.offload.root import RootChoice, check_root
 from zerotune.offload.space import (
     SpaceWatch,
     SwapFiles,

@@ -182,7 +182,7 @@ def compile_io() -> None:
 
 
 def _compile_io() -> None:
-    from zerotune.backend.ops.build import build_op
+    from zerotune.backend.ops import build_op
     from zerotune.backend.step.kernel import load_host_step
 
     for name in ("cpu_adam", "async_io"):

@@ -19,7 +19,7 @@ from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.platform import Platform
 from zerotune.training import Profile, activations
 from zerotune.training.activations import set_recomputing
-from zerotune.training.options import Running
+from zerotune.training.trainer import Running
 
 
 @pytest.mark.deepspeed

@@ -12,11 +12,7 @@ _held: dict[str, tuple[int, str | None]] = {}
 
 
 def user_cache() -> Path:
-    """Where files lie that can be made again: ``zerotune`` in the user's cache.
-
-    Raises:
-        RuntimeError: The user has no home.
-    """
+    """Where files lie that can be made again: ``zerotune`` in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerotune"
 
 

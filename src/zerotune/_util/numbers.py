@@ -46,11 +46,7 @@ def _spelled(text: str) -> float | int | None:
 def whole(
     value: Any, *, key: str, least: int = 1, most: int | None = None, fix: str | None = None
 ) -> int:
-    """``value`` as it is, a whole number from ``least`` to ``most``.
-
-    Raises:
-        InvalidValueError: It is anything else; the message names ``key``.
-    """
+    """``value`` as it is, a whole number from ``least`` to ``most``."""
     if is_integer(value) and least <= value and (most is None or value <= most):
         return value
     upper = " or more" if most is None else f" to {most}"
@@ -60,33 +56,21 @@ def whole(
 
 
 def finite(value: Any, *, key: str, fix: str | None = None) -> float:
-    """``value`` as a ``float``.
-
-    Raises:
-        InvalidValueError: It is no finite number; the message names ``key``.
-    """
+    """``value`` as a ``float``."""
     if is_number(value):
         return float(value)
     raise InvalidValueError("must be a finite number", key=key, value=value, fix=fix)
 
 
 def positive(value: Any, *, key: str, fix: str | None = None) -> float:
-    """``value`` as a ``float`` above 0.
-
-    Raises:
-        InvalidValueError: It is anything else; the message names ``key``.
-    """
+    """``value`` as a ``float`` above 0."""
     if is_number(value) and value > 0:
         return float(value)
     raise InvalidValueError("must be a number above 0", key=key, value=value, fix=fix)
 
 
 def probability(value: Any, *, key: str, fix: str = "write a number in [0, 1]") -> float:
-    """``value`` as a ``float`` from 0 to 1.
-
-    Raises:
-        InvalidValueError: It is anything else; the message names ``key``.
-    """
+    """``value`` as a ``float`` from 0 to 1."""
     if is_number(value) and 0 <= value <= 1:
         return float(value)
     raise InvalidValueError("is a probability", key=key, value=value, fix=fix)

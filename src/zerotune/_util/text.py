@@ -55,9 +55,6 @@ def json_of(text: str | bytes, **options: Any) -> Any:
     Args:
         text: The JSON.
         options: As of ``json.loads``.
-
-    Raises:
-        ValueError: It is not JSON, or nested more deeply than Python reads.
     """
     try:
         return json.loads(text, **options)
@@ -164,11 +161,8 @@ def parse_size(value: int | float | str, *, key: str) -> int:
         key: Name of the setting, for the message.
 
     Returns:
-        Bytes; a fraction of a byte is dropped.
-
-    Raises:
-        InvalidValueError: Anything else: no unit (a bare ``"12"`` would be 12 bytes), ``"12G"``
-            (which may mean either), a negative number, or more than 2^63 - 1 bytes.
+        Bytes; a fraction of a byte is dropped. Refused is a bare ``"12"`` (which would be 12
+        bytes), ``"12G"`` (which may mean either), and more than 2^63 - 1 bytes.
     """
     nbytes = _from_text(value, key) if isinstance(value, str) else _from_number(value, key)
     if not 0 <= nbytes <= _LARGEST:
@@ -177,11 +171,7 @@ def parse_size(value: int | float | str, *, key: str) -> int:
 
 
 def parse_memory(value: Any, *, key: str) -> int:
-    """Read a machine's memory: as ``parse_size``, but a number alone is GiB, as cards are named.
-
-    Raises:
-        InvalidValueError: As of ``parse_size``.
-    """
+    """Read a machine's memory: as ``parse_size``, but a number alone is GiB, as cards are named."""
     bare = value.strip() if isinstance(value, str) else value
     if isinstance(bare, int | float) and not isinstance(bare, bool):
         bare = f"{bare:f}" if isinstance(bare, float) else str(bare)

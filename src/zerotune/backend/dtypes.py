@@ -23,9 +23,6 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
     Args:
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a floating-point torch dtype.
         key: What the argument is called, for the message.
-
-    Raises:
-        InvalidValueError: Neither.
     """
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or not chosen.is_floating_point:
@@ -36,11 +33,7 @@ def checked_dtype(dtype: str | torch.dtype, *, key: str = "dtype") -> torch.dtyp
 
 
 def check_quantized(model: torch.nn.Module, plan: ResolvedPlan) -> None:
-    """Whether DeepSpeed can hold a model's quantized weights as the plan asks.
-
-    Raises:
-        EngineError: They are torchao's tensors, or stage 3 would swap them to files.
-    """
+    """Whether DeepSpeed can hold a model's quantized weights as the plan asks."""
     if not plan.uses_deepspeed:
         return
     quantized = [each for each in ModelFacts.from_module(model).parameters if each.storage]
@@ -76,9 +69,6 @@ def check_model_dtype(model: torch.nn.Module, plan: ResolvedPlan) -> None:
     DeepSpeed casts a model to bf16 or fp16, and at stage 3 to fp32; elsewhere an fp32 plan leaves
     weights as they come, and fp32 inputs meet them in a layer that says "mat1 and mat2 must have
     the same dtype".
-
-    Raises:
-        EngineError: A weight is in half precision and the plan trains in fp32.
     """
     if plan.precision != "fp32" or (plan.uses_deepspeed and plan.stage == 3):
         return

@@ -10,8 +10,13 @@ from typing import Any, Final
 import torch
 from typing_extensions import override
 
-from zerotune.backend.master_weights import Follower, FragmentAddress, MasterLayout, Slab
-from zerotune.backend.states import OptimizerStates
+from zerotune.backend.master_weights import (
+    Follower,
+    FragmentAddress,
+    MasterLayout,
+    OptimizerStates,
+    Slab,
+)
 from zerotune.errors import EngineError
 
 Named = list[tuple[str, torch.nn.Parameter]]

@@ -242,7 +242,7 @@ class PlainEngine(StartedEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward pass under autocast."""
         if torch.is_grad_enabled():
-            self._check_trained()
+            self._check_before_forward()
             self._open_micro_batch()
             return self._wrapped(*args, **kwargs)
         with self._accelerator.autocast():

@@ -35,8 +35,8 @@ from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import Accelerator
+from zerotune.platform.detect import MachineProbe, first_line
 from zerotune.platform.facts import DEEPSPEED_NAMES
-from zerotune.platform.probe import MachineProbe, first_line
 
 KEY: Final = "proof"
 VARIABLE: Final = "ZEROTUNE_PROOF"
@@ -293,11 +293,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def proof_setting(environ: Mapping[str, str] | None = None) -> Setting:
-    """What ``ZEROTUNE_PROOF`` says; ``"first"`` where it is not set.
-
-    Raises:
-        InvalidValueError: It says something else than it may.
-    """
+    """What ``ZEROTUNE_PROOF`` says; ``"first"`` where it is not set."""
     written = (os.environ if environ is None else environ).get(VARIABLE, "").strip().lower()
     for setting in get_args(Setting):
         if (written or "first") == setting:

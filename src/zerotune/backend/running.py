@@ -54,6 +54,8 @@ class RunningEngine(Closing):
     _decisions: tuple[Decision, ...] = ()
     _trained: frozenset[int] = frozenset()
     """Ids of the parameters that the optimizer steps."""
+    _walked: tuple[tuple[str, torch.nn.Parameter], ...] = ()
+    """Names and parameters at the latest forward pass: a walk over a U-Net takes 4 ms."""
 
     @property
     def plan(self) -> ResolvedPlan:
@@ -112,20 +114,18 @@ class RunningEngine(Closing):
 
         Args:
             step: Optimizer steps so far; at each, other weights are compared.
-
-        Raises:
-            EngineError: A parameter wants a gradient that nobody steps, or weights differ.
         """
-        self._check_trained()
+        self._check_trained(self._walked or tuple(self._module.named_parameters()))
+        self._walked = ()
         self._master_weights.check_model(step)
 
-    def _check_trained(self) -> None:
-        """Does the optimizer step every parameter that wants a gradient?
+    def _check_before_forward(self) -> None:
+        self._walked = tuple(self._module.named_parameters())
+        self._check_trained(self._walked)
 
-        Raises:
-            EngineError: Not this one.
-        """
-        for name, parameter in self._module.named_parameters():
+    def _check_trained(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        """Does the optimizer step every parameter that wants a gradient?"""
+        for name, parameter in named:
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise EngineError(
                     "wants a gradient, but was frozen or another one when the engine started, so "

@@ -102,11 +102,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors by name, and the metadata, of a safetensors file.
-
-    Raises:
-        CheckpointCorruptError: It cannot be read or is no safetensors file.
-    """
+    """Tensors by name, and the metadata, of a safetensors file."""
     try:
         with reading_regular(path) as file:
             nbytes = os.fstat(file.fileno()).st_size
@@ -163,9 +159,6 @@ def weight_files(folder: Path, *, variant: str | None = None) -> list[Path]:
     Args:
         folder: Of one model: ``<pipeline>/transformer``.
         variant: Such as ``"fp16"``.
-
-    Raises:
-        CheckpointCorruptError: The index of the shards cannot be read, or a shard is missing.
     """
     mark = "" if variant is None else f".{variant}"
     for stem in STEMS:
@@ -214,11 +207,7 @@ class StoredWeight:
     """Bytes and time of change, in ns, of the file when its header was read."""
 
     def read_into(self, flat: torch.Tensor, *, start: int = 0) -> None:
-        """Fill a 1-D tensor with the elements from ``start`` on, cast to its dtype.
-
-        Raises:
-            CheckpointCorruptError: The file has changed, or cannot be read.
-        """
+        """Fill a 1-D tensor with the elements from ``start`` on, cast to its dtype."""
         tensor, size = self.tensor, self.tensor.dtype.itemsize
         buffer = torch.empty(min(_PIECE, flat.numel()), dtype=tensor.dtype)
         try:
@@ -336,9 +325,6 @@ def bring_weights(
 
     Returns:
         How many were read.
-
-    Raises:
-        CheckpointCorruptError: A file has changed, or cannot be read.
     """
     found = waiting(module)
     for parameter in found:
@@ -366,11 +352,7 @@ def standing_in(module: torch.nn.Module) -> Iterator[None]:
 
 
 def check_has_weights(module: torch.nn.Module) -> None:
-    """Whether each parameter has its values, or a file to take them from.
-
-    Raises:
-        EngineError: One has neither.
-    """
+    """Whether each parameter has its values, or a file to take them from."""
     for name, parameter in module.named_parameters():
         if parameter.is_meta and stored_weight(parameter) is None:
             raise EngineError(
@@ -383,11 +365,7 @@ def check_has_weights(module: torch.nn.Module) -> None:
 
 
 def require_read(module: torch.nn.Module) -> None:
-    """Whether weights that waited in files have been read, for a trainer that cannot do so.
-
-    Raises:
-        EngineError: They have not.
-    """
+    """Whether weights that waited in files have been read, for a trainer that cannot do so."""
     count = len(waiting(module))
     if count:
         raise EngineError(

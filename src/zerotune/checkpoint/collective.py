@@ -22,10 +22,6 @@ def together(group: ProcessGroup, purpose: str, work: Callable[[], T]) -> list[T
         purpose: What is being done, for messages.
         work: What this rank does; must not be collective itself, since a rank on which it
             fails would leave the others waiting.
-
-    Raises:
-        CollectiveError: A rank did not come.
-        ZeroTuneError: ``work`` failed, here or, with the same class, on the rank named.
     """
     result: T | None = None
     failure: ZeroTuneError | None = None

@@ -18,8 +18,7 @@ from zerotune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from zerotune.backend.engine import Engine
-    from zerotune.backend.master_weights import FragmentAddress
-    from zerotune.backend.states import OptimizerStates
+    from zerotune.backend.master_weights import FragmentAddress, OptimizerStates
 
 SHADOW: Final = "shadow/"
 BUFFER: Final = "buffer/"

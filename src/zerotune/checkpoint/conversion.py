@@ -103,7 +103,7 @@ def _from_deepspeed(native: NativeCheckpoint, final: Path) -> Path:
             subject = WEIGHTS if each.state is None else Subject(kind="optimizer", of=each.state)
             yield Piece(subject=subject, part=part, tensor=each.tensor.float())
 
-    return _write(
+    return _write_checkpoint(
         final,
         origin=f"DeepSpeed {native.version}",
         state=native.state,
@@ -127,7 +127,9 @@ def _from_model(reader: ModelFolderReader, final: Path) -> Path:
             part = Part(name=name, start=0, numel=tensor.numel())
             yield Piece(subject=WEIGHTS, part=part, tensor=tensor)
 
-    return _write(final, origin="a model folder", model=reader.config, shapes=shapes, pieces=pieces)
+    return _write_checkpoint(
+        final, origin="a model folder", model=reader.config, shapes=shapes, pieces=pieces
+    )
 
 
 def _plan_of(native: NativeCheckpoint) -> PlanRecord:
@@ -153,7 +155,7 @@ def _plan_of(native: NativeCheckpoint) -> PlanRecord:
     )
 
 
-def _write(
+def _write_checkpoint(
     final: Path,
     *,
     origin: str,

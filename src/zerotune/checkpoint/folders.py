@@ -35,11 +35,11 @@ logger = logging.getLogger("zerotune")
 
 _STEP: Final = re.compile(r"step-(\d{8,})", re.ASCII)
 _LEFTOVER: Final = re.compile(r"(.+)\.(tmp|old|trash)-([0-9a-f]{12})", re.ASCII)
-_WRITTEN: Final = re.compile(
+_SAVED_FILE: Final = re.compile(
     r"(weights|optimizer\..+|shadow\..+|rank)-\d{5}-of-\d{5}\.safetensors", re.ASCII
 )
 """Files that saving makes, also where no manifest tells of them."""
-_MARK: Final = "zerotune"
+_MARK_ENTRY: Final = "zerotune"
 """Where the mark of an export stands in a safetensors header."""
 _FREE_MARGIN: Final = 2**24
 """Bytes left free beside what will be written, for the file system's own bookkeeping."""
@@ -79,9 +79,9 @@ class Staging:
         self._check(final)
         self._final = final
         final.parent.mkdir(parents=True, exist_ok=True)
-        self.path = _sibling(final, "tmp")
+        self.path = _temporary_name(final, "tmp")
         self.path.mkdir()
-        self._lock = _lock(self.path)
+        self._lock = _lock_folder(self.path)
 
     def publish(self) -> None:
         """Give the folder its final name; a former checkpoint goes only after that."""
@@ -111,7 +111,7 @@ class Staging:
 
     def _take_place(self) -> Path | None:
         """Take the final name; where what had it before lies now."""
-        former = _sibling(self._final, "old") if self._final.exists() else None
+        former = _temporary_name(self._final, "old") if self._final.exists() else None
         if former is not None:
             self._final.rename(former)
         self.path.rename(self._final)
@@ -137,7 +137,7 @@ class ExportStaging(Staging):
     def _take_place(self) -> Path | None:
         if not self._final.exists():
             return super()._take_place()
-        former = _sibling(self._final, "old")
+        former = _temporary_name(self._final, "old")
         # First, so that a kill behind the swap leaves the former one under this name.
         self.path.rename(former)
         try:
@@ -192,7 +192,7 @@ def _located(path: Path) -> tuple[Path, Manifest] | None:
         ) from error
     beside = _leftovers(path.parent, name=path.name, kinds=("tmp", "old"))
     for sibling in sorted(beside, key=_manifest_time, reverse=True):
-        if (manifest := _whole(sibling)) is not None:
+        if (manifest := _whole_manifest(sibling)) is not None:
             logger.warning("%s was not renamed when it was saved; using %s", path, sibling)
             return sibling, manifest
     raise CheckpointError(
@@ -253,7 +253,7 @@ def prune(root: str | os.PathLike[str], *, keep: int) -> tuple[Path, ...]:
         whole = [path for path, outcome in _checkpoints(folder) if isinstance(outcome, Manifest)]
         for path in whole[keep:]:
             if _is_folder(path):
-                trash = _sibling(path, "trash")
+                trash = _temporary_name(path, "trash")
                 path.rename(trash)
                 _remove(trash)
                 removed.append(path)
@@ -268,7 +268,7 @@ def _remove_stand_ins(path: Path) -> bool:
     """Remove the whole folders of a checkpoint that was never renamed, unless one is in use."""
     removed = False
     for beside in _leftovers(path.parent, name=path.name, kinds=("tmp", "old")):
-        with _unused(beside) as unused:
+        with _held_if_unused(beside) as unused:
             if unused:
                 _remove(beside)
                 removed = True
@@ -310,10 +310,10 @@ def remove_leftovers(parent: Path, *, name: str | None = None) -> None:
     for path in _leftovers(parent, name=name):
         base = parent / _base(path)
         trash = path.name.startswith(f"{base.name}.trash-")
-        if not trash and not _is_folder(base) and (_whole(path) or files_of_export(path)):
+        if not trash and not _is_folder(base) and (_whole_manifest(path) or files_of_export(path)):
             continue
         try:
-            with _unused(path) as unused:
+            with _held_if_unused(path) as unused:
                 if unused:
                     _retire(path, base)
         except (OSError, CheckpointError) as error:
@@ -380,7 +380,7 @@ def _manifest_time(folder: Path) -> int:
         return 0
 
 
-def _whole(folder: Path) -> Manifest | None:
+def _whole_manifest(folder: Path) -> Manifest | None:
     try:
         manifest = Manifest.read(folder)
         check_files(folder, manifest)
@@ -389,7 +389,7 @@ def _whole(folder: Path) -> Manifest | None:
     return manifest
 
 
-def _sibling(path: Path, kind: str) -> Path:
+def _temporary_name(path: Path, kind: str) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
 
 
@@ -425,7 +425,7 @@ def _foreign(folder: Path) -> list[Path]:
     except CheckpointError:
         listed = frozenset()
     others = _besides(folder, listed | {MANIFEST})
-    return [path for path in others if not _WRITTEN.fullmatch(path.name)]
+    return [path for path in others if not _SAVED_FILE.fullmatch(path.name)]
 
 
 def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
@@ -439,7 +439,7 @@ def _besides(folder: Path, names: frozenset[str]) -> Iterator[Path]:
             yield path
 
 
-def _lock(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """A lock on a folder that ends with this process; ``None`` where folders cannot be locked."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     locked = False
@@ -453,10 +453,10 @@ def _lock(folder: Path) -> int | None:
 
 
 @contextmanager
-def _unused(folder: Path) -> Iterator[bool]:
+def _held_if_unused(folder: Path) -> Iterator[bool]:
     """Whether no process works in a folder; holds its lock meanwhile, so that none starts."""
     try:
-        descriptor = _lock(folder)
+        descriptor = _lock_folder(folder)
     except OSError as error:
         if error.errno != errno.ENOENT:
             raise
@@ -485,13 +485,13 @@ class Mark:
     @property
     def metadata(self) -> dict[str, str]:
         """For the header of the weights."""
-        return {_MARK: json.dumps({"files": self.files}, sort_keys=True)}
+        return {_MARK_ENTRY: json.dumps({"files": self.files}, sort_keys=True)}
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> Mark | None:
         """The mark in a header; ``None``: none of ours."""
         try:
-            files = json_of(metadata[_MARK])["files"]
+            files = json_of(metadata[_MARK_ENTRY])["files"]
         except (KeyError, TypeError, ValueError):
             return None
         return cls(files=files) if isinstance(files, dict) else None

@@ -41,11 +41,7 @@ def capture() -> tuple[dict[str, torch.Tensor], str]:
 
 
 def restore(tensors: Mapping[str, torch.Tensor], text: str) -> None:
-    """Put the generators back to what ``capture`` saw.
-
-    Raises:
-        CheckpointCorruptError: It is not what ``capture`` returns.
-    """
+    """Put the generators back to what ``capture`` saw."""
     python, numpy = check(tensors, text)
     torch.set_rng_state(tensors[PREFIX + "torch_cpu"].contiguous())
     random.setstate(python)

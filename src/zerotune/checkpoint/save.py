@@ -267,7 +267,7 @@ class Writing:
 # -- ``save_checkpoint``: all ranks together, in bounded memory, whole or not at all.
 
 
-_FILE_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
+_SHADOW_NAME: Final = re.compile(r"[\w.-]+", re.ASCII)
 
 
 def save_checkpoint(
@@ -399,7 +399,7 @@ class Save:
                 fix="save when engine.step() returned boundary=True",
             )
         for name in shadows:
-            if not _FILE_NAME.fullmatch(name):
+            if not _SHADOW_NAME.fullmatch(name):
                 raise CheckpointError(
                     "files are called after it: letters, digits, '.', '-' and '_' only",
                     key="shadows",

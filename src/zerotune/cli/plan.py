@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zerotune.decisions import Decision
     from zerotune.errors import NothingFitsError
     from zerotune.plan import Advice, DeepSpeedPlan, MemoryEstimate, ResolvedPlan
-    from zerotune.plan.memory.model import Place
+    from zerotune.plan.memory.estimate import Place
     from zerotune.plan.text import RankBudget
     from zerotune.platform import Platform
 
@@ -73,7 +73,7 @@ def _add_file(parser: argparse.ArgumentParser) -> None:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     """Add what a step works on."""
-    from zerotune.plan.memory.model import EMAPlace
+    from zerotune.plan.memory.estimate import EMAPlace
     from zerotune.plan.model import STORAGES
 
     group = parser.add_argument_group("workload")
@@ -105,9 +105,6 @@ def _size_argument(text: str | None, name: str) -> int | None:
     """Bytes of a size given as the option ``name``; ``None`` when it was not given.
 
     A number alone is GiB, in which cards are named and the builder asks.
-
-    Raises:
-        InvalidValueError: Not a size.
     """
     # Not an argparse type: argparse would throw away the fix.
     from zerotune._util.text import parse_memory
@@ -116,11 +113,7 @@ def _size_argument(text: str | None, name: str) -> int | None:
 
 
 def _refuse_unused(arguments: argparse.Namespace, names: tuple[str, ...], needed: str) -> None:
-    """Refuse options that say nothing without another one.
-
-    Raises:
-        InvalidValueError: One of ``names`` was given.
-    """
+    """Refuse options that say nothing without another one."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and value is not False:
@@ -214,12 +207,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _problems_of(file: str, *, world_size: int) -> list[Problem]:
-    """Everything that is wrong with the plan in ``file``.
-
-    Raises:
-        PlanFileError: The file is missing or cannot be read.
-        PlanSyntaxError: It is neither JSON nor YAML.
-    """
+    """Everything that is wrong with the plan in ``file``."""
     from zerotune.decisions import raise_all
     from zerotune.plan import RuleContext, read
     from zerotune.platform import Platform

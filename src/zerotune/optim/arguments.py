@@ -78,9 +78,6 @@ def check(parameter: Parameter, value: Any, *, section: str) -> Any:
 
     Returns:
         A float, int, bool, str, or a tuple of floats.
-
-    Raises:
-        InvalidValueError: Wrong type, outside the range, or not finite.
     """
     return read(parameter, value, section=section)[0]
 
@@ -143,10 +140,6 @@ def fill(parameters: Collection[Parameter], sources: Sources) -> Filled:
 
     Returns:
         Checked values. Optional parameters nobody wrote are left out.
-
-    Raises:
-        InvalidValueError: A value of the wrong type or out of range.
-        OptimizerError: A required argument that nothing gives a value for.
     """
     filled = Filled()
     for parameter in parameters:

@@ -76,8 +76,8 @@ class Situation:
             accelerator=accelerator,
             versions=platform.versions,
             # The resolved plan writes every key; only the request tells what the user wrote.
-            allow_untested=_flag(resolved.requested.zero_allow_untested_optimizer),
-            force_cpu=_flag(resolved.requested.zero_force_ds_cpu_optimizer),
+            allow_untested=_written_flag(resolved.requested.zero_allow_untested_optimizer),
+            force_cpu=_written_flag(resolved.requested.zero_force_ds_cpu_optimizer),
             bf16_states=resolved.precision == "bf16"
             and bf16 is not None
             and bf16.bf16_optimizer_states is True,
@@ -119,7 +119,7 @@ def installed_packages() -> frozenset[str]:
     return frozenset(name for name in OPTIONAL_PACKAGES if find_spec(name) is not None)
 
 
-def _flag(value: object) -> bool | None:
+def _written_flag(value: object) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
@@ -296,7 +296,7 @@ class Cell:
         return self.name, self.stage, self.offload, self.precision
 
 
-def _by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
+def _cells_by_key(cells: Any) -> Mapping[tuple[str, int, str, str], Cell]:
     return {cell.key: cell for cell in cells}
 
 
@@ -310,12 +310,14 @@ class CapabilityTable:
     """Versions by package."""
     platform: str = ""
     """Operating system and processor."""
-    cells: Mapping[tuple[str, int, str, str], Cell] = attrs.field(factory=dict, converter=_by_key)
+    cells: Mapping[tuple[str, int, str, str], Cell] = attrs.field(
+        factory=dict, converter=_cells_by_key
+    )
 
     @classmethod
     def stored(cls) -> CapabilityTable:
         """The table that comes with zerotune."""
-        return _stored()
+        return _stored_table()
 
     @classmethod
     def from_json(cls, text: str) -> CapabilityTable:
@@ -353,7 +355,7 @@ class CapabilityTable:
 
 
 @cache
-def _stored() -> CapabilityTable:
+def _stored_table() -> CapabilityTable:
     source = files("zerotune.optim") / "data" / "capabilities.json"
     return CapabilityTable.from_json(source.read_text(encoding="utf-8"))
 

@@ -28,11 +28,7 @@ _GLOB: Final = frozenset("*?[")
 
 
 def check_pattern(pattern: Any, *, key: str) -> str:
-    """Return ``pattern`` when it can be used.
-
-    Raises:
-        InvalidValueError: It is no text, empty, or no regular expression.
-    """
+    """Return ``pattern`` when it can be used."""
     if not isinstance(pattern, str) or not pattern.strip():
         raise InvalidValueError(
             "a pattern is text", key=key, value=pattern, fix='write for example "unet.*.bias"'
@@ -79,7 +75,7 @@ def closest_names(pattern: str, names: Iterable[str]) -> list[str]:
 # -- ``ParameterGroups``: the rules.
 
 
-_KEY: Final = "groups"
+_RULES_KEY: Final = "groups"
 
 REST: Final = "rest"
 """Name of the group of all that no rule picks."""
@@ -111,16 +107,16 @@ class ParameterGroup:
     @name.validator
     def _check_name(self, _attribute: Any, value: Any) -> None:
         if not isinstance(value, str) or not value.strip():
-            raise InvalidValueError("a group needs a name", key=f"{_KEY}.name", value=value)
+            raise InvalidValueError("a group needs a name", key=f"{_RULES_KEY}.name", value=value)
 
     @patterns.validator
     def _check_patterns(self, _attribute: Any, value: tuple[str, ...]) -> None:
         for pattern in value:
-            check_pattern(pattern, key=f"{_KEY}.{self.name}.patterns")
+            check_pattern(pattern, key=f"{_RULES_KEY}.{self.name}.patterns")
         if not value:
             raise InvalidValueError(
                 "a group without patterns picks nothing",
-                key=f"{_KEY}.{self.name}.patterns",
+                key=f"{_RULES_KEY}.{self.name}.patterns",
                 fix='write "*" for all that is left',
             )
 
@@ -131,14 +127,14 @@ class ParameterGroup:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise InvalidValueError(
                 "must be a number > 0",
-                key=f"{_KEY}.{self.name}.lr_scale",
+                key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
                 fix="freeze parameters (requires_grad_(False)) that must not be trained",
             )
         if "lr" in self.params:
             raise InvalidValueError(
                 "a group has a learning rate of its own or a multiple of the optimizer's, not both",
-                key=f"{_KEY}.{self.name}.lr_scale",
+                key=f"{_RULES_KEY}.{self.name}.lr_scale",
                 value=value,
                 fix="leave one of them out",
             )
@@ -177,7 +173,7 @@ class ParameterGroups:
                     "two groups of one name"
                     if name != REST
                     else "this is the name of the group of all that is left",
-                    key=f"{_KEY}.name",
+                    key=f"{_RULES_KEY}.name",
                     value=name,
                     fix="call one of them differently",
                 )
@@ -276,11 +272,6 @@ def group_parameters(
     Returns:
         Groups that are not empty, in the order of their rules, ``"rest"`` last; and a decision
         that names them with their sizes.
-
-    Raises:
-        OptimizerError: There is no model to look at, or a pattern matches nothing.
-        UnknownKeyError: A group has an argument the optimizer lacks.
-        InvalidValueError: A value of the wrong type, out of range or not per group.
     """
     if model is None:
         raise OptimizerError(
@@ -304,7 +295,7 @@ def group_parameters(
         for rule in (*groups.rules, rest)
         if taken[rule.name]
     )
-    return chosen, (_decision(chosen),)
+    return chosen, (_groups_decision(chosen),)
 
 
 def same_group(
@@ -321,12 +312,12 @@ def same_group(
 
 def describe(group: GroupChoice) -> str:
     """One line: size and own arguments."""
-    own = ", ".join(f"{key} {_show(value)}" for key, value in group.params.items())
+    own = ", ".join(f"{key} {_argument_text(value)}" for key, value in group.params.items())
     noun = "parameter" if len(group.parameters) == 1 else "parameters"
     return f"{group.name}: {len(group.parameters)} {noun}, {group.numel:,} elements, {own}"
 
 
-def _show(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
@@ -414,7 +405,7 @@ def _group(
     return same_group(parameters, rule.name, {**shown, **own})
 
 
-def _decision(chosen: Sequence[GroupChoice]) -> Decision:
+def _groups_decision(chosen: Sequence[GroupChoice]) -> Decision:
     return Decision(
         key=KEY,
         before=None,
@@ -524,9 +515,6 @@ def muon_groups(
         model: Names and shapes.
         patterns: Who belongs to Muon.
         rates: ``muon_lr`` and ``adam_lr``, where they are written.
-
-    Raises:
-        OptimizerError: There is no model to look at, or nothing in it is for Muon.
     """
     if model is None:
         raise OptimizerError(
@@ -556,7 +544,7 @@ def muon_groups(
             if members:
                 groups.append(same_group(members, name, own))
     settled = attrs.evolve(choice, params=params, groups=tuple(groups))
-    return settled, (*decisions, *_convolutions(facts, selected), _decision(groups))
+    return settled, (*decisions, *_convolutions_decision(facts, selected), _groups_decision(groups))
 
 
 def _adam_rate(
@@ -578,7 +566,7 @@ def _adam_rate(
     return lr, (decision,)
 
 
-def _convolutions(
+def _convolutions_decision(
     facts: Mapping[str, ParameterFacts], selected: frozenset[str]
 ) -> tuple[Decision, ...]:
     count = sum(len(facts[name].shape) > 2 for name in selected)

@@ -97,12 +97,6 @@ def settle(
         suggestions: What the run knows.
         policy: What happens when it cannot run, or gets an argument it does not have.
         table: Cells that were run; those that come with zerotune when not given.
-
-    Raises:
-        MissingDependencyError: It is in an optional package that is not installed.
-        OptimizerError: It cannot run here and ``policy`` is ``"error"``.
-        UnknownKeyError: An argument that no optimizer has.
-        InvalidValueError: An argument of the wrong type or out of range.
     """
     log = Log()
     asked = _respell_decay(request, log)
@@ -545,11 +539,6 @@ def settle_schedule(
 
     Returns:
         The choice, every argument explicit, and why.
-
-    Raises:
-        OptimizerError: An argument is needed that neither the configuration nor the run says.
-        UnknownKeyError: An argument the schedule does not have.
-        InvalidValueError: An argument of the wrong type or out of range.
     """
     entry = request.entry
     filled = _complete_schedule(request, optimizer, run)

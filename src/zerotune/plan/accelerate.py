@@ -117,9 +117,6 @@ def translate(
         source: Name used in messages.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
         spelled: Key to how messages call it, where that is not its place in the file.
-
-    Raises:
-        PlanError: They do not use DeepSpeed, or name a file that cannot be read.
     """
     block = content.get(BLOCK)
     if not isinstance(block, Mapping):

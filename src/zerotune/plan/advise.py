@@ -15,10 +15,19 @@ from zerotune._util.text import format_size, parse_size
 from zerotune.decisions import Decision
 from zerotune.errors import InvalidValueError, NothingFitsError
 from zerotune.plan.families import as_facts
-from zerotune.plan.memory.estimate import Costing, count, estimate_resolved, sample_size
-from zerotune.plan.memory.model import PLACES, EMAPlace, MemoryEstimate, Phase, Place, Workload
-from zerotune.plan.memory.rates import Rates, known_rates
-from zerotune.plan.memory.time import StepTime, step_time
+from zerotune.plan.memory.estimate import (
+    PLACES,
+    Costing,
+    EMAPlace,
+    MemoryEstimate,
+    Phase,
+    Place,
+    Workload,
+    count,
+    estimate_resolved,
+    sample_size,
+)
+from zerotune.plan.memory.time import Rates, StepTime, known_rates, step_time
 from zerotune.plan.model import (
     Context,
     DeepSpeedPlan,

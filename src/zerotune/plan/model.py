@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from zerotune.plan.advise import Advice, Preference
     from zerotune.plan.diff import PlanDifference
     from zerotune.plan.inspection import Inspection
-    from zerotune.plan.memory.model import EMAPlace, MemoryEstimate, Workload
-    from zerotune.plan.memory.rates import Rates
+    from zerotune.plan.memory.estimate import EMAPlace, MemoryEstimate, Workload
+    from zerotune.plan.memory.time import Rates
     from zerotune.plan.rules import Finding
     from zerotune.plan.write import SavedPlan
     from zerotune.platform import Platform

@@ -95,9 +95,6 @@ def read_whole(
         read: Reads, with a log.
         also_known: Paths of further keys to pass through.
         decisions: What was decided before.
-
-    Raises:
-        PlanError: The first mistake, with all others.
     """
     log = Log(also_known=frozenset(also_known), decisions=[*decisions])
     return _signed(log.whole(read, log), log)
@@ -335,9 +332,6 @@ def plan_from_settings(
         log: Receives decisions and mistakes.
         source: Name used in messages.
         folder: Where a relative ``deepspeed_config_file`` is looked up first.
-
-    Raises:
-        PlanError: They do not use DeepSpeed, or as in ``DeepSpeedPlan.from_dict``.
     """
     return _translated(accelerate.translate(content, log, source=source, folder=folder), log)
 
@@ -426,11 +420,7 @@ def build_config(
     scheduler: str | Mapping[str, Any] | None,
     zero_overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write the keyword form as a DeepSpeed configuration.
-
-    Raises:
-        InvalidValueError: An offload device or precision that does not exist.
-    """
+    """Write the keyword form as a DeepSpeed configuration."""
     zero: dict[str, Any] = {"stage": stage}
     for key, device in (("offload_optimizer", offload_optimizer), ("offload_param", offload_param)):
         if device != "none":
@@ -534,9 +524,6 @@ def override_plan(
         plan: What they are put above.
         overrides: Settings by path, nested or by a short name; ``None`` removes one.
         also_known: Paths of further keys to pass through.
-
-    Raises:
-        PlanError: As in ``DeepSpeedPlan.from_dict``.
     """
     config = plan.to_dict()
     config[_LAUNCH] = plan.launch.to_dict() if plan.launch else {}
@@ -555,10 +542,6 @@ def settings_by_path(overrides: Any, places: Places) -> dict[str, Any]:
     Args:
         overrides: By path, nested, or by names that ``places`` knows.
         places: From a name as written and its value to the settings it stands for.
-
-    Raises:
-        InvalidValueError: Not a mapping, or a name that is no path.
-        PlanConflictError: Two names for one path, with different values.
     """
     if not isinstance(overrides, Mapping):
         raise InvalidValueError(

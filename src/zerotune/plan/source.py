@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,52 +95,20 @@ def _refuse_too_large(size: int, largest: int, source: str, key: str) -> None:
 
 # -- JSON, read so that it is known where things are.
 #
-# ``json`` reads what is in order, which is fast. It reports neither duplicated keys with their
-# position nor what people usually mean by a mistake: where it stops, a parser of our own looks
-# again. Comments and trailing commas, which DeepSpeed itself accepts in files, are read and
-# reported; everything else that is not JSON is an error with line, column and a hint.
+# ``json`` reads it. Comments and trailing commas, which DeepSpeed itself accepts in files, are
+# blanked out and reported; everything else that is not JSON is an error with line, column and,
+# from a table, what people usually mean by it.
 
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_WORD = re.compile(r"[A-Za-z_][\w.]*")
-_HEX = re.compile(r"u([0-9a-fA-F]{4})")
-_LOW_SURROGATE = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
-_PLAIN_TEXT = re.compile(r'[^"\\\x00-\x1f]+')
-_SPACE = re.compile(r"[ \t\r\n]*")
-_LITERALS = {"true": True, "false": False, "null": None}
-_PYTHON = {
-    "True": "true",
-    "False": "false",
-    "None": "null",
-    "TRUE": "true",
-    "FALSE": "false",
-    "NULL": "null",
-}
-_ESCAPES = {
-    '"': '"',
-    "\\": "\\",
-    "/": "/",
-    "b": "\b",
-    "f": "\f",
-    "n": "\n",
-    "r": "\r",
-    "t": "\t",
-}
-_CURLY = "\u201c\u201d\u201e\u2018\u2019"
-_TEMPLATES = ("{{", "{%")
-_UNFILLED = "has a template that was not filled in"
-_DOUBLE = "use double quotes"
 _DEEPEST = 100
 _LONGEST_NUMBER = 400
 _MOST_LIBERTIES = 20
 """As many comments and commas are named one by one."""
-_LOOKED_AT_AGAIN = 1024**2
-"""Letters of a text in which the parser that names mistakes is still quick."""
-_SHOWN_OF_A_WORD = 80
 _STRING = r'"[^"]*"?'
 _COMMENT = r"(?://[^\n]*|#[^\n]*|/\*.*?\*/)"
 _TEXT_OR_COMMENTS = re.compile(rf"{_STRING}|(?:{_COMMENT}[ \t\r\n]*){{1,1000}}", re.DOTALL)
 _ONE_COMMENT = re.compile(_COMMENT, re.DOTALL)
 _TEXT_OR_LAST_COMMA = re.compile(rf"{_STRING}|,(?=[ \t\r\n]*[}}\]])", re.DOTALL)
+_TOKENS = re.compile(rf"{_STRING}(?P<colon>[ \t\r\n]*:)?|[\[{{}}\]]|[-+.\w]+")
 _LONE_SURROGATE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
@@ -155,9 +124,6 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
 
     Returns:
         The value, and one sentence for each liberty that was tolerated.
-
-    Raises:
-        PlanSyntaxError: Not JSON, comments and trailing commas excepted.
     """
     text = text.removeprefix("\ufeff")
     _refuse_too_large(len(text), _LARGEST.get(), source, "file")
@@ -169,30 +135,26 @@ def parse_json(text: str, *, source: str) -> tuple[Any, list[str]]:
         plain, liberties = _without_liberties(text)
     try:
         return _strictly(plain), liberties
-    except (ValueError, RecursionError) as error:
-        if len(text) > _LOOKED_AT_AGAIN:
-            raise _briefly(error, text, source) from None
-    return _Parser(text, source).parse(), liberties
+    except json.JSONDecodeError as error:
+        raise _at(text, source, *_hint(error, plain)) from None
+    except (ValueError, RecursionError):
+        raise _at(text, source, *_refused_place(plain)) from None
 
 
 def _refuse_half_letters(text: str, source: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        line, column = _position(text, error.start)
-        raise PlanSyntaxError(
-            _HALF_LETTER, source=source, line=line, column=column, fix=_WHOLE_LETTER
-        ) from None
+        raise _at(text, source, error.start, *_HALF_LETTER) from None
 
 
-_HALF_LETTER = "has one half of a surrogate pair, which is no character"
-_WHOLE_LETTER = "write the character itself"
+_HALF_LETTER = ("has one half of a surrogate pair, which is no character", "write the character")
 
 
 def _strictly(text: str) -> Any:
     """What ``json`` makes of it, without what ``json`` lets pass; ``ValueError`` otherwise."""
-    if "\\u" in text and _LONE_SURROGATE.search(text):
-        raise ValueError(_HALF_LETTER)
+    if "\\u" in text and _LONE_SURROGATE.search(text.replace("\\\\", "  ")):
+        raise ValueError(*_HALF_LETTER)
     value = _DECODER.decode(text)
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(_DEEPEST):
@@ -208,33 +170,29 @@ def _strictly(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("has a key twice in one object")
-    return found
+    return entries
 
 
-def _whole_number(literal: str) -> int:
+def _number(kind: Callable[[str], Any], literal: str) -> Any:
     if len(literal) > _LONGEST_NUMBER:
-        raise ValueError("has a number that is too long")
-    return int(literal)
-
-
-def _real_number(literal: str) -> float:
-    value = float(literal)
-    if len(literal) > _LONGEST_NUMBER or math.isinf(value):
-        raise ValueError("has a number that is too long or too large")
+        raise ValueError("has a number that is too long", "write fewer digits")
+    value = kind(literal)
+    if value in (math.inf, -math.inf):
+        raise ValueError("has a number that is too large", "write a smaller one")
     return value
 
 
 def _no_constant(word: str) -> Any:
-    raise ValueError(f"has {word}, which JSON does not know")
+    raise ValueError(f"has {word}, which JSON does not know", "write a finite number")
 
 
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique,
-    parse_int=_whole_number,
-    parse_float=_real_number,
+    parse_int=partial(_number, int),
+    parse_float=partial(_number, float),
     parse_constant=_no_constant,
 )
 
@@ -274,257 +232,111 @@ def _follows_a_value(text: str, at: int) -> bool:
     return at >= 0 and text[at] not in "[{,:"
 
 
-def _briefly(error: Exception, text: str, source: str) -> PlanSyntaxError:
-    """The error for a text too long to be looked at again: what ``json`` says of it."""
-    at = error.pos if isinstance(error, json.JSONDecodeError) else 0
-    said = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
-    said = f"is not JSON: {error.msg}" if isinstance(error, json.JSONDecodeError) else said
-    line, column = _position(text, at)
-    return PlanSyntaxError(
-        said, source=source, line=line, column=column, fix="correct it there, or write less"
+_UNCLOSED = ("has a bracket that is never closed", "add the missing } or ]")
+_TEXT_UNCLOSED = ("has text that is never closed", 'add the missing "')
+_KEY = "Expecting property name"
+_HINTS = tuple(
+    (message, re.compile(there), reason, fix)
+    for message, there, reason, fix in (
+        ("", r"/\*", "has a comment that is never closed", "add the missing */"),
+        ("Expecting ',' ", r"\s*\Z", *_UNCLOSED),
+        (_KEY, r"\s*\Z", *_UNCLOSED),
+        ("", r"\s*\Z", "ends where a value is missing", "add the value and close the braces"),
+        ("Expecting ',' ", "", "wants a comma between two entries", "add the missing comma"),
+        ("Expecting ':' ", "", "wants a colon after a key", 'write "key": value'),
+        ("Extra", "", "has something after its end", "keep one object; check the closing braces"),
+        ("Unterminated", "", *_TEXT_UNCLOSED),
+        ("Invalid control", r"\n", *_TEXT_UNCLOSED),
+        ("Invalid control", "", "has a control character in text", "escape it"),
+        ("Invalid \\u", "", "has an unknown escape", "write \\u and four hexadecimal digits"),
+        ("Invalid \\", "", "has an unknown escape", "double the backslash: \\\\"),
+        ("", "'", "has single quotes", "use double quotes"),
+        ("", "[\u201c\u201d\u201e\u2018\u2019]", "has typographic quotes", "use double quotes"),
+        (
+            "",
+            r"[$<%@{\u2026]|\.\.\.|YOUR_|(?:TODO|FIXME)\b",
+            "has a template that was not filled in",
+            "write the value itself",
+        ),
+        ("", r"(nan|inf)\b", "has {}, which JSON does not know", "write a finite number"),
+        ("", r"(True|TRUE)\b", "has the Python word {}", "write true"),
+        ("", r"(False|FALSE)\b", "has the Python word {}", "write false"),
+        ("", r"(None|NULL)\b", "has the Python word {}", "write null"),
+        ("", r"\(", "has a Python tuple", "write a list in square brackets"),
+        ("", ",", "has a comma too many", "remove it"),
+        (_KEY, "[A-Za-z_]", "has a key without quotes", "put the key in double quotes"),
+        (_KEY, "", "wants a key in double quotes here", 'write "key": value'),
+        ("", r"[-+.\d]", "has a malformed number", "write digits, such as 500000000 or 5e8"),
+        ("", r"(\w{1,80})", "has the word {} without quotes", 'write "{}"'),
     )
+)
+"""What ``json`` says, what stands where it stops, what is wrong with that, and what to do."""
+_LETTER = re.compile(r"[-+.\w]")
+_YAML_KEY = re.compile(r"[A-Za-z_][\w.]*[ \t]*:")
+
+
+def _hint(error: json.JSONDecodeError, text: str) -> tuple[int, str, str]:
+    """Where ``json`` stopped, what is wrong there, and what to do."""
+    at, message = error.pos, error.msg
+    if not text.strip():
+        return at, "is empty", "write at least {}"
+    if not text[:at].strip() and _YAML_KEY.match(text, at):
+        return at, "is not JSON; it looks like YAML", "give it the suffix .yaml"
+    if message.startswith(("Expecting ',' ", "Extra")) and _LETTER.match(text, at):
+        # Of "0x10" it has read the 0, and stops behind it.
+        while at > 0 and _LETTER.match(text, at - 1):
+            at, message = at - 1, "Expecting value"
+    for prefix, there, reason, fix in _HINTS:
+        match = there.match(text, at) if message.startswith(prefix) else None
+        if match is not None:
+            word = match[there.groups]
+            return at, reason.replace("{}", word), fix.replace("{}", word)
+    return at, f"has an unexpected {text[at]!r}", "write a value"
+
+
+def _refused_place(text: str) -> tuple[int, str, str]:
+    """Where JSON has what ``json`` lets pass, what is wrong with that, and what to do."""
+    half = _LONE_SURROGATE.search(text.replace("\\\\", "  "))
+    if half is not None:
+        return half.start(), *_HALF_LETTER
+    keys: list[set[str]] = []
+    for match in _TOKENS.finditer(_without_escapes(text)):
+        at, token = match.start(), text[match.start() : match.end()]
+        if token in ("{", "["):
+            keys.append(set())
+            if len(keys) > _DEEPEST:
+                return at, "is nested too deeply", f"nest at most {_DEEPEST} levels"
+        elif token in ("}", "]"):
+            keys.pop()
+        elif match["colon"]:
+            key = json.loads(token.rstrip(": \t\r\n"))
+            if key in keys[-1]:
+                reason = f"has the key {shorten(key)} twice in one object"
+                return at, reason, "keep one of the two"
+            keys[-1].add(key)
+        elif token[0] != '"':
+            try:
+                _DECODER.decode(token)
+            except ValueError as error:
+                reason, fix = error.args
+                return at, reason, fix
+    return 0, "is nested too deeply", f"nest at most {_DEEPEST} levels"
+
+
+def _at(text: str, source: str, at: int, reason: str, fix: str) -> PlanSyntaxError:
+    line, column = _position(text, at)
+    return PlanSyntaxError(reason, source=source, line=line, column=column, fix=fix)
 
 
 def _position(text: str, at: int) -> tuple[int, int]:
     return text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
 
 
-class _Parser:
-    def __init__(self, text: str, source: str) -> None:
-        self._text = text
-        self._source = source
-        self._at = 0
-        self._depth = 0
-
-    def parse(self) -> Any:
-        self._skip()
-        if self._at == len(self._text):
-            raise self._error("is empty", "write at least {}")
-        value = self._value()
-        self._skip()
-        if self._at < len(self._text):
-            raise self._error(
-                "has something after its end", "keep one object; check the closing braces"
-            )
-        return value
-
-    def _value(self) -> Any:
-        self._skip()
-        char = self._peek()
-        if char == "{":
-            return self._nested(self._object)
-        if char == "[":
-            return self._nested(self._array)
-        if char == '"':
-            return self._string()
-        if char in ("-", "+", ".") or char.isdigit():
-            return self._number()
-        return self._literal()
-
-    def _nested(self, read: Any) -> Any:
-        self._depth += 1
-        if self._depth > _DEEPEST:
-            raise self._error("is nested too deeply", f"nest at most {_DEEPEST} levels")
-        value = read()
-        self._depth -= 1
-        return value
-
-    def _object(self) -> dict[str, Any]:
-        opened = self._at
-        self._at += 1
-        result: dict[str, Any] = {}
-        while True:
-            self._skip()
-            if self._peek() == "}":
-                self._at += 1
-                return result
-            key_at = self._at
-            key = self._key(opened)
-            if key in result:
-                self._at = key_at
-                raise self._error(
-                    f"has the key {shorten(key)} twice in one object", "keep one of the two"
-                )
-            self._skip()
-            if self._peek() != ":":
-                raise self._error("wants a colon after a key", 'write "key": value')
-            self._at += 1
-            result[key] = self._value()
-            self._separator("}", opened)
-
-    def _key(self, opened: int) -> str:
-        char = self._peek()
-        if char == '"':
-            return self._string()
-        if char == "":
-            self._at = opened
-            raise self._error("has an object that is never closed", "add the missing }")
-        self._refuse_lookalikes("key")
-        if _WORD.match(self._text, self._at):
-            raise self._error(
-                "has a key without quotes",
-                "put the key in double quotes",
-            )
-        raise self._error("wants a key in double quotes here", 'write "key": value')
-
-    def _array(self) -> list[Any]:
-        opened = self._at
-        self._at += 1
-        result: list[Any] = []
-        while True:
-            self._skip()
-            if self._peek() == "]":
-                self._at += 1
-                return result
-            result.append(self._value())
-            self._separator("]", opened)
-
-    def _separator(self, close: str, opened: int) -> None:
-        """Pass the comma between members; leave the closing bracket to the caller."""
-        self._skip()
-        char = self._peek()
-        if char == close:
-            return
-        if char == "":
-            self._at = opened
-            raise self._error("has a bracket that is never closed", f"add the missing {close}")
-        if char != ",":
-            raise self._error("wants a comma between two entries", "add the missing comma")
-        self._at += 1
-
-    def _string(self) -> str:
-        start = self._at
-        self._at += 1
-        parts: list[str] = []
-        while True:
-            char = self._peek()
-            if char == '"':
-                self._at += 1
-                return "".join(parts)
-            if char in ("", "\n"):
-                self._at = start
-                raise self._error("has text that is never closed", 'add the missing "')
-            if char < " ":
-                raise self._error(f"has the control character {char!r} in text", "escape it")
-            if char == "\\":
-                self._at += 1
-                parts.append(self._escape())
-                continue
-            plain = _PLAIN_TEXT.match(self._text, self._at)
-            parts.append(plain.group() if plain else char)
-            self._at += len(parts[-1])
-
-    def _escape(self) -> str:
-        char = self._peek()
-        if char in _ESCAPES and char:
-            self._at += 1
-            return _ESCAPES[char]
-        if char == "u":
-            return self._unicode()
-        raise self._error("has an unknown escape", "double the backslash: \\\\")
-
-    def _unicode(self) -> str:
-        match = _HEX.match(self._text, self._at)
-        if match is None:
-            raise self._error("has an unknown escape", "write \\u and four hexadecimal digits")
-        self._at = match.end()
-        low = _LOW_SURROGATE.match(self._text, self._at)
-        code = int(match[1], 16)
-        if 0xD800 <= code < 0xDC00 and low is not None:
-            self._at = low.end()
-            return chr(0x10000 + ((code - 0xD800) << 10) + (int(low[1], 16) - 0xDC00))
-        if 0xD800 <= code < 0xE000:
-            raise self._error(_HALF_LETTER, _WHOLE_LETTER)
-        return chr(code)
-
-    def _number(self) -> int | float:
-        match = _NUMBER.match(self._text, self._at)
-        following = "" if match is None else self._text[match.end() : match.end() + 1]
-        if self._text.startswith("...", self._at):
-            raise self._error(_UNFILLED, "write the value itself")
-        if self._text.startswith("-Infinity", self._at):
-            raise self._error("has -Infinity, which JSON does not know", "write a finite number")
-        if match is None or following.isalnum() or following in ("_", "."):
-            raise self._error("has a malformed number", "write digits, such as 500000000 or 5e8")
-        literal = match.group()
-        if len(literal) > _LONGEST_NUMBER:
-            raise self._error("has a number that is too long", "write fewer digits")
-        value = float(literal) if set(literal) & set(".eE") else int(literal)
-        if isinstance(value, float) and math.isinf(value):
-            raise self._error("has a number that is too large", "write a smaller one")
-        self._at = match.end()
-        return value
-
-    def _literal(self) -> Any:
-        match = _WORD.match(self._text, self._at)
-        word = match.group() if match else ""
-        if word in _LITERALS:
-            self._at += len(word)
-            return _LITERALS[word]
-        if word in _PYTHON:
-            raise self._error(f"has the Python word {word}", f"write {_PYTHON[word]}")
-        if word in ("NaN", "Infinity", "inf", "nan"):
-            raise self._error(f"has {word}, which JSON does not know", "write a finite number")
-        if word and self._depth == 0 and self._text[self._at + len(word) :].lstrip()[:1] == ":":
-            raise self._error("is not JSON; it looks like YAML", "give it the suffix .yaml")
-        if word.startswith("YOUR_") or word in ("TODO", "FIXME"):
-            raise self._error(_UNFILLED, "write the value itself")
-        if word:
-            word = word[:_SHOWN_OF_A_WORD]
-            raise self._error(f"has the word {word} without quotes", f'write "{word}"')
-        char = self._peek()
-        self._refuse_lookalikes("value")
-        if char == "":
-            raise self._error("ends where a value is missing", "add the value and close the braces")
-        raise self._error(f"has an unexpected {char!r}", "write a value")
-
-    def _refuse_lookalikes(self, what: str) -> None:
-        """Name what people write, or leave behind, where a key or value belongs."""
-        here = self._text[self._at : self._at + 2]
-        if here[:1] == "'":
-            raise self._error(f"has a {what} in single quotes", _DOUBLE)
-        if here[:1] and here[0] in _CURLY:
-            raise self._error(f"has a {what} in typographic quotes", _DOUBLE)
-        template = here[:1] in ("$", "<", "%", "@", "\u2026") or here in _TEMPLATES
-        if template or (here[:1] == "{" and what == "key"):
-            raise self._error(_UNFILLED, f"write the {what} itself")
-        if here[:1] == ",":
-            raise self._error("has a comma too many", "remove it")
-        if here[:1] == "(":
-            raise self._error("has a Python tuple", "write a list in square brackets")
-
-    def _skip(self) -> None:
-        while True:
-            space = _SPACE.match(self._text, self._at)
-            self._at = space.end() if space else self._at
-            if self._text.startswith("//", self._at) or self._peek() == "#":
-                end = self._text.find("\n", self._at)
-                self._at = len(self._text) if end < 0 else end
-            elif self._text.startswith("/*", self._at):
-                end = self._text.find("*/", self._at + 2)
-                if end < 0:
-                    raise self._error("has a comment that is never closed", "add the missing */")
-                self._at = end + 2
-            else:
-                return
-
-    def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
-
-    def _error(self, reason: str, fix: str) -> PlanSyntaxError:
-        line, column = _position(self._text, self._at)
-        return PlanSyntaxError(reason, source=self._source, line=line, column=column, fix=fix)
-
-
 # -- YAML, read as strictly.
 
 
 def parse_yaml(text: str, *, source: str) -> Any:
-    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence.
-
-    Raises:
-        PlanSyntaxError: Not YAML.
-    """
+    """Parse YAML text, refusing duplicated keys, which PyYAML overwrites in silence."""
     import yaml
 
     _refuse_too_large(len(text), _LARGEST.get() // _YAML_SHARE, source, "file")
@@ -633,11 +445,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_file(text: str, path: Path) -> tuple[Any, list[str]]:
-    """Parse the text of a file by its suffix, as ``parse_json`` does.
-
-    Raises:
-        PlanSyntaxError: It is not what its suffix says.
-    """
+    """Parse the text of a file by its suffix, as ``parse_json`` does."""
     suffix = path.suffix.lower()
     if suffix in YAML_SUFFIXES:
         return parse_yaml(text, source=str(path)), []
@@ -700,9 +508,6 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
         path: The file.
         key: The setting that names it, if one does.
         tried: Other places that were looked at, for the message.
-
-    Raises:
-        PlanFileError: The file is missing, a folder, unreadable, too large or not UTF-8.
     """
     name = key or "file"
     try:
@@ -737,11 +542,7 @@ def read_text(path: Path, *, key: str | None = None, tried: Collection[Path] = (
 
 
 def find_file(written: str, folder: Path | None, *, key: str) -> Path:
-    """A file named inside a configuration: beside that configuration, else where we are.
-
-    Raises:
-        PlanFileError: Neither place has it; the message lists both.
-    """
+    """A file named inside a configuration: beside that configuration, else where we are."""
     places = _places(written, folder)
     for place in places:
         if _is_file(place):
@@ -766,10 +567,6 @@ def read_named(written: str, folder: Path | None, *, key: str) -> Named:
     """The configuration that a setting names: JSON text, the path of a file, or base64 of JSON.
 
     accelerate and transformers accept all three (``HfDeepSpeedConfig``).
-
-    Raises:
-        PlanFileError: It is neither JSON, nor base64 of it, nor a file in any of the places.
-        PlanSyntaxError: Not JSON.
     """
     encoded = None if written.lstrip().startswith("{") else _decoded(written, folder)
     text = written if written.lstrip().startswith("{") else encoded

@@ -15,7 +15,7 @@ from zerotune._util.text import common_unit, counted, format_size
 from zerotune.errors import UNSET
 from zerotune.plan.advise import Advice, Budget, Candidate, machine_needs
 from zerotune.plan.fill import DEEPSPEED_DEFAULT
-from zerotune.plan.memory.model import (
+from zerotune.plan.memory.estimate import (
     PHASES,
     PLACES,
     MemoryEstimate,
@@ -24,7 +24,7 @@ from zerotune.plan.memory.model import (
     Place,
     Workload,
 )
-from zerotune.plan.memory.traffic import swap_traffic
+from zerotune.plan.memory.time import swap_traffic
 from zerotune.plan.model import Context, DeepSpeedPlan, ResolvedPlan
 from zerotune.plan.rules import check_plan
 

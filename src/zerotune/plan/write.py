@@ -60,9 +60,6 @@ def write_whole(path: str | os.PathLike[str], content: bytes) -> Path:
 
     Returns:
         ``path``.
-
-    Raises:
-        PlanFileError: The system does not let us.
     """
     final = Path(path).resolve()
     try:
@@ -222,11 +219,7 @@ def format_of(path: Path) -> str:
 
 
 def deepspeed_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> PlanDocument:
-    """DeepSpeed's own JSON; what a launcher's file says of training is said in its words.
-
-    Raises:
-        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
-    """
+    """DeepSpeed's own JSON; what a launcher's file says of training is said in its words."""
     where = "DeepSpeed's own configuration"
     decisions: list[Decision] = []
     plan = _settled_inside(plan, where, decisions)
@@ -312,11 +305,7 @@ def _launched(plan: DeepSpeedPlan) -> dict[str, Any]:
 def _given_up(
     plan: DeepSpeedPlan, left: Mapping[str, Any], why: str, lossy: Collection[str]
 ) -> list[Decision]:
-    """One decision for each setting that is left over.
-
-    Raises:
-        InvalidValueError: One that says something is not among ``lossy``.
-    """
+    """One decision for each setting that is left over."""
     unsaid = {key: value for key, value in left.items() if _says_nothing(plan, key, value)}
     named = {name.strip().removeprefix("launch.") for name in lossy}
     starts = [key for key in left if key not in named and key not in unsaid]
@@ -524,10 +513,6 @@ def accelerate_document(plan: DeepSpeedPlan, *, lossy: Collection[str] = ()) -> 
     accelerate's own keys are used where they can say the whole plan: a stage, offload to the
     CPU, accumulation, clipping above 0, saving 16-bit weights. The paths of NVMe folders are
     not among them, because ``accelerate launch`` loses those.
-
-    Raises:
-        InvalidValueError: It has no place for a setting that ``lossy`` does not name, or is too
-            long to be read again.
     """
     decisions: list[Decision] = []
     plan = _settled_inside(plan, "accelerate", decisions)
@@ -705,10 +690,6 @@ def trainer_document(
     configuration: an object, JSON text, or the path of a file; its key with dashes or without.
     The settings beside it that a plan knows (precision, accumulation, clipping) are changed only
     where the plan says something else.
-
-    Raises:
-        InvalidValueError: It has no place for a setting that ``lossy`` does not name.
-        PlanError: ``existing`` cannot be read, or holds no object.
     """
     decisions: list[Decision] = []
     text = None if existing is None else read_text(existing)

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
 
 
 _USUAL: Final = (signal.SIGINT, signal.SIGTERM)
-
-
-_ENDING: Final = (signal.SIG_DFL, give_back)
-_DEFAULTS: Final = (signal.default_int_handler, *_ENDING)
+_ENDS_PROCESS: Final = (signal.SIG_DFL, give_back)
+_DEFAULTS: Final = (signal.default_int_handler, *_ENDS_PROCESS)
 
 
 class StopOnSignals(Callback):
@@ -90,7 +88,7 @@ class StopOnSignals(Callback):
         late, self._received = self._received, None
         while self._former:
             number, former = self._former.popitem()
-            ends_it = failing and former in _ENDING and holds_folders()
+            ends_it = failing and former in _ENDS_PROCESS and holds_folders()
             if ends_it and number == late:
                 late = None
             signal.signal(number, give_back if ends_it else former)
@@ -200,12 +198,7 @@ class Goal:
         epochs: float | None,
         time_limit: float | timedelta | None,
     ) -> Goal:
-        """What the arguments of ``fit`` ask for; the earliest of them counts.
-
-        Raises:
-            InvalidValueError: None of them is given, or one is out of range.
-            DataError: Epochs of a stream that does not know its length.
-        """
+        """What the arguments of ``fit`` ask for; the earliest of them counts."""
         if steps is None and epochs is None and time_limit is None:
             raise InvalidValueError(
                 "nothing says when to stop",
@@ -214,9 +207,9 @@ class Goal:
             )
         if isinstance(time_limit, timedelta):
             time_limit = time_limit.total_seconds()
-        _check(steps, "steps", least=0)
-        _check(epochs, "epochs")
-        _check(time_limit, "time_limit")
+        _check_number(steps, "steps", least=0)
+        _check_number(epochs, "epochs")
+        _check_number(time_limit, "time_limit")
         ends = [] if steps is None else [steps]
         if epochs is not None:
             ends.append(_step_of_epoch(epochs, engine=engine, stream=stream))
@@ -259,10 +252,13 @@ class Stopping:
         if not self._group.any(mine is not None):
             return False
         each = self._group.gather(mine)
-        known = dict.fromkeys(reason for reason in each if reason is not None)
-        self.reason = "; ".join(
-            f"{reason}{_where(each, reason, self._group.world_size)}" for reason in known
-        )
+        reasons = []
+        for reason in dict.fromkeys(each):
+            ranks = [str(rank) for rank, given in enumerate(each) if given == reason]
+            where = "" if len(ranks) == len(each) else f" on rank {', '.join(ranks)}"
+            if reason is not None:
+                reasons.append(reason + where)
+        self.reason = "; ".join(reasons)
         return True
 
     def decisions(
@@ -286,12 +282,7 @@ class Stopping:
         return (decision,)
 
 
-def _where(each: list[str | None], reason: str, world_size: int) -> str:
-    ranks = [str(rank) for rank, given in enumerate(each) if given == reason]
-    return "" if len(ranks) == world_size else f" on rank {', '.join(ranks)}"
-
-
-def _check(value: Any, key: str, *, least: float | None = None) -> None:
+def _check_number(value: Any, key: str, *, least: float | None = None) -> None:
     if value is None:
         return
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -15,8 +15,8 @@ from tests.support.ranks import ranks, run_ranks
 from zerotune.backend.deepspeed import placement as pinning
 from zerotune.plan import DeepSpeedPlan, ModelFacts
 from zerotune.plan.fill import SETTING, pins_exactly, pins_natively
-from zerotune.plan.memory.model import Workload
-from zerotune.platform import GIB, Platform, detect_platform
+from zerotune.plan.memory.estimate import Workload
+from zerotune.platform import GIB, HostMemory, Platform, detect_platform
 
 
 def resolved(accelerator: Any = "cuda", torch_version: str | None = None, **more: Any) -> Any:
@@ -138,7 +138,8 @@ def pin_on_old_torch() -> Any:
             exact = block.untyped_storage().nbytes() < 4 * 2**20
             exact = exact and get_accelerator().is_pinned(block)
             during = os.environ.get("DS_PIN_MEMORY_BACKEND")
-            monkeypatch.setattr(pinning, "_host_free", lambda: 2**20)
+            little = HostMemory(total=2**20, available=2**20)
+            monkeypatch.setattr(pinning, "host_memory", lambda *_, **__: little)
             with pytest.raises(MemoryError) as refused:
                 get_accelerator().pin_memory(torch.zeros(2**19))
         left = [name for name in vars(get_native_pinned_memory()) if name == "_new_locked"]

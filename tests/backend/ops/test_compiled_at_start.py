@@ -44,11 +44,11 @@ def test_a_lock_that_may_be_another_machines_is_named_by_the_start(tmp_path: Pat
     lock.parent.mkdir()
     lock.touch()
     os.utime(lock, (0, time.time() - 3600))
-    from zerotune.backend.ops import locks
+    from zerotune.backend import ops
     from zerotune.errors import PlatformError
 
     os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
-    locks.filesystem_kind = lambda _folder: "nfs4"
+    ops.filesystem_kind = lambda _folder: "nfs4"
     with pytest.raises(PlatformError) as refused:
         started()
     message = str(refused.value)

@@ -167,7 +167,7 @@ class ZeROEngine(RunningEngine):
         """Run the model's forward pass; at stage 3, weights are gathered layer by layer."""
         if torch.is_grad_enabled():
             self._check_goes_on()
-            self._check_trained()
+            self._check_before_forward()
         return self._engine(*args, **kwargs)
 
     @naming_the_lost

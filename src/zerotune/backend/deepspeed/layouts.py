@@ -23,8 +23,7 @@ from zerotune.backend.layouts import (
     trainable_parameters,
     whole,
 )
-from zerotune.backend.master_weights import FragmentAddress, MasterLayout, Slab
-from zerotune.backend.states import OptimizerStates
+from zerotune.backend.master_weights import FragmentAddress, MasterLayout, OptimizerStates, Slab
 from zerotune.errors import UnsupportedEngineError
 
 

@@ -22,21 +22,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-import psutil
 import torch
 from torch.overrides import TorchFunctionMode
 
 from zerotune._util.environment import held
 from zerotune._util.text import format_size
 from zerotune.backend.dtypes import DTYPES
-from zerotune.backend.ops.build import building
+from zerotune.backend.ops import building
 from zerotune.backend.proof import why_unproven
 from zerotune.backend.stored import make_room, stored_weight, waiting
 from zerotune.decisions import Decision
 from zerotune.plan.fill import ROUNDING, SETTING, THRESHOLD, pins_natively
 from zerotune.plan.model import ResolvedPlan, pins
-from zerotune.platform.cgroups import memory_constraint
-from zerotune.platform.probe import MachineProbe, first_line
+from zerotune.platform.detect import MachineProbe, first_line, host_memory
 
 KEY: Final = "initialization.flat weights"
 _KNOWN: Final = (
@@ -355,7 +353,9 @@ def _refuse_in_time(resources: ExitStack) -> None:
         return
 
     def locked(example: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        wanted, free = math.prod(map(int, shape)) * example.element_size(), _host_free()
+        wanted = math.prod(map(int, shape)) * example.element_size()
+        # What others would be swapped out for may be taken too.
+        free = host_memory(MachineProbe(), with_swap=True).available
         if wanted > free:
             raise MemoryError(
                 f"not enough memory: {format_size(wanted)} are to be page-locked, "
@@ -366,13 +366,6 @@ def _refuse_in_time(resources: ExitStack) -> None:
 
     manager._new_locked = locked
     resources.callback(vars(manager).pop, "_new_locked", None)
-
-
-def _host_free() -> int:
-    """Bytes of host memory that may still be taken, with what others would be swapped out for."""
-    free = int(psutil.virtual_memory().available) + int(psutil.swap_memory().free)
-    allowed = memory_constraint(MachineProbe().read_text).available
-    return free if allowed is None else min(free, allowed)
 
 
 def _pinned_bytes_of(nbytes: int) -> int | None:

@@ -25,7 +25,7 @@ from zerotune.backend.distributed import (
 )
 from zerotune.backend.dtypes import DTYPES
 from zerotune.backend.layouts import full_shape, trainable_parameters
-from zerotune.backend.ops.build import building
+from zerotune.backend.ops import building
 from zerotune.backend.optimizers.client import (
     build_client_optimizer,
     chosen_optimizer,

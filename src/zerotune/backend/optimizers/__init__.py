@@ -11,10 +11,7 @@ from typing import Final
 import torch
 
 from zerotune.backend.optimizers.adamw_bf16_states import AdamWBF16States
-from zerotune.backend.optimizers.lamb import Lamb
-from zerotune.backend.optimizers.lion import Lion
-from zerotune.backend.optimizers.muon import Muon
-from zerotune.backend.optimizers.shards import ShardAware
+from zerotune.backend.optimizers.classes import Lamb, Lion, Muon, ShardAware
 
 OWN: Final[Mapping[str, type[torch.optim.Optimizer]]] = {
     "AdamWBF16States": AdamWBF16States,

@@ -20,11 +20,7 @@ _EXTRAS: Final = {"mup": "mup"}
 
 
 def chosen_optimizer(plan: ResolvedPlan) -> OptimizerChoice:
-    """The optimizer that a plan names.
-
-    Raises:
-        EngineError: Nobody has chosen one.
-    """
+    """The optimizer that a plan names."""
     if plan.optimizer is None:
         raise EngineError(
             "the plan has no optimizer choice",
@@ -40,9 +36,6 @@ def parameter_groups(choice: OptimizerChoice, named: Named) -> list[Any]:
     Args:
         choice: The optimizer with its groups.
         named: Names and parameters of all that is trained.
-
-    Raises:
-        EngineError: The groups were made for another model.
     """
     if not choice.groups:
         return [parameter for _, parameter in named]
@@ -75,11 +68,6 @@ def build_client_optimizer(choice: OptimizerChoice, named: Named) -> torch.optim
     Args:
         choice: The optimizer with its arguments and groups.
         named: Names and parameters of all that is trained.
-
-    Raises:
-        OptimizerError: There is no such class, or it refuses an argument.
-        MissingDependencyError: The optional package that has it is not installed.
-        EngineError: The groups were made for another model.
     """
     factory = _factory(choice)
     groups = parameter_groups(choice, named)

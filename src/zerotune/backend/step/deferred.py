@@ -34,8 +34,8 @@ from zerotune.decisions import Decision, announce
 from zerotune.errors import PlatformError
 from zerotune.plan.model import ResolvedPlan
 from zerotune.platform import MachineProbe
-from zerotune.platform.cgroups import cpu_quota
 from zerotune.platform.cores import affinity_here, describe_cpus, read_cpus
+from zerotune.platform.detect import cpu_quota
 
 KEY: Final = "optimizer.step"
 HIDDEN_KEY: Final = "optimizer.step.hidden"
@@ -153,11 +153,7 @@ class DeferredSteps(ABC):
         self._op.spare_a_core()
 
     def settle(self) -> None:
-        """Return once the pass under way is taken, if there is one.
-
-        Raises:
-            BaseException: What it failed with; again at every call.
-        """
+        """Return once the pass under way is taken, if there is one."""
         pending = self._pending
         if pending is None:
             return

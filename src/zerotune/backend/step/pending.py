@@ -195,10 +195,6 @@ class Exchange:
 
         Args:
             error: What this rank has failed with.
-
-        Raises:
-            EngineError: Another rank has failed; names it, and with what.
-            BaseException: ``error`` itself.
         """
         if not self.group.any(error is not None, purpose="exchange a step's weights"):
             return
@@ -385,22 +381,14 @@ class PendingStep:
             self._wake()
 
     def settle(self) -> None:
-        """Return once everything is written and nothing awaited any more.
-
-        Raises:
-            BaseException: What a part failed with, in whatever thread.
-        """
+        """Return once everything is written and nothing awaited any more."""
         self._complete()
         self._raise()
         for tensor in list(self._awaited.values()):
             self._release(tensor)
 
     def land(self, tensor: Any) -> None:
-        """Return once a tensor is written.
-
-        Raises:
-            BaseException: As ``settle``.
-        """
+        """Return once a tensor is written."""
         held = self._held(tensor)
         if held is not None:
             self._bring(self._writers[held.name])
@@ -670,11 +658,7 @@ class Awaited:
 
 
 def land(tensor: Any) -> None:
-    """Wait until a tensor is written, if it is awaited.
-
-    Raises:
-        BaseException: What the step failed with.
-    """
+    """Wait until a tensor is written, if it is awaited."""
     held: _Held | None
     # Another step may have begun by the time that the lock of this one is free.
     while (held := vars(tensor).get("_awaited")) is not None:

@@ -12,28 +12,26 @@ import attrs
 import torch
 from typing_extensions import override
 
-from zerotune.backend.adapter_layouts import (
+from zerotune.backend.adapters import (
     LAYOUTS,
     LORA_FILE,
     PEFT_CONFIG,
     PEFT_FILE,
     SETTINGS,
+    AdapterParameter,
     Factors,
     Layout,
-    compare,
-    published,
-    read_others,
-    write_lora,
-    write_lycoris,
-)
-from zerotune.backend.adapters import (
-    AdapterParameter,
     adapter_config,
     adapter_layers,
+    compare,
     fingerprint,
     peft_config,
+    published,
+    read_others,
     recall,
     trained_adapter,
+    write_lora,
+    write_lycoris,
 )
 from zerotune.backend.dtypes import checked_dtype
 from zerotune.backend.trained_parts import components
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
 # -- Have adapters learned anything? A LoRA file that does nothing looks like one that works.
 
 
-_SHOWN: Final = 4
+_NAMES_SHOWN: Final = 4
 
 
 @attrs.frozen(kw_only=True)
@@ -156,7 +154,7 @@ class Judgement:
 
     def _decision(self, still: list[_Layer], reason: str) -> Decision:
         names = [f"{layer.component}.{layer.name}" for layer in still]
-        shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        shown = ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
         return Decision(
             key="adapters",
             before=len(self._moved),
@@ -313,7 +311,7 @@ class AdapterOutline:
             )
         shapes = engine.master_weights.parameters
         return cls(
-            keys={name: _key(name, adapters) for name in shapes},
+            keys={name: _adapter_key(name, adapters) for name in shapes},
             shapes=shapes,
             metadata={n: portable_config(m, adapter) for n, (_, m, adapter) in adapters.items()},
             adapters=adapters,
@@ -367,7 +365,7 @@ def portable_config(module: torch.nn.Module, adapter: str) -> dict[str, Any]:
     }
 
 
-def _key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]) -> str:
+def _adapter_key(name: str, adapters: Mapping[str, tuple[str, torch.nn.Module, str]]) -> str:
     for component, (prefix, module, _) in adapters.items():
         parsed = AdapterParameter.parse(name.removeprefix(prefix))
         if name.startswith(prefix) and parsed is not None:

@@ -207,7 +207,7 @@ class ExportWriter:
         if count == 1:
             names = [f"{stem}.safetensors" if stem else self.path.name]
         else:
-            self._texts[f"{stem}.safetensors.index.json"] = _index(names, shards)
+            self._texts[f"{stem}.safetensors.index.json"] = _index_text(names, shards)
         header = {"format": "pt", **(metadata or {}), **self._mark(names, whole).metadata}
         self._files = [
             TensorFile.of(name, EXPORT, shard, metadata=header)
@@ -272,7 +272,7 @@ def json_text(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[TensorSpec]]) -> bytes:
+def _index_text(names: Sequence[str], shards: Sequence[Sequence[TensorSpec]]) -> bytes:
     weight_map = {
         spec.key: name for name, specs in zip(names, shards, strict=True) for spec in specs
     }

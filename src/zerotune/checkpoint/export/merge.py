@@ -16,12 +16,13 @@ import torch
 from typing_extensions import override
 
 from zerotune._util.files import system_errors
-from zerotune.backend.adapter_layouts import adapter_settings, find_adapters
 from zerotune.backend.adapters import (
     BASE,
     AdapterParameter,
     adapter_config,
     adapter_layers,
+    adapter_settings,
+    find_adapters,
     trained_adapter,
 )
 from zerotune.backend.dtypes import checked_dtype
@@ -329,11 +330,11 @@ class _Merged:
             module=module,
             adapter=adapter,
             sources={
-                _plain(name): parameter
+                _plain_layers(name): parameter
                 for name, parameter in module.named_parameters(remove_duplicate=False)
                 if AdapterParameter.parse(name) is None
             },
-            buffers={_plain(n): buffer for n, buffer in persistent_buffers(module).items()},
+            buffers={_plain_layers(n): buffer for n, buffer in persistent_buffers(module).items()},
             scales={
                 name: float(getattr(m, "scaling", {}).get(adapter, 1.0))
                 for name, m in adapter_layers(module)
@@ -387,7 +388,7 @@ class _MergeDraft(ModelDraft):
             inner = name.removeprefix(merged.prefix)
             parsed = AdapterParameter.parse(inner)
             if parsed is None:
-                self._trained[_plain(inner)] = tensor.clone()
+                self._trained[_plain_layers(inner)] = tensor.clone()
                 return
             empty = Fold(
                 layer=parsed.layer, scaling=merged.scales[parsed.layer], settings=merged.settings
@@ -400,7 +401,7 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
     folds: dict[str, Fold] = {}
     for key in stored.tensors:
         # With an adapter's name in it, a file's key is a parameter's name.
-        parsed = AdapterParameter.parse(_named(key.removeprefix(f"{component}.")))
+        parsed = AdapterParameter.parse(_named_adapter(key.removeprefix(f"{component}.")))
         if not key.startswith(f"{component}.") or parsed is None:
             continue
         empty = Fold(layer=parsed.layer, settings=settings)
@@ -416,12 +417,12 @@ def _folds(stored: ModelFolderReader, component: str, *, scale: float) -> dict[s
     return {layer: fold.scaled_by_settings(scale) for layer, fold in folds.items()}
 
 
-def _named(key: str) -> str:
+def _named_adapter(key: str) -> str:
     if re.search(r"\.(lora_magnitude_vector|lora_embedding_[AB]|lokr_\w+|hada_\w+)$", key):
         return f"{key}.file"
     return re.sub(r"\.(lora_[AB])\.(weight|bias)$", r".\1.file.\2", key)
 
 
-def _plain(name: str) -> str:
+def _plain_layers(name: str) -> str:
     match = _WRAPPED.fullmatch(name)
     return name if match is None else f"{match[1]}.{match[2]}"

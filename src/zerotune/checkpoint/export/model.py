@@ -137,7 +137,7 @@ class ModelDraft:
 
     def append(self, name: str, tensor: torch.Tensor, *, trained: bool) -> None:  # noqa: ARG002
         """Write a tensor under each of its names."""
-        for key in _names(name, self._aliases):
+        for key in _saved_names(name, self._aliases):
             self._writer.append(key, tensor)
 
     def publish(self) -> Path:
@@ -266,7 +266,7 @@ def export_checkpoint(
         )
         subject = WEIGHTS if shadow is None else Subject(kind="shadow", of=shadow)
         reader = opened.enter_context(CheckpointReader(folder, manifest))
-        return writer.write(_stored(reader, manifest, subject, frozen))
+        return writer.write(_stored_tensors(reader, manifest, subject, frozen))
 
 
 def engine_specs(engine: Engine, dtype: torch.dtype) -> list[TensorSpec]:
@@ -289,7 +289,7 @@ def specs_of(
     return [
         TensorSpec(key=key, dtype=getattr(torch, record.dtype), shape=record.shape).cast(dtype)
         for record in records
-        for key in _names(record.name, aliases)
+        for key in _saved_names(record.name, aliases)
     ]
 
 
@@ -300,11 +300,11 @@ def untrained(engine: Engine) -> Named:
     yield from persistent_buffers(engine.module).items()
 
 
-def _names(name: str, aliases: Mapping[str, str]) -> list[str]:
+def _saved_names(name: str, aliases: Mapping[str, str]) -> list[str]:
     return [name, *(alias for alias, first in aliases.items() if first == name)]
 
 
-def _stored(
+def _stored_tensors(
     reader: CheckpointReader,
     manifest: Manifest,
     subject: Subject,
@@ -322,7 +322,7 @@ def _stored(
             yield record.name, buffers[record.name]
 
     for name, tensor in one_by_one():
-        for key in _names(name, manifest.aliases):
+        for key in _saved_names(name, manifest.aliases):
             yield key, tensor
 
 

@@ -125,7 +125,10 @@ class _PipelineDraft:
                 ignore=lambda where, _names: [part] if where == top else [],
                 dirs_exist_ok=True,
             )
-            others = {path.relative_to(folder).as_posix(): hash_of(path) for path in _files(folder)}
+            others = {
+                path.relative_to(folder).as_posix(): hash_of(path)
+                for path in _component_files(folder)
+            }
             self._model = ModelDraft(
                 folder / part,
                 module,
@@ -142,7 +145,7 @@ class _PipelineDraft:
     def publish(self) -> Path:
         """Bring everything to disk and give it its name."""
         self._model.publish()
-        for path in _files(self._staging.path):
+        for path in _component_files(self._staging.path):
             sync(path)
         self._staging.publish()
         return self._target
@@ -153,7 +156,7 @@ class _PipelineDraft:
         self._staging.abandon()
 
 
-def _files(folder: Path) -> list[Path]:
+def _component_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
